@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from automodel_cli.rollout.engines.base import Capabilities, Host, resolve_seeds
-from automodel_cli.rollout.engines.sampler.sampling import choose, uniforms
+from automodel_cli.rollout.engines.base import Capabilities, EngineContext, resolve_seeds
+from automodel_cli.rollout.engines.sampler.sampling import sample_tokens, uniforms
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
@@ -26,7 +26,7 @@ class WholeSequence:
 
     max_tokens: int | None = None
 
-    def build(self, host: Host) -> Engine:
+    def build(self, host: EngineContext) -> Engine:
         return Engine(host.replica(), host.stop_token_ids, self.max_tokens)
 
 
@@ -55,7 +55,7 @@ class Engine:
         model = self._copy.model
         for uniform in uniforms(seed, limit):
             logits_V = model(torch.tensor([ids + tokens], device=model.device)).logits[0, -1].float()
-            token, logprob = choose(logits_V[None], params, uniform[None].to(model.device))
+            token, logprob = sample_tokens(logits_V[None], params, uniform[None].to(model.device))
             tokens.append(int(token))
             logprobs.append(float(logprob))
             if tokens[-1] in self._stops:

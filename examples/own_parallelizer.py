@@ -17,7 +17,7 @@ from torch import nn
 
 from automodel_cli.distributed.layer_wrapping import materialize, prepare_layers
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.sharded_module import Sharded, register
+from automodel_cli.distributed.sharded_module import Sharded, register_handle
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
 
 
@@ -32,7 +32,7 @@ class FlatAllReduce(ParallelizerConfig):
     def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
         prepare_layers(part, self, mesh.device.type)
         materialize(part, mesh.device)
-        register(_Copies(part, mesh.dp.get_group(), self.max_elements), part)
+        register_handle(_Copies(part, mesh.dp.get_group(), self.max_elements), part)
         return part
 
 

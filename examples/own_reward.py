@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.base import Reward, RewardInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,6 @@ class Vowels(Reward):
 
     letters: str = "aeiou"
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: RewardInput) -> float:
         said = [letter for letter in sample.completion.lower() if letter.isalpha()]
         return sum(letter in self.letters for letter in said) / len(said) if said else 0.0

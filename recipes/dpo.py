@@ -14,7 +14,7 @@ from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate, chec
 
 if TYPE_CHECKING:
     from automodel_cli.data.batch import Columns
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class DPORecipe(PreferenceRecipe):
                 fix="reference=frozen_copy, or reference_update=null",
             )
 
-    def columns(self, session: Session) -> Columns:
+    def columns(self, session: Trainer) -> Columns:
         """Log-probs of the reference, and what losses read of the policy before an update. Collective."""
         from automodel_cli.run.frozen_models.preference_features import partners, sharpened
         from automodel_cli.run.frozen_models.reference_logprobs import reference_columns, reference_point

@@ -11,7 +11,7 @@ from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.config_checks import why_prompts_are_apart
 from automodel_cli.rollout.recipe_checks import CHECKS, check_prompts_per_rank, check_sampled_model
-from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.run.checks.cross_section_checks import check_exported
 from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
 from automodel_cli.run.recipe import Recipe
@@ -35,7 +35,7 @@ class GRPORecipe(Recipe):
     """The policy loss: `objective=grpo`, `ppo`, `best_of_n` and others."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """How samples are drawn, and how rewards become advantages."""
-    rewards: dict[str, RewardNode] = field(default_factory=dict)
+    rewards: dict[str, RewardFunction] = field(default_factory=dict)
     """Rewards by name. A sample's reward is the sum of weight x score."""
     teacher: TeacherConfig | None = None
     """Another model in the reference's place, to learn from (on-policy distillation); rewards may then be missing."""
@@ -65,7 +65,7 @@ class GRPORecipe(Recipe):
         return super().reads_loaded_weights or (self.compares_reference and self.teacher is None)
 
     @property
-    def held_besides(self) -> str | None:
+    def extra_memory_user(self) -> str | None:
         return "rollouts"
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class GRPORecipe(Recipe):
             check(self)
 
     @property
-    def packs_fewer(self) -> str | None:
+    def packing_note(self) -> str | None:
         """The samples of an update lie side by side in rows, a group's perhaps behind one copy of its prompt."""
         if self.data.packing == "none":
             return None
@@ -129,9 +129,9 @@ class GRPORecipe(Recipe):
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.rollout.rollout_manager import Rollouts
         from automodel_cli.run.startup_summary import show_header
-        from automodel_cli.run.trainer import open_session
+        from automodel_cli.run.trainer import build_trainer
 
-        with open_session(self, source) as session:
+        with build_trainer(self, source) as session:
             rollouts = Rollouts(
                 session, self.rollout, self.rewards, self.objective, self.teacher, self.reference_update
             )
@@ -151,6 +151,8 @@ class GRPORecipe(Recipe):
                 rollouts.sync(session.last_step)
             rollouts.print_validation("after")
 
-            from automodel_cli.run.finalize import finish  # later: the first step should not wait for the last page
+            from automodel_cli.run.finalize import (
+                finalize_run,  # later: the first step should not wait for the last page
+            )
 
-            return finish(session, rollouts.accuracy)
+            return finalize_run(session, rollouts.accuracy)

@@ -11,7 +11,7 @@ from automodel_cli.recipes.sft import SFTRecipe
 
 if TYPE_CHECKING:
     from automodel_cli.data.batch import Columns
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class KDRecipe(SFTRecipe):
     def frozen_model(self) -> ModelConfig | None:
         return None if self.cache_teacher else self.teacher.as_model()
 
-    def columns(self, session: Session) -> Columns:
+    def columns(self, session: Trainer) -> Columns:
         """The teacher's likeliest tokens in place of each label. Collective."""
-        from automodel_cli.run.frozen_models.teacher import build_teacher, taught
+        from automodel_cli.run.frozen_models.teacher import add_teacher_logprobs, build_teacher
         from automodel_cli.run.frozen_models.teacher_cache import cached_teacher
 
         if self.cache_teacher:
             return cached_teacher(session, self.teacher, self.objective.top_k)
         stages = build_teacher(session, self.teacher).stages
-        return lambda batches: taught(stages, batches, self.objective.top_k, session.mesh.device)
+        return lambda batches: add_teacher_logprobs(stages, batches, self.objective.top_k, session.mesh.device)

@@ -41,10 +41,10 @@ class PreferenceRecipe(Recipe):
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.run.startup_summary import show_header
-        from automodel_cli.run.trainer import open_session
+        from automodel_cli.run.trainer import build_trainer
         from automodel_cli.run.validation_loss import HeldOutLoss, print_accuracy
 
-        with open_session(self, source) as session:
+        with build_trainer(self, source) as session:
             session.callbacks.add(HeldOutLoss(session))
             add_tasks(session)
             show_header(session, self.about(session.data.train))
@@ -56,6 +56,8 @@ class PreferenceRecipe(Recipe):
                 return session.exit_code()
             print_accuracy(session, "after", session.last_step)
 
-            from automodel_cli.run.finalize import finish  # later: the first step should not wait for the last page
+            from automodel_cli.run.finalize import (
+                finalize_run,  # later: the first step should not wait for the last page
+            )
 
-            return finish(session)
+            return finalize_run(session)

@@ -12,7 +12,7 @@ from automodel_cli.recipes.preferences import PreferenceRecipe
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from automodel_cli.data.batch import Columns
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class RMRecipe(PreferenceRecipe):
         require_classifier(whole_config(self.model))
         return super().run(source)
 
-    def columns(self, session: Session) -> Columns:
+    def columns(self, session: Trainer) -> Columns:
         """Nothing to add to the rows; what they must hold."""
         for rows in filter(None, (session.data.train, session.data.validation)):
             if rows.kind != "pairs":

@@ -26,10 +26,10 @@ class SFTRecipe(Recipe):
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.rollout.monitoring.heldout_accuracy import HeldOutQuestions
         from automodel_cli.run.startup_summary import show_header
-        from automodel_cli.run.trainer import open_session
+        from automodel_cli.run.trainer import build_trainer
         from automodel_cli.run.validation_loss import HeldOutLoss
 
-        with open_session(self, source) as session:
+        with build_trainer(self, source) as session:
             session.callbacks.add(HeldOutLoss(session))
             add_tasks(session)
             show_header(session)
@@ -42,6 +42,8 @@ class SFTRecipe(Recipe):
                 return session.exit_code()
             questions.ask(session, "after")
 
-            from automodel_cli.run.finalize import finish  # later: the first step should not wait for the last page
+            from automodel_cli.run.finalize import (
+                finalize_run,  # later: the first step should not wait for the last page
+            )
 
-            return finish(session, questions.accuracy)
+            return finalize_run(session, questions.accuracy)

@@ -34,10 +34,10 @@ OURS = (
 )
 ALTERNATING = """
 from dataclasses import dataclass
-from automodel_cli.rollout.rewards.base import RewardOfMany
+from automodel_cli.rollout.rewards.base import BatchReward
 
 @dataclass(frozen=True, kw_only=True)
-class Alternating(RewardOfMany):
+class Alternating(BatchReward):
     def scores(self, samples):
         return [float(number % 2) for number, _ in enumerate(samples)]
 """

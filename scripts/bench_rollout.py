@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, Qwen3MoeConfig
 
-from automodel_cli.models.attention.packed import PACKED, packed_attention, register
+from automodel_cli.models.attention.packed import PACKED, packed_attention, register_packed_attention
 from automodel_cli.models.lm_head.head import HeadKind
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.sampler.decoder import Decoder
@@ -163,7 +163,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_config(MODELS[args.model], attn_implementation="sdpa", dtype=dtype)
     model = model.to(device).eval()
-    register()
+    register_packed_attention()
     part = ModelPart(model, HeadKind("plain")).eval()
     work = make_work(args.prompts, args.samples, model.config.vocab_size, args.longest_prompt, args.longest, 0)
 

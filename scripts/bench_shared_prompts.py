@@ -15,11 +15,11 @@ import torch
 from transformers import LlamaConfig
 
 from automodel_cli.data.preparation.prompts import Prompt
-from automodel_cli.models.attention.packed import register
+from automodel_cli.models.attention.packed import register_packed_attention
 from automodel_cli.models.builder import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.rollout.samples import RowPlan, Update, plan_updates
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, pack_minibatches
 from automodel_cli.rollout.types import Sample, Score
 
 _VOCAB = 512
@@ -56,7 +56,7 @@ def given_samples(arguments: argparse.Namespace) -> list[Sample]:
     return samples
 
 
-def seconds(part: ModelPart, update: Update) -> tuple[float, dict[str, torch.Tensor]]:
+def seconds(part: ModelPart, update: Minibatch) -> tuple[float, dict[str, torch.Tensor]]:
     """CPU seconds of forward and backward, and the gradients."""
     part.zero_grad()
     began = time.process_time()
@@ -73,13 +73,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    register()
+    register_packed_attention()
     part, samples = model(), given_samples(arguments)
     updates, spent = {}, dict[bool, list[float]]({False: [], True: []})
     for share in spent:
-        plan = RowPlan(arguments.seq_len, True, 1, microbatch_size=1, pad_id=0, share_prompts=share)
+        plan = PackingConfig(arguments.seq_len, True, 1, microbatch_size=1, pad_id=0, share_prompts=share)
         units = [(number,) for number in range(len(samples))]
-        (updates[share],) = plan_updates(samples, units, 1, plan, dp_rank=0, dp_size=1)
+        (updates[share],) = pack_minibatches(samples, units, 1, plan, dp_rank=0, dp_size=1)
     gradients = {}
     for _ in range(arguments.rounds):
         for share, update in updates.items():

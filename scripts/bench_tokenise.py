@@ -20,7 +20,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -76,7 +76,7 @@ def main() -> None:
         tokenizer = load_tokenizer(arguments.tokenizer)
         config = DataConfig(path=str(path), cache_dir=f"{folder}/cache", num_workers=arguments.workers)
         before, memory = cpu_seconds(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        report = prepare(config, tokenizer, seed=0, progress=lambda line: None).report.train[0]
+        report = prepare_data(config, tokenizer, seed=0, progress=lambda line: None).report.train[0]
         seconds = cpu_seconds() - before
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) >> 10
         print(

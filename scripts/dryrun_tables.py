@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from automodel_cli.dryrun.command import trace_rank
 from automodel_cli.dryrun.estimate import Estimate, estimate
-from automodel_cli.dryrun.types import GIB, RankResult, Request
+from automodel_cli.dryrun.types import GIB, RankResult, TraceRequest
 
 
 class Row(NamedTuple):
@@ -81,7 +81,7 @@ def _key(row: Row, rank: int) -> str:
 
 def _traced(asked: tuple[Row, int]) -> tuple[str, RankResult]:
     row, rank = asked
-    return _key(row, rank), trace_rank(Request(row.recipe, row.overrides, row.gpus, rank))
+    return _key(row, rank), trace_rank(TraceRequest(row.recipe, row.overrides, row.gpus, rank))
 
 
 def _results(row: Row, known: dict[str, Any]) -> list[RankResult]:
@@ -97,7 +97,7 @@ def _of_ranks(rows: Sequence[Row], known: dict[str, Any]) -> str:
         for rank in _results(row, known):
             n = rank.measured_microbatches
             mode = next((note.split()[1] for note in rank.notes if note.startswith("recompute:")), "as named")
-            bound = estimate([rank], Request("", (), row.gpus).device, row.gpus).utilisation_bound
+            bound = estimate([rank], TraceRequest("", (), row.gpus).device, row.gpus).utilisation_bound
             memory = f"{rank.peak / GIB:.1f} ({rank.plan / GIB:.1f})"
             lines.append(
                 f"| {_named(row)}, {rank.rank} of {row.gpus:,} | {mode} | {memory} "
@@ -112,7 +112,7 @@ def _of_runs(rows: Sequence[Row], known: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        found: Estimate = estimate(_results(row, known), Request("", (), row.gpus).device, row.gpus)
+        found: Estimate = estimate(_results(row, known), TraceRequest("", (), row.gpus).device, row.gpus)
         idle = "-" if found.timeline is None else f"{found.timeline.idle_fraction:.0%}"
         mfu = "-" if found.mfu is None else f"{found.mfu:.1%}"
         lines.append(

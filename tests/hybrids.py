@@ -130,7 +130,7 @@ def check_that_mixed_documents_show(
     """Sabotage: rows pass for documents, so that those of a row see each other; the comparison must notice."""
     small, model = hybrid(family)
     part = part_like(small, model)
-    monkeypatch.setattr(recurrent_layers.Documents, "are_rows", True)
+    monkeypatch.setattr(recurrent_layers.DocumentBounds, "are_rows", True)
     want_logprobs, want = alone(model, rows)
     logprobs, got = run(part, rows)
     assert (logprobs - want_logprobs).abs().max() > 1e-3

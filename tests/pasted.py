@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from automodel_cli.config import bundled_recipes, fix_syntax, schema, targets
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import Composed, compose
 from automodel_cli.config.diagnostics import Problem
 from automodel_cli.config.errors import ConfigError
@@ -27,7 +27,7 @@ _RECIPES = (
     "automodel_cli.recipes.kd.KDRecipe",
     "automodel_cli.recipes.grpo.GRPORecipe",
 )
-_CHECK = check.__code__
+_CHECK = check_config.__code__
 
 
 class Watch:
@@ -45,7 +45,7 @@ class Watch:
         for text in fix_syntax.alternatives(error.fix or ""):
             if fix_syntax.kind(text) != "overrides":
                 continue
-            for word in fix_syntax.words_of(text):
+            for word in fix_syntax.shell_words(text):
                 key = word.lstrip("~").partition("=")[0]
                 own = node is not None and key.partition(".")[0] in vars(node)
                 if not (own or key in error.keys or _exists(key, word)):
@@ -67,7 +67,7 @@ class Watch:
                     continue
                 if (problem.key, problem.message) in after:
                     self.complaints.append(f"{text!r} does not help against: {problem.message}")
-                keys = {word.lstrip("~").partition("=")[0] for word in fix_syntax.words_of(text)}
+                keys = {word.lstrip("~").partition("=")[0] for word in fix_syntax.shell_words(text)}
                 for key, message in after - before:
                     if key in keys and message.startswith("unknown"):
                         self.complaints.append(f"{text!r} is refused: {message}; a fix of: {problem.message}")
@@ -75,9 +75,9 @@ class Watch:
 
 def _pasted(composed: Composed, problem: Problem, text: str, trust: Any) -> set[tuple[str, str]]:
     """What is wrong with the config once the fix is typed; an unknown key is taken away for it."""
-    removes = f"~{problem.key}" in fix_syntax.words_of(text)
+    removes = f"~{problem.key}" in fix_syntax.shell_words(text)
     instead = [f"~{problem.key}"] if problem.message.startswith("unknown key") and not removes else []
-    return {(p.key, p.message) for p in _problems(composed, [*instead, *fix_syntax.words_of(text)], trust)}
+    return {(p.key, p.message) for p in _problems(composed, [*instead, *fix_syntax.shell_words(text)], trust)}
 
 
 def _problems(composed: Composed, words: list[str], trust: Any) -> list[Problem]:
@@ -85,7 +85,7 @@ def _problems(composed: Composed, words: list[str], trust: Any) -> list[Problem]
     found: list[Problem] = []
     object.__setattr__(again, "error", lambda problems: found.extend(problems) or ConfigError("refused again"))
     try:
-        check(again, trust)
+        check_config(again, trust)
     except ConfigError:
         if not found:
             raise

@@ -15,9 +15,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from automodel_cli.parity.batches import next_token_labels, packed_batch, token_row
 from automodel_cli.parity.gradient_errors import full
-from automodel_cli.parity.reference import logprobs_of
+from automodel_cli.parity.reference import reference_logprobs
 
-__all__ = ["full", "logprobs_of", "next_token_labels", "packed_batch", "token_row"]  # of the package, for the tests
+__all__ = [
+    "full",
+    "next_token_labels",
+    "packed_batch",
+    "reference_logprobs",
+    "token_row",
+]  # of the package, for the tests
 
 VOCAB = 160
 NUM_LAYERS = 4
@@ -117,7 +123,7 @@ def separate_documents(model: PreTrainedModel, rows: Sequence[Sequence[Tensor]])
     outputs = []
     for document in (document for row in rows for document in row):
         logits_TV = model(input_ids=document[None], use_cache=False).logits[0]
-        outputs.append(logprobs_of(logits_TV, next_token_labels(document)))
+        outputs.append(reference_logprobs(logits_TV, next_token_labels(document)))
     return outputs
 
 

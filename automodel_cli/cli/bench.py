@@ -63,7 +63,7 @@ def measure(
     config = _config(conf, overrides, trust)
     from automodel_cli.run.commands import bench as of_run
 
-    return of_run.bench(config, warmup=warmup, steps=steps, json_file=json_file)
+    return of_run.run_bench(config, warmup=warmup, steps=steps, json_file=json_file)
 
 
 @bench.command()
@@ -101,7 +101,7 @@ def compare(
         raise ConfigError("A and B are the same config", fix="--b KEY=VALUE, an override of B alone")
     from automodel_cli.run.commands import bench as of_run
 
-    return of_run.compare(first, second, **options)
+    return of_run.compare_configs(first, second, **options)
 
 
 def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> Config:

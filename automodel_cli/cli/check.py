@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.config.diagnostics import show
+from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Need, Trust
 
@@ -54,7 +54,7 @@ def check(
     for key, value in sorted(composed.public().items(), key=lambda item: item[0] != "_target_"):
         label = "recipe" if key == "_target_" else key
         click.echo(f"{click.style(label.ljust(width), bold=True)}  {_clip(_line(value), limit)}")
-    common.say_untrusted(composed, untrusted, width)
+    common.print_untrusted(composed, untrusted, width)
     if gpus is not None:
         found = _dry_run(composed, recipe, trust, gpus, gpu or "h100")
         click.echo(f"{click.style('dry run'.ljust(width), bold=True)}  {found}")
@@ -77,9 +77,9 @@ def _dry_run(composed: Composed, recipe: ConfigRoot, trust: Trust, gpus: int, gp
 def _line(value: Any) -> str:
     """A section in one line: the class of its node, then what is set."""
     if not isinstance(value, dict):
-        return show(value, 100)
+        return format_value(value, 100)
     words = [str(value["_target_"]).rpartition(".")[2]] if "_target_" in value else []
-    words += [f"{k}={show(v, 60)}" for k, v in value.items() if not k.startswith("_")]
+    words += [f"{k}={format_value(v, 60)}" for k, v in value.items() if not k.startswith("_")]
     return " ".join(words) or "(defaults)"
 
 

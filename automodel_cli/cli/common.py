@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from automodel_cli.cli import completion_values
-from automodel_cli.config.diagnostics import Problem, show
+from automodel_cli.config.diagnostics import Problem, format_value
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.trust import NOTHING, WORDS, Need, Trust
-from automodel_cli.config.trust_store import recall
+from automodel_cli.config.trust_store import load_trust
 from automodel_cli.launch import rank_errors
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.dryrun.types import Request
+    from automodel_cli.dryrun.types import TraceRequest
     from automodel_cli.run.config_root import ConfigRoot
     from automodel_cli.run.recipe import Recipe
 
@@ -105,14 +105,16 @@ def load(
 ) -> tuple[Composed, ConfigRoot]:
     """Compose and check. Raises ConfigError with everything that is wrong; what the config would execute without being
     trusted is part of that, or goes to `untrusted` (see `check`). A run in `run_dir` remembers what was trusted."""
-    from automodel_cli.config.check import check
+    from automodel_cli.config.check import check_config
     from automodel_cli.config.compose import compose
     from automodel_cli.run.config_root import ConfigRoot
 
     with rank_errors.by_rank_0():
         composed = compose(conf, overrides, run_dir=run_dir)
-        composed = replace(composed, trust=trust | recall(run_dir, composed.content) if run_dir is not None else trust)
-        recipe = check(composed, composed.trust, untrusted)
+        composed = replace(
+            composed, trust=trust | load_trust(run_dir, composed.content) if run_dir is not None else trust
+        )
+        recipe = check_config(composed, composed.trust, untrusted)
     if not isinstance(recipe, ConfigRoot):
         raise ConfigError(
             f"{type(recipe).__name__} is no recipe: it does not inherit from {ConfigRoot.__module__}.ConfigRoot",
@@ -145,10 +147,10 @@ def refuse(composed: Composed, errors: Iterable[ConfigError]) -> None:
         raise composed.error(problems)
 
 
-def say_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 5) -> None:
+def print_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 5) -> None:
     """One line for each value that this command has left alone and a run would execute, if it were trusted."""
     for need in untrusted:
-        value = show(composed.shown(need.key), 100)
+        value = format_value(composed.shown(need.key), 100)
         label = click.style("trust".ljust(width), fg="yellow", bold=True)
         click.echo(f"{label}  {need.key}={value} ({composed.origin(need.key)}) {need.what}: a run needs {need.option}")
 
@@ -163,12 +165,12 @@ def gpus_to_train_on(recipe: ConfigRoot, num_gpus: int) -> int:
     return train_on
 
 
-def dry_run_request(composed: Composed, trust: Trust, num_gpus: int, **options: Any) -> Request:
+def dry_run_request(composed: Composed, trust: Trust, num_gpus: int, **options: Any) -> TraceRequest:
     """What a dry run of this config is asked; `options` as `Request` has them."""
-    from automodel_cli.dryrun.types import Request
+    from automodel_cli.dryrun.types import TraceRequest
 
     words = {"trust_words": tuple(trust.words), "trust_packages": trust.packages}
-    return Request(str(composed.path), composed.overrides, num_gpus, **words, **options)  # type: ignore[arg-type]
+    return TraceRequest(str(composed.path), composed.overrides, num_gpus, **words, **options)  # type: ignore[arg-type]
 
 
 def run_folder(name: str, *fetched: Literal["checkpoint", "export"]) -> Path:

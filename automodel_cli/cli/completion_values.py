@@ -19,8 +19,8 @@ from automodel_cli.config.errors import ConfigError
 
 def names(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
     """Bundled recipes, with their summary as help."""
-    found = [n for n in bundled_recipes.names() if n.startswith(incomplete)]
-    return [CompletionItem(n, help=bundled_recipes.describe(n).summary) for n in found]
+    found = [n for n in bundled_recipes.recipe_names() if n.startswith(incomplete)]
+    return [CompletionItem(n, help=bundled_recipes.describe_recipe(n).summary) for n in found]
 
 
 def runs(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
@@ -52,7 +52,7 @@ def keys(conf: str) -> set[str]:
     """
     from automodel_cli.config import schema, targets
 
-    path = bundled_recipes.path_of(conf) if conf in bundled_recipes.names() else Path(conf)
+    path = bundled_recipes.recipe_path(conf) if conf in bundled_recipes.recipe_names() else Path(conf)
     found: set[str] = set()
     trees = list(_chain(path, "", set())) if path.is_file() else []
     for package, tree in trees:

@@ -96,7 +96,7 @@ def dryrun(
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
-    common.say_untrusted(composed, untrusted)
+    common.print_untrusted(composed, untrusted)
     gpus = common.gpus_to_train_on(recipe, gpus)
     number = None if rank == _ALL else _number(rank, gpus)
     from automodel_cli.dryrun.command import dry_run

@@ -92,7 +92,7 @@ def evaluate(
     process_startup.share_cores()
     from automodel_cli.evaluation import runner
 
-    first = runner.of_run(recipe, folder, checkpoint) if folder else runner.of_model(recipe, target)
+    first = runner.eval_model_of_run(recipe, folder, checkpoint) if folder else runner.of_model(recipe, target)
     names = () if alone else against or ((_BEFORE,) if folder else ())
     targets = [first, *(_other(name, recipe, folder, trust) for name in names)]
     run_dir = folder or Path.cwd()
@@ -125,7 +125,9 @@ def _by_harness(
     found = {name: chosen.run(model) for name, model in models.items()}
     run_dir = folder or Path.cwd()
     told = f"harness: {tasks}\n" + "".join(f"{name}: {value}\n" for name, value in chosen.options.items())
-    results.tell(found, run_dir, out or run_dir / "eval" / f"harness{_of(checkpoint)}.json", told, num_resamples=2000)
+    results.report_results(
+        found, run_dir, out or run_dir / "eval" / f"harness{_of(checkpoint)}.json", told, num_resamples=2000
+    )
     return 0
 
 
@@ -145,13 +147,13 @@ def _exported(name: str, checkpoint: str | None = None) -> str:
 def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Composed, EvalConfig]:
     """The evaluation, from a file or the bundled ones. Raises ConfigError."""
     from automodel_cli.config import bundled_recipes
-    from automodel_cli.config.check import check
+    from automodel_cli.config.check import check_config
     from automodel_cli.config.compose import compose
     from automodel_cli.evaluation.config import EvalConfig
 
     known = bundled_recipes.conf_dir() / "eval" / f"{conf}.yaml"
     composed = compose(known if known.is_file() else conf, overrides)
-    found = check(composed, trust, kind=EvalConfig)
+    found = check_config(composed, trust, kind=EvalConfig)
     if not isinstance(found, EvalConfig):
         raise ConfigError(
             f"{conf} makes a {type(found).__name__}, which is no evaluation",

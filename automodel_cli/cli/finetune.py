@@ -35,7 +35,7 @@ class ModelGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else "--help"
-        if first.endswith((".yaml", ".yml")) or first in bundled_recipes.names():
+        if first.endswith((".yaml", ".yml")) or first in bundled_recipes.recipe_names():
             args = ["llm", "-c", *args]
         elif first not in ctx.help_option_names and (first.startswith("-") or "=" in first):
             args = ["llm", *args]
@@ -133,10 +133,10 @@ def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> i
     process_startup.share_cores()
     if recipe.grows_segments:
         process_startup.grow_segments()
-    process_startup.hold_garbage()
-    if not rank_process.is_ours():  # else `worker.begin` has done both
+    process_startup.disable_gc()
+    if not rank_process.is_launched_rank():  # else `worker.begin` has done both
         rank_process.redirect_output()
-        signals.install()
+        signals.install_handlers()
     if num_gpus == 0:
         malloc.keep_freed_memory()
     try:

@@ -102,11 +102,11 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         word = args[0]
         if word not in COMMANDS:
-            if word.endswith((".yaml", ".yml")) or word in bundled_recipes.names():
+            if word.endswith((".yaml", ".yml")) or word in bundled_recipes.recipe_names():
                 return super().resolve_command(ctx, ["finetune", "llm", "-c", *args])
             if (answer := foreign_commands.other_command(word)) is not None:
                 raise answer
-            near = difflib.get_close_matches(word, [*COMMANDS, *bundled_recipes.names()], 1, 0.6)
+            near = difflib.get_close_matches(word, [*COMMANDS, *bundled_recipes.recipe_names()], 1, 0.6)
             fix = f"automodel {near[0]}" if near else "automodel --help"
             raise ConfigError(f"no such command: {word}", fix=fix)
         return super().resolve_command(ctx, args)
@@ -157,7 +157,7 @@ def run(arguments: Sequence[str]) -> int:
         traceback.print_exception(error.with_traceback(_own_frames(error)))
         return _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else _FAILED
     finally:
-        safe_output.restore()
+        safe_output.restore_streams()
 
 
 def render(error: ConfigError) -> str:
@@ -170,11 +170,11 @@ def render(error: ConfigError) -> str:
 
 def _lost_peer(error: Exception) -> int | None:
     """Say that another rank is gone, if that is what `error` means, and return the exit code."""
-    lost = peer_failure.lost(error)
+    lost = peer_failure.peer_failure_error(error)
     if lost is None:
         return None
     click.echo(render(lost), err=True)
-    peer_failure.let_the_first_end()
+    peer_failure.delay_exit_after_peer_failure()
     return lost.exit_code
 
 

@@ -13,7 +13,7 @@ import click
 from automodel_cli.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from automodel_cli.config.key_reference import Key, Node
+    from automodel_cli.config.key_reference import Key, ReferenceNode
 
 
 @click.command()
@@ -43,13 +43,13 @@ def options(section: str | None, markdown: bool) -> None:
         click.echo()
 
 
-def _how(node: Node) -> str:
+def _how(node: ReferenceNode) -> str:
     """How a node is chosen."""
     chosen = "".join(f"   {node.path}={option}" for option in node.options[:4])
     return chosen or (f"   {node.path}._target_={node.target}" if node.path else "")
 
 
-def _chosen(found: list[Node], section: str) -> list[Node]:
+def _chosen(found: list[ReferenceNode], section: str) -> list[ReferenceNode]:
     """The nodes of a section, or the one node whose key or option it is. Raises ConfigError."""
     exact = [n for n in found if n.path == section or n.path.startswith(f"{section}.")]
     exact = exact or [n for n in found if section in n.options or n.target.rpartition(".")[2] == section]
@@ -68,7 +68,7 @@ def _chosen(found: list[Node], section: str) -> list[Node]:
     )
 
 
-def page(found: list[Node]) -> str:
+def page(found: list[ReferenceNode]) -> str:
     """docs/config.md."""
     lines = [
         "# Every key",

@@ -18,10 +18,10 @@ STUDY = "optuna.journal"
 _MOST_RANDOM = 10
 
 
-def axes(overrides: Sequence[str]) -> tuple[list[hydra_adapter.Axis], list[str]]:
+def axes(overrides: Sequence[str]) -> tuple[list[hydra_adapter.SweepAxis], list[str]]:
     """What is searched, and the overrides that stay. Raises ConfigError."""
     try:
-        found, fixed = hydra_adapter.axes(overrides)
+        found, fixed = hydra_adapter.sweep_axes(overrides)
     except ValueError as error:
         raise ConfigError(
             f"{error}: a list, choice(...), range(...) or interval(low,high) is expected; tag(log, interval(...)) "
@@ -38,7 +38,7 @@ def axes(overrides: Sequence[str]) -> tuple[list[hydra_adapter.Axis], list[str]]
     return found, fixed
 
 
-def corners(found: Sequence[hydra_adapter.Axis]) -> list[list[str]]:
+def corners(found: Sequence[hydra_adapter.SweepAxis]) -> list[list[str]]:
     """Points that reach every end: a config is checked with each before the first run."""
     most = max(len(axis.ends()) for axis in found)
     return [[f"{axis.key}={axis.ends()[min(i, len(axis.ends()) - 1)]}" for axis in found] for i in range(most)]
@@ -51,7 +51,7 @@ class Search:
     a search that was interrupted goes on as if it had not been.
     """
 
-    def __init__(self, folder: Path, found: Sequence[hydra_adapter.Axis], num_trials: int, *, maximize: bool):
+    def __init__(self, folder: Path, found: Sequence[hydra_adapter.SweepAxis], num_trials: int, *, maximize: bool):
         self._optuna = optuna = _optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY))
@@ -102,7 +102,7 @@ class Search:
         return [f"{axis.key}={v if isinstance(v, str) else axis.text(v)}" for axis, v in chosen]
 
 
-def _distribution(optuna: Any, axis: hydra_adapter.Axis) -> Any:
+def _distribution(optuna: Any, axis: hydra_adapter.SweepAxis) -> Any:
     of = optuna.distributions
     if not axis.values:
         make = of.IntDistribution if axis.whole else of.FloatDistribution

@@ -41,7 +41,7 @@ def plan(
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
-    common.say_untrusted(composed, untrusted)
+    common.print_untrusted(composed, untrusted)
     gpus = common.gpus_to_train_on(recipe, gpus)
     from automodel_cli.run.commands.plan import print_plan
 

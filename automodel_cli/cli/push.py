@@ -32,10 +32,10 @@ def push(run: str, repository: str, checkpoint: str | None, private: bool, licen
         raise ConfigError(f"{repository} is no repository: owner/name is expected", fix=f"your-name/{repository}")
     folder = common.run_folder(run, "export", *common.with_checkpoints(checkpoint))
     export = common.exported_checkpoint(folder, checkpoint)
-    from automodel_cli.runs.index import Run
+    from automodel_cli.runs.index import RunEntry
     from automodel_cli.runs.push import staged, upload
 
-    with staged(Run(folder), export, licence=licence, base_model=_base(folder)) as files:
+    with staged(RunEntry(folder), export, licence=licence, base_model=_base(folder)) as files:
         if dry_run:
             click.echo((files / "README.md").read_text(encoding="utf-8"))
             for path in sorted(p for p in files.rglob("*") if p.is_file()):

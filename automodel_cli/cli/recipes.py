@@ -22,10 +22,10 @@ def recipes() -> None:
 @recipes.command()
 def ls() -> None:
     """List the bundled recipes."""
-    names = bundled_recipes.names()
+    names = bundled_recipes.recipe_names()
     width = max(map(len, names), default=0)
     for name in names:
-        about = bundled_recipes.describe(name)
+        about = bundled_recipes.describe_recipe(name)
         facts = [f"{label} {text}" for label, text in (("fits on", about.fits_on), ("tested", about.tested)) if text]
         tail = click.style(f"   {', '.join(facts)}", dim=True) if facts else ""
         click.echo(f"{click.style(f'{name:<{width}}', bold=True)}  {about.summary}{tail}")
@@ -62,7 +62,7 @@ def cp(name: str, target: Path | None) -> None:
 
 def _path(name: str) -> Path:
     stem = name.removesuffix(".yaml")
-    if stem not in bundled_recipes.names():
-        near = difflib.get_close_matches(stem, bundled_recipes.names(), 1, 0.5)
+    if stem not in bundled_recipes.recipe_names():
+        near = difflib.get_close_matches(stem, bundled_recipes.recipe_names(), 1, 0.5)
         raise ConfigError(f"no bundled recipe is called {name}", fix=near[0] if near else "automodel recipes ls")
-    return bundled_recipes.path_of(stem)
+    return bundled_recipes.recipe_path(stem)

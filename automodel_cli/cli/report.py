@@ -25,10 +25,10 @@ def report(names: tuple[str, ...], out: Path | None) -> None:
     Runs in progress are included. The page loads nothing from the network. RUN is a folder, a name below runs/, or a
     URL, whose records are downloaded. A folder of runs stands for all runs in it.
     """
-    from automodel_cli.runs.index import named
+    from automodel_cli.runs.index import runs_named
     from automodel_cli.runs.report_page import FILE, write_own_page, write_page
 
-    runs = named([str(folder) for name in names for folder in _folders(name)])
+    runs = runs_named([str(folder) for name in names for folder in _folders(name)])
     if len(runs) == 1 and out is None:
         click.echo(write_own_page(runs[0].folder))
     else:

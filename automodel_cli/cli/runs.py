@@ -17,7 +17,7 @@ from automodel_cli.config.plain_text import visible
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from automodel_cli.runs.index import Run
+    from automodel_cli.runs.index import RunEntry
     from automodel_cli.runs.rollouts import Order
 
 _run = click.argument("run", required=False, metavar="[RUN]", shell_complete=completion_values.runs)
@@ -37,16 +37,16 @@ def ls(folder: str, as_json: bool) -> None:
     FOLDER defaults to runs. URL names object storage.
     """
     from automodel_cli.run.remote.remote_storage import is_url
-    from automodel_cli.runs.index import find
+    from automodel_cli.runs.index import find_runs
 
     if is_url(folder):
         with TemporaryDirectory() as home:
             _list(_at_url(folder, Path(home)), folder, as_json)
     else:
-        _list([(str(run.folder), run) for run in find(Path(folder))], str(Path(folder)), as_json)
+        _list([(str(run.folder), run) for run in find_runs(Path(folder))], str(Path(folder)), as_json)
 
 
-def _list(found: Sequence[tuple[str, Run]], folder: str, as_json: bool) -> None:
+def _list(found: Sequence[tuple[str, RunEntry]], folder: str, as_json: bool) -> None:
     if as_json:
         for name, run in found:
             click.echo(json.dumps(_as_json(run) | {"folder": name}))
@@ -65,12 +65,12 @@ def _list(found: Sequence[tuple[str, Run]], folder: str, as_json: bool) -> None:
     table_rendering.console().print(table)
 
 
-def _at_url(url: str, home: Path) -> list[tuple[str, Run]]:
+def _at_url(url: str, home: Path) -> list[tuple[str, RunEntry]]:
     """(URL, run) of each run there; only their records come here, into `home`."""
     from automodel_cli.run.remote.remote_storage import records, runs_at
-    from automodel_cli.runs.index import Run, oldest_first
+    from automodel_cli.runs.index import RunEntry, oldest_first
 
-    found = {Run(records(each, home / str(n)), is_copy=True): each for n, each in enumerate(runs_at(url))}
+    found = {RunEntry(records(each, home / str(n)), is_copy=True): each for n, each in enumerate(runs_at(url))}
     return [(found[run], run) for run in oldest_first(found)]
 
 
@@ -163,7 +163,7 @@ def rollouts(
     """
     from automodel_cli.runs import rollouts as samples
 
-    wanted = samples.Wanted(_steps(step), least, most, prompt, completion, trained)
+    wanted = samples.RolloutFilter(_steps(step), least, most, prompt, completion, trained)
     found, total = samples.select(_one(run).folder, wanted, count, order)
     for row in found:
         if as_json:
@@ -240,9 +240,9 @@ def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool)
     prints what it would remove. Keeps the last complete checkpoint of a run unless you set --last-checkpoint.
     """
     from automodel_cli.runs.clean import removable, remove
-    from automodel_cli.runs.index import named
+    from automodel_cli.runs.index import runs_named
 
-    found = named(names or ("runs",))
+    found = runs_named(names or ("runs",))
     for run in (run for run in found if run.state == "running"):
         click.echo(f"{run.folder} goes on: left alone")
     removals = [r for run in found for r in removable(run, last_checkpoint=last_checkpoint, empty=empty)]
@@ -261,20 +261,20 @@ def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool)
         click.echo(f"{total} would be freed; --yes removes it")
 
 
-def _one(name: str | None) -> Run:
+def _one(name: str | None) -> RunEntry:
     """The run of a name or folder; the newest without one. Raises ConfigError."""
     from automodel_cli.cli.common import run_folder
-    from automodel_cli.runs.index import Run, find
+    from automodel_cli.runs.index import RunEntry, find_runs
 
     if name is not None:
         folder = run_folder(name)
-        return Run(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
-    if not (found := find(Path("runs"))):
+        return RunEntry(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+    if not (found := find_runs(Path("runs"))):
         raise ConfigError("no run in runs/", fix="automodel runs show FOLDER")
     return found[-1]
 
 
-def _as_json(run: Run) -> dict[str, Any]:
+def _as_json(run: RunEntry) -> dict[str, Any]:
     metrics = {
         key: run.last(key) for key in ("loss", "val_loss", "reward", "val_accuracy") if run.last(key) is not None
     }
@@ -289,7 +289,7 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def _metric(run: Run) -> str:
+def _metric(run: RunEntry) -> str:
     """What says more than the loss, where there is such a thing."""
     for key in ("val_reward", "reward", "val_accuracy", "accuracy"):
         if (value := run.last(key)) is not None:
@@ -298,7 +298,7 @@ def _metric(run: Run) -> str:
     return f"accuracy {accuracy}" if accuracy else ""
 
 
-def _parting(a: Run, b: Run, column: str, tolerance: float) -> str:
+def _parting(a: RunEntry, b: RunEntry, column: str, tolerance: float) -> str:
     from automodel_cli.runs.compare import parting
 
     found = parting(a, b, column, tolerance)

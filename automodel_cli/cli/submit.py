@@ -160,7 +160,7 @@ def submit(
     With --rollout-nodes, the job has two components: --nodes for training, and more nodes for generation with vLLM or
     SGLang.
     """
-    from automodel_cli.run.run_directory import run_folder
+    from automodel_cli.run.run_directory import run_directory
 
     job_name = options.pop("job_name")
     composed, recipe = common.load(conf, overrides, trust)
@@ -186,14 +186,14 @@ def submit(
         )
         click.echo(cloud.k8s() if to == "k8s" else cloud.skypilot(), nl=False)
         return
-    folder = run_folder(recipe, composed, make=False)
+    folder = run_directory(recipe, composed, make=False)
     job = replace(job_of(composed, conf, overrides, folder, options), name=job_name or folder.name, rollout=rollout)
     if dry_run:
         click.echo(replace(job, has_folder=folder.exists()).script(), nl=False)
         return
     sbatch = slurm.find_sbatch()
     is_new = not folder.exists()
-    folder = run_folder(recipe, composed, make=True)  # another one, if somebody was quicker
+    folder = run_directory(recipe, composed, make=True)  # another one, if somebody was quicker
     _send(sbatch, replace(job, run_dir=folder, name=job_name or folder.name), remove=is_new)
 
 

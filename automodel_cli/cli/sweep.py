@@ -168,7 +168,7 @@ def _search(
 ) -> tuple[int, list[Point]]:
     """Exit code and runs of a search: one after another, what has finished skipped."""
     from automodel_cli.cli.optuna_sweep import STUDY, Search, axes, corners
-    from automodel_cli.runs.index import Run
+    from automodel_cli.runs.index import RunEntry
 
     _check_own(folder, overrides)
     found, fixed = axes(overrides)
@@ -187,7 +187,7 @@ def _search(
 
     code = search.run(
         lambda number, words: _run_one(point(number, words), f"{number + 1}/{num_trials}", conf, trust),
-        lambda number, words: Run(point(number, words).folder).last(metric),
+        lambda number, words: RunEntry(point(number, words).folder).last(metric),
     )
     click.echo(f"study      optuna-dashboard {folder / STUDY}")
     return code, [point(number, words) for number, words in enumerate(search.trials())]
@@ -221,9 +221,9 @@ def _remember(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
 
 
 def _state(point: Point) -> str:
-    from automodel_cli.runs.index import Run
+    from automodel_cli.runs.index import RunEntry
 
-    return Run(point.folder).state if (point.folder / "config.yaml").is_file() else "new"
+    return RunEntry(point.folder).state if (point.folder / "config.yaml").is_file() else "new"
 
 
 def _run_all(points: Sequence[Point], conf: str, trust: Trust) -> int:
@@ -259,9 +259,9 @@ def _child(command: Sequence[str]) -> int:
 
 def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
     """The best run first; those without the metric last."""
-    from automodel_cli.runs.index import Run
+    from automodel_cli.runs.index import RunEntry
 
-    runs = [(Run(point.folder), point) for point in points if point.folder.is_dir()]
+    runs = [(RunEntry(point.folder), point) for point in points if point.folder.is_dir()]
     measured = [(run.last(metric), run, point) for run, point in runs]
     measured.sort(key=lambda entry: (entry[0] is None, -(entry[0] or 0) if maximize else (entry[0] or 0)))
     names = list(dict.fromkeys(("loss", "val_loss", metric)))
@@ -314,13 +314,13 @@ def _submit(
         return 0
     sbatch = slurm.find_sbatch()
     _remember(folder, conf, overrides)
-    from automodel_cli.run.run_directory import run_folder
+    from automodel_cli.run.run_directory import run_directory
 
     made = []
     for (point, composed, recipe), job in zip(open_ones, jobs, strict=True):
         is_new = not point.folder.exists()
         point.folder.mkdir(parents=True, exist_ok=True)
-        run_folder(recipe, composed, make=True)
+        run_directory(recipe, composed, make=True)
         (point.folder / slurm.SCRIPT).write_text(job.script())
         made += [point.folder] if is_new else []
     path = folder / slurm.SCRIPT

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from automodel_cli.runs.index import Run
+    from automodel_cli.runs.index import RunEntry
 
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow"}
 _RIGHT = ("steps", "loss", "val loss", "age", "size")
@@ -18,7 +18,7 @@ _WIDE = 240
 """Columns where no terminal says how many it has: a line of a pipe is one run."""
 
 
-def state(run: Run) -> Text:
+def state(run: RunEntry) -> Text:
     from rich.text import Text
 
     return Text(run.state, _STYLES.get(run.state, ""))

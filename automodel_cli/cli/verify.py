@@ -43,4 +43,4 @@ def verify(
     composed, recipe = common.load_recipe(conf, overrides, trust)
     from automodel_cli.run.commands import verify as of_run
 
-    return of_run.verify(recipe, composed, wanted=wanted, tolerance=tolerance, as_json=as_json)
+    return of_run.run_verify(recipe, composed, wanted=wanted, tolerance=tolerance, as_json=as_json)

@@ -18,12 +18,12 @@ def conf_dir() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "conf"
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     """The bundled configs that `-c NAME` accepts, sorted; files below a group folder are options, not recipes."""
     return sorted(path.stem for path in conf_dir().glob("*.yaml"))
 
 
-def path_of(name: str) -> Path:
+def recipe_path(name: str) -> Path:
     """The file of one bundled config; the caller has checked that it exists."""
     return conf_dir() / f"{name}.yaml"
 
@@ -59,10 +59,10 @@ class Description:
     tested: str
 
 
-def describe(name: str) -> Description:
+def describe_recipe(name: str) -> Description:
     """Read the leading comment block of a bundled recipe."""
     summary, facts = "", {"fits on": "", "tested": ""}
-    for line in path_of(name).read_text(encoding="utf-8").splitlines():
+    for line in recipe_path(name).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break
         text = line.lstrip("# ").rstrip()

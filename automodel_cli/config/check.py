@@ -14,7 +14,7 @@ from automodel_cli.config.trust import NOTHING, Need, Trust
 from automodel_cli.config.type_checking import WRONG, Binder
 
 
-def check(
+def check_config(
     composed: Composed, trust: Trust = NOTHING, untrusted: list[Need] | None = None, *, kind: type | None = None
 ) -> Any:
     """Check the whole config and build its root. `trust` is what the command line allows it to execute.

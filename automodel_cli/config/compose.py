@@ -25,7 +25,7 @@ from automodel_cli.config.yaml_limits import MAX_CHARACTERS, MAX_DEPTH, check_fi
 from automodel_cli.config.yaml_marks import read_marks, yaml_error
 
 MISSING = "???"
-OmegaConf.register_new_resolver("oc.env", secrets.read, replace=True)
+OmegaConf.register_new_resolver("oc.env", secrets.read_env, replace=True)
 
 
 @dataclass(frozen=True)
@@ -217,17 +217,17 @@ def locate(conf: str) -> Path:
         if path.with_suffix(".yaml").is_file():
             fix = f"-c {word(path.with_suffix('.yaml'))}"
             raise ConfigError(f"{conf} must end in .yaml", code="missing_file", keys=("--conf",), fix=fix)
-        if path.parent == Path("conf") and path.suffix == ".yaml" and path.stem in bundled_recipes.names():
-            return bundled_recipes.path_of(path.stem)  # as messages and the docs call it, from wherever it is typed
-        known = f"-c {path.stem}   (bundled)" if path.stem in bundled_recipes.names() else None
+        if path.parent == Path("conf") and path.suffix == ".yaml" and path.stem in bundled_recipes.recipe_names():
+            return bundled_recipes.recipe_path(path.stem)  # as messages and the docs call it, from wherever it is typed
+        known = f"-c {path.stem}   (bundled)" if path.stem in bundled_recipes.recipe_names() else None
         suggestion = known or _nearest_file(path)
         raise ConfigError(f"config file {conf} does not exist", code="missing_file", keys=("--conf",), fix=suggestion)
-    if conf in bundled_recipes.names():
-        return bundled_recipes.path_of(conf)
+    if conf in bundled_recipes.recipe_names():
+        return bundled_recipes.recipe_path(conf)
     if Path(f"{conf}.yaml").is_file():
         message = f"{conf} is not a bundled recipe, but the file {conf}.yaml exists"
         raise ConfigError(message, code="unknown_name", keys=("--conf",), fix=f"-c {word(conf)}.yaml")
-    near = difflib.get_close_matches(conf, bundled_recipes.names(), 1, 0.5)
+    near = difflib.get_close_matches(conf, bundled_recipes.recipe_names(), 1, 0.5)
     raise ConfigError(
         f"{conf} is not a bundled recipe",
         code="unknown_name",

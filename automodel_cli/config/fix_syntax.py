@@ -47,7 +47,7 @@ def alternatives(fix: str) -> list[str]:
     return [re.split(r" +\(| {3}(?=\w)", text, maxsplit=1)[0].strip() for text in fix.split(", or ")]
 
 
-def words_of(text: str) -> list[str]:
+def shell_words(text: str) -> list[str]:
     """The words of one alternative as a shell makes them; the whole text where its quotes do not match."""
     try:
         return shlex.split(text)
@@ -57,7 +57,7 @@ def words_of(text: str) -> list[str]:
 
 def kind(text: str) -> Kind:
     """What one alternative is. A placeholder (`<path>`, `...`) makes it words."""
-    words = words_of(text)
+    words = shell_words(text)
     if not words:
         return "words"
     if words[0] in _COMMANDS or re.fullmatch(r"-c|--[a-z-]+(=\S+)?", words[0]):

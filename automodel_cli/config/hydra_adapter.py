@@ -70,7 +70,7 @@ def points(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
 
 
 @dataclass(frozen=True)
-class Axis:
+class SweepAxis:
     """What one override lets a search choose from: `values` (`ordered`: of a range, in equal steps), or all numbers
     from `low` to `high`."""
 
@@ -99,7 +99,7 @@ class Axis:
         return str(round(number)) if self.whole else repr(float(number))
 
 
-def axes(overrides: Sequence[str]) -> tuple[list[Axis], list[str]]:
+def sweep_axes(overrides: Sequence[str]) -> tuple[list[SweepAxis], list[str]]:
     """What a search varies, and the overrides that stay: `choice(...)`, lists, `range(...)`, `interval(...)` with the
     tags `log` and `int`. Raises HydraException, and ValueError for what is none of them."""
     found, fixed = [], []
@@ -114,10 +114,10 @@ def axes(overrides: Sequence[str]) -> tuple[list[Axis], list[str]]:
             if low is None or high is None or not low < high or ("log" in value.tags and low <= 0):
                 raise ValueError(text)
             whole = "int" in value.tags or (isinstance(low, int) and isinstance(high, int))
-            found.append(Axis(key, low=low, high=high, log="log" in value.tags, whole=whole))
+            found.append(SweepAxis(key, low=low, high=high, log="log" in value.tags, whole=whole))
         elif _is_list(override):
             ordered = isinstance(value, RangeSweep) and not value.shuffle
-            found.append(Axis(key, tuple(override.sweep_string_iterator()), ordered=ordered))
+            found.append(SweepAxis(key, tuple(override.sweep_string_iterator()), ordered=ordered))
         else:
             raise ValueError(text)
     return found, fixed

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from automodel_cli.config.importers import axolotl, llama_factory, nemo_automodel, prime_rl, trl, verl
-from automodel_cli.config.importers.framework import Table, flatten
+from automodel_cli.config.importers.framework import Table, flatten_keys
 
 TABLES: dict[str, Table] = {
     module.TABLE.slug: module.TABLE for module in (axolotl, llama_factory, trl, nemo_automodel, verl, prime_rl)
@@ -19,7 +19,7 @@ def recognise(tree: Mapping[str, Any], unknown: Collection[str] | None = None) -
     """
     if unknown is not None:
         tree = {key: tree[key] for key in unknown if key in tree}
-    keys = set(flatten(tree)) | set(tree)
+    keys = set(flatten_keys(tree)) | set(tree)
     found = {slug: len(keys & set(table.signs[1])) for slug, table in TABLES.items()}
     likely = max(TABLES, key=lambda slug: found[slug] / TABLES[slug].signs[0])
     return TABLES[likely] if found[likely] >= TABLES[likely].signs[0] else None

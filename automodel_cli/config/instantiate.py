@@ -7,10 +7,10 @@ from typing import Any
 
 from automodel_cli.config import targets
 from automodel_cli.config.compose import Composed
-from automodel_cli.config.diagnostics import Origin, Problem, show
+from automodel_cli.config.diagnostics import Origin, Problem, format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import map_keys
-from automodel_cli.config.type_checking import WRONG, Node, join
+from automodel_cli.config.type_checking import WRONG, BoundTarget, join
 
 
 class Builder:
@@ -21,7 +21,7 @@ class Builder:
     def __init__(self, composed: Composed, problems: list[Problem], only_nodes: bool):
         self.composed, self.problems, self.only_nodes = composed, problems, only_nodes
 
-    def build(self, node: Node) -> Any:
+    def build(self, node: BoundTarget) -> Any:
         """Call the target of `node` with what its arguments become; `WRONG` where anything is wrong."""
         arguments = {name: self.value(item) for name, item in node.arguments.items()}
         wrong = not node.clean or any(_contains_wrong(item) for item in arguments.values())
@@ -42,7 +42,7 @@ class Builder:
         return WRONG
 
     def value(self, item: Any) -> Any:
-        if isinstance(item, Node):
+        if isinstance(item, BoundTarget):
             return self.build(item)
         if isinstance(item, (list, tuple)):
             return type(item)(self.value(i) for i in item)
@@ -50,7 +50,7 @@ class Builder:
             return {k: self.value(v) for k, v in item.items()}
         return item
 
-    def refused(self, node: Node, arguments: dict[str, Any], error: ConfigError) -> None:
+    def refused(self, node: BoundTarget, arguments: dict[str, Any], error: ConfigError) -> None:
         """A node refused its own values: name the keys, their values and where each was written."""
         located = [_located(node, arguments, key) for key in error.keys]
         keys = [join(node.key, key) if key else node.key for key in located] or [node.key]
@@ -59,18 +59,18 @@ class Builder:
         fix = error.fix and map_keys(error.fix, lambda key: _placed(node, arguments, key))
         self.problems.append(Problem(error.code, keys[0], error.message, where, source, fix))
 
-    def sources(self, node: Node, arguments: dict[str, Any], keys: list[str]) -> str:
+    def sources(self, node: BoundTarget, arguments: dict[str, Any], keys: list[str]) -> str:
         groups: dict[Origin, list[str]] = {}
         for key in keys:
             if key == node.key:  # the node as a whole
                 groups.setdefault(self.composed.nearest_origin(key), []).append(key)
                 continue
-            text = f"{key}={show(_effective(node, arguments, key[len(node.key) + 1 if node.key else 0 :]))}"
+            text = f"{key}={format_value(_effective(node, arguments, key[len(node.key) + 1 if node.key else 0 :]))}"
             groups.setdefault(self.composed.where(key), []).append(text)
         return "; ".join(f"{', '.join(texts)} ({origin})".lstrip() for origin, texts in groups.items())
 
 
-def _located(node: Node, arguments: dict[str, Any], key: str) -> str:
+def _located(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
     """A key relative to `node`. A section that a node asks for a rule may name its own fields: they are looked up
     there. "" (the node as a whole) for a key that neither has.
     """
@@ -81,7 +81,7 @@ def _located(node: Node, arguments: dict[str, Any], key: str) -> str:
     return f"{sections[0]}.{key}" if len(sections) == 1 else ""
 
 
-def _placed(node: Node, arguments: dict[str, Any], key: str) -> str:
+def _placed(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
     """The key of a fix as the root knows it: nodes may name their own fields, and those of their sections."""
     name = key.partition(".")[0]
     if name in node.signature.parameters:
@@ -97,7 +97,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return vars(value) if targets.is_node(type(value)) else {}
 
 
-def _effective(node: Node, arguments: dict[str, Any], key: str) -> Any:
+def _effective(node: BoundTarget, arguments: dict[str, Any], key: str) -> Any:
     """The value that a refused node saw under a key relative to it: as set, or the default."""
     name, *rest = key.split(".")
     if name in arguments:

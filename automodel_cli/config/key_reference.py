@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config import bundled_recipes, scalar_conversion, schema, targets
-from automodel_cli.config.diagnostics import show
+from automodel_cli.config.diagnostics import format_value
 
 RECIPES = (
     "automodel_cli.recipes.sft.SFTRecipe",
@@ -88,7 +88,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Node:
+class ReferenceNode:
     """The keys of one class at one place. `options`: names that choose it on the command line, as `section=option`."""
 
     path: str
@@ -98,9 +98,9 @@ class Node:
     keys: tuple[Key, ...]
 
 
-def nodes() -> list[Node]:
+def nodes() -> list[ReferenceNode]:
     """Every node of every recipe, in the order of the recipe's fields; a node that two recipes share once."""
-    found: dict[tuple[str, str], Node] = {}
+    found: dict[tuple[str, str], ReferenceNode] = {}
     walked: list[tuple[str, Any]] = []
     root: dict[str, schema.Parameter] = {}
     texts: dict[str, str] = {}
@@ -115,10 +115,10 @@ def nodes() -> list[Node]:
             for node in _below(name, parameter.hint):
                 found.setdefault((node.path, node.target), node)
     keys = tuple(_key(name, parameter, texts.get(name, "")) for name, parameter in root.items())
-    return [Node("", "recipes", (), "The sections of a config.", keys), *found.values()]
+    return [ReferenceNode("", "recipes", (), "The sections of a config.", keys), *found.values()]
 
 
-def _below(path: str, hint: Any) -> Iterator[Node]:
+def _below(path: str, hint: Any) -> Iterator[ReferenceNode]:
     inner: dict[type, tuple[str, ...]] = dict.fromkeys(_dataclasses(hint), ())
     for target, options in _choices(path):
         inner[target] = options
@@ -129,7 +129,7 @@ def _below(path: str, hint: Any) -> Iterator[Node]:
         name = f"{target.__module__}.{target.__qualname__}"
         keys = tuple(_key(f"{place}.{k}", p, texts[k]) for k, p in parameters.items())
         summary = _paragraphs(inspect.getdoc(target) or "")[0]
-        yield Node(place, name, options, summary, keys)
+        yield ReferenceNode(place, name, options, summary, keys)
         if path == "validation.tasks":
             continue  # what is below are a `data` and `rewards` again
         for k, p in parameters.items():
@@ -179,8 +179,10 @@ def _key(name: str, parameter: schema.Parameter, text: str) -> Key:
     elif targets.is_node(type(default)):
         shown = f"{type(default).__name__}()"
     else:
-        shown = show(default, 60)
-    kind = "any node" if parameter.hint is Any else scalar_conversion.describe(schema.members(parameter.hint))
+        shown = format_value(default, 60)
+    kind = (
+        "any node" if parameter.hint is Any else scalar_conversion.describe_alternatives(schema.members(parameter.hint))
+    )
     return Key(name, kind, shown, text)
 
 

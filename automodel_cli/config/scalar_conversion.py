@@ -10,7 +10,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from automodel_cli.config.diagnostics import show
+from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.schema import members, protocol_members
 
 _INT64 = 2**63
@@ -68,7 +68,7 @@ def fits(value: object, hint: Any) -> bool:
     return False
 
 
-def choose(value: object, hint: Any) -> Any:
+def choose_alternative(value: object, hint: Any) -> Any:
     """The alternative of `hint` that `value` is meant for. Raises Mismatch when there is none."""
     options = members(hint)
     exact = [m for m in options if m is type(value)]
@@ -100,7 +100,7 @@ def convert_scalar(value: object, hint: Any) -> object:
     return value
 
 
-def describe(options: tuple[Any, ...]) -> str:
+def describe_alternatives(options: tuple[Any, ...]) -> str:
     """The alternatives in words, for "expects ..."."""
     words: list[str] = []
     for option in options:
@@ -112,7 +112,7 @@ def describe(options: tuple[Any, ...]) -> str:
 def _words(hint: Any) -> list[str]:
     origin = typing.get_origin(hint) or hint
     if origin is Literal:
-        return [show(choice) for choice in typing.get_args(hint)]
+        return [format_value(choice) for choice in typing.get_args(hint)]
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
     if origin in names:
         return [names[origin]]
@@ -139,13 +139,16 @@ def _with_article(protocol: Any) -> str:
 
 def _plural(hint: Any) -> str:
     names = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
-    return names.get(hint) or f"{describe(members(hint))}"
+    return names.get(hint) or f"{describe_alternatives(members(hint))}"
 
 
 def _mismatch(value: object, options: tuple[Any, ...]) -> Mismatch:
-    got = f"'{value}'" if isinstance(value, str) else show(value)
+    got = f"'{value}'" if isinstance(value, str) else format_value(value)
     is_choice = any(typing.get_origin(option) is Literal for option in options)
-    message, code = f"expects {describe(options)}, got {got}", "invalid_choice" if is_choice else "wrong_type"
+    message, code = (
+        f"expects {describe_alternatives(options)}, got {got}",
+        "invalid_choice" if is_choice else "wrong_type",
+    )
     return Mismatch(message, _correction(value, options), code=code)
 
 
@@ -167,10 +170,10 @@ def _correction(value: object, options: tuple[Any, ...]) -> str | None:
     if isinstance(value, float) and int in options and value.is_integer():
         return str(int(value))
     if str in options and isinstance(value, (int, float)):
-        return f"'\"{show(value)}\"'"
+        return f"'\"{format_value(value)}\"'"
     lists = [o for o in options if (typing.get_origin(o) or o) in _LISTS]
     if lists and not isinstance(value, (dict, list)) and value is not None:
-        return f"[{show(value)}]"
+        return f"[{format_value(value)}]"
     return None
 
 
@@ -179,15 +182,15 @@ _OFF = ("none", "off", "never", "false", "no")
 
 def _choice(value: object, choices: list[Any], nothing: bool) -> str | None:
     """The choice that is spelled most alike. Of yes and no: the one that switches off, or the first that does not."""
-    off = [show(choice) for choice in choices if str(choice).lower() in _OFF] + ["null"] * nothing
+    off = [format_value(choice) for choice in choices if str(choice).lower() in _OFF] + ["null"] * nothing
     if value is None or value is False or str(value).lower() in _OFF:
         return off[0] if off else None
     if value is True:
-        return next((show(choice) for choice in choices if show(choice) not in off), None)
+        return next((format_value(choice) for choice in choices if format_value(choice) not in off), None)
     if isinstance(value, (dict, list)):
         return None
     near = difflib.get_close_matches(str(value).lower(), [str(c) for c in choices], 1, 0.4)
-    return near[0] if near else show(choices[0])
+    return near[0] if near else format_value(choices[0])
 
 
 def _dtype(name: str) -> object:

@@ -124,7 +124,9 @@ def wrapper_of(target: Callable[..., Any], hint: Any) -> str | None:
     """What makes a node that `hint` asks for of a plain function; None where `target` is none, or makes one itself."""
     protocols = protocol_members(hint)
     made = returned(target) if isinstance(target, types.FunctionType) else target
-    if isinstance(target, type) or any(isinstance(made, type) and not lacks(made, n) for n in protocols.values()):
+    if isinstance(target, type) or any(
+        isinstance(made, type) and not missing_members(made, n) for n in protocols.values()
+    ):
         return None
     return wrapper_for(hint)
 
@@ -147,7 +149,7 @@ def holds_named_nodes(hint: Any) -> bool:
     return typing.get_origin(hint) is dict and bool(dataclass_members(arguments[1]) or protocol_members(arguments[1]))
 
 
-def lacks(made: type, names: Iterable[str]) -> list[str]:
+def missing_members(made: type, names: Iterable[str]) -> list[str]:
     """Which of `names` a class neither has nor takes as a keyword, or has only as its base's `@abstractmethod`; and
     what else a base left abstract."""
     offered = signature(made).parameters

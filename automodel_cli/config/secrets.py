@@ -9,7 +9,7 @@ _SHORTEST = 4
 _names: set[str] = set()
 
 
-def read(name: str, *default: object) -> str | None:
+def read_env(name: str, *default: object) -> str | None:
     """What `${oc.env:NAME}` stands for: the variable, else the default as OmegaConf gives it. Raises KeyError."""
     if name in os.environ:
         _names.add(name)

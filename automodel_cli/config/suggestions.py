@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from automodel_cli.config import foreign_keys
-from automodel_cli.config.diagnostics import show
+from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.fix_syntax import override
 
 
@@ -65,7 +65,7 @@ def _translated(row: foreign_keys.Foreign, value: object) -> Suggestion:
     """A value of theirs as an override of ours."""
     if "=" in row.ours:
         return Suggestion(row.ours, row.note)
-    known = row.values.get(show(value).lower())
+    known = row.values.get(format_value(value).lower())
     if known is not None:
         return Suggestion(known)
     if row.is_list and isinstance(value, str) and "," in value:
@@ -92,7 +92,7 @@ def _set(key: str, value: object) -> Suggestion:
     """`key=value` as a shell takes it; a section or nothing is no value to carry over."""
     if isinstance(value, dict) or value is None:
         return Suggestion(None, f"{key} here")
-    text = show(value, limit=1000)
+    text = format_value(value, limit=1000)
     if isinstance(value, list):
         return Suggestion(shlex.quote(f"{key}={text.replace(', ', ',')}"))
     return Suggestion(override(key, text) if isinstance(value, str) else f"{key}={text}")

@@ -68,7 +68,7 @@ class _Danger:
     when: Callable[[Any], bool]
 
 
-def runs(word: str, what: str, when: Callable[[Any], bool] = bool) -> dict[str, Any]:
+def executes_code(word: str, what: str, when: Callable[[Any], bool] = bool) -> dict[str, Any]:
     """Metadata of a field that executes something if `when(value)`; `what` completes "KEY=VALUE ..."."""
     return {_KEY: _Danger(word, what, when)}
 

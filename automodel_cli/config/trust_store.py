@@ -36,7 +36,7 @@ def remember(folder: Path, trust: Trust, config: str) -> None:
         replace(path, json.dumps({"trust": words, "packages": packages, "seal": seal}, indent=1) + "\n")
 
 
-def recall(folder: Path, config: bytes) -> Trust:
+def load_trust(folder: Path, config: bytes) -> Trust:
     """What was allowed for the `config.yaml` of `folder` with this content, which is what was composed; with a note
     where something was allowed, but not for it."""
     try:

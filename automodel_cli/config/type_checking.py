@@ -10,7 +10,7 @@ from typing import Any
 from automodel_cli.config import key_reference, scalar_conversion, schema, targets
 from automodel_cli.config import trust as trusting
 from automodel_cli.config.compose import MISSING, Composed
-from automodel_cli.config.diagnostics import COMMAND_LINE, Problem, show
+from automodel_cli.config.diagnostics import COMMAND_LINE, Problem, format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.importer_registry import recognise
@@ -24,7 +24,7 @@ WRONG = object()
 
 
 @dataclass
-class Node:
+class BoundTarget:
     """One bound target. `clean` is False when a keyword is unknown or missing; a wrong value is `WRONG`."""
 
     key: str
@@ -45,7 +45,7 @@ class Binder:
         self.known: dict[str, None] = {}
         self.unknown: list[tuple[str, object]] = []
 
-    def root(self, kind: type | None) -> Node | None:
+    def root(self, kind: type | None) -> BoundTarget | None:
         tree = self.composed.tree
         if "_target_" not in tree and kind is None:
             self.refuse_without_recipe()
@@ -80,10 +80,10 @@ class Binder:
 
     def add(self, code: str, key: str, message: str, fix: str | None = None, *, source: bool = True) -> None:
         where = self.composed.nearest_origin(key)
-        text = f"{key}={show(_at(self.composed.tree, key))} ({where})" if source and key else str(where)
+        text = f"{key}={format_value(_at(self.composed.tree, key))} ({where})" if source and key else str(where)
         self.problems.append(Problem(code, key, message, where, text, fix))
 
-    def node(self, value: dict[str, Any], key: str, hint: Any) -> Node | None:
+    def node(self, value: dict[str, Any], key: str, hint: Any) -> BoundTarget | None:
         """Bind one mapping to its `_target_`, or to the one dataclass that the annotation names."""
         path = join(key, "_target_")
         try:
@@ -94,16 +94,16 @@ class Binder:
         partial = value.get("_partial_", False)
         at = join(key, "_partial_")
         if not isinstance(partial, bool):
-            self.add("wrong_type", at, f"{at} must be true or false, got {show(partial)}")
+            self.add("wrong_type", at, f"{at} must be true or false, got {format_value(partial)}")
         if partial and targets.is_own(target):
             self.add(
                 "not_supported", at, f"{at}=true is not supported for {value.get('_target_', key)}, a config class"
             )
-        node = Node(key, target, partial is True, schema.signature(target))
+        node = BoundTarget(key, target, partial is True, schema.signature(target))
         self.arguments(node, value)
         return node
 
-    def arguments(self, node: Node, value: dict[str, Any]) -> None:
+    def arguments(self, node: BoundTarget, value: dict[str, Any]) -> None:
         parameters = node.signature.parameters
         for name, parameter in parameters.items():
             self.known[join(node.key, name)] = None
@@ -130,7 +130,7 @@ class Binder:
                 node.clean = False
                 self.report_missing(join(node.key, name), parameter.hint)
 
-    def trusted(self, node: Node, name: str, key: str) -> bool:
+    def trusted(self, node: BoundTarget, name: str, key: str) -> bool:
         """Whether the user allows what this field executes. If not: a problem, or one more of `untrusted`."""
         value = node.arguments[name]
         found = [] if value is WRONG else trusting.needs(node.target, name, key, value)
@@ -140,7 +140,9 @@ class Binder:
             return not lacking
         for need in lacking:
             note = f" ({self.trust.note})" if self.trust.note else ""
-            message = f"{key}={show(self.composed.shown(key), 100)} {need.what}. A config cannot allow that{note}"
+            message = (
+                f"{key}={format_value(self.composed.shown(key), 100)} {need.what}. A config cannot allow that{note}"
+            )
             self.add("untrusted_code", key, message, f"{need.option}   (if you trust it)")
         return True
 
@@ -170,7 +172,7 @@ class Binder:
             choices = " or ".join(f"{n.__module__}.{n.__qualname__}" for n in nodes)
             raise scalar_conversion.Mismatch(f"needs a _target_: {choices}", code="missing_key")
         try:
-            chosen = scalar_conversion.choose(value, hint)
+            chosen = scalar_conversion.choose_alternative(value, hint)
         except scalar_conversion.Mismatch as mismatch:
             if isinstance(value, dict) and (target := key_reference.node_for(key, value)):
                 raise scalar_conversion.Mismatch(
@@ -192,7 +194,9 @@ class Binder:
         inner: list[Any] = [arguments[0] if arguments else Any] * len(value)
         if is_tuple and arguments and arguments[-1] is not Ellipsis:
             if len(arguments) != len(value):
-                raise scalar_conversion.Mismatch(f"expects a list of {len(arguments)} values, got {show(value)}")
+                raise scalar_conversion.Mismatch(
+                    f"expects a list of {len(arguments)} values, got {format_value(value)}"
+                )
             inner = list(arguments)
         items = [self.value(item, h, f"{key}.{i}") for i, (item, h) in enumerate(zip(value, inner, strict=True))]
         return tuple(items) if is_tuple else items
@@ -222,11 +226,11 @@ class Binder:
             name, known = value["_target_"], schema.signature(targets.resolve(wrapper, self.trust.packages)).parameters
             beside = {key: kept for key, kept in value.items() if key in known}
             function = {key: given for key, given in value.items() if key not in known} | {"_partial_": True}
-            node = show({"_target_": wrapper, **beside, "function": function}, limit=_WHOLE)
+            node = format_value({"_target_": wrapper, **beside, "function": function}, limit=_WHOLE)
             message = f"must not be a bare function: {name} would be called when the config is read"
             raise scalar_conversion.Mismatch(message, f"'{node}'", code="invalid_target")
 
-    def check_kind(self, node: Node, hint: Any, value: dict[str, Any]) -> None:
+    def check_kind(self, node: BoundTarget, hint: Any, value: dict[str, Any]) -> None:
         """Refuse a target that makes none of the alternatives and lacks what a protocol among them asks for; a method
         that is only inherited as abstract is lacking."""
         protocols = schema.protocol_members(hint)
@@ -242,11 +246,9 @@ class Binder:
             return  # what comes out is known when it is called
         if not node.partial and isinstance(made, type) and options and issubclass(made, options):
             return
-        message = (
-            f"expects {scalar_conversion.describe(schema.members(hint))}, got {value['_target_']}{_what_it_makes(node)}"
-        )
+        message = f"expects {scalar_conversion.describe_alternatives(schema.members(hint))}, got {value['_target_']}{_what_it_makes(node)}"
         if protocols:
-            lacking = {protocol: schema.lacks(made, names) for protocol, names in protocols.items()}
+            lacking = {protocol: schema.missing_members(made, names) for protocol, names in protocols.items()}
             nearest = min(lacking, key=lambda protocol: len(lacking[protocol]))
             if not lacking[nearest]:
                 return
@@ -254,7 +256,7 @@ class Binder:
         raise scalar_conversion.Mismatch(message, code="invalid_target")
 
     def report_missing(self, key: str, hint: Any) -> None:
-        kind = scalar_conversion.describe(schema.members(hint)) if hint is not Any else "a value"
+        kind = scalar_conversion.describe_alternatives(schema.members(hint)) if hint is not Any else "a value"
         where = self.composed.nearest_origin(key)
         message = f"{key} is missing: expects {kind}"
         self.problems.append(Problem("missing_key", key, message, where, str(where), f"{key}=..."))
@@ -297,7 +299,7 @@ class Binder:
         return True
 
 
-def _what_it_makes(node: Node) -> str:
+def _what_it_makes(node: BoundTarget) -> str:
     """What is wrong with a target that is no config node of the right class, and how a model gets in all the same."""
     made = node.target if isinstance(node.target, type) else schema.returned(node.target)
     if node.key == "model":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.formats.base import DOCUMENTS, PREFERENCES, Format
-from automodel_cli.data.formats.builtin import FORMATS, format_name, named
+from automodel_cli.data.formats.builtin import FORMATS, find_format, format_name
 
 if TYPE_CHECKING:
     FormatName = str
@@ -25,7 +25,7 @@ Turns = Literal["auto", "whole", "unroll"]
 SpecialTokensInText = Literal["auto", "as_text", "keep", "refuse"]
 
 
-class TaskNode(Protocol):
+class DatasetGenerator(Protocol):
     """A procedural dataset: rows made in code instead of read from files."""
 
     def rows(self, split: Literal["train", "validation"]) -> Any:
@@ -35,7 +35,9 @@ class TaskNode(Protocol):
         """Text that changes whenever the generated rows would."""
 
 
-def answer_checker(task: TaskNode | None, rows: Iterable[Mapping[str, Any]]) -> Callable[[str, str], bool] | None:
+def answer_checker(
+    task: DatasetGenerator | None, rows: Iterable[Mapping[str, Any]]
+) -> Callable[[str, str], bool] | None:
     """`check_answer(completion, answer)` of a task that knows right answers, which all rows bring as `answer`: runs
     then report an accuracy. None for any other.
     """
@@ -165,7 +167,7 @@ class DataConfig:
     """One document of a .txt file in `path`: the whole `file`, a `paragraph` or a `line`."""
     sources: list[SourceConfig] | None = None
     """Several datasets, each with a weight: `[{path: a.jsonl, weight: 2}, ...]`."""
-    task: TaskNode | None = None
+    task: DatasetGenerator | None = None
     """A node that generates rows."""
     validation_rows: float = 0
     """Rows taken out of the training rows for validation. Below 1: a share; 1 or more: a number."""
@@ -309,10 +311,10 @@ class DataConfig:
     def check_kind(self, *, preferences: bool) -> None:
         """Refuse what does not fit rows with preferences, or formats of preferences where plain rows are trained."""
         for fmt in (self.format, *(source.format for source in self.sources or ())):
-            if fmt != "auto" and (named(fmt).makes in PREFERENCES) != preferences:
+            if fmt != "auto" and (find_format(fmt).makes in PREFERENCES) != preferences:
                 kind = "rows with preferences" if preferences else "plain rows"
                 raise ConfigError(
-                    f"format={format_name(named(fmt))} does not hold {kind}, which this recipe trains on",
+                    f"format={format_name(find_format(fmt))} does not hold {kind}, which this recipe trains on",
                     keys=("data.format",),
                     fix="data.format=auto, or a recipe of the other kind",
                 )

@@ -41,7 +41,8 @@ class HeadOutput(NamedTuple):
     """One microbatch through the model: what leaves its head, whole or the last stage of a pipeline.
 
     fp32, and all but the values 0 (also the ids) where the label is ignored. All but the ids are differentiable. Under
-    a `Shaping` they are of the distribution that completions were drawn from. Fields that nobody asked for are None.
+    a `SamplingTransform` they are of the distribution that completions were drawn from. Fields that nobody asked for
+    are None.
 
     A named tuple, so that FSDP, DDP and torch's pipeline find the tensors in it.
     """

@@ -31,7 +31,7 @@ RAGGED = -1000
 """Fills the tables of lengths in rows that hold fewer sequences than another."""
 
 
-class Axis(Protocol):
+class TokenAxis(Protocol):
     def get_local_rank(self) -> int: ...
 
 
@@ -39,7 +39,7 @@ class Meshes(Protocol):
     """The mesh of a run, as far as it matters here."""
 
     @property
-    def cp(self) -> Axis: ...
+    def cp(self) -> TokenAxis: ...
 
 
 @dataclass(frozen=True)

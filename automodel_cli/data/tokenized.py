@@ -35,7 +35,7 @@ class Unrolled:
     documents: tuple[Encoded, ...]
 
 
-def documents_of(item: Encoded | Unrolled) -> tuple[Encoded, ...]:
+def split_documents(item: Encoded | Unrolled) -> tuple[Encoded, ...]:
     """The documents of one row."""
     return item.documents if isinstance(item, Unrolled) else (item,)
 

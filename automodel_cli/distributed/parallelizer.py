@@ -56,7 +56,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         require_megatron_fsdp()
     options = strategy.axis_options()
     stored = next((param.dtype for param in part.parameters() if param.is_floating_point()), torch.float32)
-    fuser = compiled_regions.chosen(
+    fuser = compiled_regions.region_compiler_for(
         strategy.enable_compile, strategy.compile_backend, mesh.device, strategy.compute_dtype() or stored
     )
     if fuser is not None:
@@ -66,7 +66,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         from automodel_cli.distributed.tensor_parallel.apply import apply_tensor_parallel
 
         apply_tensor_parallel(part, mesh.tp, options, shard_experts=mesh.ep is None)
-    float8_linear.prepare(part, mesh.device, fuser)
+    float8_linear.exclude_indivisible(part, mesh.device, fuser)
     if mesh.ep is not None:
         # whole layers that are compiled have their own order
         apply_expert_parallel(part, mesh, options.expert_dispatch, fuser, beside=strategy.enable_compile is not True)

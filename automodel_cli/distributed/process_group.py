@@ -23,7 +23,7 @@ _RECORDED = "2000"
 """Collectives that the flight recorder keeps: some hundred bytes each."""
 
 
-def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.device:
+def init_process_group(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.device:
     """Join the default group and return the device that this rank computes on.
 
     Rank and size come from RANK, WORLD_SIZE, LOCAL_RANK as torchrun and our Slurm launcher set them; without them, or
@@ -57,14 +57,14 @@ def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.devi
 
 
 @contextmanager
-def joined(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> Iterator[torch.device]:
+def process_group(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> Iterator[torch.device]:
     """Join the default group, and leave it after success; see `start`.
 
     NCCL's shutdown is collective. A rank that fails alone would wait in it for the others, which wait for that rank,
     and the reason would never be printed. So a rank of several that fails keeps its group: it prints the reason and
     ends by `os._exit` (`launch.worker.leave`).
     """
-    device = start(backend, timeout_minutes=timeout_minutes)
+    device = init_process_group(backend, timeout_minutes=timeout_minutes)
     try:
         yield device
     except BaseException:

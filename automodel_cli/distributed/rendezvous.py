@@ -128,7 +128,7 @@ def _missing(ranks: Sequence[int], world_size: int) -> str:
 def _wrong_interface() -> tuple[str, str]:
     """Return why GLOO_SOCKET_IFNAME cannot be used here, and a fix; empty texts where it can."""
     asked = [name for name in os.environ.get(_IFNAME, "").split(",") if name]
-    known = network_interfaces.names()
+    known = network_interfaces.interface_names()
     wrong = [name for name in asked if name not in known]
     if not wrong:
         return "", ""

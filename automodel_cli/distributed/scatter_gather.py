@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def share_of(whole: Tensor, group: dist.ProcessGroup, dim: int = 0, *, padded: bool = False) -> Tensor:
+def scatter_to_group(whole: Tensor, group: dist.ProcessGroup, dim: int = 0, *, padded: bool = False) -> Tensor:
     """This rank's ceil(n / ranks) of the n entries along `dim`. The last shares are shorter where n does not divide, or
     `padded` with zeros. The gradient is gathered.
     """
@@ -22,7 +22,7 @@ def share_of(whole: Tensor, group: dist.ProcessGroup, dim: int = 0, *, padded: b
     return share
 
 
-def all_of(share: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
+def gather_from_group(share: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     """The `num` entries along `dim` of which every rank has its share (padded or not), on each of them.
 
     The gradient that arrives is the same on every rank, so each takes its share of it.

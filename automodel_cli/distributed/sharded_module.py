@@ -51,7 +51,7 @@ class Sharded:
         """The optimizer has stepped. Collective."""
 
 
-def register(handle: Sharded, *modules: nn.Module) -> None:
+def register_handle(handle: Sharded, *modules: nn.Module) -> None:
     """Find `handle` by each of these modules from now on."""
     for module in modules:
         _registered[module] = handle

@@ -19,8 +19,8 @@ from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.dryrun import report
 from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.suggestions import try_changes
-from automodel_cli.dryrun.types import RankResult, Request
-from automodel_cli.planning.report import Traced
+from automodel_cli.dryrun.types import RankResult, TraceRequest
+from automodel_cli.planning.report import TracedMemory
 
 LARGEST_WORLD = 4096
 _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]
@@ -33,7 +33,7 @@ class DryRunError(RunError):
 
 
 def dry_run(
-    recipe: Any, request: Request, *, every: bool, changes: int, json_file: Path | None, svg: Path | None
+    recipe: Any, request: TraceRequest, *, every: bool, changes: int, json_file: Path | None, svg: Path | None
 ) -> int:
     """Trace `request.rank`, or with `every` one rank of each stage, and where that does not fit at most `changes`
     changes of the config; print, and write what is asked for. Returns 0. Raises ConfigError for what is refused,
@@ -45,12 +45,12 @@ def dry_run(
             keys=("mesh.pp_size",),
             fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
         )
-    found = measure(request, distinct_ranks(layout) if every else (request.rank,))
-    print(report.render(found))
+    found = trace_config(request, distinct_ranks(layout) if every else (request.rank,))
+    print(report.render_trace(found))
     tried = []
     if changes and not found.fits:
         print(f"\ndoes not fit: planning changes, and running {changes} of them", flush=True)
-        tried = try_changes(recipe, request, changes, _whose_steps(every), measure, request.device)
+        tried = try_changes(recipe, request, changes, _whose_steps(every), trace_config, request.device)
         print(report.render_changes(found, tried))
     if json_file is not None:
         known = found.to_json() | ({"changes": [one.to_json() for one in tried]} if tried else {})
@@ -65,20 +65,20 @@ def dry_run(
     return 0
 
 
-def traced_memory(recipe: Any, request: Request) -> list[Traced]:
+def traced_memory(recipe: Any, request: TraceRequest) -> list[TracedMemory]:
     """What a rank of each pipeline stage holds, for `automodel plan --traced`. Raises as `measure` does."""
     layout = _layout(recipe, request.num_gpus)
     per_stage = layout.world_size // layout.pp
     return [
-        Traced(rank // per_stage, trace_rank(replace(request, rank=rank)).peak_by_kind)
+        TracedMemory(rank // per_stage, trace_rank(replace(request, rank=rank)).peak_by_kind)
         for rank in distinct_ranks(layout)
     ]
 
 
-def check_step(recipe: Any, request: Request) -> str:
+def check_step(recipe: Any, request: TraceRequest) -> str:
     """For `automodel check --gpus`: what a step of every stage's rank takes. Raises ConfigError where it does not fit,
     and as `measure` does."""
-    found = measure(request, distinct_ranks(_layout(recipe, request.num_gpus)))
+    found = trace_config(request, distinct_ranks(_layout(recipe, request.num_gpus)))
     if found.fits:
         return f"the step of every stage runs, and fits: {report.memory(found)}; {report.rate(found)}"
     command = (
@@ -101,13 +101,13 @@ def distinct_ranks(layout: Layout) -> tuple[int, ...]:
     return tuple(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
-def measure(request: Request, ranks: Sequence[int]) -> Estimate:
+def trace_config(request: TraceRequest, ranks: Sequence[int]) -> Estimate:
     """Raises ConfigError for what a worker refuses, RunError for a step that fails, DryRunError for a fault of ours."""
     found = [trace_rank(replace(request, rank=rank)) for rank in ranks]
     return estimate(found, request.device, request.num_gpus)
 
 
-def trace_rank(request: Request) -> RankResult:
+def trace_rank(request: TraceRequest) -> RankResult:
     """In a process of its own, which tells what it found in its last line."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
@@ -131,7 +131,7 @@ def trace_rank(request: Request) -> RankResult:
     return RankResult.from_dict(answer["result"])
 
 
-def _ours(request: Request, what: str) -> DryRunError:
+def _ours(request: TraceRequest, what: str) -> DryRunError:
     trusted = [word for package in request.trust_packages for word in ("--trust-package", package)]
     words = ["plan", "-c", request.conf, "--gpus", str(request.num_gpus), *trusted, *request.overrides]
     return DryRunError(

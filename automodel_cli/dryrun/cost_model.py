@@ -178,10 +178,10 @@ def _rate(gpu: Gpu, func: Any, args: Sequence[Any], work: float, real: Callable[
     name = _name(func)
     if name.startswith("_flash_attention"):
         _, tokens = _pairs(name, args, real)
-        return gpu.peak_bf16 * hardware.attention(tokens, backward=name.endswith("backward"))
+        return gpu.peak_bf16 * hardware.attention_efficiency(tokens, backward=name.endswith("backward"))
     factor = args[1] if "add" in name else args[0]
     if name.startswith(_SDPA) and factor.dtype != torch.float32:
-        return gpu.peak_bf16 * hardware.attention(args[1].shape[2], backward=name.endswith("backward"))
+        return gpu.peak_bf16 * hardware.attention_efficiency(args[1].shape[2], backward=name.endswith("backward"))
     if factor.dtype == torch.float32:
         return gpu.peak_fp32 * hardware.FP32_PRODUCTS
     if name == "_grouped_mm":

@@ -67,7 +67,7 @@ TFLOP/s forward, and 214 to 322 backward without a mask, to which a mask is take
 and 6 of arXiv:2407.08608)."""
 
 
-def attention(tokens: float, *, backward: bool) -> float:
+def attention_efficiency(tokens: float, *, backward: bool) -> float:
     """Share of the BF16 peak that attention is granted in documents of so many tokens."""
     return gemm_timings.between([(at, back if backward else forth) for at, forth, back in _ATTENTION], tokens)
 

@@ -12,7 +12,7 @@ from automodel_cli.planning.reserve import RESERVE_GIB
 _ROWS = 12
 
 
-def render(found: Estimate) -> str:
+def render_trace(found: Estimate) -> str:
     """Everything that `automodel dryrun` prints."""
     blocks = [_rank(rank, found) for rank in found.ranks]
     return "\n\n".join([*blocks, _step(found), f"limits\n{LIMITS}"])

@@ -10,12 +10,12 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.dryrun.estimate import Estimate
 from automodel_cli.dryrun.hardware import Gpu
-from automodel_cli.dryrun.types import Request
+from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.dryrun.worker import load
 from automodel_cli.planning.reserve import usable_bytes
-from automodel_cli.run.memory.memory_suggestions import Change, Planned, WithOverrides, plan_change, planned
+from automodel_cli.run.memory.memory_suggestions import Change, Planned, WithOverrides, plan_change, plan_changes
 
-Measure = Callable[[Request, Sequence[int]], Estimate]
+Measure = Callable[[TraceRequest, Sequence[int]], Estimate]
 RanksOf = Callable[[Layout, int], Sequence[int]]
 """(layout, heaviest pipeline rank) -> whose steps are traced."""
 
@@ -35,7 +35,7 @@ class Tried:
 
 
 def try_changes(
-    recipe: Any, request: Request, number: int, ranks_of: RanksOf, measure: Measure, gpu: Gpu
+    recipe: Any, request: TraceRequest, number: int, ranks_of: RanksOf, measure: Measure, gpu: Gpu
 ) -> list[Tried]:
     """The dry runs of at most `number` changes that plans choose for `gpu`, best first: what fits before what does not,
     what trains the same before what does not, then the fastest."""
@@ -43,7 +43,7 @@ def try_changes(
     def with_overrides(more: Sequence[str]) -> Any:
         return load(replace(request, overrides=(*request.overrides, *more)))
 
-    _, found = planned(recipe, with_overrides, request.num_gpus)
+    _, found = plan_changes(recipe, with_overrides, request.num_gpus)
     chosen = list(_most_promising(found, with_overrides, request.num_gpus, _limit(gpu)))[:number]
     return sorted((_tried(one, request, ranks_of, measure) for one in chosen), key=_order)
 
@@ -76,7 +76,7 @@ def _together(found: Sequence[Planned], with_overrides: WithOverrides, num_gpus:
     return best if best is not None and len(best.change.overrides) > 1 else None
 
 
-def _tried(one: Planned, request: Request, ranks_of: RanksOf, measure: Measure) -> Tried:
+def _tried(one: Planned, request: TraceRequest, ranks_of: RanksOf, measure: Measure) -> Tried:
     heaviest = max(range(len(one.plan.memory)), key=lambda rank: one.plan.memory[rank].total)
     asked = replace(request, overrides=(*request.overrides, *one.change.overrides))
     try:

@@ -32,7 +32,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentLengths:
     """`lengths` in the order in which packed rows take them, again and again, and where they come from. `rows`: those
     of each row instead, where rows are not packed."""
 
@@ -46,7 +46,7 @@ class Documents:
         return len(set(self.rows)) <= 1
 
 
-def document_lengths(recipe: Any, asked: int | None, *, read: bool = False) -> Documents:
+def document_lengths(recipe: Any, asked: int | None, *, read: bool = False) -> DocumentLengths:
     """`asked` tokens each; else those of the recipe's data, which is prepared for it with `read`, or if it is made in
     code; else a stated default.
 
@@ -59,13 +59,13 @@ def document_lengths(recipe: Any, asked: int | None, *, read: bool = False) -> D
     length = min(asked or (whole if unpacked else DEFAULT_DOCUMENT), whole // in_row)
     rows = ((length,) * in_row,) if unpacked else ()
     if asked is not None:
-        return Documents((length,), f"{length} tokens each, as asked", rows)
+        return DocumentLengths((length,), f"{length} tokens each, as asked", rows)
     if unpacked:
-        return Documents((length,), f"{in_row} of {length} tokens a row (the longest there can be)", rows)
-    return Documents((length,), f"{length} tokens each (assumed: the data was not read; --document N)")
+        return DocumentLengths((length,), f"{in_row} of {length} tokens a row (the longest there can be)", rows)
+    return DocumentLengths((length,), f"{length} tokens each (assumed: the data was not read; --document N)")
 
 
-def _prepared_lengths(recipe: Any, unpacked: bool) -> Documents:
+def _prepared_lengths(recipe: Any, unpacked: bool) -> DocumentLengths:
     """Of the first rows of the data as a run would read it."""
     from automodel_cli.models.tokenizer import load_tokenizer
 
@@ -74,10 +74,10 @@ def _prepared_lengths(recipe: Any, unpacked: bool) -> Documents:
     rows = tuple(tuple(int(n) for n in of_row[1:] - of_row[:-1]) for of_row in bounds)
     lengths = tuple(n for row in rows for n in row)
     source = f"{sum(lengths) / len(lengths):.0f} tokens on average, as in the prepared data"
-    return Documents(lengths, source, rows if unpacked else ())
+    return DocumentLengths(lengths, source, rows if unpacked else ())
 
 
-def microbatches(recipe: Any, documents: Documents, number: int) -> list[Columns]:
+def microbatches(recipe: Any, documents: DocumentLengths, number: int) -> list[Columns]:
     """Rows filled with documents to the last token; rows that are not packed as they are collated, padded to the
     longest of their microbatch or to the row's length. Every token but a document's last is a label, as it is where
     `mask=all`: nothing needs more memory."""
@@ -91,7 +91,7 @@ Rows = list[list[int]]
 """Lengths of the documents of each row."""
 
 
-def _packed(recipe: Any, documents: Documents) -> Iterator[tuple[Rows, int]]:
+def _packed(recipe: Any, documents: DocumentLengths) -> Iterator[tuple[Rows, int]]:
     """Rows, and how many tokens each of them has."""
     tokens, lengths = recipe.data.seq_len, cycle(documents.lengths)
     while True:
@@ -103,7 +103,7 @@ def _packed(recipe: Any, documents: Documents) -> Iterator[tuple[Rows, int]]:
         yield rows, tokens
 
 
-def _unpacked(recipe: Any, documents: Documents) -> Iterator[tuple[Rows, int]]:
+def _unpacked(recipe: Any, documents: DocumentLengths) -> Iterator[tuple[Rows, int]]:
     """The same for rows that the data gave; what they are padded with follows."""
     data, given = recipe.data, cycle(documents.rows)
     while True:

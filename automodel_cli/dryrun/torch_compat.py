@@ -72,7 +72,7 @@ def fake_mode_is_on() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
 
 
-def install(cuda: torch.device) -> FakeTensorMode:
+def install_fake_cuda(cuda: torch.device) -> FakeTensorMode:
     """Fake tensors on `cuda`, and process groups of any size in which this process is one rank. Returns the mode, not
     yet entered."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -26,7 +26,7 @@ from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
 from automodel_cli.dryrun.simulated_clock import Clock
 from automodel_cli.dryrun.strategies import Strategies
-from automodel_cli.dryrun.types import GIB, Line, RankResult, Request
+from automodel_cli.dryrun.types import GIB, Line, RankResult, TraceRequest
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.hub import bundled_configs
@@ -48,10 +48,10 @@ _UNLIKE = 2  # microbatches of a step: the first one begins the sums of gradient
 _MEAN_OF = 6  # where microbatches do not hold as much as each other
 
 
-class Traced:
+class RankTrace:
     """The state of one traced rank."""
 
-    def __init__(self, recipe: Any, request: Request):
+    def __init__(self, recipe: Any, request: TraceRequest):
         self.recipe, self.request = recipe, request
         self.phase = "build"
         self.parts: list[nn.Module] = []
@@ -110,7 +110,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """Model seconds of the two steps, which had so many microbatches."""
 
     warm: float
@@ -119,7 +119,7 @@ class Times:
     num_measured: int
 
 
-def trace(recipe: Any, request: Request) -> RankResult:
+def trace(recipe: Any, request: TraceRequest) -> RankResult:
     """Raises what the step raises, and ConfigError for what a dry run does not cover."""
     began = time.process_time()
     layout = recipe.mesh.resolve(request.num_gpus)
@@ -130,13 +130,13 @@ def trace(recipe: Any, request: Request) -> RankResult:
         plan = make_plan(plan_request(recipe, layout))
         number = number_to_run(recipe, plan, request.microbatches, alike=documents.alike)
         columns = synthetic_batches.microbatches(recipe, documents, number)
-        run = Traced(recipe, request)
+        run = RankTrace(recipe, request)
         fake_cuda.pretend(request.device, run.clock, run.mode.synchronised)
-        fake = torch_compat.install(CUDA)
+        fake = torch_compat.install_fake_cuda(CUDA)
         torch_compat.start_group(request.rank, request.num_gpus)
         torch_compat.on_resize(run.memory.resized)
         torch_compat.without_shape_inference(run.mode.aside)
-        compiled_regions.use_instead(compiled_regions.as_one(run.mode.aside, run.mode.ran_as_one))
+        compiled_regions.use_region_substitute(compiled_regions.as_one(run.mode.aside, run.mode.ran_as_one))
         mesh = build_mesh(layout, "cuda")
         times = _run(run, plan, mesh, fake, columns)
         result = _result(run, mesh, plan, times, columns)
@@ -146,7 +146,7 @@ def trace(recipe: Any, request: Request) -> RankResult:
     return replace(result, notes=notes, cpu_seconds=time.process_time() - began, rss_gib=resident)
 
 
-def _run(run: Traced, plan: Plan, mesh: Mesh, fake: Any, columns: list[synthetic_batches.Columns]) -> Times:
+def _run(run: RankTrace, plan: Plan, mesh: Mesh, fake: Any, columns: list[synthetic_batches.Columns]) -> StepTimes:
     recipe = run.recipe
     if mesh.layout.pp > 1:
         run.watch_stages()
@@ -160,7 +160,7 @@ def _run(run: Traced, plan: Plan, mesh: Mesh, fake: Any, columns: list[synthetic
     functional: Any = torch.nn.functional
     functional.scaled_dot_product_attention = sdpa.on_cuda(functional.scaled_dot_product_attention)
     transformers_compat.look_at_positions()
-    attention_flex.use_instead(flex.modelled(run.mode.twins.get, run.mode.ran_as_one))
+    attention_flex.use_flex_substitute(flex.modelled(run.mode.twins.get, run.mode.ran_as_one))
     run.strategies = Strategies(run.clock, lambda part: _materialise(part, CUDA), lambda: run.faking(fake))
     stages = empty_stages(recipe, mesh)
     run.phase, run.parts = "buffers", list(stages.parts)
@@ -181,10 +181,10 @@ def _run(run: Traced, plan: Plan, mesh: Mesh, fake: Any, columns: list[synthetic
         run.mode.counts.on = True
         run.memory.forget_peak()
         second = run.step(stages, mesh, columns, model.step_hooks)
-    return Times(first, second, len(warm), len(columns))
+    return StepTimes(first, second, len(warm), len(columns))
 
 
-def _name_phase_of_optimizer(run: Traced) -> None:
+def _name_phase_of_optimizer(run: RankTrace) -> None:
     optimizer: Any = run.optimizer
     step = optimizer.step
 
@@ -273,7 +273,7 @@ def check_covered(recipe: Any) -> None:
             raise ConfigError(f"{what} has kernels of its own, which fake tensors do not reach", keys=(key,), fix=fix)
 
 
-def _model_flops(run: Traced, plan: Plan, columns: list[synthetic_batches.Columns]) -> float | None:
+def _model_flops(run: RankTrace, plan: Plan, columns: list[synthetic_batches.Columns]) -> float | None:
     """Of one token, training, in documents as long as those of the step."""
     lengths = torch.tensor([length for one in columns for length in one.lengths], dtype=torch.float64)
     context = float(lengths.square().sum() / lengths.sum())
@@ -281,7 +281,9 @@ def _model_flops(run: Traced, plan: Plan, columns: list[synthetic_batches.Column
     return flops_per_token(run.recipe, part, context, plan.num_trained)
 
 
-def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[synthetic_batches.Columns]) -> RankResult:
+def _result(
+    run: RankTrace, mesh: Mesh, plan: Plan, times: StepTimes, columns: list[synthetic_batches.Columns]
+) -> RankResult:
     counts, recipe, request, layout = run.mode.counts, run.recipe, run.request, mesh.layout
     snapshot = run.memory.result()
     tokens = round(sum(sum(one.lengths) for one in columns) / len(columns))
@@ -338,14 +340,14 @@ def _of_all_microbatches(counts: Counts, more: float) -> Work:
     )
 
 
-def _means(run: Traced) -> dict[str, dict[str, float]]:
+def _means(run: RankTrace) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for (kind, stage), seconds in run.actions.items():
         found.setdefault(kind, {})[str(stage)] = sum(seconds) / len(seconds)
     return found
 
 
-def _hop(recipe: Any, request: Request, layout: Layout, tokens: int) -> float:
+def _hop(recipe: Any, request: TraceRequest, layout: Layout, tokens: int) -> float:
     """Seconds that hidden states take to the next stage."""
     if layout.pp == 1:
         return 0.0
@@ -364,7 +366,7 @@ def _of_fewer(plan: Plan, number: int) -> list[str]:
     return [f"--microbatches {number}: the peak is that of so few; in a step of {count} up to {most:g} are alive"]
 
 
-def _notes(recipe: Any, request: Request) -> list[str]:
+def _notes(recipe: Any, request: TraceRequest) -> list[str]:
     notes = []
     if recipe.parallelizer.enable_compile is True:
         notes.append("enable_compile=true: counted as if it were false")
@@ -372,8 +374,8 @@ def _notes(recipe: Any, request: Request) -> list[str]:
         notes.append(f"enable_compile={recipe.parallelizer.enable_compile}: glue counted as compiled")
     if recipe.parallelizer.autocast_dtype is not None:
         notes.append("autocast_dtype: counted in the dtype that parameters have, torch does not cast fakes")
-    if recipe.packs_fewer is not None:
-        notes.append(recipe.packs_fewer)
+    if recipe.packing_note is not None:
+        notes.append(recipe.packing_note)
     if request.route == "worst":
         notes.append("routers: every token chooses the experts of the first rank")
     if recipe.frozen_model is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from automodel_cli.dryrun.hardware import GIB, GPUS, Gpu, Links
 
-__all__ = ["GIB", "LIMITS", "Line", "RankResult", "Request"]
+__all__ = ["GIB", "LIMITS", "Line", "RankResult", "TraceRequest"]
 
 DEFAULT_DOCUMENT = 700
 """Tokens of each document in packed rows where the data has not been prepared."""
@@ -25,7 +25,7 @@ DDP's reducer is one in Python that follows its rules. Not run: torch.compile (g
 
 
 @dataclass(frozen=True)
-class Request:
+class TraceRequest:
     """One rank of one config. `data`: read the config's data for the lengths of documents. `route` is how tokens choose
     experts: "balanced", or "worst": all choose those of the first rank. `microbatches` to run; None: enough to tell.
     Bandwidths in bytes/s, one way: `host` is to the machine's memory, None the GPU's own, as of `node`.
@@ -59,7 +59,7 @@ class Request:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Request:
+    def from_json(cls, text: str) -> TraceRequest:
         known: dict[str, Any] = json.loads(text)
         tuples = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         return cls(**{**known, **tuples})

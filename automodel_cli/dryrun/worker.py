@@ -8,12 +8,12 @@ import sys
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.dryrun.types import Request
+from automodel_cli.dryrun.types import TraceRequest
 
 
 def main() -> int:
     """0 with a result; 1 with what the step failed with; 2 with a ConfigError."""
-    request = Request.from_json(sys.stdin.read())
+    request = TraceRequest.from_json(sys.stdin.read())
     try:
         from automodel_cli.dryrun.trace_rank import trace
 
@@ -36,14 +36,14 @@ def main() -> int:
     return 0 if "result" in answer else 1
 
 
-def load(request: Request) -> Any:
+def load(request: TraceRequest) -> Any:
     """The checked recipe, as the command found it."""
-    from automodel_cli.config.check import check
+    from automodel_cli.config.check import check_config
     from automodel_cli.config.compose import compose
     from automodel_cli.config.trust import Trust
 
     trust = Trust(frozenset(request.trust_words), request.trust_packages)
-    return check(compose(request.conf, request.overrides), trust, [])
+    return check_config(compose(request.conf, request.overrides), trust, [])
 
 
 if __name__ == "__main__":

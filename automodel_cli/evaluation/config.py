@@ -14,15 +14,15 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation.settings import GenerationSettings, MultipleChoiceSettings, at_least_one
 
 if TYPE_CHECKING:
-    from automodel_cli.evaluation.eval_model import Candidate
-    from automodel_cli.evaluation.scores import Outcome
+    from automodel_cli.evaluation.eval_model import EvalModel
+    from automodel_cli.evaluation.scores import TaskScores
 
 
-class TaskNode(Protocol):
+class EvalTask(Protocol):
     """One task of an evaluation."""
 
     @abstractmethod
-    def run(self, candidate: Candidate) -> Outcome:
+    def run(self, candidate: EvalModel) -> TaskScores:
         """Ask one model, and judge what it says. Collective."""
         ...
 
@@ -31,7 +31,7 @@ class TaskNode(Protocol):
 class Prepared(Protocol):
     """A task that can say before a run trains what is wrong with its questions; one of your own need not."""
 
-    def prepare(self, candidate: Candidate) -> None:
+    def prepare(self, candidate: EvalModel) -> None:
         """Collective."""
 
 
@@ -39,14 +39,14 @@ class Prepared(Protocol):
 class Generation(GenerationSettings):
     """Questions that the model answers; rewards say which answers are right."""
 
-    def prepare(self, candidate: Candidate) -> None:
+    def prepare(self, candidate: EvalModel) -> None:
         """Read the questions, and see that this model can be sampled from. Raises ConfigError and DataError."""
-        from automodel_cli.evaluation.generation import questions
+        from automodel_cli.evaluation.generation import read_questions
 
-        questions(self, candidate)
+        read_questions(self, candidate)
         _ = candidate.sampler
 
-    def run(self, candidate: Candidate) -> Outcome:
+    def run(self, candidate: EvalModel) -> TaskScores:
         from automodel_cli.evaluation.generation import ask
 
         return ask(self, candidate)
@@ -56,23 +56,23 @@ class Generation(GenerationSettings):
 class MultipleChoice(MultipleChoiceSettings):
     """Questions with choices; the model's is the likeliest continuation, by the log-probs of its tokens."""
 
-    def prepare(self, candidate: Candidate) -> None:
+    def prepare(self, candidate: EvalModel) -> None:
         """Read the questions. Raises DataError."""
-        from automodel_cli.evaluation.multiple_choice import questions
+        from automodel_cli.evaluation.multiple_choice import read_choice_questions
 
-        questions(self, candidate)
+        read_choice_questions(self, candidate)
 
-    def run(self, candidate: Candidate) -> Outcome:
-        from automodel_cli.evaluation.multiple_choice import choose
+    def run(self, candidate: EvalModel) -> TaskScores:
+        from automodel_cli.evaluation.multiple_choice import score_choices
 
-        return choose(self, candidate)
+        return score_choices(self, candidate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """The root of an evaluation: tasks by name, and how intervals are drawn."""
 
-    tasks: dict[str, TaskNode]
+    tasks: dict[str, EvalTask]
     num_resamples: int = 10_000
     """Draws of the bootstrap behind each interval."""
 

@@ -20,14 +20,14 @@ from automodel_cli.rollout.engines.policy_engine import check_decoding, check_le
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.run.model_builder import Model
 from automodel_cli.run.recipe import Recipe
-from automodel_cli.run.trainer import Session
+from automodel_cli.run.trainer import Trainer
 from automodel_cli.training.checkpoint.checkpointer import Checkpointer
 
 T = TypeVar("T")
 
 
 @dataclass
-class Candidate:
+class EvalModel:
     """A model with its tokenizer on this rank, as tasks see it. Every rank has one."""
 
     label: str
@@ -43,7 +43,7 @@ class Candidate:
     @classmethod
     def build(
         cls, label: str, recipe: Recipe, mesh: Mesh, tokenizer: Any, run_dir: Path, checkpoint: Path | None
-    ) -> Candidate:
+    ) -> EvalModel:
         """The model as the recipe begins with it, or with the weights of a checkpoint. Collective."""
         model = Model.build(recipe, mesh)
         taught: Sequence[int] = ()
@@ -53,7 +53,7 @@ class Candidate:
         return cls(label, recipe, mesh, model, tokenizer, run_dir, taught_stops=taught)
 
     @classmethod
-    def of_session(cls, session: Session) -> Candidate:
+    def of_session(cls, session: Trainer) -> EvalModel:
         """The model of a run that goes on, with whatever weights it has when it is asked."""
         s = session
         return cls("", s.recipe, s.mesh, s.model, s.tokenizer, s.run_dir, s.at_exit, s.taught_stops)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from automodel_cli.config.plain_text import visible
-from automodel_cli.evaluation.scores import Outcome
+from automodel_cli.evaluation.scores import TaskScores
 
 _SHOWN = 3
 """Questions of a task."""
@@ -14,7 +14,7 @@ _WIDTH = 90
 """Characters of a text."""
 
 
-def example_lines(name: str, outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+def example_lines(name: str, outcomes: Mapping[str, TaskScores]) -> Iterator[str]:
     """Yield a few questions of the task `name`, with what was expected and what each model (by its label) answered.
 
     Questions whose mark differs between the models come first.
@@ -50,7 +50,7 @@ def _chosen(marks: Sequence[Sequence[str]]) -> list[int]:
     return sorted([*differ, *same][:_SHOWN])
 
 
-def _marks(outcome: Outcome) -> list[str]:
+def _marks(outcome: TaskScores) -> list[str]:
     """The first measure of each question in words; several samples have their share."""
     return [_mark(value) for value in next(iter(outcome.measures.values()), [])]
 

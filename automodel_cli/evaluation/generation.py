@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.preparation.prompts import Prompt, no_tools, prepare_prompts
-from automodel_cli.evaluation.scores import REWARD, Outcome, pass_at_k
+from automodel_cli.evaluation.scores import REWARD, TaskScores, pass_at_k
 from automodel_cli.rollout.collection.multi_turn import play_episodes, scored_samples
 from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.environments.episode import Episode
-from automodel_cli.rollout.rewards.aggregate import RewardSum, check_rows
+from automodel_cli.rollout.rewards.aggregate import RewardSum, check_reward_rows
 from automodel_cli.rollout.types import Completion, SamplingParams
 from automodel_cli.run.checks.token_ids import check_tokens
 
 if TYPE_CHECKING:
-    from automodel_cli.evaluation.eval_model import Candidate
+    from automodel_cli.evaluation.eval_model import EvalModel
     from automodel_cli.evaluation.settings import GenerationSettings
 
 _SHOWN = 4
 """Responses to a question that the results keep."""
 
 
-def ask(task: GenerationSettings, candidate: Candidate) -> Outcome:
+def ask(task: GenerationSettings, candidate: EvalModel) -> TaskScores:
     """Measures `pass@k` (`accuracy` of one response) and `reward`, the mean over a question's responses. Where a run
     has environments, its own questions begin conversations with them, whose last message is judged. A question of which
     a response was left out after an error (`on_error: skip`) counts in no measure. Collective."""
-    prompts = questions(task, candidate)
+    prompts = read_questions(task, candidate)
     places = [(number, index) for number in candidate.share(len(prompts)) for index in range(task.num_samples)]
     requests = [(number, index, prompts[number]) for number, index in places]
     params = SamplingParams(max_new_tokens=task.max_new_tokens, temperature=task.temperature, top_p=task.top_p)
@@ -60,7 +60,7 @@ def ask(task: GenerationSettings, candidate: Candidate) -> Outcome:
         }
         for prompt, judged, count in zip(prompts, found, right, strict=True)
     ]
-    return Outcome(measures, items)
+    return TaskScores(measures, items)
 
 
 def _known(totals: Sequence[float | None]) -> list[float] | None:
@@ -73,12 +73,12 @@ def _name(k: int, task: GenerationSettings) -> str:
     return "accuracy" if task.num_samples == 1 else f"pass@{k}"
 
 
-def questions(task: GenerationSettings, candidate: Candidate) -> list[Prompt]:
+def read_questions(task: GenerationSettings, candidate: EvalModel) -> list[Prompt]:
     """What the task asks, read once. Raises ConfigError and DataError."""
     return candidate.once(task, lambda: _prompts(task, candidate))
 
 
-def _prompts(task: GenerationSettings, candidate: Candidate) -> list[Prompt]:
+def _prompts(task: GenerationSettings, candidate: EvalModel) -> list[Prompt]:
     recipe = candidate.recipe
     data = task.data if task.data is not None else recipe.data
     if data.seq_len > recipe.data.seq_len:
@@ -99,5 +99,5 @@ def _prompts(task: GenerationSettings, candidate: Candidate) -> list[Prompt]:
         )
     prompts = list((prepared.validation or prepared.train).prompts)[: task.limit]
     check_tokens([(prompt.origin, prompt.tokens) for prompt in prompts], "task's", candidate.tokenizer, recipe.model)
-    check_rows(task.rewards, ((prompt.origin, prompt.row) for prompt in prompts), all_judged=True)
+    check_reward_rows(task.rewards, ((prompt.origin, prompt.row) for prompt in prompts), all_judged=True)
     return prompts

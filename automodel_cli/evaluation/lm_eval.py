@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.evaluation.scores import Outcome
+from automodel_cli.evaluation.scores import TaskScores
 from automodel_cli.launch.environment import of_user
 
 _INSTALL = "pip install 'lm-eval[hf]'"
@@ -41,7 +41,7 @@ class Harness:
                 fix=_INSTALL if here else f"{self.python} -m {_INSTALL}",
             )
 
-    def run(self, model: str) -> dict[str, Outcome]:
+    def run(self, model: str) -> dict[str, TaskScores]:
         """Every task on the model in a folder, or of a hub id. Raises RunError with the end of what it printed."""
         with tempfile.TemporaryDirectory() as folder:
             command = self._command(model, Path(folder))
@@ -49,7 +49,7 @@ class Harness:
             if done.returncode:
                 last = "\n  ".join(done.stdout.strip().splitlines()[-5:])
                 raise RunError(f"lm-eval ended with exit code {done.returncode}:\n  {last}", fix=" ".join(command))
-            return read(Path(folder))
+            return read_lm_eval_scores(Path(folder))
 
     def _command(self, model: str, out: Path) -> list[str]:
         known = {
@@ -69,7 +69,7 @@ class Harness:
         return command
 
 
-def read(folder: Path) -> dict[str, Outcome]:
+def read_lm_eval_scores(folder: Path) -> dict[str, TaskScores]:
     """Outcomes by task, of the samples that lm-eval wrote below `folder`: one value a question, by its number."""
     found = {}
     for path in sorted(folder.rglob("samples_*.jsonl")):
@@ -84,7 +84,7 @@ def read(folder: Path) -> dict[str, Outcome]:
                     label = metric if len(filters) == 1 else f"{metric}, {row['filter']}"
                     measures.setdefault(label, []).append(float(row[metric]))
         items = [_item(row) for row in rows if row["filter"] == filters[0]]
-        found[name] = Outcome(measures, items)
+        found[name] = TaskScores(measures, items)
     if not found:
         raise RunError("lm-eval wrote no samples: nothing can be compared question by question")
     return found

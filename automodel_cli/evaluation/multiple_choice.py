@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.evaluation.scores import Outcome
+from automodel_cli.evaluation.scores import TaskScores
 from automodel_cli.run.checks.token_ids import check_tokens
 
 if TYPE_CHECKING:
-    from automodel_cli.evaluation.eval_model import Candidate
+    from automodel_cli.evaluation.eval_model import EvalModel
     from automodel_cli.evaluation.settings import MultipleChoiceSettings
 
 _AT_ONCE = 16
@@ -27,9 +27,9 @@ class _Question:
     answer: int
 
 
-def choose(task: MultipleChoiceSettings, candidate: Candidate) -> Outcome:
+def score_choices(task: MultipleChoiceSettings, candidate: EvalModel) -> TaskScores:
     """Measures `accuracy`. Collective."""
-    asked = questions(task, candidate)
+    asked = read_choice_questions(task, candidate)
     pairs = [(q, c) for q, question in enumerate(asked) for c in range(len(question.choices))]
     mine = candidate.share(len(pairs))
     longest = -(-len(pairs) // candidate.mesh.dp_size)
@@ -50,15 +50,15 @@ def choose(task: MultipleChoiceSettings, candidate: Candidate) -> Outcome:
         right.append(float(chosen == question.answer))
         said = {"chosen": question.choices[chosen], "answer": question.choices[question.answer]}
         items.append({"question": question.text, **said, "scores": values})
-    return Outcome({"accuracy": right}, items)
+    return TaskScores({"accuracy": right}, items)
 
 
-def questions(task: MultipleChoiceSettings, candidate: Candidate) -> list[_Question]:
+def read_choice_questions(task: MultipleChoiceSettings, candidate: EvalModel) -> list[_Question]:
     """What the task asks, read once. Raises DataError with the line that is no question."""
     return candidate.once(task, lambda: _questions(task, candidate))
 
 
-def _questions(task: MultipleChoiceSettings, candidate: Candidate) -> list[_Question]:
+def _questions(task: MultipleChoiceSettings, candidate: EvalModel) -> list[_Question]:
     lines = _lines(task)
     found = [_question(line, where, candidate.tokenizer) for where, line in lines]
     tokens = [

@@ -10,15 +10,22 @@ from pathlib import Path
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.safe_files import replace
 from automodel_cli.evaluation.example_answers import example_lines
-from automodel_cli.evaluation.scores import Outcome, interval, known_of, paired_difference, questions, text_of
+from automodel_cli.evaluation.scores import (
+    TaskScores,
+    interval,
+    known_of,
+    num_questions_text,
+    paired_difference,
+    text_of,
+)
 from automodel_cli.runs.report_page import FILE, write_own_page
 from automodel_cli.runs.run_record import code_version
 
-Found = dict[str, dict[str, Outcome]]
+Found = dict[str, dict[str, TaskScores]]
 """Outcomes by the model's label and the task's name."""
 
 
-def tell(found: Found, run_dir: Path, out: Path, config_yaml: str, num_resamples: int) -> None:
+def report_results(found: Found, run_dir: Path, out: Path, config_yaml: str, num_resamples: int) -> None:
     """Print the scores of every model, of the first one against each other, and a few answers; write all to `out`.
 
     Renews the page of the run where `out` is among its evaluations.
@@ -49,14 +56,14 @@ def _scores(found: Found, num_resamples: int) -> Iterator[dict[str, str]]:
                     "model": label,
                     "score": text(found[label][name].means[measure]),
                     "interval": f"{text(low)} to {text(high)}",
-                    "note": questions(values),
+                    "note": num_questions_text(values),
                 }
             for label in others:
                 yield _compared(num_resamples, name, measure, found[first][name], found[label][name], first, label)
 
 
 def _compared(
-    num_resamples: int, name: str, measure: str, ours: Outcome, theirs: Outcome, first: str, label: str
+    num_resamples: int, name: str, measure: str, ours: TaskScores, theirs: TaskScores, first: str, label: str
 ) -> dict[str, str]:
     a, b = ours.measures[measure], theirs.measures[measure]
     if len(a) != len(b):

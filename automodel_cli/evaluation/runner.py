@@ -16,8 +16,8 @@ from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.evaluation import reporting
 from automodel_cli.evaluation.config import EvalConfig
-from automodel_cli.evaluation.eval_model import Candidate
-from automodel_cli.evaluation.scores import Outcome
+from automodel_cli.evaluation.eval_model import EvalModel
+from automodel_cli.evaluation.scores import TaskScores
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.run.checkpoint_selection import chosen_checkpoint
 from automodel_cli.run.recipe import Recipe
@@ -35,7 +35,7 @@ class Target:
     checkpoint: Path | None = None
 
 
-def of_run(recipe: Recipe, run_dir: Path, choice: str | None = None) -> Target:
+def eval_model_of_run(recipe: Recipe, run_dir: Path, choice: str | None = None) -> Target:
     """What a run has learnt: a checkpoint (`choice`: see `chosen_checkpoint`), else its export. Raises RunError where
     it has neither."""
     if choice is not None or CheckpointDir(run_dir / "checkpoints").latest() is not None:
@@ -69,17 +69,17 @@ def evaluate(config: EvalConfig, targets: Sequence[Target], run_dir: Path, out: 
     recipe = targets[0].recipe
     if recipe.train.cpu_threads is not None:
         torch.set_num_threads(recipe.train.cpu_threads)
-    with process_group.joined(recipe.parallelizer.backend) as device:
+    with process_group.process_group(recipe.parallelizer.backend) as device:
         mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
         is_main = dist.get_rank() == 0
-        found: dict[str, dict[str, Outcome]] = {}
+        found: dict[str, dict[str, TaskScores]] = {}
         for target in targets:
             tokenizer = load_tokenizer(target.recipe.model)
-            candidate = Candidate.build(target.label, target.recipe, mesh, tokenizer, run_dir, target.checkpoint)
+            candidate = EvalModel.build(target.label, target.recipe, mesh, tokenizer, run_dir, target.checkpoint)
             with candidate.at_exit:
                 found[target.label] = {name: task.run(candidate) for name, task in config.tasks.items()}
             del candidate
             gc.collect()
         if is_main:
-            reporting.tell(found, run_dir, out, config_yaml, config.num_resamples)
+            reporting.report_results(found, run_dir, out, config_yaml, config.num_resamples)
     return 0

@@ -18,7 +18,7 @@ _CHUNK = 4_000_000
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskScores:
     """Of one task: for each measure (`accuracy`, `pass@4`, ...) one value a question, in the order of the questions,
     None where a judge failed on it; and what was asked and said, an entry a question."""
 
@@ -33,7 +33,7 @@ class Outcome:
     def line(self, name: str) -> str:
         """`NAME: accuracy 43.8% of 16 questions`."""
         words = (f"{m} {text_of(m)(mean)}" for m, mean in self.means.items() if not self.says_nothing_more(m))
-        return f"{name}: {', '.join(words)} of {questions(next(iter(self.measures.values())))}"
+        return f"{name}: {', '.join(words)} of {num_questions_text(next(iter(self.measures.values())))}"
 
     @property
     def means(self) -> dict[str, float]:
@@ -47,7 +47,7 @@ def known_of(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def questions(values: Sequence[float | None]) -> str:
+def num_questions_text(values: Sequence[float | None]) -> str:
     """`16 questions`, or `14 questions (2 more could not be judged)`."""
     known = len(known_of(values))
     return f"{known} questions" + (f" ({len(values) - known} more could not be judged)" if known < len(values) else "")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.rollout.rewards.text import ExactAnswer
 
 
@@ -26,7 +26,7 @@ class GenerationSettings:
     """The rows to ask, with the column that the rewards read (`answer`); all of them, but of a task or of data with a
     validation split that one only; each gets one message. null: those of the run, its validation rows, which begin
     conversations where the run has environments; `rewards` judge the last message, and nothing else counts."""
-    rewards: dict[str, RewardNode] = field(default_factory=lambda: {"exact": ExactAnswer()})
+    rewards: dict[str, RewardFunction] = field(default_factory=lambda: {"exact": ExactAnswer()})
     """What judges a response, by name. Default: right is the very text of `answer`."""
     threshold: float = 1.0
     """A response is right where the weighted sum of the rewards reaches this."""

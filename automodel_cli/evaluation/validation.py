@@ -12,10 +12,10 @@ from automodel_cli.evaluation.config import Generation, Prepared
 from automodel_cli.training.callback import Callback, Run
 
 if TYPE_CHECKING:
-    from automodel_cli.evaluation.eval_model import Candidate
-    from automodel_cli.evaluation.scores import Outcome
+    from automodel_cli.evaluation.eval_model import EvalModel
+    from automodel_cli.evaluation.scores import TaskScores
     from automodel_cli.run.recipe import Recipe
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 def check_tasks(recipe: Recipe) -> None:
@@ -63,7 +63,7 @@ def _check_generation(recipe: Recipe, task: Generation, key: str) -> None:
         )
 
 
-def add_tasks(session: Session) -> None:
+def add_tasks(session: Trainer) -> None:
     """Let the validations of this run ask its tasks. Collective: their questions are read at once."""
     if session.recipe.validation.tasks:
         session.callbacks.add(ValidationTasks(session))
@@ -72,11 +72,11 @@ def add_tasks(session: Session) -> None:
 class ValidationTasks(Callback):
     """The mean of each measure of each task: `val_TASK_accuracy`, `val_TASK_pass_at_4`, `val_TASK_reward`."""
 
-    def __init__(self, session: Session):
-        from automodel_cli.evaluation.eval_model import Candidate
+    def __init__(self, session: Trainer):
+        from automodel_cli.evaluation.eval_model import EvalModel
 
         self._tasks = session.recipe.validation.tasks
-        self._candidate: Candidate = Candidate.of_session(session)
+        self._candidate: EvalModel = EvalModel.of_session(session)
         for task in self._tasks.values():
             if isinstance(task, Prepared):
                 task.prepare(self._candidate)
@@ -85,7 +85,7 @@ class ValidationTasks(Callback):
         """Collective."""
         found: dict[str, float] = {}
         for name, task in self._tasks.items():
-            outcome: Outcome = task.run(self._candidate)
+            outcome: TaskScores = task.run(self._candidate)
             known = {measure: mean for measure, mean in outcome.means.items() if not math.isnan(mean)}
             found |= {f"val_{name}_{re.sub(r'[^A-Za-z0-9_]', '_at_', m)}": mean for m, mean in known.items()}
             run.print(f"step {step}: {outcome.line(name)}")

@@ -43,6 +43,6 @@ def _watch(error: BaseException, over: threading.Event) -> None:
     text += f"rank {os.environ.get('RANK', '0')} cleans up after this error; it ends within {LEAVE_SECONDS:.0f} s\n"
     safe_output.urgent(text)
     if not over.wait(LEAVE_SECONDS):
-        code = rank_process.finish(getattr(error, "exit_code", 1))
+        code = rank_process.report_exit_code(getattr(error, "exit_code", 1))
         safe_output.flush()
         os._exit(code)

@@ -205,7 +205,7 @@ class _Relay:
             if self._status is not None:
                 self._kill(self._status)
                 run_folder = rank_process.run_folder_in(self._status)
-            safe_output.urgent(f"\n{signals.last_words(run_folder)}\n")
+            safe_output.urgent(f"\n{signals.exit_message(run_folder)}\n")
             return
         self.received = signal.Signals(signum)
         safe_output.urgent(f"\n{signals.message(signum)}\n")
@@ -346,7 +346,7 @@ def _report_killed(attempt: _Attempt, pid: int) -> int:
         f"rank {rank} (process {pid}) was killed by SIGKILL, {evidence.by}",
         code="out_of_memory" if evidence.out_of_memory else "rank_failure",
         origin=evidence.source,
-        fix=(less if evidence.out_of_memory else "") + signals.how_to_go_on(rank_process.run_folder_in(attempt.status)),
+        fix=(less if evidence.out_of_memory else "") + signals.resume_hint(rank_process.run_folder_in(attempt.status)),
     )
     print(error.full_text, file=sys.stderr)
     return _OUT_OF_MEMORY if evidence.out_of_memory else _FAILED

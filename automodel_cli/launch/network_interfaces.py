@@ -24,7 +24,7 @@ _Entry._fields_ = [
 """The beginning of `struct ifaddrs` (getifaddrs(3)) on Linux."""
 
 
-def names() -> list[str]:
+def interface_names() -> list[str]:
     """Return the names of all interfaces."""
     return [name for _, name in socket.if_nameindex()]
 

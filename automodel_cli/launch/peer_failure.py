@@ -16,7 +16,7 @@ _GLOO = "gloo/transport"
 _SECONDS = 2.0
 
 
-def lost(error: BaseException) -> RunError | None:
+def peer_failure_error(error: BaseException) -> RunError | None:
     """What to tell the user when a collective failed because a rank it needs is gone or stuck; None for other errors.
 
     Every surviving rank has this error, or one that it caused (a checkpoint that cannot be written); the rank that
@@ -36,7 +36,7 @@ def lost(error: BaseException) -> RunError | None:
     )
 
 
-def let_the_first_end() -> None:
+def delay_exit_after_peer_failure() -> None:
     """A survivor waits a moment before it ends: its launcher shall notice the rank with the cause first."""
     time.sleep(_SECONDS)
 

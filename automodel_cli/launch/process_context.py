@@ -12,7 +12,7 @@ from automodel_cli.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class ProcessPlace:
+class ProcessContext:
     """`local` means that nobody has started ranks: the command starts them itself. Otherwise it runs in place."""
 
     kind: Literal["local", "torchrun", "srun"]
@@ -21,7 +21,7 @@ class ProcessPlace:
     local_rank: int = 0
 
 
-def detect(environ: MutableMapping[str, str] | None = None) -> ProcessPlace:
+def detect(environ: MutableMapping[str, str] | None = None) -> ProcessContext:
     """Read the placement from the environment (os.environ).
 
     Under srun with more than one task the variables that torch.distributed reads (RANK, WORLD_SIZE, LOCAL_RANK,
@@ -36,12 +36,12 @@ def detect(environ: MutableMapping[str, str] | None = None) -> ProcessPlace:
             raise ConfigError(
                 f"RANK={rank} is set but LOCAL_RANK is not", fix="start with torchrun, or unset RANK WORLD_SIZE"
             )
-        return ProcessPlace("torchrun", rank, int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]))
+        return ProcessContext("torchrun", rank, int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]))
     num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
     if "SLURM_STEP_ID" not in env or num_tasks == 1:
-        return ProcessPlace("local")
+        return ProcessContext("local")
     one_gpu_each = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
-    placement = ProcessPlace(
+    placement = ProcessContext(
         "srun", int(env["SLURM_PROCID"]), num_tasks, 0 if one_gpu_each else int(env["SLURM_LOCALID"])
     )
     env.update(

@@ -36,7 +36,7 @@ def allocator() -> str:
     return f"{value}   ({name})" if name else value
 
 
-def hold_garbage() -> None:
+def disable_gc() -> None:
     """Until `collect_again`: imports and building a model make many objects and little garbage.
 
     Without the collector, importing the library's model code takes a quarter less time.
@@ -44,7 +44,7 @@ def hold_garbage() -> None:
     gc.disable()
 
 
-def collect_again() -> None:
+def enable_gc() -> None:
     """Before the first step: collect from now on, and leave out what is there already and will stay."""
     gc.freeze()
     gc.enable()

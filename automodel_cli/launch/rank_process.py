@@ -53,7 +53,7 @@ def begin() -> None:
     elif not _appears(_status):
         _refuse_unshared(_status.absolute())
     redirect_output()
-    signals.install(launched=True)
+    signals.install_handlers(launched=True)
     _write(_status / f"rank-{_rank()}.pid", str(os.getpid()))
 
 
@@ -78,7 +78,7 @@ def restarted_run() -> Path | None:
     return _noted(_status / _EARLIER_RUN) if _status is not None else None
 
 
-def is_ours() -> bool:
+def is_launched_rank() -> bool:
     """Whether this process is a rank that `launch.local` or our Slurm script started."""
     return _status is not None
 
@@ -124,7 +124,7 @@ def run_folder_in(status: Path) -> Path | None:
     return _noted(status / _RUN) or _noted(status / _EARLIER_RUN)
 
 
-def finish(code: int) -> int:
+def report_exit_code(code: int) -> int:
     """Leave `code` for the launcher; returns what the process itself should exit with."""
     if _status is None:
         return code
@@ -153,7 +153,7 @@ def leave(code: int) -> NoReturn:
     An ordinary exit of the interpreter would destroy the groups that the model still refers to, and now and then gloo's
     threads abort the process then: a run that has succeeded would be told as failed.
     """
-    code = finish(code)
+    code = report_exit_code(code)
     if "RANK" not in os.environ:
         safe_output.flush()
         sys.exit(code)

@@ -36,7 +36,7 @@ def outlive_readers() -> None:
         sys.stdout, sys.stderr = (_Lasting(stream) for stream in _before)  # type: ignore[assignment]
 
 
-def restore() -> None:
+def restore_streams() -> None:
     """Give the streams back that `outlive_readers` replaced."""
     global _before, _log
     if _before is not None:

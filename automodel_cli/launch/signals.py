@@ -28,7 +28,7 @@ _launched = False
 _run_folder: Path | None = None
 
 
-def install(*, launched: bool = False) -> None:
+def install_handlers(*, launched: bool = False) -> None:
     """Take over SIGINT, SIGTERM, SIGHUP and SIGUSR1. A signal that is ignored, as SIGHUP under `nohup`, stays ignored.
 
     `launched` is for a rank whose launcher speaks and kills for its ranks (`launch.local`, our batch script): a
@@ -83,7 +83,7 @@ def note_run_folder(folder: Path) -> None:
     _run_folder = folder
 
 
-def how_to_go_on(run_folder: Path | None) -> str:
+def resume_hint(run_folder: Path | None) -> str:
     """The command that continues a run that ended in the middle, and from where."""
     if run_folder is None:
         return "the same command again: nothing was trained yet"
@@ -97,9 +97,9 @@ def begins_at(run_folder: Path) -> str:
     return f"goes on from {newest}" if newest else "starts over: no checkpoint was written yet"
 
 
-def last_words(run_folder: Path | None) -> str:
+def exit_message(run_folder: Path | None) -> str:
     """What is safe after a run was ended at once, and how to go on. A checkpoint has its name only once it is whole."""
-    return f"stopped at once; checkpoints in place are whole, later steps are lost\n  {how_to_go_on(run_folder)}"
+    return f"stopped at once; checkpoints in place are whole, later steps are lost\n  {resume_hint(run_folder)}"
 
 
 def message(signum: int) -> str:
@@ -114,7 +114,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
     if _received is not None and escalates(signum, _received):
         if _launched:
             return
-        safe_output.urgent(f"\n{last_words(_run_folder)}\n")
+        safe_output.urgent(f"\n{exit_message(_run_folder)}\n")
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
         os._exit(128 + signum)  # nothing may run any more: a handler can fire inside a collective

@@ -50,10 +50,10 @@ def build_part(
 def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.device | str) -> ModelPart:
     """`build_part` for a library config that is at hand; `config` says all the rest. `hf_config` is changed."""
     if config.transformer_engine is not None:
-        transformer_engine.require()
+        transformer_engine.require_transformer_engine()
     original = copy.deepcopy(hf_config)
     kind = detect_head(hf_config, trust_remote_code=config.trust_remote_code)
-    way = isolation.way_of(original, attention=config.attention, trust_remote_code=config.trust_remote_code)
+    way = isolation.select_isolation(original, attention=config.attention, trust_remote_code=config.trust_remote_code)
     model = _prepared_model(hf_config, config, way, device)
     if config.lora is not None:
         lora.inject(model, config.lora)
@@ -85,7 +85,7 @@ def _check_untied(part: ModelPart, config: ModelConfig) -> None:
 def _prepared_model(
     hf_config: PretrainedConfig,
     config: ModelConfig,
-    way: isolation.Way,
+    way: isolation.IsolationMethod,
     device: torch.device | str,
     *,
     as_depth: bool = False,
@@ -102,8 +102,8 @@ def _prepared_model(
     if config.fp8 is not None:
         float8.convert_layers(model, config.fp8, config.moe)
     train_every_token(model)
-    dynamic_rope.install(model)
-    recurrent_layers.install(model, way.classes, by_position=way.by_document)
+    dynamic_rope.install_document_rope(model)
+    recurrent_layers.install_document_reset(model, way.classes, by_position=way.by_document)
     model.config.use_cache = False
     if not as_depth or any(is_experts(module) for module in model.modules()):
         _choose_experts_kernel(model, config)
@@ -112,9 +112,9 @@ def _prepared_model(
 
 def _library_model(hf_config: PretrainedConfig, config: ModelConfig, name: str) -> PreTrainedModel:
     if name == attention_packed.PACKED:
-        attention_packed.register()
+        attention_packed.register_packed_attention()
     if config.transformer_engine is not None and config.transformer_engine.attention:
-        transformer_engine.register()
+        transformer_engine.register_te_attention()
         name = transformer_engine.ATTENTION
     dtype = getattr(torch, config.dtype)
     try:

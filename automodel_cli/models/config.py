@@ -218,7 +218,7 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of the hub id."""
     trust_remote_code: bool = field(
-        default=False, metadata=trust.runs(trust.REMOTE_CODE, "runs Python code that comes with the model")
+        default=False, metadata=trust.executes_code(trust.REMOTE_CODE, "runs Python code that comes with the model")
     )
     """Allow the library to run Python code that lies beside the weights; needs `--trust remote-code`."""
     dtype: DType = "float32"
@@ -226,7 +226,9 @@ class ModelConfig:
     dtype."""
     attention: str = field(
         default="packed",
-        metadata=trust.runs(trust.REMOTE_CODE, "loads a kernel from the hub, which is code", lambda name: "/" in name),
+        metadata=trust.executes_code(
+            trust.REMOTE_CODE, "loads a kernel from the hub, which is code", lambda name: "/" in name
+        ),
     )
     """`packed` isolates the documents of a packed row. Other names (`eager`, `sdpa`, ...) select the library's
     attention, which the packing probe checks."""

@@ -16,7 +16,7 @@ from automodel_cli.config.name_patterns import NameList, check_entries, endings
 from automodel_cli.distributed.expert_parallel.apply import experts_modules, is_experts
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.float8 import grouped_gemm
-from automodel_cli.distributed.float8.linear import convert
+from automodel_cli.distributed.float8.linear import convert_to_float8
 from automodel_cli.distributed.float8.quantization import MULTIPLE, RECIPES, Arithmetic
 from automodel_cli.models.config import Fp8Config, MoEConfig
 
@@ -43,7 +43,7 @@ def convert_layers(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig) ->
     for name, module in linear.items():
         if name not in reasons:
             assert isinstance(module, nn.Linear)
-            convert(module, arithmetic)
+            convert_to_float8(module, arithmetic)
     left = "".join(f"; not {count} {reason}" for reason, count in Counter(reasons.values()).items())
     num_experts, of_experts = _mark_experts(model, config, moe, arithmetic)
     logger.info("fp8 %s: %d linear layers%s%s", config.recipe, len(linear) - len(reasons), left, of_experts)
@@ -78,7 +78,7 @@ def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arit
     sizes = {size for param in experts.parameters() if param.ndim > 2 for size in param.shape[1:]}
     if not config.experts:
         return "fp8.experts is false"
-    if lacking := grouped_gemm.lacks(arithmetic.recipe):
+    if lacking := grouped_gemm.why_unsupported(arithmetic.recipe):
         return lacking
     if moe.experts != MoEConfig.experts:
         return f"model.moe.experts={moe.experts} multiplies them"

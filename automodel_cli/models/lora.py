@@ -22,7 +22,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import lora_targets, nf4, transformers_compat
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.models.rng import generator_for
-from automodel_cli.models.stochastic_rounding import rounded_at_random
+from automodel_cli.models.stochastic_rounding import round_stochastically
 
 if TYPE_CHECKING:
     from automodel_cli.models.model_part import ModelPart
@@ -176,14 +176,14 @@ def scale(layer: Any) -> float:
 def delta(layer: Any) -> Tensor:
     """The full fp32 update of a wrapped layer. Collective where adapters are sharded."""
     a, b = (
-        transformers_compat.gathered(layer.lora_A[_ADAPTER].weight).float(),
-        transformers_compat.gathered(layer.lora_B[_ADAPTER].weight).float(),
+        transformers_compat.full_tensor(layer.lora_A[_ADAPTER].weight).float(),
+        transformers_compat.full_tensor(layer.lora_B[_ADAPTER].weight).float(),
     )
     update = (b @ a) * scale(layer)
     return update.T if lora_targets.is_transposed(layer) else update
 
 
-def merged(weight: Tensor, layer: Any) -> Tensor:
+def merged_weight(weight: Tensor, layer: Any) -> Tensor:
     """A layer's full `weight` with its `delta` added, in fp32. Collective where adapters are sharded."""
     return weight.float() + delta(layer)
 
@@ -196,7 +196,7 @@ def rounded(name: str, merge: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return merge.to(dtype)
-    return rounded_at_random(f"{name} merged", merge, dtype)
+    return round_stochastically(f"{name} merged", merge, dtype)
 
 
 def _in_whole(name: str, places: dict[str, str]) -> str:
@@ -226,7 +226,7 @@ def save_adapters(
     for part in parts:
         for name, layer in wrappers(part.model):
             for matrix in ("lora_A", "lora_B"):
-                weight = transformers_compat.gathered(getattr(layer, matrix)[_ADAPTER].weight)
+                weight = transformers_compat.full_tensor(getattr(layer, matrix)[_ADAPTER].weight)
                 mine[f"{name}.{matrix}.weight"] = weight.cpu().contiguous()
     of_stages: list[dict[str, Tensor]] = [mine]
     if pp_group is not None:

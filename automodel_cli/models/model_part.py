@@ -26,7 +26,7 @@ from automodel_cli.models.mtp.layers import Depth, MultiToken, tokens_further
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from automodel_cli.models.hub.multimodal_backbone import TextOfWhole
+    from automodel_cli.models.hub.multimodal_backbone import BackboneMapping
     from automodel_cli.models.mtp.key_mapping import DepthNames
 
 _PREFIX = "model."
@@ -64,7 +64,7 @@ class ModelPart(nn.Module):
         self.hub_dtype = hub_dtype or model.dtype
         self.source_config = source_config or copy.deepcopy(model.config)
         self.unclaimed: tuple[str, ...] = ()
-        self.within: TextOfWhole | None = None
+        self.within: BackboneMapping | None = None
         self.routing: RoutedLayers | None = None
         self.unties_head = False
         self._context_group: ContextGroup | None = None

@@ -94,8 +94,8 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
     Context parallelism shows every layer some tokens of a row, in an order that is not theirs, and only these know how
     to reach the others. One process stands in for its two ranks: their tokens one after another.
     """
-    packed.register()
-    if isolation.way_of(hf_config, trust_remote_code=trust_remote_code).by_document:
+    packed.register_packed_attention()
+    if isolation.select_isolation(hf_config, trust_remote_code=trust_remote_code).by_document:
         raise ConfigError(
             f"{hf_config.model_type} cannot share its rows between ranks: its attention is the library's own, run "
             "document by document on whole rows",
@@ -106,7 +106,7 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
         try:
             small = shrink(hf_config)
             model = _small(small, trust_remote_code)
-            recurrent_layers.install(
+            recurrent_layers.install_document_reset(
                 model, token_mixing.state_layer_classes(small, trust_remote_code=trust_remote_code)
             )
             difference, where = _shared_against_whole(model)
@@ -129,7 +129,7 @@ def why_not_shared(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fal
     Rotary tables that depend on the length of a text are taken for one table: who asks must know that no text is longer
     than the first of them (`length_rope.longest_unswitched`).
     """
-    way = isolation.way_of(hf_config, trust_remote_code=trust_remote_code)
+    way = isolation.select_isolation(hf_config, trust_remote_code=trust_remote_code)
     if way.by_document:
         return f"the attention of {hf_config.model_type} is the library's own, run document by document"
     if way.classes:
@@ -206,7 +206,7 @@ def _shared_against_whole(model: Any) -> tuple[float, str]:
     """Largest difference relative to the largest hidden value, and the first layer that differs."""
     model.eval()
     model.set_attn_implementation(packed.PACKED)
-    dynamic_rope.install(model)
+    dynamic_rope.install_document_rope(model)
     ids_BT = _probe_row(model)
     inputs = model_inputs_for(ids_BT, _DOCUMENTS)
 

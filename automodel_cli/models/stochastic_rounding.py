@@ -18,7 +18,7 @@ def moved_within_ulp(name: str, tensor: Tensor, stored: torch.dtype) -> Tensor:
     return torch.where(tensor == 0, tensor, tensor + _ulp(tensor, stored) * (_uniform(name, tensor) - 0.5))
 
 
-def rounded_at_random(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def round_stochastically(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Each float32 value rounded up or down to `dtype`, at random so that its mean stays. What `dtype` holds exactly
     stays as it is. The draw depends on `name` only."""
     ulp = _ulp(tensor, dtype)

@@ -105,7 +105,7 @@ class PretrainedTokenizer:
     revision: str | None = None
     """Branch, tag or commit of the hub id."""
     trust_remote_code: bool = field(
-        default=False, metadata=trust.runs(trust.REMOTE_CODE, "runs Python code that comes with the tokenizer")
+        default=False, metadata=trust.executes_code(trust.REMOTE_CODE, "runs Python code that comes with the tokenizer")
     )
     """Whether Python code that comes with the tokenizer may run."""
     gguf_file: str | None = None

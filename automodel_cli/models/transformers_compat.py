@@ -259,10 +259,10 @@ def local(tensor: Any) -> Tensor:
     return storage.detach()
 
 
-def gathered(tensor: Any) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """The whole tensor, detached. Collective for a DTensor."""
     if uneven_dtensor.is_uneven(tensor):
-        return uneven_dtensor.gathered(tensor)
+        return uneven_dtensor.gather_uneven(tensor)
     whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return whole.detach()
 

@@ -38,7 +38,7 @@ def cut_like(value: Any, param: Any) -> None:
 
 
 @torch.no_grad()
-def compact(tensor: Any) -> Any:
+def compact_shard(tensor: Any) -> Any:
     """The same shard in storage of its own, not a view into a flat buffer."""
     copy = tensor.detach().clone()
     cut_like(copy, tensor)
@@ -46,7 +46,7 @@ def compact(tensor: Any) -> Any:
 
 
 @torch.no_grad()
-def gathered(tensor: Any) -> Tensor:
+def gather_uneven(tensor: Any) -> Tensor:
     """The whole tensor, bit by bit. Collective over the tensor's mesh; ranks may hold shards of any size."""
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     whole[chunk(tensor)] = tensor.to_local()

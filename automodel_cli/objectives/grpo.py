@@ -44,7 +44,8 @@ class GRPO(PolicySettings):
 
     Correction of the difference between sampler and trainer, w = e^(old - sampler): `none`; `plain`; `truncate` (TIS)
     clamps w to [`correction_min` or 0, `correction_max`]; `icepop` (MIS) sets w to 0 outside of them; `sequence_mask`
-    drops responses whose geometric mean of w is outside, and weighs tokens by w. `sampler_correction_level`: each `token` has
+    drops responses whose geometric mean of w is outside, and weighs tokens by w. `sampler_correction_level`: each
+    `token` has
     its own w, or all tokens of a response (`sequence`) the product of them; null: as `ratio` has it. Sources:
     docs/algorithms.md.
 
@@ -82,9 +83,9 @@ class GRPO(PolicySettings):
     @property
     def metrics(self) -> Mapping[str, Metric]:
         """See `MeasuredObjective`."""
-        from automodel_cli.objectives.policy_gradient import metrics_of
+        from automodel_cli.objectives.policy_gradient import policy_metrics
 
-        return metrics_of(self)
+        return policy_metrics(self)
 
     def weight(self, batch: Batch) -> Tensor:
         """Label tokens; for the other aggregations responses with label tokens."""

@@ -45,7 +45,7 @@ def num_positive_tokens(batch: Batch) -> Tensor:
     return (label_mask(batch) & (batch.extra["rewards_BT"] > 0)).sum()
 
 
-def metrics_of(objective: PolicySettings) -> Mapping[str, Metric]:
+def policy_metrics(objective: PolicySettings) -> Mapping[str, Metric]:
     """What `PolicyTerms.metrics` returns under these settings."""
     by_tokens = (
         "token_mult_prob_error",

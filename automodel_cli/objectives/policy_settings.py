@@ -203,7 +203,9 @@ class PolicySettings:
     @property
     def corrects_by_sequence(self) -> bool:
         """Whether the correction has one weight for a response."""
-        return self.by_sequence if self.sampler_correction_level is None else self.sampler_correction_level == "sequence"
+        return (
+            self.by_sequence if self.sampler_correction_level is None else self.sampler_correction_level == "sequence"
+        )
 
     @property
     def loss_kl_coef(self) -> float:

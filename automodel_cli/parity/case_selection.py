@@ -13,16 +13,16 @@ from typing import Any
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
-from automodel_cli.parity.cases import Row
+from automodel_cli.parity.cases import Case
 from automodel_cli.pipelining.config import PipelineConfig
 
 MAX_RANKS = 8
 _ATTENTIONS = ("packed", "sdpa", "eager")
 
 
-def choose_rows(
+def choose_cases(
     wanted: MeshConfig, parallelizer: Strategy, pipeline: PipelineConfig | None, objective: Any
-) -> list[Row]:
+) -> list[Case]:
     """One rank, each axis alone, then as many together as 8 ranks hold; each on packed and on padded rows.
 
     `dp_size: null` counts as data parallelism: a run takes the ranks there are. Experts are split over ranks that other
@@ -33,7 +33,7 @@ def choose_rows(
     sets = [(), *((axis,) for axis in used), *_largest_together(used)]
     rows = []
     for mesh, axes in {_mesh(axes): axes for axes in sets}.items():  # ep alone may be what dp and ep together are
-        row = Row(mesh, parallelizer.exact(axes), stages if "pp" in axes else None, objective=objective)
+        row = Case(mesh, parallelizer.exact(axes), stages if "pp" in axes else None, objective=objective)
         rows += [row, replace(row, packed=False)]
     return rows
 
@@ -80,10 +80,10 @@ def small_attention(attention: str) -> str:
     return attention if attention in _ATTENTIONS else "packed"
 
 
-def pick(rows: Sequence[Row], wanted: Sequence[str]) -> list[Row]:
+def pick(rows: Sequence[Case], wanted: Sequence[str]) -> list[Case]:
     """Rows whose description has all words of one of `wanted` ("pp2 packed"). Raises ConfigError for one that none
     has."""
-    chosen: list[Row] = []
+    chosen: list[Case] = []
     for words in wanted:
         found = [row for row in rows if set(words.replace(",", " ").split()) <= _words(row)]
         if not found:
@@ -92,5 +92,5 @@ def pick(rows: Sequence[Row], wanted: Sequence[str]) -> list[Row]:
     return [row for row in rows if row in chosen] if wanted else list(rows)
 
 
-def _words(row: Row) -> set[str]:
+def _words(row: Case) -> set[str]:
     return set(str(row).replace(",", " ").split())

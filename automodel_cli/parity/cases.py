@@ -27,7 +27,7 @@ _AXES = (("pp_size", "pp"), ("dp_size", "dp"), ("cp_size", "cp"), ("tp_size", "t
 
 
 @dataclass(frozen=True)
-class Row:
+class Case:
     """`mesh` says every size. `num_microbatches` is of the whole step, over all data-parallel ranks.
 
     With `lora` adapters are trained and nothing else. `compute_dtype`: what the parallelizer computes in, where that is

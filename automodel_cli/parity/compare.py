@@ -22,14 +22,14 @@ from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.base import request_of
 from automodel_cli.parity import lora_reference, value_head
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.cases import Row
+from automodel_cli.parity.cases import Case
 from automodel_cli.parity.gradient_errors import full_gradients, gradient_errors, missing, worst_of
 from automodel_cli.parity.reference import Original, Reference
 from automodel_cli.pipelining import build_stages as pipelining_build_stages
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepResult, train_step
 
-Sabotage = Callable[[list[Batch]], list[Batch]]
+Fault = Callable[[list[Batch]], list[Batch]]
 """Breaks the side under test only: gets the microbatches of this rank, and may patch what it likes."""
 
 TIMES_ROUNDING = 8.0
@@ -74,7 +74,7 @@ class Refused:
     reason: str
 
 
-class Recorder(torch.optim.Optimizer):
+class GradientRecorder(torch.optim.Optimizer):
     """An optimizer that keeps the gradients it was given, in full, and changes nothing."""
 
     def __init__(self, *parts: nn.Module):
@@ -87,13 +87,13 @@ class Recorder(torch.optim.Optimizer):
 
 
 def run_rows(
-    rank: int, world: int, original: Original, rows: Sequence[Row], sabotage: Sabotage | None = None
+    rank: int, world: int, original: Original, rows: Sequence[Case], sabotage: Fault | None = None
 ) -> list[Errors | Refused]:
     """Every row on these ranks, one after another. Rank 0's list is the verdict; other ranks' errors are their own."""
     return [run_row(original, row, sabotage) for row in rows]
 
 
-def run_row(original: Original, row: Row, sabotage: Sabotage | None = None) -> Errors | Refused:
+def run_row(original: Original, row: Case, sabotage: Fault | None = None) -> Errors | Refused:
     """One row, on all ranks of the process group. Collective."""
     try:
         mesh = build_mesh(row.mesh.resolve(dist.get_world_size()), "cpu")
@@ -101,19 +101,19 @@ def run_row(original: Original, row: Row, sabotage: Sabotage | None = None) -> E
         count = len(every) // mesh.dp_size
         mine = every[mesh.dp_rank * count :][:count]
         batches = mine if sabotage is None else sabotage(mine)
-        stages = build_stages(original, row, mesh)
+        stages = build_parity_stages(original, row, mesh)
     except ConfigError as error:
         return Refused(str(error))
     want = original.reference(packed=row.packed, count=row.num_microbatches)
     if row.lora is not None:
         parts = [part for part in stages.parts if isinstance(part, ModelPart)]
         want = lora_reference.reference_of(want, lora_reference.put_in(parts))
-    recorder = Recorder(*stages.parts)
+    recorder = GradientRecorder(*stages.parts)
     result = train_step(stages, batches, row.objective, recorder, mesh, max_grad_norm=None)
-    return judge(want, result, recorder.gradients)
+    return step_errors(want, result, recorder.gradients)
 
 
-def build_stages(original: Original, row: Row, mesh: Mesh) -> Stages:
+def build_parity_stages(original: Original, row: Case, mesh: Mesh) -> Stages:
     """The way a recipe builds them: meta, cut, parallelised, then filled from the saved model."""
     config = replace(original.model_config(), lora=row.lora, fp8=row.fp8)
     count = row.num_microbatches // mesh.dp_size
@@ -128,11 +128,11 @@ def build_stages(original: Original, row: Row, mesh: Mesh) -> Stages:
         assert isinstance(local, ModelPart)
         device = row.parallelizer.parameter_device(mesh.device)
         load_weights(local, config, device=device, buffer_device=mesh.device, seed=0)
-        value_head.fill(local)
+        value_head.fill_value_head(local)
     return stages
 
 
-def judge(want: Reference, result: StepResult, got: dict[str, Tensor]) -> Errors:
+def step_errors(want: Reference, result: StepResult, got: dict[str, Tensor]) -> Errors:
     """Errors of a step, the worst over all ranks. Collective: a gradient must be on some rank, and right on each."""
     everywhere: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, gradient_errors(want.gradients, got))

@@ -13,7 +13,7 @@ from automodel_cli.models.model_part import ModelPart
 
 def full(tensor: Tensor) -> Tensor:
     """A DTensor's whole value (collective over its mesh); a plain tensor as it is."""
-    return transformers_compat.gathered(tensor)
+    return transformers_compat.full_tensor(tensor)
 
 
 def full_gradients(parts: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
             whole = torch.randn(b.shape, generator=generator_for(0, name)) / math.sqrt(b.shape[0])
             transformers_compat.local(b).copy_(transformers_compat.local_part(b, whole))
             transposed = is_transposed(layer)
-            adapter = Adapter(transformers_compat.gathered(a).float().clone(), whole, lora.scale(layer), transposed)
+            adapter = Adapter(transformers_compat.full_tensor(a).float().clone(), whole, lora.scale(layer), transposed)
             weight = layer.get_base_layer().weight
             update = adapter.b.double() @ adapter.a.double() * adapter.scale
             update = update.T if adapter.transposed else update

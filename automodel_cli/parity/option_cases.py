@@ -11,7 +11,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.compile_modes import GLUE
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.parity.case_selection import MAX_RANKS, small_attention, small_pipeline
-from automodel_cli.parity.cases import Row
+from automodel_cli.parity.cases import Case
 
 _LOW = ("bfloat16", "float16")
 _MAX_LAYERS = 128
@@ -23,17 +23,17 @@ _CUT = ("layout", "csv", "module_fqns_per_model_part", "layers_per_stage", "bala
 class Chosen:
     """All rows of a recipe, and `key=value: reason` of each setting that none of them has."""
 
-    rows: list[Row]
+    rows: list[Case]
     not_covered: list[str]
 
 
-def with_settings(recipe: Any, rows: Sequence[Row], num_layers: int) -> Chosen:
+def with_settings(recipe: Any, rows: Sequence[Case], num_layers: int) -> Chosen:
     """Adapters on every row; lower precision on one rank and on the most ranks; compilation on one rank; the recipe's
     own stages, on a copy with the `num_layers` of the model."""
     every, missing = _adapted(recipe, list(rows))
     packed = recipe.data.packing != "none"
     mine = [row for row in every if row.packed == packed]
-    more: list[Row] = []
+    more: list[Case] = []
     settings = (
         _precision(recipe, mine),
         _in_fp8(recipe, mine),
@@ -53,7 +53,7 @@ def with_settings(recipe: Any, rows: Sequence[Row], num_layers: int) -> Chosen:
     return Chosen([*every, *more], missing + _only_on_devices(recipe))
 
 
-def _adapted(recipe: Any, rows: list[Row]) -> tuple[list[Row], list[str]]:
+def _adapted(recipe: Any, rows: list[Case]) -> tuple[list[Case], list[str]]:
     lora = recipe.model.lora
     if lora is None:
         return rows, []
@@ -66,7 +66,7 @@ def _adapted(recipe: Any, rows: list[Row]) -> tuple[list[Row], list[str]]:
     return [replace(row, lora=exact) for row in rows], missing
 
 
-def _precision(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+def _precision(recipe: Any, rows: Sequence[Case]) -> tuple[list[Case], list[str]]:
     parallelizer = recipe.parallelizer
     dtype = str(parallelizer.compute_dtype()).removeprefix("torch.")
     missing = []
@@ -81,7 +81,7 @@ def _precision(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     ], missing
 
 
-def _in_fp8(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+def _in_fp8(recipe: Any, rows: Sequence[Case]) -> tuple[list[Case], list[str]]:
     """Emulated, on one rank and on the most ranks."""
     if recipe.model.fp8 is None:
         return [], []
@@ -89,13 +89,13 @@ def _in_fp8(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     return [replace(row, fp8=replace(recipe.model.fp8, emulate=True)) for row in chosen], []
 
 
-def _first_and_widest(rows: Sequence[Row]) -> list[Row]:
+def _first_and_widest(rows: Sequence[Case]) -> list[Case]:
     """Compared, not hashed: the target modules of adapters may be a list."""
     widest = max(rows, key=lambda row: row.world_size)
     return [rows[0]] if widest == rows[0] else [rows[0], widest]
 
 
-def _compiled(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+def _compiled(recipe: Any, rows: Sequence[Case]) -> tuple[list[Case], list[str]]:
     parallelizer = recipe.parallelizer
     if parallelizer.enable_compile not in (True, GLUE):
         return [], []
@@ -110,7 +110,7 @@ def _compiled(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     return [replace(rows[0], parallelizer=plain)], missing
 
 
-def _stages(recipe: Any, rows: Sequence[Row], num_layers: int) -> tuple[list[Row], list[str]]:
+def _stages(recipe: Any, rows: Sequence[Case], num_layers: int) -> tuple[list[Case], list[str]]:
     pipeline, size = recipe.pipeline, recipe.mesh.pp_size or 1
     small = small_pipeline(pipeline)
     if pipeline is None or size == 1 or (small == pipeline and size == 2):

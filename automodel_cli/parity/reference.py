@@ -115,7 +115,7 @@ def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest, value_he
     return HeadOutput(*fields)
 
 
-def logprobs_of(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+def reference_logprobs(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """Log-prob of each label in fp32 or better, 0 where it is ignored: the plain definition."""
     logprobs_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
     picked_T = logprobs_TV.gather(-1, labels_T.clamp(min=0)[..., None])[..., 0]
@@ -135,7 +135,7 @@ def output_of(
         absent_TN = (token_ids_TN < 0) | ignored_T[:, None]
         given = logprobs_TV.gather(-1, token_ids_TN.clamp(min=0)).masked_fill(absent_TN, 0.0)
     return HeadOutput(
-        logprobs_of(logits_TV, labels_T),
+        reference_logprobs(logits_TV, labels_T),
         entropy_BT=entropy_T if request.entropy else None,
         topk_logprobs_BTK=topk.values.masked_fill(ignored_T[:, None], 0.0) if request.topk else None,
         topk_ids_BTK=topk.indices.masked_fill(ignored_T[:, None], 0) if request.topk else None,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from automodel_cli.parity.cases import ULPS_OF_GRADIENTS, ULPS_OF_SUMS, Row
+from automodel_cli.parity.cases import ULPS_OF_GRADIENTS, ULPS_OF_SUMS, Case
 
 Verdict = Literal["ok", "WRONG", "refused", "FAILED"]
 _COLUMNS = ("ranks", "loss", "grad norm", "gradient", "seconds", "verdict")
@@ -20,7 +20,7 @@ class Result:
     was refused or failed has a `reason` and no differences.
     """
 
-    row: Row
+    row: Case
     verdict: Verdict
     seconds: float
     loss: float | None = None
@@ -34,12 +34,12 @@ class Result:
         return self.loss, self.grad_norm, self.gradient
 
 
-def header(rows: Sequence[Row]) -> str:
+def header(rows: Sequence[Case]) -> str:
     cells = [f"{name:>{width}}" for name, width in zip(_COLUMNS, _WIDTHS, strict=True)]
     return "  ".join([f"{'layout':<{_width(rows)}}", "rows  ", *cells, "worst gradient"])
 
 
-def line(result: Result, rows: Sequence[Row]) -> str:
+def line(result: Result, rows: Sequence[Case]) -> str:
     """`rows` are all rows of the table: they decide the width of the first column."""
     row, shown = result.row, [_show(value) for value in result.differences]
     cells = [str(row.world_size), *shown, f"{result.seconds:.1f}", result.verdict]
@@ -55,7 +55,7 @@ def line(result: Result, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def summary(results: Sequence[Result], tolerance: float, *, passed: bool) -> str:
+def parity_summary(results: Sequence[Result], tolerance: float, *, passed: bool) -> str:
     good = [result for result in results if result.verdict == "ok"]
     if passed:
         exact = [result for result in good if result.row.is_exact]
@@ -107,7 +107,7 @@ def as_json(results: Sequence[Result], tolerance: float, *, passed: bool, **more
     return {"verified": passed, "tolerance": tolerance, **more, "table": rows}
 
 
-def _width(rows: Sequence[Row]) -> int:
+def _width(rows: Sequence[Case]) -> int:
     return max(len(row.layout) for row in rows)
 
 

@@ -21,7 +21,7 @@ def reference_head(hidden_size: int) -> nn.Linear:
     return head
 
 
-def fill(part: ModelPart) -> None:
+def fill_value_head(part: ModelPart) -> None:
     """Nothing for a part without a value head."""
     if part.value_head is not None:
         with torch.no_grad():

@@ -20,7 +20,7 @@ from automodel_cli.pipelining import summary
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.stage_module import Ready
 from automodel_cli.pipelining.error_keys import as_keywords
-from automodel_cli.pipelining.mesh_axes import Axes, check_sizes
+from automodel_cli.pipelining.mesh_axes import Axes, check_batch_sizes
 from automodel_cli.pipelining.stages import LossFn, PipelineStages
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         pp_seq_len: tokens per row that the first buffers are described for; every step describes its own microbatches.
         """
         with as_keywords():
-            check_sizes(pp_microbatch_size, pp_batch_size, pp_seq_len)
+            check_batch_sizes(pp_microbatch_size, pp_batch_size, pp_seq_len)
             axes = Axes(
                 world_mesh.root if isinstance(world_mesh, Mesh) else world_mesh,
                 moe_mesh,
@@ -199,7 +199,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
 
     def debug_summary(self) -> str:
         """Schedule, stages and sizes of this rank in a few lines."""
-        return summary.summary(self._info, self._plan, self._num_microbatches)
+        return summary.pipeline_summary(self._info, self._plan, self._num_microbatches)
 
     def log_debug_summary(self) -> None:
         """`debug_summary` through logging."""

@@ -92,7 +92,7 @@ class Axes:
         }
 
 
-def check_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
+def check_batch_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
     """Rows per microbatch and step, tokens per row."""
     if microbatch < 1:
         raise ConfigError(

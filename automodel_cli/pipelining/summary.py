@@ -59,7 +59,7 @@ def pretty_stages(info: PipelineInfo, max_modules: int, trainable_only: bool) ->
     return "\n".join(lines)
 
 
-def summary(info: PipelineInfo, plan: StagePlan | None, num_microbatches: int) -> str:
+def pipeline_summary(info: PipelineInfo, plan: StagePlan | None, num_microbatches: int) -> str:
     local = info.model_parts or []
     lines = [f"Local stages: {len(local)}", f"Schedule: {info.schedule.program.schedule if info.schedule else None}"]
     if plan is not None and info.stages:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
-from automodel_cli.planning.plan import Request, make_plan
+from automodel_cli.planning.plan import PlanRequest, make_plan
 from automodel_cli.planning.reserve import usable_bytes
 
 GIB = 2**30
@@ -17,7 +17,7 @@ _QUICKEST_FIRST: tuple[bool | str, ...] = (False, "selective", "full", "minimal"
 
 
 @dataclass(frozen=True)
-class Choice:
+class CheckpointingChoice:
     """`tried` are the modes in order, each with the bytes of the heaviest GPU; the last one was taken. `refused` is
     why nothing could be estimated, if so. `keeps_experts`: there is room for those of all layers, gathered."""
 
@@ -42,7 +42,7 @@ def _named(mode: bool | str) -> str:
     return mode if isinstance(mode, str) else "none"
 
 
-def choose(request: Request, memory: float) -> Choice:
+def choose_activation_checkpointing(request: PlanRequest, memory: float) -> CheckpointingChoice:
     """For GPUs of `memory` bytes, from the fast estimate of `automodel plan`: the first of none, selective, full and,
     where experts are on other ranks, minimal whose heaviest GPU has room beside what is set aside. The last one where
     none has. Then, without a pipeline, experts stay gathered if there is room for that too."""
@@ -54,12 +54,12 @@ def choose(request: Request, memory: float) -> Choice:
         try:
             tried.append((mode, make_plan(replace(request, parallelizer=parallelizer)).heaviest))
         except ConfigError as error:
-            return Choice("full", refused=f"no estimate: {error.message}")
+            return CheckpointingChoice("full", refused=f"no estimate: {error.message}")
         if tried[-1][1] <= room:
             break
     keeping = parallelizer.keeping_experts() if request.layout.ep > 1 and request.layout.pp == 1 else None
     if keeping is not None:
         peak = make_plan(replace(request, parallelizer=keeping)).heaviest
         if peak <= room:
-            return Choice(tried[-1][0], (*tried[:-1], (tried[-1][0], peak)), room, keeps_experts=True)
-    return Choice(tried[-1][0], tuple(tried), room)
+            return CheckpointingChoice(tried[-1][0], (*tried[:-1], (tried[-1][0], peak)), room, keeps_experts=True)
+    return CheckpointingChoice(tried[-1][0], tuple(tried), room)

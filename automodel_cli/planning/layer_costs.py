@@ -10,7 +10,7 @@ from torch import nn
 from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import num_packed
-from automodel_cli.pipelining.cut.model_structure import Anatomy
+from automodel_cli.pipelining.cut.model_structure import ModelStructure
 from automodel_cli.pipelining.cut.stage_plan import used_weights
 from automodel_cli.training.optimizers.param_groups import TrainableParam
 
@@ -72,7 +72,7 @@ def _without(unit: Unit, seen: set[int]) -> Unit:
 _NOTHING = Unit((), 0.0)
 
 
-def read_units(part: ModelPart, anatomy: Anatomy | None) -> Units:
+def read_units(part: ModelPart, anatomy: ModelStructure | None) -> Units:
     """`anatomy` is None for a model that is not cut: then all but the layers is in `before`."""
     if anatomy is None:
         layers = transformer_layers(part.model)

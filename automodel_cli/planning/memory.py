@@ -15,7 +15,7 @@ from torch import nn
 
 from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.mesh_config import Layout
-from automodel_cli.distributed.strategies.base import Storage
+from automodel_cli.distributed.strategies.base import MemoryTraits
 from automodel_cli.models.nf4 import BYTES_PER_WEIGHT
 from automodel_cli.planning.layer_costs import Unit
 from automodel_cli.training.optimizers.nodes import OptimizerNode, optimizer_node
@@ -60,7 +60,7 @@ class Memory:
 class Accounting:
     """How this program stores the parameters of a rank."""
 
-    storage: Storage
+    storage: MemoryTraits
     layout: Layout
     optimizer: Any
     num_microbatches: int

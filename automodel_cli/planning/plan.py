@@ -31,11 +31,11 @@ from automodel_cli.planning.activation_memory import Activations, trace_activati
 from automodel_cli.planning.head_memory import head_bytes
 from automodel_cli.planning.layer_costs import Units, read_units
 from automodel_cli.planning.memory import Accounting, Memory
-from automodel_cli.planning.schedule_comparison import Comparison, Cutter
+from automodel_cli.planning.schedule_comparison import Comparison, StagePlanner
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The sections of a config that a plan depends on. A microbatch is `rows` x `seq_len` tokens."""
 
     model: ModelConfig
@@ -87,7 +87,7 @@ class Plan:
     the timeline that `pipeline.balance=cost` would have, where the layers are spread evenly now.
     """
 
-    request: Request
+    request: PlanRequest
     num_parameters: int
     num_trained: int
     stages: tuple[StageRow, ...]
@@ -113,13 +113,13 @@ class Plan:
         return max(0, int(min(rows)))
 
 
-def make_plan(request: Request) -> Plan:
+def make_plan(request: PlanRequest) -> Plan:
     """Raises ConfigError for what a run with this config would refuse."""
     with as_yaml():
         return _make_plan(request)
 
 
-def _make_plan(request: Request) -> Plan:
+def _make_plan(request: PlanRequest) -> Plan:
     part = build_part(request.model)
     anatomy = check_split(part.model) if request.pipeline is not None else None
     units = read_units(part, anatomy)
@@ -151,11 +151,11 @@ def _make_plan(request: Request) -> Plan:
     if anatomy is None:
         return plan
     recompute = 1.0 if checkpointing in (True, "full", "minimal") else 0.0
-    cutter = Cutter(part, anatomy, units, request.layout.pp, request.num_microbatches, (1.0 + recompute, 1.0))
+    cutter = StagePlanner(part, anatomy, units, request.layout.pp, request.num_microbatches, (1.0 + recompute, 1.0))
     return _with_pipeline(plan, estimate, cutter)
 
 
-def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: Cutter) -> Plan:
+def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: StagePlanner) -> Plan:
     config = plan.request.stages
     cut = cutter.stage_plan(config)
     timeline = cutter.timeline(cut)
@@ -181,14 +181,14 @@ def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: Cutter) -> Plan:
     )
 
 
-def _cut_over_tp(request: Request, part: ModelPart) -> frozenset[nn.Parameter]:
+def _cut_over_tp(request: PlanRequest, part: ModelPart) -> frozenset[nn.Parameter]:
     layout, parallelizer = request.layout, request.parallelizer
     if layout.tp == 1:
         return frozenset()
     return frozenset(cut_parameters(part.model, parallelizer.axis_options(), layout.tp, shard_experts=layout.ep == 1))
 
 
-def _frozen_bytes(request: Request) -> tuple[float, ...]:
+def _frozen_bytes(request: PlanRequest) -> tuple[float, ...]:
     """Bytes of the frozen model that each pipeline rank keeps. Its own passes are over when a step begins, and what
     they gathered is sharded again."""
     layout = request.layout
@@ -216,7 +216,7 @@ def _has_kernels(request: HeadRequest) -> bool:
 
 
 def _head_bytes(
-    request: Request, part: ModelPart, over_tp: frozenset[nn.Parameter], tokens: int, *, adds: bool
+    request: PlanRequest, part: ModelPart, over_tp: frozenset[nn.Parameter], tokens: int, *, adds: bool
 ) -> float:
     """What the head computes with on a GPU. A generic head holds as much of a chunk as one without kernels. With `adds`
     the gradient of its weight is in the sum over microbatches, where the strategy lets it be."""
@@ -244,7 +244,7 @@ def _head_bytes(
     )
 
 
-def _adds(request: Request, weight: nn.Parameter, over_tp: frozenset[nn.Parameter]) -> bool:
+def _adds(request: PlanRequest, weight: nn.Parameter, over_tp: frozenset[nn.Parameter]) -> bool:
     """Whether FSDP2 has a sum over microbatches, in a dtype of its own, to which the head adds in its products."""
     parallelizer = request.parallelizer
     if not isinstance(parallelizer, FSDP2Config) or not parallelizer.adds_in_products or weight in over_tp:
@@ -255,7 +255,7 @@ def _adds(request: Request, weight: nn.Parameter, over_tp: frozenset[nn.Paramete
 
 @dataclass(frozen=True)
 class _Estimate:
-    request: Request
+    request: PlanRequest
     units: Units
     activations: Activations
     over_tp: frozenset[nn.Parameter]

@@ -15,7 +15,7 @@ _GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedMemory:
     """What a dry run of one pipeline rank held at its peak, in bytes."""
 
     rank: int
@@ -26,7 +26,7 @@ class Traced:
         return sum(self.by_kind.values())
 
 
-def render(plan: Plan, *, memory_gib: float, traced: Sequence[Traced] = (), width: int = 120) -> str:
+def render_plan(plan: Plan, *, memory_gib: float, traced: Sequence[TracedMemory] = (), width: int = 120) -> str:
     """Everything that `automodel plan` prints. `traced`: memory of every pipeline rank, instead of the estimate."""
     memory = _traced(plan, traced, memory_gib) if traced else _memory(plan, memory_gib)
     blocks = [_head(plan), _stages(plan), memory]
@@ -118,7 +118,7 @@ def _memory(plan: Plan, memory_gib: float) -> str:
     return "\n".join([f"memory of a GPU [{name}]: estimate, uncalibrated", _table(rows), _verdict(plan, memory_gib)])
 
 
-def _traced(plan: Plan, traced: Sequence[Traced], memory_gib: float) -> str:
+def _traced(plan: Plan, traced: Sequence[TracedMemory], memory_gib: float) -> str:
     """Kinds from top to bottom, pipeline ranks from left to right."""
     unit, name = _unit(plan)
     kinds = sorted({k for one in traced for k in one.by_kind}, key=lambda k: -max(t.by_kind.get(k, 0) for t in traced))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.cut.model_structure import Anatomy
+from automodel_cli.pipelining.cut.model_structure import ModelStructure
 from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
 from automodel_cli.pipelining.schedule.schedules import SCHEDULES, Schedule
 from automodel_cli.pipelining.timeline.simulator import Costs, Timeline, simulate
@@ -25,11 +25,11 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Cutter:
+class StagePlanner:
     """Cuts one model for one pipeline, any schedule. `backward` is (input, weight) gradients in forwards."""
 
     part: ModelPart
-    anatomy: Anatomy
+    anatomy: ModelStructure
     units: Units
     pp_size: int
     num_microbatches: int

@@ -93,7 +93,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TaskScore:
     """One score of one task: what was measured on which model, with its interval where there is one."""
 
     task: str
@@ -121,7 +121,7 @@ class ShownRun:
     data: Sequence[Dataset] = ()
     layout: Mapping[str, int] = field(default_factory=dict)
     schedule: str = ""
-    evaluations: Sequence[Evaluation] = ()
+    evaluations: Sequence[TaskScore] = ()
 
 
 def page_html(runs: Sequence[ShownRun], differences: Sequence[Sequence[str]] = ()) -> str:

@@ -12,7 +12,7 @@ from automodel_cli.launch.generation_servers import GenerationServers
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.rollout.engines.base import EngineConfig
 from automodel_cli.rollout.engines.config import LiveServerConfig, SamplerConfig
-from automodel_cli.rollout.engines.servers.managed_servers import Wanted
+from automodel_cli.rollout.engines.servers.managed_servers import ServerRequirements
 from automodel_cli.rollout.environments.base import EnvironmentNode
 from automodel_cli.rollout.types import SamplingParams
 
@@ -36,7 +36,7 @@ class DynamicSampling:
 
 
 @dataclass(frozen=True)
-class Overlong:
+class OverlongConfig:
     """What a response that was cut off at `max_new_tokens` means.
 
     `filter`: it is left out of training and of its group's baseline. `buffer` and `penalty`: responses that come within
@@ -132,7 +132,7 @@ class RolloutConfig:
     """Lambda of generalized advantage estimation, for `baseline=critic`."""
     dynamic_sampling: DynamicSampling | None = None
     """Replace groups whose rewards are all equal by further samples (DAPO). null: skip and count them."""
-    overlong: Overlong = field(default_factory=Overlong)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """What becomes of responses that ran into `max_new_tokens`."""
     environment: EnvironmentNode | None = None
     """Environment that answers the model, for episodes of several messages. null: one response."""
@@ -274,7 +274,9 @@ class RolloutConfig:
         engine = self.engine
         if not isinstance(engine, LiveServerConfig) or engine.servers is None:
             return None
-        wanted = Wanted(model, max_tokens, engine.way, colocated=self.shares_gpus, routing=self.replay_routing)
+        wanted = ServerRequirements(
+            model, max_tokens, engine.way, colocated=self.shares_gpus, routing=self.replay_routing
+        )
         return engine.servers.started_for(wanted)
 
     def _check_baseline(self) -> None:

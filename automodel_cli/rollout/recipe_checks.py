@@ -17,7 +17,7 @@ from automodel_cli.rollout.config_checks import (
     refuse_shared_prompts,
 )
 from automodel_cli.rollout.rewards.aggregate import check_nodes
-from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate, check_reference_update
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class PolicyRecipe(Protocol):
     @property
     def rollout(self) -> RolloutConfig: ...
     @property
-    def rewards(self) -> Mapping[str, RewardNode]: ...
+    def rewards(self) -> Mapping[str, RewardFunction]: ...
     @property
     def teacher(self) -> TeacherConfig | None: ...
     @property

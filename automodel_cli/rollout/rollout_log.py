@@ -101,7 +101,7 @@ def _cut(text: str) -> str:
     return flat if len(flat) <= _MOST else f"{flat[: _MOST - 4]} ..."
 
 
-def disagreement(value: float, limit: float) -> str | None:
+def disagreement_warning(value: float, limit: float) -> str | None:
     """The warning about sampler and trainer, if they are further apart than `limit`."""
     if value <= limit:
         return None

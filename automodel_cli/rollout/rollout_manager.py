@@ -17,34 +17,41 @@ from automodel_cli.data.config import answer_checker
 from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.config import TeacherConfig
-from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.moe.router_hooks import selectors_of
 from automodel_cli.objectives.base import PolicyObjective
-from automodel_cli.rollout.collection.sample_collector import SampleSource, Seconds
+from automodel_cli.rollout.collection.sample_collector import CollectionTimes, SampleCollector
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.engines.sampler.sampling import shaping_of
-from automodel_cli.rollout.minibatches.advantage_estimation import Credit
+from automodel_cli.rollout.minibatches.advantage_estimation import AdvantageEstimator
 from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
 from automodel_cli.rollout.minibatches.prefix_sharing import why_apart
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
-from automodel_cli.rollout.monitoring.health_monitor import Alarms, measured_entropies
+from automodel_cli.rollout.monitoring.health_monitor import HealthMonitor, measured_entropies
 from automodel_cli.rollout.monitoring.logprob_check import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.monitoring.reward_statistics import counted, mean_reward, of_k_samples
-from automodel_cli.rollout.rewards.base import RewardNode
-from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
+from automodel_cli.rollout.rewards.base import RewardFunction
+from automodel_cli.rollout.rollout_log import (
+    RolloutLog,
+    accuracy_of,
+    disagreement_warning,
+    reward_line,
+    sample_table,
+    too_few,
+)
 from automodel_cli.rollout.rollout_result import Rollout
-from automodel_cli.rollout.samples import RowPlan, plan_updates
-from automodel_cli.rollout.timers import Idle, Phases
+from automodel_cli.rollout.samples import PackingConfig, pack_minibatches
+from automodel_cli.rollout.timers import Idle, StepTimers
 from automodel_cli.rollout.types import Sample
 from automodel_cli.run.checks.token_ids import num_embeddings, pad_id
-from automodel_cli.run.frozen_models.reference_model import logprobs_of, shaped
+from automodel_cli.run.frozen_models.reference_model import batch_logprobs, sampling_distribution
 from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
 from automodel_cli.run.heldout_accuracy import Accuracy
 from automodel_cli.training.callback import Callback, Run
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
     from automodel_cli.training.callback import Number
 
 _HELD_OUT = 0
@@ -58,9 +65,9 @@ class Rollouts(Callback):
 
     def __init__(
         self,
-        session: Session,
+        session: Trainer,
         config: RolloutConfig,
-        rewards: Mapping[str, RewardNode],
+        rewards: Mapping[str, RewardFunction],
         objective: PolicyObjective,
         teacher: TeacherConfig | None = None,
         reference_update: ReferenceUpdate | None = None,
@@ -74,10 +81,10 @@ class Rollouts(Callback):
         replay = None if selectors is None else RoutingReplay(session, selectors)
         judged = teacher is None and not config.played
         self._rewards = rewards
-        self._source = SampleSource(session, config, rewards, all_judged=judged, selectors=selectors, replay=replay)
+        self._source = SampleCollector(session, config, rewards, all_judged=judged, selectors=selectors, replay=replay)
         self._scorer = Scorer(session, config, objective, teacher, reference_update)
         self._prompts_are_apart = why_apart(session, config, teacher)
-        self._plan = RowPlan(
+        self._plan = PackingConfig(
             seq_len=self.recipe.data.seq_len,
             packed=self.recipe.data.packing != "none",
             pad_multiple=self.recipe.data.pad_multiple,
@@ -86,13 +93,13 @@ class Rollouts(Callback):
             fits=session.model.stages.takes,
             share_prompts=not self._prompts_are_apart,
         )
-        self._credit = Credit(session, config, objective, self._plan, self._scorer, replay)
+        self._credit = AdvantageEstimator(session, config, objective, self._plan, self._scorer, replay)
         self.accuracy: dict[str, Accuracy] = {}
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
         self._told: set[str] = set()
-        self._alarms = Alarms(config.max_new_tokens, measured_entropies(session.run_dir / "metrics.jsonl"))
-        self._phases, self._idle, self._scored = Phases(), Idle(0.0, 0.0), False
+        self._alarms = HealthMonitor(config.max_new_tokens, measured_entropies(session.run_dir / "metrics.jsonl"))
+        self._phases, self._idle, self._scored = StepTimers(), Idle(0.0, 0.0), False
         self.sync(session.first_step)
         self._check_agreement()
 
@@ -175,17 +182,17 @@ class Rollouts(Callback):
         weights answer. Collective over all ranks.
         """
         began, source = time.perf_counter(), self._source
-        took = source.seconds = Seconds()
+        took = source.seconds = CollectionTimes()
         self._phases.begin("step")
         dynamic = self.config.dynamic_sampling
         samples = source.sample(step, prompts)
         drawn, num_batches = list(samples), 1
         if dynamic is not None:
-            samples, equal = self._credit.different(samples)
+            samples, equal = self._credit.filter_groups(samples)
             while len(samples) < self.config.samples_per_step and num_batches < dynamic.max_batches:
                 more = source.sample(step, self.session.loader.next_step())
                 drawn, num_batches = drawn + more, num_batches + 1
-                different, rest = self._credit.different(more)
+                different, rest = self._credit.filter_groups(more)
                 samples, equal = samples + different, equal + rest
             if len(samples) < self.config.samples_per_step:
                 self._tell_once("dynamic_sampling", too_few(step, samples, equal, self.config))
@@ -193,9 +200,9 @@ class Rollouts(Callback):
         seconds = time.perf_counter() - began
         self._idle = Idle.of_rollout(seconds, took.reward, draws_elsewhere=source.is_elsewhere)
         seconds += took.ahead - took.wait  # what was waited for is a part of the drawing
-        source.draw_ahead(step)
+        source.prefetch(step)
         source.rest(weights_follow=True)
-        learnt = self._credit.learn(samples, self._phases)
+        learnt = self._credit.build_minibatches(samples, self._phases)
         self._scored = learnt.scored
         self._phases.begin("train")
         of_engine = {**getattr(source.engine, "metrics", {}), **learnt.gaps}
@@ -254,11 +261,11 @@ class Rollouts(Callback):
         self._source.rest(weights_follow=False)
         mesh, stages = self.mesh, self.model.stages
         every = [(number,) for number in range(len(samples))]
-        (update,) = plan_updates(samples, every, 1, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+        (update,) = pack_minibatches(samples, every, 1, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
 
-        def score(shaping: Shaping) -> list[Tensor]:
-            with shaped(self.model, shaping):
-                return logprobs_of(stages, update.batches, mesh.device)
+        def score(shaping: SamplingTransform) -> list[Tensor]:
+            with sampling_distribution(self.model, shaping):
+                return batch_logprobs(stages, update.batches, mesh.device)
 
         limit = self.config.max_logprob_gap
         check_agreement(update, samples, score, shaping_of(params), limit=limit, tokenizer=session.tokenizer)
@@ -305,7 +312,7 @@ class Rollouts(Callback):
         if (name := self._alarms.broken(counted)) is not None:
             self._stop_for(name, step, rollout)
         if "token_mult_prob_error" in measured:
-            warning = disagreement(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)
+            warning = disagreement_warning(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)
             if warning is not None and not rollout.staleness:
                 meter.print(f"step {step}: {warning}")
             elif warning is not None:  # stale samples always differ by what the weights have moved

@@ -24,7 +24,7 @@ from automodel_cli.rollout.monitoring.reward_statistics import (
     judged,
     mean_reward,
 )
-from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 
 _MOST_SOURCES = 32  # more names than that are no sources
@@ -47,7 +47,7 @@ class Rollout:
     advantages_N: Tensor
     differs_N: Tensor
     trained: list[int]
-    updates: list[Update]
+    updates: list[Minibatch]
     num_passes: int
     num_sampled: int
     num_drawn_tokens: int

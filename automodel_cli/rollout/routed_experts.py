@@ -14,7 +14,7 @@ import numpy as np
 from automodel_cli.config.errors import RunError
 
 
-def compact(chosen_TLK: np.ndarray) -> np.ndarray:
+def compact_indices(chosen_TLK: np.ndarray) -> np.ndarray:
     """In the smallest integers that hold it: a byte for each expert of up to 256."""
     if chosen_TLK.dtype == np.uint8 or not chosen_TLK.size:
         return chosen_TLK.astype(np.uint8)
@@ -22,14 +22,14 @@ def compact(chosen_TLK: np.ndarray) -> np.ndarray:
     return chosen_TLK.astype(np.uint8 if fits else np.int16)
 
 
-def joined(of_stages: Sequence[tuple[Sequence[int], np.ndarray]]) -> np.ndarray:
+def join_layers(of_stages: Sequence[tuple[Sequence[int], np.ndarray]]) -> np.ndarray:
     """`[T, L, K]` of all layers from what each stage of a pipeline knows: the numbers of its layers, and theirs."""
     num_layers = sum(len(numbers) for numbers, _ in of_stages)
     most = max(chosen.shape[2] for _, chosen in of_stages)
     whole = np.full((len(of_stages[0][1]), num_layers, most), -1, np.int16)
     for numbers, chosen in of_stages:
         whole[:, list(numbers), : chosen.shape[2]] = chosen
-    return compact(whole)
+    return compact_indices(whole)
 
 
 def first_known(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray | None:
@@ -37,7 +37,7 @@ def first_known(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray
     the model drew is when it drew the next one."""
     if before is None or now is None:
         return now if before is None else before
-    return compact(np.concatenate([before.astype(np.int16), now[len(before) :].astype(np.int16)]))
+    return compact_indices(np.concatenate([before.astype(np.int16), now[len(before) :].astype(np.int16)]))
 
 
 def to_text(array: np.ndarray) -> str:
@@ -63,7 +63,7 @@ def experts_told(text: str | None, num_read: int, decoded: Callable[[str], np.nd
             keys=("rollout.replay_routing", "rollout.engine.url"),
             fix=start,
         )
-    found = compact(decoded(text))
+    found = compact_indices(decoded(text))
     if len(found) != num_read:
         raise RunError(f"the server read {num_read} tokens and told the experts of {len(found)}")
     return found

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe
 
 
-class Built(Protocol):
+class RunContext(Protocol):
     """What an engine needs of whoever has built a model: a training session, or an evaluation."""
 
     @property

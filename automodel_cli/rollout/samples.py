@@ -22,12 +22,12 @@ from automodel_cli.rollout.types import Sample
 
 _PARTS = (1, 2, 3, 4)
 """Into how many parts a row may be cut, for blocks that fill it better."""
-Spread = tuple[int, int, int]
+SamplePosition = tuple[int, int, int]
 """Of one sample in a microbatch: its row there, the position of its first label, its number among all samples."""
 
 
 @dataclass(frozen=True)
-class RowPlan:
+class PackingConfig:
     """How rows are made: `seq_len` tokens each, several samples in one if `packed`, else as long as the longest sample
     or pair (a multiple of `pad_multiple`). `fits` says whether a rank can run so many microbatches. With
     `share_prompts` samples in a packed row that have the same prompt stand behind one copy of it."""
@@ -42,18 +42,18 @@ class RowPlan:
 
 
 @dataclass(frozen=True)
-class Update:
+class Minibatch:
     """This rank's microbatches of one optimizer update, and where samples stand in them."""
 
     batches: list[Batch]
-    spread: list[list[Spread]]
+    spread: list[list[SamplePosition]]
 
-    def with_column(self, name: str, values: Sequence[Tensor]) -> Update:
+    def with_column(self, name: str, values: Sequence[Tensor]) -> Minibatch:
         """Another column of `Batch.extra`, one tensor for each microbatch."""
         pairs = zip(self.batches, values, strict=True)
         return replace(self, batches=[b.with_columns(**{name: v}) for b, v in pairs])
 
-    def with_values(self, name: str, values_N: Tensor, samples: Sequence[Sample]) -> Update:
+    def with_values(self, name: str, values_N: Tensor, samples: Sequence[Sample]) -> Minibatch:
         """A column that holds one value for each sample, at all its labels."""
         columns, values = [], values_N.tolist()
         for batch, spread in zip(self.batches, self.spread, strict=True):
@@ -64,7 +64,7 @@ class Update:
             columns.append(column_BT)
         return self.with_column(name, columns)
 
-    def with_pairs(self, pairs: Sequence[Sequence[int]]) -> Update:
+    def with_pairs(self, pairs: Sequence[Sequence[int]]) -> Minibatch:
         """`pairs_P2`: the documents of the samples of each pair, which share a row."""
         columns = []
         for batch, spread in zip(self.batches, self.spread, strict=True):
@@ -75,15 +75,15 @@ class Update:
         return self.with_column("pairs_P2", columns)
 
 
-def plan_updates(
+def pack_minibatches(
     samples: Sequence[Sample],
     trained: Sequence[Sequence[int]],
     num_updates: int,
-    plan: RowPlan,
+    plan: PackingConfig,
     *,
     dp_rank: int,
     dp_size: int,
-) -> list[Update]:
+) -> list[Minibatch]:
     """The samples of these numbers in `num_updates` updates of about equal size, in their order; those that stand
     together in `trained` share a row. An update without any sample is left out. Every rank gets equally many
     microbatches, some of them without labels where rows run short.
@@ -93,8 +93,8 @@ def plan_updates(
 
 
 def _update(
-    samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: RowPlan, dp_rank: int, dp_size: int
-) -> Update:
+    samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: PackingConfig, dp_rank: int, dp_size: int
+) -> Minibatch:
     rows = _rows(samples, chosen, plan)
     longest = max(sum(_length(samples, block) for block in row) for row in rows)
     num_tokens = plan.seq_len if plan.packed else -(-longest // plan.pad_multiple) * plan.pad_multiple
@@ -105,14 +105,14 @@ def _update(
     rows += [[] for _ in range(count * unit - len(rows))]
     mine = [rows[first : first + plan.microbatch_size] for first in range(0, len(rows), plan.microbatch_size)]
     made = [_batch(samples, of_batch, num_tokens, plan.pad_id) for of_batch in mine[dp_rank::dp_size]]
-    return Update([batch for batch, _ in made], [spread for _, spread in made])
+    return Minibatch([batch for batch, _ in made], [spread for _, spread in made])
 
 
 Block = tuple[int, ...]
 """Numbers of samples that stand side by side in a row: one alone, or several behind the prompt that they share."""
 
 
-def _rows(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: RowPlan) -> list[list[Block]]:
+def _rows(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: PackingConfig) -> list[list[Block]]:
     """The samples in as few rows as are found. A group that shares its prompt may be cut into blocks of part of a row,
     each with a prompt of its own, where that leaves less room in the rows."""
     apart: list[list[Block]] = [[(number,) for number in numbers] for numbers in chosen]
@@ -180,7 +180,7 @@ def _length(samples: Sequence[Sample], block: Block) -> int:
 
 def _batch(
     samples: Sequence[Sample], rows: Sequence[Sequence[Block]], num_tokens: int, pad_id: int
-) -> tuple[Batch, list[Spread]]:
+) -> tuple[Batch, list[SamplePosition]]:
     """Prompt and response of each sample are one document; labels are the tokens that the model drew. Of a block the
     prompt without its last token is a document before them, and each response one that begins with that token."""
     layout = _Layout((len(rows), num_tokens), pad_id, _routing_width(samples))
@@ -211,7 +211,7 @@ class _Layout:
         if routing_width is not None:
             self._extra[ROUTED_EXPERTS] = np.full((*shape, routing_width), -1, np.int16)
         self._bounds, self._prefixes = [0], list[Run]()
-        self.spread: list[Spread] = []
+        self.spread: list[SamplePosition] = []
 
     def begin(self, row: int) -> None:
         self._row, self._at = row, 0
@@ -279,7 +279,7 @@ def _routing_width(samples: Sequence[Sample]) -> int | None:
     return None if known is None else known[0].size
 
 
-def kl_sums(updates: Sequence[Update], samples: Sequence[Sample], kl: RewardKL) -> Tensor:
+def kl_sums(updates: Sequence[Minibatch], samples: Sequence[Sample], kl: RewardKL) -> Tensor:
     """What `kl` takes off the reward of each sample on this rank, over all its tokens; float64 `[N]`, 0 for the
     others."""
     sums_N = torch.zeros(len(samples), dtype=torch.float64)

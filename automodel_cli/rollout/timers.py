@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 
-class Phases:
+class StepTimers:
     """Seconds of this rank by phase. On a GPU they are the host's: what it queues counts to the phase that waits."""
 
     def __init__(self) -> None:

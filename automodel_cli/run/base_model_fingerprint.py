@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _END = 1 << 20  # bytes at each end of a file
 
 
-def begun_from(config: ModelConfig) -> dict[str, str] | None:
+def base_model_fingerprint(config: ModelConfig) -> dict[str, str] | None:
     """The weights that a config names, as a checkpoint keeps them: how it names them, and a fingerprint that does not
     depend on where they lie (sizes, and the first and last MiB of each file: another training of a model differs in
     both). None for random weights. Collective.
@@ -35,7 +35,9 @@ def begun_from(config: ModelConfig) -> dict[str, str] | None:
     return found[0]
 
 
-def other_weights(recipe: Recipe, mine: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> str | None:
+def check_base_model_unchanged(
+    recipe: Recipe, mine: Mapping[str, str] | None, theirs: Mapping[str, str] | None
+) -> str | None:
     """What to tell where a checkpoint is of a run that was begun from other weights than this start names. Raises
     RunError where they would be read: adapters belong to their base, and a reference is what training began with.
     """

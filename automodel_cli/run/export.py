@@ -28,7 +28,7 @@ from automodel_cli.models.checkpoint_io.export import (
     staging,
     trained_values,
 )
-from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure
+from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure_export_error
 from automodel_cli.models.lora import adapters_off, save_adapters
 from automodel_cli.run.memory.host_memory import available_bytes
 
@@ -158,7 +158,7 @@ def _compare(recipe: Recipe, model: Model, rows: PackedDataset, folder: Path) ->
         base = _without_adapters(recipe, model, prompts, score)
     precision = Precision(arithmetic, rounds_weights(model.parts))
     compare = partial(
-        measure,
+        measure_export_error,
         folder,
         prompts,
         precision=precision,

@@ -26,10 +26,10 @@ from automodel_cli.training.checkpoint.checkpointer import Checkpointer
 
 if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
-def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType({})) -> int:
+def finalize_run(session: Trainer, accuracy: Mapping[str, Accuracy] = MappingProxyType({})) -> int:
     """Export and check, write the report, and say what to do next. `accuracy`: on held-out questions, `before` and
     `after`. Returns the exit code of the run.
     """
@@ -68,7 +68,7 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path, choice: str | None =
     whole, _ = decided(dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None), Layout(), None)
     tokenizer = load_tokenizer(recipe.model)
     data = recipe.prepared(tokenizer)
-    with process_group.joined("gloo") as device:
+    with process_group.process_group("gloo") as device:
         model = Model.build(whole, build_mesh(Layout(), device.type))
         checkpointer = Checkpointer(run_dir, recipe.checkpoint)
         path = chosen_checkpoint(run_dir, choice, prefers_best=recipe.validation.patience is not None)
@@ -79,7 +79,7 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path, choice: str | None =
     return 0
 
 
-def _card(session: Session) -> str:
+def _card(session: Trainer) -> str:
     summary = session.meter.summary()
     lines = [f"- {line.strip()}" for line in session.data.report.lines()[:-1]]
     lines.append(f"- {session.last_step} steps of {step_size(session)}")
@@ -92,7 +92,7 @@ def _card(session: Session) -> str:
     return "\n".join(lines)
 
 
-def _record(session: Session, accuracy: Mapping[str, Accuracy]) -> None:
+def _record(session: Trainer, accuracy: Mapping[str, Accuracy]) -> None:
     """Keep final figures and answers in the run's record."""
     numbers = summary_of(session.meter.summary())
     early = session.early_stop
@@ -113,7 +113,7 @@ def _shown(after: Answer, before: Answer | None) -> str:
     return f"{after.question!r} -> {after.completion!r} {mark}{said}"
 
 
-def _next_commands(session: Session) -> str:
+def _next_commands(session: Trainer) -> str:
     use = f"automodel chat {word(session.run_dir)}    talks to it; serve, eval and push are others"
     if session.recipe.as_classifier:
         target = "automodel_cli.rollout.rewards.reward_model.RewardModel"
@@ -128,7 +128,7 @@ def _next_commands(session: Session) -> str:
     )
 
 
-def _ended_by(session: Session) -> str:
+def _ended_by(session: Trainer) -> str:
     """Return what ended the run, for its last lines."""
     if session.early_stop.is_over:
         key = f"validation.patience={session.early_stop.patience}"
@@ -137,7 +137,7 @@ def _ended_by(session: Session) -> str:
     return f"by {limit}, after step {session.last_step}"
 
 
-def _further(session: Session) -> str:
+def _further(session: Trainer) -> str:
     """Return the overrides with which a resumed run trains on."""
     if session.early_stop.is_over and session.last_step < session.num_steps:
         return "validation.patience=null"

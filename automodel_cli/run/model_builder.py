@@ -24,7 +24,7 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.hub.source import hf_config
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.moe.load_balancing import RouterWatch
+from automodel_cli.models.moe.load_balancing import LoadBalancer
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
 from automodel_cli.objectives.base import request_of
@@ -117,13 +117,13 @@ def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
     config = recipe.model
     _check_compile(recipe, mesh)
     if config.attention == PACKED:
-        kernel_selection.choose(config.attention_kernel, mesh.device)
+        kernel_selection.choose_kernel(config.attention_kernel, mesh.device)
     if recipe.parallelizer.assumes_unpacked:
         transformers_compat.assume_unpacked()
     probe_packing(
         hf_config(config),
         attention=config.attention,
-        rows=rows_of(recipe),
+        rows=row_layout(recipe),
         trust_remote_code=config.trust_remote_code,
     )
     if mesh.layout.cp > 1:
@@ -150,7 +150,7 @@ def _parts(stages: Stages) -> list[ModelPart]:
     return [part for part in stages.parts if isinstance(part, ModelPart)]
 
 
-def rows_of(recipe: Recipe) -> Rows:
+def row_layout(recipe: Recipe) -> Rows:
     """What a microbatch's rows hold. A row alone needs no padding, unless all are made equally long."""
     if recipe.data.packing != "none":
         return "packed"
@@ -209,7 +209,7 @@ def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[S
     moe = recipe.model.moe
     if _whole(recipe) and not (moe.aux_loss_coef or moe.bias_update_speed):
         return []
-    watch = RouterWatch(parts, moe, mesh)
+    watch = LoadBalancer(parts, moe, mesh)
     return [] if watch.is_empty else [watch]
 
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from automodel_cli.distributed.mesh_config import Layout
 
 if TYPE_CHECKING:
-    from automodel_cli.planning.plan import Request
+    from automodel_cli.planning.plan import PlanRequest
     from automodel_cli.run.recipe import Recipe
 
 
-def plan_request(recipe: Recipe, layout: Layout) -> Request:
+def plan_request(recipe: Recipe, layout: Layout) -> PlanRequest:
     """What the plan of a recipe on these ranks depends on."""
     from automodel_cli.objectives.base import request_of
-    from automodel_cli.planning.plan import Request
-    from automodel_cli.run.model_builder import rows_of
+    from automodel_cli.planning.plan import PlanRequest
+    from automodel_cli.run.model_builder import row_layout
 
-    return Request(
+    return PlanRequest(
         model=recipe.model,
         layout=layout,
         parallelizer=recipe.parallelizer,
@@ -28,5 +28,5 @@ def plan_request(recipe: Recipe, layout: Layout) -> Request:
         seq_len=recipe.data.seq_len,
         head=request_of(recipe.trained_objective),
         frozen=recipe.frozen_model,
-        masks=recipe.model.attention == "sdpa" and rows_of(recipe) != "whole",
+        masks=recipe.model.attention == "sdpa" and row_layout(recipe) != "whole",
     )

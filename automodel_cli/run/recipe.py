@@ -30,7 +30,7 @@ from automodel_cli.run.checks.cross_section_checks import (
     check_transformer_engine,
     check_validation,
 )
-from automodel_cli.run.checks.mesh_checks import check_sizes
+from automodel_cli.run.checks.mesh_checks import check_mesh_sizes
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.training.callback import Callback
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
@@ -98,12 +98,12 @@ class Recipe(ConfigRoot):
         return self.model.lora is not None
 
     @property
-    def held_besides(self) -> str | None:
+    def extra_memory_user(self) -> str | None:
         """What is in a GPU's memory beside the training step that a plan counts, if anything is."""
         return None
 
     @property
-    def packs_fewer(self) -> str | None:
+    def packing_note(self) -> str | None:
         """What plans and dry runs say where they count full rows, and a run may have fewer."""
         return None
 
@@ -134,7 +134,7 @@ class Recipe(ConfigRoot):
         if self.mesh.dp_size is not None:
             self._check_batch(self.mesh.dp_size)
         has_own_plan = getattr(self.parallelizer, "tp_plan", None) is not None
-        check_sizes(self.model, self.mesh, self.pipeline, has_own_plan=has_own_plan)
+        check_mesh_sizes(self.model, self.mesh, self.pipeline, has_own_plan=has_own_plan)
 
     def _check_batch(self, dp_size: int) -> None:
         num_microbatches = self.train.num_microbatches(dp_size)
@@ -197,12 +197,12 @@ class Recipe(ConfigRoot):
 
     def prepared(self, tokenizer: Any) -> Any:
         """The data as a run reads it: `train`, `validation` (or None) and `report`. Needs no process group."""
-        from automodel_cli.data.preparation.pipeline import prepare
+        from automodel_cli.data.preparation.pipeline import prepare_data
         from automodel_cli.models.hub.source import stop_ids
         from automodel_cli.run.checks.token_ids import check_prepared
 
         stops = stop_ids(self.model)
-        found = prepare(self.data, tokenizer, seed=self.seed, preferences=self.preferences, stop_ids=stops)
+        found = prepare_data(self.data, tokenizer, seed=self.seed, preferences=self.preferences, stop_ids=stops)
         check_prepared(found, tokenizer, self.model)
         return found
 

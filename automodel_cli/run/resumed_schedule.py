@@ -21,7 +21,7 @@ _MEANINGS = {
 }
 
 
-def planned(recipe: Recipe, num_steps: int, checkpoint: Path | None) -> tuple[SchedulePlan, str | None]:
+def plan_schedules(recipe: Recipe, num_steps: int, checkpoint: Path | None) -> tuple[SchedulePlan, str | None]:
     """Return the schedules of a run of `num_steps`, and what to print where the run has another length than before.
 
     Raises RunError where the run that goes on had finished its schedule, and the config does not choose.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
 
 
-def run_folder(root: ConfigRoot, source: Composed, *, make: bool = True, held: ExitStack | None = None) -> Path:
+def run_directory(root: ConfigRoot, source: Composed, *, make: bool = True, held: ExitStack | None = None) -> Path:
     """The folder of a run: the one it goes on in, the earlier one of its name (`checkpoint.resume=auto`), or a new one.
 
     With `make` it exists afterwards and holds `config.yaml`, the config with its origins. With `held` no other run gets
@@ -54,7 +54,7 @@ def run_folder(root: ConfigRoot, source: Composed, *, make: bool = True, held: E
     return folder
 
 
-def restored(folder: Path, source: Composed) -> bool:
+def recreate_run_directory(folder: Path, source: Composed) -> bool:
     """Whether `folder` was removed while its run goes on; it is there again then, with its `config.yaml`."""
     if (folder / "config.yaml").is_file():
         return False

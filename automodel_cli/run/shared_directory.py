@@ -24,7 +24,7 @@ def host() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def gathered(value: Any) -> list[Any]:
+def all_gather_values(value: Any) -> list[Any]:
     """Return the value of every rank. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
@@ -40,7 +40,7 @@ def problems(folder: Path) -> list[str]:
     dist.broadcast_object_list(word, src=0, device=torch.device("cpu"))
     if dist.get_rank() > 0 and not _is_seen(_file(folder, word[0]), word[0]):
         wrong = f"not seen on {host()}"
-    found = [text for text in gathered(wrong) if text]
+    found = [text for text in all_gather_values(wrong) if text]
     if dist.get_rank() == 0:
         with suppress(OSError):
             _file(folder, word[0]).unlink()
@@ -52,7 +52,7 @@ def require_shared(folder: Path, copied_to: str | None = None) -> None:
     found = problems(folder)
     if not found:
         return
-    path, first = gathered((str(folder.absolute()), host()))[0]
+    path, first = all_gather_values((str(folder.absolute()), host()))[0]
     copied = f", from where rank 0 copies it to {copied_to}" if copied_to else ""
     raise ConfigError(
         f"the run folder {path} on {first} is not the same folder on every host: {'; '.join(found)}. Each "

@@ -22,17 +22,17 @@ from automodel_cli.run.recipe import Recipe
 from automodel_cli.runs.report_page import SCHEDULE
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 def _of_cuda(recipe: Recipe) -> list[tuple[str, str]]:
     """What was settled for this GPU."""
     packed = recipe.model.attention == PACKED
-    attention = [("attention", str(kernel_selection.chosen()))] if packed else []
+    attention = [("attention", str(kernel_selection.chosen_kernel()))] if packed else []
     return [*attention, ("allocator", process_startup.allocator())]
 
 
-def show_header(session: Session, further: Sequence[tuple[str, str]] = ()) -> None:
+def show_header(session: Trainer, further: Sequence[tuple[str, str]] = ()) -> None:
     """Show what is about to run, before the first step, and keep it in the run's record.
 
     `further` rows: (short label, text).
@@ -43,7 +43,7 @@ def show_header(session: Session, further: Sequence[tuple[str, str]] = ()) -> No
         _describe(session, dict(rows[1:]))
 
 
-def _header_rows(session: Session) -> list[tuple[str, str]]:
+def _header_rows(session: Trainer) -> list[tuple[str, str]]:
     """What is about to run: (short label, text)."""
     recipe, model = session.recipe, session.model
     share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
@@ -72,7 +72,7 @@ def _header_rows(session: Session) -> list[tuple[str, str]]:
     ]
 
 
-def step_size(session: Session) -> str:
+def step_size(session: Trainer) -> str:
     """Return what one step trains: `8 rows (about 61.3 documents)`."""
     num_rows, row_name = session.loader.global_batch_size, session.recipe.row_name
     noun, per_row = session.data.train.units_per_row()
@@ -85,7 +85,7 @@ def step_size(session: Session) -> str:
     return f"{num_rows} {row_name} (about {digits} {noun})"
 
 
-def _describe(session: Session, about: Mapping[str, str]) -> None:
+def _describe(session: Trainer, about: Mapping[str, str]) -> None:
     """Keep `about`, where the run runs and what it reads in its record. Rank 0 only."""
     device = session.mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -21,7 +21,7 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.data.batch import Batch, Columns, unchanged
-from automodel_cli.data.preparation.dataloader import StepLoader
+from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.distributed.mesh import Mesh, build_mesh
@@ -30,7 +30,7 @@ from automodel_cli.models.hub import passthrough_tensors
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
 from automodel_cli.run import best_checkpoint, resumed_schedule
-from automodel_cli.run.base_model_fingerprint import begun_from, other_weights
+from automodel_cli.run.base_model_fingerprint import base_model_fingerprint, check_base_model_unchanged
 from automodel_cli.run.checks import mixed_dtypes
 from automodel_cli.run.checks.cross_section_checks import check_profile
 from automodel_cli.run.memory import out_of_memory
@@ -38,7 +38,14 @@ from automodel_cli.run.memory.auto_activation_checkpointing import decided_toget
 from automodel_cli.run.model_builder import Model, flops_per_token
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.remote.remote_sync import mirrored
-from automodel_cli.run.run_directory import copy_of, put_back, records_before, restored, run_folder, take_away
+from automodel_cli.run.run_directory import (
+    copy_of,
+    put_back,
+    records_before,
+    recreate_run_directory,
+    run_directory,
+    take_away,
+)
 from automodel_cli.run.shared_directory import require_shared
 from automodel_cli.runs.run_record import RunRecord, summary_of
 from automodel_cli.training.callback import Callbacks
@@ -49,11 +56,11 @@ from automodel_cli.training.config import CheckpointConfig
 from automodel_cli.training.early_stopping import EarlyStop
 from automodel_cli.training.metrics.flops import device_peak_flops
 from automodel_cli.training.metrics.metric_accumulator import shown_metrics
-from automodel_cli.training.metrics.metric_logger import Machine, Meter, Scalar
+from automodel_cli.training.metrics.metric_logger import Machine, MetricLogger, Scalar
 from automodel_cli.training.metrics.peak_memory import max_over_ranks, peak_memory_gib
 from automodel_cli.training.monitors.profiling import StepProfiler
 from automodel_cli.training.monitors.straggler import SlowRank
-from automodel_cli.training.monitors.watchdog import HangWatch
+from automodel_cli.training.monitors.watchdog import Watchdog
 from automodel_cli.training.optimizers.lr_scheduler import build_lr_scheduler
 from automodel_cli.training.optimizers.nodes import build_optimizer
 from automodel_cli.training.optimizers.schedule_plan import extended_factor
@@ -67,11 +74,11 @@ if TYPE_CHECKING:
 class AddsColumns(Protocol):
     """A recipe whose objective reads more than the rows; other recipes need not have `columns`."""
 
-    def columns(self, session: Session) -> Columns:
+    def columns(self, session: Trainer) -> Columns:
         """Return the function that adds those columns. Called once, while the model is as loaded. Collective."""
 
 
-class Session:
+class Trainer:
     """What a recipe's loop needs: the next microbatches, one step, and what is due after it. Made by `open_session`."""
 
     def __init__(
@@ -88,7 +95,7 @@ class Session:
         self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
         self.mesh, self.run_dir, self.record = mesh, run_dir, record
         self.is_main = dist.get_rank() == 0
-        self.loader: StepLoader[Any] = StepLoader(
+        self.loader: BatchLoader[Any] = BatchLoader(
             data.train,
             **recipe.rows_of_a_step(),
             dp_rank=mesh.dp_rank,
@@ -100,7 +107,7 @@ class Session:
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source), recipe.validation.goal)
         self._resumed_from = self.checkpointer.resume_path()
-        self.schedule, self.extended = resumed_schedule.planned(recipe, self.num_steps, self._resumed_from)
+        self.schedule, self.extended = resumed_schedule.plan_schedules(recipe, self.num_steps, self._resumed_from)
         self.model = Model.build(recipe, mesh)
         self.after_step: list[Callable[[int], None]] = []
         self.columns: Columns = recipe.columns(self) if isinstance(recipe, AddsColumns) else unchanged
@@ -109,7 +116,7 @@ class Session:
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps, factor)
         rng.seed(recipe.seed, dist.get_rank())
         self._callback_states: Mapping[str, Any] = {}
-        self._begun_from = begun_from(recipe.model)
+        self._begun_from = base_model_fingerprint(recipe.model)
         self._other_weights: str | None = None
         self.last_validation: tuple[int, dict[str, float]] = -1, {}
         self._owed_to: Path | None = None
@@ -120,7 +127,7 @@ class Session:
         self._noticed: int | None = None
         self.at_exit = ExitStack()
         self._metrics: dict[str, float] = {}
-        self.meter = Meter(
+        self.meter = MetricLogger(
             run_dir,
             recipe.logging,
             num_steps=self.num_steps,
@@ -129,33 +136,33 @@ class Session:
             resume_step=self.first_step,
             tracked_config=source.public(),
         )
-        self.watch = HangWatch(recipe.train.step_timeout, run_dir / "logs", lambda: signals.how_to_go_on(run_dir))
+        self.watch = Watchdog(recipe.train.step_timeout, run_dir / "logs", lambda: signals.resume_hint(run_dir))
         self.slow_rank = SlowRank()
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
         self.callbacks = Callbacks(self, self._callback_states)
         if self._other_weights:
             self.print(self._other_weights)
         if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
-            self.print(passthrough_tensors.summary(recipe.model, unclaimed))
+            self.print(passthrough_tensors.passthrough_summary(recipe.model, unclaimed))
 
     def steps(self) -> Iterator[tuple[int, list[Any]]]:
         """The number of each step (1-based) and this rank's microbatches, until the run's end or a signal.
 
         After the body of the loop: what is due (validation, checkpoint), and the agreement of all ranks to stop.
         """
-        process_startup.collect_again()
+        process_startup.enable_gc()
         self.has_begun = True
         for name in self.callbacks.unclaimed():
             self.print(f"the state of callback {name} in the checkpoint is dropped: this run does not have it")
         for name in self.checkpointer.dropped():
             self.print(f"the {name} in the checkpoint is dropped: that of this run is as it was loaded")
-        self._validate_what_is_owed()
+        self._run_pending_validation()
         self.meter.start()
         with self.watch:
             yield from self._steps()
             if self.early_stop.patience is not None and not self.stopped_by:
                 self._restore_best()
-        self._keep_folder()
+        self._ensure_run_directory()
 
     def _steps(self) -> Iterator[tuple[int, list[Any]]]:
         for step in range(self.first_step + 1, self.num_steps + 1):
@@ -194,7 +201,7 @@ class Session:
         on the step line. A step that is not finite ends the run with its rows named.
         """
         results = [self._update(step, batches) for batches in updates]
-        self._noticed = max((result.notice for result in results), default=None)
+        self._noticed = max((result.stop_signal for result in results), default=None)
         lr = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
         for follow in self.after_step:
@@ -208,7 +215,7 @@ class Session:
         unshown = {**{name: value for name, value in metrics.items() if name not in on_line}, **unshown}
         loss, grad_norm = _mean([r.loss for r in results]), _mean([r.grad_norm for r in results])
         if results:
-            unshown = {**unshown, **self.slow_rank.add(torch.stack([r.own_seconds for r in results]).sum(0))}
+            unshown = {**unshown, **self.slow_rank.add(torch.stack([r.busy_seconds for r in results]).sum(0))}
         counted = {"num_label_tokens": num_label_tokens, "num_tokens": num_tokens}
         row = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **counted, **shown, **unshown}
         self.meter.step(
@@ -236,9 +243,9 @@ class Session:
                 self.mesh,
                 max_grad_norm=self.recipe.train.max_grad_norm,
                 hooks=self.model.step_hooks,
-                notice=lambda: signals.requested() or 0,
+                stop_signal=lambda: signals.requested() or 0,
                 progress=self.watch.tick,
-                own_seconds=self.watch.own_seconds,
+                busy_seconds=self.watch.busy_seconds,
             )
         except NonFiniteError as error:
             raise error.located(step, self.data.train.describe) from error
@@ -257,7 +264,7 @@ class Session:
     def _validates(self) -> bool:
         return self.data.validation is not None or bool(self.recipe.validation.tasks)
 
-    def _validate_what_is_owed(self) -> None:
+    def _run_pending_validation(self) -> None:
         """The validation of the step at which the run was stopped: a notice to stop does not wait for it."""
         if self._owed_to is not None:
             self.validate(self.first_step)
@@ -266,7 +273,7 @@ class Session:
 
     def save(self, step: int) -> None:
         """Write a checkpoint of everything the next step depends on."""
-        self._keep_folder()
+        self._ensure_run_directory()
         with self.meter.pause(), self.watch.long("a checkpoint"):
             self.checkpointer.save(
                 step,
@@ -302,9 +309,9 @@ class Session:
             metric = self.early_stop.goal.metric
             self.print(f"the weights are those of {loaded.path.name} again, the best by {metric}")
 
-    def _keep_folder(self) -> None:
+    def _ensure_run_directory(self) -> None:
         """What can be had again of a run folder that somebody removed, before the model is written into it."""
-        if self.is_main and restored(self.run_dir, self.source):
+        if self.is_main and recreate_run_directory(self.run_dir, self.source):
             self.meter.write_again()
             self.print(f"{self.run_dir} was removed while the run went on: its config and metrics are written again")
 
@@ -327,7 +334,7 @@ class Session:
             return 0
         resumed = self.checkpointer.load(path, self.model.parts, self.optimizer, self.scheduler)
         theirs = resumed.extra.get("begun_from")
-        self._other_weights = other_weights(self.recipe, self._begun_from, theirs)
+        self._other_weights = check_base_model_unchanged(self.recipe, self._begun_from, theirs)
         self._begun_from = theirs or self._begun_from
         self.loader.load_state_dict(resumed.extra["loader"])
         self._callback_states = resumed.extra.get("callbacks", {})
@@ -365,7 +372,7 @@ class Session:
 
 
 @contextmanager
-def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
+def build_trainer(recipe: Recipe, source: Composed) -> Iterator[Trainer]:
     """Prepare the data, start the process group, build everything; take it down again whatever happens."""
     if recipe.train.deterministic:
         rng.make_deterministic()
@@ -374,7 +381,7 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
     with rank_errors.by_one_of_a_host():
         tokenizer = load_tokenizer(recipe.model)
         data = recipe.prepared(tokenizer)
-    with cleanup_timeout.bounded() as failed, process_group.joined(recipe.parallelizer.backend) as device:
+    with cleanup_timeout.bounded() as failed, process_group.process_group(recipe.parallelizer.backend) as device:
         yield from _opened(recipe, source, data, tokenizer, device, failed)
 
 
@@ -385,10 +392,10 @@ def _opened(
     tokenizer: Any,
     device: torch.device,
     failed: Callable[[BaseException], None],
-) -> Iterator[Session]:
+) -> Iterator[Trainer]:
     """Yield the one session of a run whose process group exists. `failed` is called before a failure is cleaned up."""
     run_dir: Path | None = None
-    session: Session | None = None
+    session: Trainer | None = None
     earlier = records_before(source)
     try:
         with ExitStack() as held:
@@ -400,7 +407,7 @@ def _opened(
             rank_process.redirect_output(run_dir / "logs")
             copied = mirrored(run_dir, url if dist.get_rank() == 0 else None, recipe.checkpoint.keep)
             with copied as notify, _recorded(run_dir, source) as record:
-                session = Session(recipe, source, data, tokenizer, mesh, run_dir, record)
+                session = Trainer(recipe, source, data, tokenizer, mesh, run_dir, record)
                 session.checkpointer.published = notify
                 succeeded = False
                 try:
@@ -422,11 +429,11 @@ def _opened(
             put_back(run_dir, earlier)
         elif refused and run_dir is not None and _is_refusal(error) and dist.get_rank() == 0:
             take_away(run_dir, source)
-        if mixed := mixed_dtypes.explain(error, recipe):
+        if mixed := mixed_dtypes.explain_mixed_dtypes(error, recipe):
             raise mixed from error
-        if not isinstance(error, Exception) or (cause := out_of_memory.ran_out(error)) is None:
+        if not isinstance(error, Exception) or (cause := out_of_memory.find_oom_error(error)) is None:
             raise
-        raise out_of_memory.explain(cause, recipe, source, run_dir, dist.get_world_size()) from error
+        raise out_of_memory.explain_oom(cause, recipe, source, run_dir, dist.get_world_size()) from error
 
 
 def _is_refusal(error: BaseException) -> bool:
@@ -457,7 +464,7 @@ def _agreed_run_folder(recipe: Recipe, source: Composed, held: ExitStack) -> Pat
     chosen: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            chosen[0] = run_folder(recipe, source, held=held)
+            chosen[0] = run_directory(recipe, source, held=held)
             rank_process.note_run_folder(chosen[0])
         except RunError as error:
             chosen[1] = error

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from automodel_cli.data.preparation.dataloader import eval_batches
 from automodel_cli.training.callback import Callback, Run
-from automodel_cli.training.validate import evaluate
+from automodel_cli.training.validate import validate
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 class HeldOutLoss(Callback):
     """The loss (`val_loss`), and what else the objective measures."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Trainer):
         self._session = session
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
@@ -31,12 +31,12 @@ class HeldOutLoss(Callback):
             dp_size=session.mesh.dp_size,
             num_batches=session.recipe.validation.num_batches,
         )
-        result = evaluate(session.model.stages, session.columns(batches), session.recipe.objective, session.mesh)
+        result = validate(session.model.stages, session.columns(batches), session.recipe.objective, session.mesh)
         measured = {f"val_{name}": value.item() for name, value in result.metrics.items()}
         return {"val_loss": result.loss.item(), **measured}
 
 
-def print_accuracy(session: Session, when: str, step: int) -> None:
+def print_accuracy(session: Trainer, when: str, step: int) -> None:
     """The line about the held-out pairs, before and after training. Collective where they are not yet measured."""
     if session.last_validation[0] != step:
         session.validate(step)

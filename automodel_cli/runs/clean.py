@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_cli.runs.index import Run, folder_size
+from automodel_cli.runs.index import RunEntry, folder_size
 from automodel_cli.runs.lock import hold
 
 EXPORTS = "exports"
@@ -20,13 +20,13 @@ _LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|old)-.*|best\.tmp-.*")
 class Removal:
     """One folder that may go: why, and how many bytes."""
 
-    run: Run
+    run: RunEntry
     path: Path
     why: str
     size: int
 
 
-def removable(run: Run, *, last_checkpoint: bool = False, empty: bool = False) -> list[Removal]:
+def removable(run: RunEntry, *, last_checkpoint: bool = False, empty: bool = False) -> list[Removal]:
     """Of a run that does not go on: unfinished and damaged checkpoints, whole ones that are neither the newest nor the
     best, and the exports of chosen ones; with `last_checkpoint` all of them, where the export exists that it would
     make; with `empty` the whole folder of a run that never took a step.
@@ -38,7 +38,7 @@ def removable(run: Run, *, last_checkpoint: bool = False, empty: bool = False) -
     return [Removal(run, path, why, folder_size(path)) for path, why in _checkpoints(run, last_checkpoint)]
 
 
-def _checkpoints(run: Run, last_checkpoint: bool) -> Iterator[tuple[Path, str]]:
+def _checkpoints(run: RunEntry, last_checkpoint: bool) -> Iterator[tuple[Path, str]]:
     folder = run.checkpoints
     if not folder.path.is_dir():
         return

@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from automodel_cli.config.diagnostics import show
+from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.yaml_marks import read_marks
-from automodel_cli.runs.index import Run
+from automodel_cli.runs.index import RunEntry
 
 NOTHING = "-"
 
@@ -42,7 +42,7 @@ class Parting:
     """At the last step that both have."""
 
 
-def differences(first: Run, second: Run) -> list[Difference]:
+def differences(first: RunEntry, second: RunEntry) -> list[Difference]:
     """Everything that differs, in the order config, data, code, environment."""
     found = list(_of("config", *(config_with_origins(run.folder / "config.yaml") for run in (first, second))))
     found += _of("data", *(_data(run) for run in (first, second)))
@@ -62,7 +62,7 @@ def config_with_origins(path: Path) -> dict[str, str]:
         if isinstance(value, dict) and value:
             continue
         origin = lines[mark.line - 1].rpartition("  # ")[2] if "  # " in lines[mark.line - 1] else ""
-        found[mark.key] = f"{show(value, 60)}\n{origin}"
+        found[mark.key] = f"{format_value(value, 60)}\n{origin}"
     return {key: text for key, text in found.items() if not _is_inside_a_list(key, found)}
 
 
@@ -84,16 +84,16 @@ def _of(where: str, first: Mapping[str, str], second: Mapping[str, str]) -> Iter
             yield Difference(where, name, *texts)
 
 
-def _data(run: Run) -> dict[str, str]:
+def _data(run: RunEntry) -> dict[str, str]:
     contents = run.record.get("data", {}).get("contents", [])
     return {f"dataset {index}": f"{content[:12]}\n{name}" for index, (name, content) in enumerate(contents)}
 
 
-def _last_attempt(run: Run) -> dict[str, Any]:
+def _last_attempt(run: RunEntry) -> dict[str, Any]:
     return run.attempts[-1] if run.attempts else {}
 
 
-def parting(first: Run, second: Run, column: str, tolerance: float) -> Parting | None:
+def parting(first: RunEntry, second: RunEntry, column: str, tolerance: float) -> Parting | None:
     """Where `column` of the two runs parts, relative to its size by more than `tolerance`; None where they have no
     step in common.
     """
@@ -106,5 +106,5 @@ def parting(first: Run, second: Run, column: str, tolerance: float) -> Parting |
     return Parting(column, len(common), unequal, apart, (a[common[-1]], b[common[-1]]))
 
 
-def _column(run: Run, column: str) -> dict[int, float]:
+def _column(run: RunEntry, column: str) -> dict[int, float]:
     return {row["step"]: row[column] for row in run.rows if isinstance(row.get(column), (int, float))}

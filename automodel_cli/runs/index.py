@@ -23,7 +23,7 @@ _JOB = "job.sbatch"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunEntry:
     """One run folder. Everything is read when it is asked for, and then kept.
 
     `is_copy`: its records come from elsewhere, and nobody here sees its lock: it goes on where its record says so.
@@ -114,31 +114,31 @@ def _is_shown(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and -1e300 < value < 1e300)
 
 
-def find(folder: Path) -> list[Run]:
+def find_runs(folder: Path) -> list[RunEntry]:
     """The run in `folder`, or the runs below it (sweeps too), oldest first."""
     return oldest_first(_below(folder, depth=3))
 
 
-def oldest_first(runs: Iterable[Run]) -> list[Run]:
+def oldest_first(runs: Iterable[RunEntry]) -> list[RunEntry]:
     return sorted(runs, key=lambda run: -run.age)
 
 
-def _below(folder: Path, depth: int) -> Iterator[Run]:
+def _below(folder: Path, depth: int) -> Iterator[RunEntry]:
     if (folder / "config.yaml").is_file():
-        yield Run(folder)
+        yield RunEntry(folder)
     elif depth and folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 yield from _below(path, depth - 1)
 
 
-def named(names: Sequence[str]) -> list[Run]:
+def runs_named(names: Sequence[str]) -> list[RunEntry]:
     """The runs of these names or folders; a folder of runs stands for all in it. Raises ConfigError."""
     found = []
     for name in names:
-        runs = find(Path(name)) or find(Path("runs") / name)
+        runs = find_runs(Path(name)) or find_runs(Path("runs") / name)
         if not runs:
-            known = find(Path("runs"))
+            known = find_runs(Path("runs"))
             raise ConfigError(f"no run at {name}", fix=str(known[-1].folder) if known else "automodel runs ls")
         found += runs
     return found

@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from automodel_cli.runs.index import Run
+from automodel_cli.runs.index import RunEntry
 from automodel_cli.runs.report_page import CURVE, evaluations
 
 CONFIG = "automodel_config.yaml"
 
 
-def model_card(run: Run, export: Path, *, licence: str | None, base_model: str | None) -> str:
+def model_card(run: RunEntry, export: Path, *, licence: str | None, base_model: str | None) -> str:
     """Markdown with the hub's metadata: what was trained on what, the curve, scores, config and command, and which
     licence holds. `base_model`: the hub id that the run began with, if it did."""
     head, body = _split((export / "README.md").read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ def _split(text: str) -> tuple[dict[str, Any], str]:
     return yaml.safe_load(head) or {}, body
 
 
-def _sections(run: Run, licence: str | None, base_model: str | None) -> Iterator[str]:
+def _sections(run: RunEntry, licence: str | None, base_model: str | None) -> Iterator[str]:
     yield f"## Training\n\n![loss]({CURVE})"
     if numbers := run.record.get("numbers"):
         lines = "\n".join(f"| {name.replace('_', ' ')} | {text} |" for name, text in numbers.items())

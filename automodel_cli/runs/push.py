@@ -12,13 +12,13 @@ from pathlib import Path
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.report.loss_curve import loss_curve_svg
-from automodel_cli.runs.index import Run
+from automodel_cli.runs.index import RunEntry
 from automodel_cli.runs.model_card import CONFIG, model_card
 from automodel_cli.runs.report_page import CURVE
 
 
 @contextmanager
-def staged(run: Run, export: Path, *, licence: str | None, base_model: str | None) -> Iterator[Path]:
+def staged(run: RunEntry, export: Path, *, licence: str | None, base_model: str | None) -> Iterator[Path]:
     """A folder with what is uploaded: the export (as links), the card, the curve and the config. Raises RunError where
     the run has no export."""
     if not (export / "README.md").is_file():

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from automodel_cli.config.safe_files import replace
-from automodel_cli.report.html_page import Dataset, Evaluation, ShownRun, ShownSample, page_html
+from automodel_cli.report.html_page import Dataset, ShownRun, ShownSample, TaskScore, page_html
 from automodel_cli.report.loss_curve import loss_curve_svg
 from automodel_cli.runs.compare import NOTHING, config_with_origins
-from automodel_cli.runs.index import Run
+from automodel_cli.runs.index import RunEntry
 
 FILE, CURVE, SCHEDULE = "report.html", "loss.svg", "schedule.svg"
 _PLACES = ("run_name", "output_dir")
 _MOST_DIFFERENCES = 40
 
 
-def write_page(runs: Sequence[Run], path: Path, *, state: str | None = None) -> Path:
+def write_page(runs: Sequence[RunEntry], path: Path, *, state: str | None = None) -> Path:
     """Write the page of one run or several to `path`, whole or not at all. `state`: that of a run which is just ending
     and says so itself."""
     shown = [shown_run(run, state) for run in runs]
@@ -27,12 +27,12 @@ def write_page(runs: Sequence[Run], path: Path, *, state: str | None = None) -> 
 
 def write_own_page(folder: Path, *, state: str | None = None) -> Path:
     """`report.html` and `loss.svg` of a run, in its folder; returns the path of the page."""
-    run = Run(folder)
+    run = RunEntry(folder)
     replace(folder / CURVE, loss_curve_svg(run.rows, title=run.name))
     return write_page([run], folder / FILE, state=state)
 
 
-def shown_run(run: Run, state: str | None = None) -> ShownRun:
+def shown_run(run: RunEntry, state: str | None = None) -> ShownRun:
     """What a page says of a run."""
     record = run.record
     last = run.attempts[-1] if run.attempts else {}
@@ -57,18 +57,18 @@ def shown_run(run: Run, state: str | None = None) -> ShownRun:
     )
 
 
-def evaluations(run: Run) -> Iterator[Evaluation]:
+def evaluations(run: RunEntry) -> Iterator[TaskScore]:
     """The scores in `eval/*.json`, the newest last."""
     files = sorted((run.folder / "eval").glob("*.json"), key=lambda path: path.stat().st_mtime)
     for path in files:
         try:
             lines = json.loads(path.read_bytes()).get("scores", [])
-            yield from [Evaluation(**{name: str(line[name]) for name in line}) for line in lines]
+            yield from [TaskScore(**{name: str(line[name]) for name in line}) for line in lines]
         except (OSError, ValueError, TypeError, AttributeError):
             continue  # somebody else's file
 
 
-def _numbers(run: Run) -> dict[str, str]:
+def _numbers(run: RunEntry) -> dict[str, str]:
     """Final figures; of a run that has none yet those of its newest rows."""
     if numbers := run.record.get("numbers"):
         return dict(numbers)
@@ -76,7 +76,7 @@ def _numbers(run: Run) -> dict[str, str]:
     return {key: f"{value:.4g}" for key, value in found.items() if value is not None}
 
 
-def _differences(runs: Sequence[Run]) -> list[list[str]]:
+def _differences(runs: Sequence[RunEntry]) -> list[list[str]]:
     """Keys of the config that are not the same in all runs, with the value in each."""
     if len(runs) < 2:
         return []

@@ -16,7 +16,7 @@ Order = Literal["newest", "best", "worst"]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RolloutFilter:
     """`steps` is inclusive on both ends, None for an open end; `least` and `most` bound the reward; `prompt` and
     `completion` are parts of texts, in any case. `trained` leaves out samples that taught nothing."""
 
@@ -49,7 +49,7 @@ def said(completion: str, turns: Sequence[dict[str, Any]] | None) -> str:
     return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in told)
 
 
-def select(folder: Path, wanted: Wanted, count: int, order: Order) -> tuple[list[dict[str, Any]], int]:
+def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tuple[list[dict[str, Any]], int]:
     """Up to `count` samples in that order, and how many there are. Raises ConfigError where the run drew none."""
     path = folder / "rollouts.jsonl"
     if not path.is_file():

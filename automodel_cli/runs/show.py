@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from automodel_cli.config.fix_syntax import word
-from automodel_cli.runs.index import Run, folder_size
+from automodel_cli.runs.index import RunEntry, folder_size
 from automodel_cli.training.checkpoint.directory import step_of
 from automodel_cli.training.metrics.progress import show_duration
 
 
-def details(run: Run) -> Iterator[tuple[str, str]]:
+def details(run: RunEntry) -> Iterator[tuple[str, str]]:
     """(label, text) lines: state, what was run on what, final figures, what it left, and what to type next."""
     record = run.record
     of = f" of {run.num_steps}" if run.num_steps else ""

@@ -7,13 +7,13 @@ import re
 import time
 from collections.abc import Iterator
 
-from automodel_cli.runs.index import Run
+from automodel_cli.runs.index import RunEntry
 from automodel_cli.training.metrics.progress import show_number, step_label, step_text
 
 _SECONDS = 1.0
 
 
-def follow(run: Run, count: int, *, wait: bool = True) -> Iterator[str]:
+def follow(run: RunEntry, count: int, *, wait: bool = True) -> Iterator[str]:
     """The newest `count` rows as lines, then (with `wait`) what comes, until the run ends.
 
     A resume that takes rows back and writes them again is seen: its steps come again.
@@ -30,10 +30,10 @@ def follow(run: Run, count: int, *, wait: bool = True) -> Iterator[str]:
             return
         shown = list(rows)
         time.sleep(_SECONDS)
-        run = Run(run.folder)
+        run = RunEntry(run.folder)
 
 
-def _line(run: Run, row: dict[str, float | int | None]) -> str:
+def _line(run: RunEntry, row: dict[str, float | int | None]) -> str:
     step = int(row["step"] or 0)
     label = step_label(step, run.num_steps) if run.num_steps else f"step {step}"
     if "loss" in row:

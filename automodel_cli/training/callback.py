@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _OF_THE_METER = ("step", "memory_gib", "tokens_per_second", "step_seconds", "mfu")
 
 
-class Trained(Protocol):
+class TrainedModel(Protocol):
     """The model of a run on this rank."""
 
     @property
@@ -53,7 +53,7 @@ class Run(Protocol):
     optimizer: torch.optim.Optimizer
 
     @property
-    def model(self) -> Trained: ...
+    def model(self) -> TrainedModel: ...
     def print(self, text: str) -> None:
         """A line of the run's output, on rank 0."""
         ...

@@ -20,9 +20,9 @@ from automodel_cli.objectives.base import Objective, request_of
 from automodel_cli.objectives.denominators import with_denominators
 from automodel_cli.training.metrics.metric_accumulator import MetricAccumulator
 from automodel_cli.training.stages import Stages
-from automodel_cli.training.torch_compat import step_unless
+from automodel_cli.training.torch_compat import step_if_finite
 
-_NUM_NOTICES = 32
+_NUM_SIGNALS = 32
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class StepResult:
     """What the loss was divided by: label tokens, pairs or sequences."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """What the objective measures besides (see `MeasuredObjective`)."""
-    notice: int = 0
-    """The largest `notice` that a rank brought: on the host, where the step is waited for anyway."""
-    own_seconds: Tensor = field(default_factory=lambda: torch.zeros(1))
-    """(ranks,): the `own_seconds` that each brought."""
+    stop_signal: int = 0
+    """The largest `stop_signal` that a rank brought: on the host, where the step is waited for anyway."""
+    busy_seconds: Tensor = field(default_factory=lambda: torch.zeros(1))
+    """(ranks,): the `busy_seconds` that each brought."""
 
 
 class StepHook(Protocol):
@@ -84,19 +84,19 @@ def train_step(
     *,
     max_grad_norm: float | None,
     hooks: Sequence[StepHook] = (),
-    notice: Callable[[], int] = lambda: 0,
+    stop_signal: Callable[[], int] = lambda: 0,
     progress: Callable[[str], None] = lambda where: None,
-    own_seconds: Callable[[], float] = lambda: 0.0,
+    busy_seconds: Callable[[], float] = lambda: 0.0,
 ) -> StepResult:
     """One optimizer step over this rank's microbatches; every rank must bring equally many.
 
-    `notice` gives a number, 0 to 31, for all ranks to know after the step (a signal that this one received). It is
-    asked after backward. `progress` hears how far the step is, without waiting for anything; `own_seconds` is
-    what this rank brings to `StepResult.own_seconds`.
+    `stop_signal` gives a number, 0 to 31, for all ranks to know after the step (a signal that this one received). It is
+    asked after backward. `progress` hears how far the step is, without waiting for anything; `busy_seconds` is
+    what this rank brings to `StepResult.busy_seconds`.
 
     The denominator of the loss is summed over ranks before the first forward, so each microbatch is divided once, by
     the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss (with
-    the sums that the objective measures, and the notice; one more where it also measures extrema). One host
+    the sums that the objective measures, and the stop_signal; one more where it also measures extrema). One host
     synchronisation, to refuse a non-finite step (NonFiniteError, on all ranks alike). The optimizer is launched before
     it where its kernel can be told on the device to change nothing, else after it. The wait does not cover its kernels:
     the host prepares the next step while they run.
@@ -119,15 +119,15 @@ def train_step(
     progress("the gradient norm")
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
     total = _over_all_ranks(
-        torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()]), notice(), own_seconds(), mesh
+        torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()]), stop_signal(), busy_seconds(), mesh
     )
     world_size = dist.get_world_size()
     (loss, num_bad_norms), rest = total[:2].unbind(), total[2:]
-    sums, notices, seconds = rest.split([rest.numel() - _NUM_NOTICES - world_size, _NUM_NOTICES, world_size])
+    sums, stop_signals, seconds = rest.split([rest.numel() - _NUM_SIGNALS - world_size, _NUM_SIGNALS, world_size])
     is_good = loss.isfinite() & (num_bad_norms == 0)
-    noticed = (notices.sign() * torch.arange(_NUM_NOTICES, device=mesh.device)).amax()
+    noticed = (stop_signals.sign() * torch.arange(_NUM_SIGNALS, device=mesh.device)).amax()
     arriving = _ToHost(torch.where(is_good, noticed, -1.0))
-    launched = step_unless(~is_good, optimizer, mesh.device)
+    launched = step_if_finite(~is_good, optimizer, mesh.device)
     answer = wait_for_device(arriving)
     if answer < 0:
         _refuse(loss, grad_norm, weight, stages, batches)
@@ -138,7 +138,7 @@ def train_step(
     for hook in hooks:
         metrics |= hook.finish()
     return StepResult(
-        loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics, notice=int(answer), own_seconds=seconds
+        loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics, stop_signal=int(answer), busy_seconds=seconds
     )
 
 
@@ -167,17 +167,17 @@ def _is_bad(grad_norm: Tensor) -> Tensor:
     return (~grad_norm.isfinite()).float()
 
 
-def _over_all_ranks(local: Tensor, notice: int, own_seconds: float, mesh: Mesh) -> Tensor:
+def _over_all_ranks(local: Tensor, stop_signal: int, busy_seconds: float, mesh: Mesh) -> Tensor:
     """`local` (loss, 1 for a bad norm, the objective's sums) summed over the axes whose losses add up, then how many
-    ranks brought each notice, then the own seconds of each rank. One collective over all ranks, so that all agree;
+    ranks brought each stop_signal, then the own seconds of each rank. One collective over all ranks, so that all agree;
     those that hold a copy of another's loss add nothing to it.
     """
     is_copy = mesh.tp.get_local_rank() > 0 or mesh.cp.get_local_rank() > 0
-    notices = torch.zeros(_NUM_NOTICES, dtype=local.dtype, device=local.device)
-    notices[notice] = 1
+    stop_signals = torch.zeros(_NUM_SIGNALS, dtype=local.dtype, device=local.device)
+    stop_signals[stop_signal] = 1
     seconds = torch.zeros(dist.get_world_size(), dtype=local.dtype, device=local.device)
-    seconds[dist.get_rank()] = own_seconds
-    total = torch.cat([torch.zeros_like(local) if is_copy else local.detach(), notices, seconds])
+    seconds[dist.get_rank()] = busy_seconds
+    total = torch.cat([torch.zeros_like(local) if is_copy else local.detach(), stop_signals, seconds])
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total

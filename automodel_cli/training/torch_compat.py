@@ -133,7 +133,7 @@ def _refused(path: Path, what: str) -> RunError:
     )
 
 
-def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+def step_if_finite(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Launch `optimizer.step()` so that it changes nothing, states included, where `bad` (bool scalar on `device`) is
     true; nobody waits for that. False, and nothing done, for optimizers whose kernels cannot be told.
 

@@ -53,13 +53,13 @@ def _numbers(row: Row) -> dict[str, float]:
     return {key: float(value) for key, value in row.items() if value is not None and key != "step"}
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested config as `section.key` -> value, for trackers that keep hyper-parameters flat."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{name}."))
+            flat.update(flatten_config(value, f"{name}."))
         else:
             flat[name] = value
     return flat
@@ -85,7 +85,7 @@ class _TensorBoardRun:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory))
-        lines = [f"{key}: {value}" for key, value in flatten(config).items()]
+        lines = [f"{key}: {value}" for key, value in flatten_config(config).items()]
         self._writer.add_text("config", "```\n" + "\n".join(lines) + "\n```")
 
     def log(self, row: Row, step: int) -> None:
@@ -163,7 +163,7 @@ class _MLflowRun:
         self._mlflow.set_tracking_uri(node.tracking_uri or f"sqlite:///{run_dir.resolve()}/mlflow.db")
         self._mlflow.set_experiment(node.experiment)
         self._mlflow.start_run(run_name=run_name)
-        params = [(key, str(value)[:6000]) for key, value in flatten(config).items()]
+        params = [(key, str(value)[:6000]) for key, value in flatten_config(config).items()]
         for start in range(0, len(params), self._params_at_once):
             self._mlflow.log_params(dict(params[start : start + self._params_at_once]))
 
@@ -195,7 +195,7 @@ class _TrackioRun:
     def __init__(self, node: Trackio, run_name: str, config: Mapping[str, Any]):
         self._trackio = import_module(node.module)
         self._trackio.init(
-            project=node.project, name=run_name, space_id=node.space_id, config=flatten(config), resume="allow"
+            project=node.project, name=run_name, space_id=node.space_id, config=flatten_config(config), resume="allow"
         )
 
     def log(self, row: Row, step: int) -> None:
@@ -206,7 +206,7 @@ class _TrackioRun:
 
 
 @contextmanager
-def named(tracker: object, hook: str) -> Iterator[None]:
+def tracker_errors(tracker: object, hook: str) -> Iterator[None]:
     """What a tracker raises in here names it. Raises RunError."""
     try:
         yield

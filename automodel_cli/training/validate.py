@@ -18,14 +18,14 @@ from automodel_cli.training.stages import Stages
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ValidationResult:
     """Scalars, equal on every rank; `loss` is nan where nothing has a weight."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
 
 
-def evaluate(stages: Stages, batches: Sequence[Batch], objective: Objective, mesh: Mesh) -> Evaluation:
+def validate(stages: Stages, batches: Sequence[Batch], objective: Objective, mesh: Mesh) -> ValidationResult:
     """The objective over all ranks' batches, per unit of weight: what `train_step` calls the loss, without a step; and
     what the objective measures besides.
 
@@ -45,4 +45,4 @@ def evaluate(stages: Stages, batches: Sequence[Batch], objective: Objective, mes
         tally.keep(number, values[1:])
     # every rank of a pipeline holds these values, so they add up over dp only
     totals = mesh.sum_over(mesh.dp, torch.cat([total[None], tally.sums().double()]))
-    return Evaluation(totals[0] / weight, tally.result(totals[1:].float(), mesh))
+    return ValidationResult(totals[0] / weight, tally.result(totals[1:].float(), mesh))

@@ -16,13 +16,13 @@ from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models.attention.packed import PACKED, register
+from automodel_cli.models.attention.packed import PACKED, register_packed_attention
 from automodel_cli.models.lm_head.head import HeadKind
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import microbatch
 from automodel_cli.parity.cases import FP32
-from automodel_cli.parity.compare import Errors, Recorder, Sabotage, judge
+from automodel_cli.parity.compare import Errors, Fault, GradientRecorder, step_errors
 from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import StepResult, train_step
@@ -61,7 +61,7 @@ def reference(family: str, batches: Sequence[Batch], **extra: Any) -> Reference:
 
 
 def tiny_part(family: str, attention: str = PACKED, **extra: Any) -> ModelPart:
-    register()
+    register_packed_attention()
     model = tiny.build_hf(family, **extra)
     model.set_attn_implementation(attention)
     return ModelPart(model, HeadKind("plain"))
@@ -71,12 +71,12 @@ def one_step(case: Case, mesh: Mesh, batches: Sequence[Batch], max_grad_norm: fl
     """(StepResult, full gradients) of the real train_step."""
     part = tiny_part(case.family, case.attention, num_hidden_layers=case.num_layers)
     module = part if case.config is None else parallelize(part, mesh, case.config)
-    stages, recorder = SingleStage(module), Recorder(part)
+    stages, recorder = SingleStage(module), GradientRecorder(part)
     result: StepResult = train_step(stages, batches, SFT(), recorder, mesh, max_grad_norm=max_grad_norm)
     return result, recorder.gradients
 
 
-def compare(rank: int, world: int, cases: Sequence[Case], sabotage: Sabotage | None = None) -> list[Errors]:
+def compare(rank: int, world: int, cases: Sequence[Case], sabotage: Fault | None = None) -> list[Errors]:
     """Run every case on these ranks and measure it against one process; rank 0's list is the verdict."""
     errors = []
     wanted: dict[tuple[str, bool, int, int, int], Reference] = {}
@@ -95,5 +95,5 @@ def compare(rank: int, world: int, cases: Sequence[Case], sabotage: Sabotage | N
             wanted[same] = want[0]
         mine = of_ranks[mesh.dp_rank]
         result, got = one_step(case, mesh, mine if sabotage is None else sabotage(mine))
-        errors.append(judge(wanted[same], result, got))
+        errors.append(step_errors(wanted[same], result, got))
     return errors

@@ -71,7 +71,7 @@ class Errors:
 
 def whole_part(case: Case, num_layers: int) -> ModelPart:
     """The same random model on every rank and in the reference."""
-    attention_packed.register()
+    attention_packed.register_packed_attention()
     model = build_hf(case.family, num_hidden_layers=num_layers, tie_word_embeddings=case.kind == "tied")
     model.set_attn_implementation("packed")
     return ModelPart(model, detect_head(model.config), chunk_size=16)

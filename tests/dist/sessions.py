@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import signals
@@ -25,7 +25,7 @@ def session(
     Call it in a function for `launch(..., process_group=False)`.
     """
     from automodel_cli.recipes.grpo import GRPORecipe
-    from automodel_cli.run.trainer import open_session
+    from automodel_cli.run.trainer import build_trainer
     from automodel_cli.run.validation_loss import HeldOutLoss
 
     os.chdir(folder)
@@ -35,9 +35,9 @@ def session(
     mine.write_text(config)
     mine.replace(path)  # whole at any moment: all ranks write it
     composed = compose(path, overrides, run_dir=folder / "runs" / run if run else None)
-    signals.install()
-    recipe = check(composed, Trust(packages=trust))
-    with open_session(recipe, composed) as opened:
+    signals.install_handlers()
+    recipe = check_config(composed, Trust(packages=trust))
+    with build_trainer(recipe, composed) as opened:
         if not isinstance(recipe, GRPORecipe):
             opened.callbacks.add(HeldOutLoss(opened))
         yield opened

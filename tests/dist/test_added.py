@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from automodel_cli.distributed.sharded_module import handle_of
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_strategy_parallelize
-from automodel_cli.distributed.wgrad_fusion.linear import AddingLinear, weight_sum_of
+from automodel_cli.distributed.wgrad_fusion.linear import WgradFusedLinear, weight_sum_of
 from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind, Settings, fused_scores
 from tests.dist.harness import launch
 
@@ -77,7 +77,7 @@ def _gradients(rank, world, recompute, param_dtype, reduce_dtype, count, every):
         x, labels = _data(rank, microbatch)
         with handle.microbatch(microbatch == count - 1):
             model(x.requires_grad_(), labels).backward()
-    assert all(type(m) is AddingLinear for m in model.modules() if isinstance(m, nn.Linear))
+    assert all(type(m) is WgradFusedLinear for m in model.modules() if isinstance(m, nn.Linear))
 
     def whole(grad: Tensor) -> Tensor:
         return grad.full_tensor() if isinstance(grad, DTensor) else grad

@@ -19,13 +19,13 @@ from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.ppo import PPO
-from automodel_cli.parity.cases import FP32, Row
+from automodel_cli.parity.cases import FP32, Case
 from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.minibatches.entropy_mask import with_uncertain
+from automodel_cli.rollout.minibatches.entropy_mask import add_entropy_mask
 from automodel_cli.rollout.minibatches.token_advantages import TokenAdvantages
-from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 from tests import tiny
 from tests.dist.harness import launch, launch_all
@@ -43,13 +43,13 @@ OBJECTIVES = {
 }
 
 
-def layouts(objective: Any) -> dict[str, Row]:
+def layouts(objective: Any) -> dict[str, Case]:
     """Each of two ranks."""
     fsdp2, stages = FSDP2Config(mp_policy=FP32), PipelineConfig(schedule="1f1b")
     rows = {
-        "fsdp2": Row(MeshConfig(dp_size=2), fsdp2, objective=objective),
-        "pp": Row(MeshConfig(dp_size=1, pp_size=2), fsdp2, stages, objective=objective),
-        "cp": Row(MeshConfig(dp_size=1, cp_size=2), fsdp2, objective=objective),
+        "fsdp2": Case(MeshConfig(dp_size=2), fsdp2, objective=objective),
+        "pp": Case(MeshConfig(dp_size=1, pp_size=2), fsdp2, stages, objective=objective),
+        "cp": Case(MeshConfig(dp_size=1, cp_size=2), fsdp2, objective=objective),
     }
     return {name: replace(row, num_microbatches=4) for name, row in rows.items()}
 
@@ -78,7 +78,7 @@ def least_certain_on_ranks(rank: int, world: int) -> list[dict[int, list[float]]
         for b, row, first, number in places:
             entropies[b][row, first : first + len(entropies_of[number])] = torch.tensor(entropies_of[number])
         columns = [
-            b.extra["uncertain_BT"] for b in with_uncertain(update, entropies, samples, case["share"], mesh).batches
+            b.extra["uncertain_BT"] for b in add_entropy_mask(update, entropies, samples, case["share"], mesh).batches
         ]
         found.append(
             {n: columns[b][row, first : first + len(samples[n].tokens)].tolist() for b, row, first, n in places}
@@ -103,7 +103,7 @@ def value_of(token: int) -> float:
     return (token % 13) / 10
 
 
-def judged(update: Update) -> Update:
+def judged(update: Minibatch) -> Minibatch:
     """Values that a token's successor decides, and a KL of a hundredth of it."""
     values = [(b.labels_BT % 13) / 10 for b in update.batches]
     old = [b.extra["sampler_logprobs_BT"] for b in update.batches]

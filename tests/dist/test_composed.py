@@ -16,7 +16,7 @@ import pytest
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.parity.cases import FP32, Row
+from automodel_cli.parity.cases import FP32, Case
 from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
@@ -30,7 +30,7 @@ DENSE, MOE = ("llama", "qwen3"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
 
 def row(
     *, pp: int = 1, dp: int = 1, hsdp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, sp: bool = False, **more: object
-) -> Row:
+) -> Case:
     """`more`: schedule, recompute, every_microbatch (gradients are summed over ranks on each)."""
     mesh = MeshConfig(dp_size=dp, dp_replicate_size=hsdp, tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep)
     parallelizer = FSDP2Config(
@@ -40,7 +40,7 @@ def row(
         defer_fsdp_grad_sync=not more.get("every_microbatch"),
     )
     pipeline = PipelineConfig(schedule=str(more.get("schedule", "1f1b"))) if pp > 1 else None
-    return Row(mesh, parallelizer, pipeline, num_microbatches=max(4, 2 * dp))
+    return Case(mesh, parallelizer, pipeline, num_microbatches=max(4, 2 * dp))
 
 
 # Layouts of any model, by ranks.
@@ -109,13 +109,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
     return Originals(tmp_path_factory.mktemp("originals"))
 
 
-def rows_of(layouts: list[Row], family: str) -> list[Row]:
+def rows_of(layouts: list[Case], family: str) -> list[Case]:
     """Packed and padded in turns, over rows and families."""
     shift = [*DENSE, *MOE].index(family)
     return [replace(r, packed=(i + shift) % 2 == 0) for i, r in enumerate(layouts)]
 
 
-def check(original: Original, rows: list[Row]) -> None:
+def check(original: Original, rows: list[Case]) -> None:
     """All rows in one set of ranks."""
     outcomes = launch(run_rows, rows[0].world_size, original, rows, timeout=60 + 30 * len(rows))
     wrong = [
@@ -162,7 +162,7 @@ def test_experts_that_are_whole_on_every_rank(originals: Originals, family: str)
     check(originals[family], DENSE_ROWS[4][MOE.index(family) % 2 :: 2])
 
 
-MUTATIONS: list[tuple[Callable, str, Row]] = [
+MUTATIONS: list[tuple[Callable, str, Case]] = [
     (mutations.average_instead_of_sum, "llama", row(pp=2, dp=2)),
     (mutations.norm_without_stages, "llama", row(pp=2)),
     (mutations.document_mask_dropped, "llama", row(pp=2)),
@@ -180,6 +180,6 @@ MUTATIONS: list[tuple[Callable, str, Row]] = [
     [m if m[0] is mutations.norm_without_stages else pytest.param(*m, marks=pytest.mark.slow) for m in MUTATIONS],
     ids=[m.__name__ for m, _, _ in MUTATIONS],
 )
-def test_mutation_is_noticed(originals: Originals, mutation: Callable, family: str, layout: Row):
+def test_mutation_is_noticed(originals: Originals, mutation: Callable, family: str, layout: Case):
     (outcome,) = launch(run_rows, layout.world_size, originals[family], [layout], mutation)
     assert isinstance(outcome, Errors) and outcome.worst > CLEARLY_WRONG, f"blind to it: {outcome}"

@@ -19,13 +19,13 @@ from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.attention import kernel_selection
-from automodel_cli.models.attention.packed import register
+from automodel_cli.models.attention.packed import register_packed_attention
 from automodel_cli.models.context_parallel_layout import Context
 from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.cases import FP32
-from automodel_cli.parity.compare import Errors, Recorder, judge
+from automodel_cli.parity.compare import Errors, GradientRecorder, step_errors
 from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
@@ -90,7 +90,7 @@ def make_batches(packed: bool) -> list[Batch]:
 
 
 def make_stages(case: Case, mesh: Mesh, num_microbatches: int) -> Stages:
-    register()
+    register_packed_attention()
     model = tiny.build_hf(case.family, num_hidden_layers=case.num_layers)
     model.set_attn_implementation("packed")
     part = ModelPart(model, detect_head(tiny.tiny_config(case.family)), chunk_size=16)
@@ -134,17 +134,17 @@ def in_one_process(case: Case) -> tuple[Reference, list[Tensor]]:
 
 def run_case(case: Case, wanted: tuple[Reference, list[Tensor]] | None) -> Outcome:
     mesh = build_mesh(case.mesh.resolve(dist.get_world_size()), "cpu")
-    kernel_selection.choose(case.kernel, mesh.device)
+    kernel_selection.choose_kernel(case.kernel, mesh.device)
     every = make_batches(case.packed)
     mine = every[mesh.dp_rank :: mesh.dp_size]
     stages = make_stages(case, mesh, len(mine))
     values = stages.forward(mine, lambda output, batch: output.logprobs_BT.detach().clone())
-    recorder = Recorder(*stages.parts)
+    recorder = GradientRecorder(*stages.parts)
     result = train_step(stages, mine, SFT(), recorder, mesh, max_grad_norm=None)
     shared: list[Reference | None] = [None if wanted is None else wanted[0]]
     dist.broadcast_object_list(shared)
     assert shared[0] is not None
-    errors = judge(shared[0], result, recorder.gradients)
+    errors = step_errors(shared[0], result, recorder.gradients)
     forward = 0.0
     if wanted is not None:  # rank 0
         for value, want in zip(values, wanted[1][mesh.dp_rank :: mesh.dp_size], strict=True):

@@ -22,13 +22,13 @@ from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.kto import KTO
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.cases import FP32, Row
-from automodel_cli.parity.compare import Recorder, build_stages, run_rows
+from automodel_cli.parity.cases import FP32, Case
+from automodel_cli.parity.compare import GradientRecorder, build_parity_stages, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import train_step
-from automodel_cli.training.validate import evaluate
+from automodel_cli.training.validate import validate
 from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.marks import slow
@@ -46,13 +46,13 @@ OBJECTIVES: dict[str, Any] = {
 }
 
 
-def row(objective: Any, *, dp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, schedule: str = "1f1b") -> Row:
+def row(objective: Any, *, dp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, schedule: str = "1f1b") -> Case:
     mesh = MeshConfig(dp_size=dp, pp_size=pp, cp_size=cp, ep_size=ep)
     pipeline = PipelineConfig(schedule=schedule) if pp > 1 else None
-    return Row(mesh, FSDP2Config(mp_policy=FP32), pipeline, objective=objective)
+    return Case(mesh, FSDP2Config(mp_policy=FP32), pipeline, objective=objective)
 
 
-def layouts(objective: Any) -> list[Row]:
+def layouts(objective: Any) -> list[Case]:
     """Two ranks each, packed and with padding."""
     rows = [row(objective, dp=2), row(objective, pp=2), row(objective, cp=2), row(objective, pp=2, schedule="zbv")]
     return [replace(r, num_microbatches=4) for r in (*rows, *(replace(r, packed=False) for r in rows[:2]))]
@@ -154,15 +154,15 @@ CUTS: dict[str, Callable[[list[Batch]], list[Batch]]] = {
 }
 
 
-def reported(rank: int, world: int, original: Original, which: Row, cut: str) -> dict[str, float]:
+def reported(rank: int, world: int, original: Original, which: Case, cut: str) -> dict[str, float]:
     """Everything a step and an evaluation report."""
     mesh = build_mesh(which.mesh.resolve(world), "cpu")
     every = CUTS[cut](step_batches(packed=True))
     share = len(every) // mesh.dp_size
     mine = every[mesh.dp_rank * share :][:share]
-    stages = build_stages(original, replace(which, num_microbatches=len(every)), mesh)
-    before = evaluate(stages, mine, which.objective, mesh)
-    result = train_step(stages, mine, which.objective, Recorder(*stages.parts), mesh, max_grad_norm=None)
+    stages = build_parity_stages(original, replace(which, num_microbatches=len(every)), mesh)
+    before = validate(stages, mine, which.objective, mesh)
+    result = train_step(stages, mine, which.objective, GradientRecorder(*stages.parts), mesh, max_grad_norm=None)
     assert result.loss.item() == pytest.approx(before.loss.item(), rel=1e-6)
     for name, value in before.metrics.items():
         assert result.metrics[name].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
@@ -192,12 +192,12 @@ def first_step(rank: int, world: int, original: Original) -> dict[str, float]:
     which = row(DPO(), dp=world)
     mesh = build_mesh(which.mesh.resolve(world), "cpu")
     batches = step_batches(packed=True)[mesh.dp_rank :: world]
-    stages = build_stages(original, which, mesh)
+    stages = build_parity_stages(original, which, mesh)
     for name in ("ref_logprobs_BT", "old_logprobs_BT"):
         batches = _with_own_logprobs(stages, batches, name)
     numbers = {}
     for name, objective in {"dpo": DPO(), "grpo": GRPO()}.items():
-        result = train_step(stages, batches, objective, Recorder(*stages.parts), mesh, max_grad_norm=None)
+        result = train_step(stages, batches, objective, GradientRecorder(*stages.parts), mesh, max_grad_norm=None)
         numbers[name] = result.loss.item()
         numbers |= {key: value.item() for key, value in result.metrics.items()}
     labelled = [b.labels_BT != IGNORE_INDEX for b in step_batches(packed=True)]
@@ -238,8 +238,8 @@ def _packed_against_padded(rank: int, world: int, folder: Path) -> float:
     )
     found = []
     for batch in (packed, padded):
-        stages = build_stages(original, row(DPO()), mesh)
-        recorder = Recorder(*stages.parts)
+        stages = build_parity_stages(original, row(DPO()), mesh)
+        recorder = GradientRecorder(*stages.parts)
         result = train_step(stages, [batch], DPO(), recorder, mesh, max_grad_norm=None)
         found.append((result.loss.item(), recorder.gradients))
     (loss, gradients), (other_loss, other_gradients) = found

@@ -359,7 +359,7 @@ def test_layers_are_compiled_around_the_experts_and_recomputed_without_another_e
 
 def _groups(rank, world):
     """Whether tokens have a group that nobody else has, and every group's timeout in minutes."""
-    process_group.start("gloo", timeout_minutes=7)
+    process_group.init_process_group("gloo", timeout_minutes=7)
     mesh = build_mesh(MeshConfig(ep_size=world).resolve(world), "cpu")
     others = [*mesh.root.get_all_groups(), *(m.get_group() for m in (mesh.dp, mesh.loss, mesh.dp_cp)), dist.group.WORLD]
     every = [*others, *mesh.expert.get_all_groups(), mesh.ep_group]

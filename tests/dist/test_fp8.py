@@ -23,8 +23,8 @@ from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.config import Fp8Config, LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.cases import FP32, Row
-from automodel_cli.parity.compare import Recorder, build_stages
+from automodel_cli.parity.cases import FP32, Case
+from automodel_cli.parity.compare import GradientRecorder, build_parity_stages
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.step import train_step
@@ -32,7 +32,7 @@ from tests import tiny
 from tests.dist.harness import launch
 
 NUM_MICROBATCHES = 2
-ONE = Row(num_microbatches=NUM_MICROBATCHES, fp8=Fp8Config(emulate=True, experts=True))
+ONE = Case(num_microbatches=NUM_MICROBATCHES, fp8=Fp8Config(emulate=True, experts=True))
 LORA = replace(ONE, lora=LoRAConfig(rank=4))
 BLOCKS = replace(ONE, fp8=Fp8Config("mxfp8", emulate=True))
 EXACT = replace(ONE, fp8=Fp8Config("rowwise_with_gw_hp", emulate=True, experts=True))
@@ -65,8 +65,8 @@ def steps(rank, world, original, rows):
         mesh = build_mesh(row.mesh.resolve(world), "cpu")
         every = step_batches(packed=True, count=row.num_microbatches)
         count = len(every) // mesh.dp_size
-        stages = build_stages(original, row, mesh)
-        recorder = Recorder(*stages.parts)
+        stages = build_parity_stages(original, row, mesh)
+        recorder = GradientRecorder(*stages.parts)
         mine = every[mesh.dp_rank * count :][:count]
         result = train_step(stages, mine, row.objective, recorder, mesh, max_grad_norm=None)
         found.append((result.loss.item(), result.grad_norm.item(), recorder.gradients))
@@ -183,7 +183,7 @@ def layers_over_tp(rank, world):
             layer = nn.Linear(64, 128, dtype=torch.float64)
             with torch.no_grad():
                 layer.weight *= torch.logspace(-4, 1, 128)[:, None] * torch.logspace(3, -2, 64)
-            float8_linear.convert(layer, Arithmetic(RECIPES[recipe], emulate=True))
+            float8_linear.convert_to_float8(layer, Arithmetic(RECIPES[recipe], emulate=True))
             found.append(products(layer, mesh, style))
         worst[recipe] = max(
             ((got - want).abs().max() / want.abs().max()).item()

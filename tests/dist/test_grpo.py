@@ -19,8 +19,8 @@ from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.objectives.base import RewardKL
 from automodel_cli.objectives.grpo import GRPO
-from automodel_cli.parity.cases import FP32, Row
-from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
+from automodel_cli.parity.cases import FP32, Case
+from automodel_cli.parity.compare import Errors, GradientRecorder, build_parity_stages, step_errors
 from automodel_cli.parity.reference import Original, Reference, exact_process
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.rollout import samples as rollout_samples
@@ -28,7 +28,7 @@ from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.engines.policy_engine import RankZeroEngine, at_once, build_sampler
 from automodel_cli.rollout.engines.sampler.sampling import shaping_of
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
-from automodel_cli.rollout.samples import RowPlan, Update, kl_sums, plan_updates
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, kl_sums, pack_minibatches
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -53,17 +53,19 @@ def given_samples() -> list[Sample]:
     return samples
 
 
-def row_plan(packed: bool) -> RowPlan:
+def row_plan(packed: bool) -> PackingConfig:
     """Two microbatches at least: what two pipeline stages need."""
-    return RowPlan(SEQ_LEN, packed, pad_multiple=1, microbatch_size=2, pad_id=0, fits=lambda count: count % 2 == 0)
+    return PackingConfig(
+        SEQ_LEN, packed, pad_multiple=1, microbatch_size=2, pad_id=0, fits=lambda count: count % 2 == 0
+    )
 
 
 def updates_of(samples: Sequence[Sample], packed: bool, dp_rank: int = 0, dp_size: int = 1, number: int = 1):
     trained = [(i,) for i in range(len(samples)) if i != 3]  # one that is left out
-    return plan_updates(samples, trained, number, row_plan(packed), dp_rank=dp_rank, dp_size=dp_size)
+    return pack_minibatches(samples, trained, number, row_plan(packed), dp_rank=dp_rank, dp_size=dp_size)
 
 
-def with_columns(update: Update, samples: Sequence[Sample]) -> Update:
+def with_columns(update: Minibatch, samples: Sequence[Sample]) -> Minibatch:
     """Old and reference log-probs that differ from the policy's, and the advantages."""
     update = update.with_values("advantages_BT", ADVANTAGES, samples)
     for name, shift in (("old", 0.05), ("ref", -0.2)):
@@ -72,10 +74,10 @@ def with_columns(update: Update, samples: Sequence[Sample]) -> Update:
     return update
 
 
-def row(*, dp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, schedule: str = "1f1b", packed: bool = True) -> Row:
+def row(*, dp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, schedule: str = "1f1b", packed: bool = True) -> Case:
     mesh = MeshConfig(dp_size=dp, pp_size=pp, cp_size=cp, ep_size=ep)
     pipeline = PipelineConfig(schedule=schedule) if pp > 1 else None
-    return Row(mesh, FSDP2Config(mp_policy=FP32), pipeline, objective=OBJECTIVE, packed=packed)
+    return Case(mesh, FSDP2Config(mp_policy=FP32), pipeline, objective=OBJECTIVE, packed=packed)
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +94,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def same_update(rank: int, world: int, folder: Path, family: str, rows: Sequence[Row]) -> list[Errors]:
+def same_update(rank: int, world: int, folder: Path, family: str, rows: Sequence[Case]) -> list[Errors]:
     found = []
     for which in rows:
         mesh, stages = built(folder, family, which, world)
         samples = given_samples()
         (update,) = updates_of(samples, which.packed, mesh.dp_rank, mesh.dp_size)
-        recorder = Recorder(*stages.parts)
+        recorder = GradientRecorder(*stages.parts)
         batches = with_columns(update, samples).batches
         result = train_step(stages, batches, OBJECTIVE, recorder, mesh, max_grad_norm=None)
-        found.append(judge(Reference(**torch.load(folder / f"{family}.pt")), result, recorder.gradients))
+        found.append(step_errors(Reference(**torch.load(folder / f"{family}.pt")), result, recorder.gradients))
     return found
 
 
-def built(folder: Path, family: str, which: Row, world: int):
+def built(folder: Path, family: str, which: Case, world: int):
     mesh = build_mesh(which.mesh.resolve(world), "cpu")
-    return mesh, build_stages(Original(folder / family), which, mesh)
+    return mesh, build_parity_stages(Original(folder / family), which, mesh)
 
 
 LAYOUTS = {
@@ -134,13 +136,13 @@ def test_experts_over_ranks(folder, world, which):
 
 def shifted_by_one(rank: int, world: int, folder: Path) -> Errors:
     """Advantages one token too far to the right."""
-    whole = Update.with_values
+    whole = Minibatch.with_values
 
     def late(self, name, values_N, samples):
         done = whole(self, name, values_N, samples)
         return done.with_column(name, [batch.extra[name].roll(1, 1) for batch in done.batches])
 
-    rollout_samples.Update.with_values = late  # type: ignore[method-assign]
+    rollout_samples.Minibatch.with_values = late  # type: ignore[method-assign]
     return same_update(rank, world, folder, "llama", [row(dp=2)])[0]
 
 
@@ -189,7 +191,7 @@ def test_labels_are_the_response_with_its_logprobs_and_documents_restart():
 def test_dummy_microbatches_fill_up_what_a_schedule_needs():
     plan = replace(row_plan(True), fits=lambda count: count % 4 == 0)
     samples = given_samples()
-    (update,) = plan_updates(samples, [(i,) for i in range(len(samples))], 1, plan, dp_rank=0, dp_size=1)
+    (update,) = pack_minibatches(samples, [(i,) for i in range(len(samples))], 1, plan, dp_rank=0, dp_size=1)
     assert len(update.batches) == 4
     assert not (update.batches[-1].labels_BT != IGNORE_INDEX).any()
 
@@ -207,7 +209,7 @@ def test_the_kl_of_a_sample_is_the_sum_over_its_tokens():
 PARAMS = SamplingParams(max_new_tokens=7, temperature=0.7, top_p=0.9, top_k=40)
 
 
-def on_policy(rank: int, world: int, folder: Path, family: str, which: Row) -> dict[str, float]:
+def on_policy(rank: int, world: int, folder: Path, family: str, which: Case) -> dict[str, float]:
     """Generate, score under the same distribution, and one update."""
     mesh, stages = built(folder, family, which, world)
     sampler = build_sampler(stages, mesh, stop_token_ids=[5, 9], max_num_seqs=3)
@@ -221,7 +223,7 @@ def on_policy(rank: int, world: int, folder: Path, family: str, which: Row) -> d
     (update,) = updates_of(samples, True, mesh.dp_rank, mesh.dp_size)
     old = stages.forward(update.batches, lambda output, _: output.logprobs_BT)
     update = update.with_column("old_logprobs_BT", old).with_values("advantages_BT", ADVANTAGES, samples)
-    recorder = Recorder(*stages.parts)
+    recorder = GradientRecorder(*stages.parts)
     result = train_step(stages, update.batches, GRPO(), recorder, mesh, max_grad_norm=None)
     trained = [i for i in range(len(samples)) if i != 3]
     count = sum(len(samples[i].tokens) for i in trained)

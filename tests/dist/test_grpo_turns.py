@@ -16,18 +16,18 @@ from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.objectives.base import RewardKL
-from automodel_cli.parity.cases import Row
-from automodel_cli.parity.compare import Errors, Recorder, judge
+from automodel_cli.parity.cases import Case
+from automodel_cli.parity.compare import Errors, GradientRecorder, step_errors
 from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.rollout.collection.multi_turn import exchange_replies, scored_samples, with_environment
 from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.engines.policy_engine import build_sampler
 from automodel_cli.rollout.environments.calculator import Calculator
-from automodel_cli.rollout.environments.episode import Episode, Player
+from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.rewards.aggregate import RewardSum
 from automodel_cli.rollout.rewards.text import FormatRegex
-from automodel_cli.rollout.samples import RowPlan, Update, kl_sums, plan_updates
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, kl_sums, pack_minibatches
 from automodel_cli.rollout.types import Sample, SamplingParams, Score
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -50,7 +50,7 @@ def prompts(tokenizer: Any) -> list[Prompt]:
     return made
 
 
-def drawn_samples(rank: int, world: int, folder: Path, family: str, which: Row) -> list[Sample]:
+def drawn_samples(rank: int, world: int, folder: Path, family: str, which: Case) -> list[Sample]:
     """All ranks' samples, of the model as it is laid out."""
     mesh, stages = built(folder, family, which, world)
     tokenizer = ByteTokenizer().build()
@@ -62,13 +62,17 @@ def drawn_samples(rank: int, world: int, folder: Path, family: str, which: Row) 
     asked = [(i // 2, i % 2, everything[i]) for i in mine]
     rewards = RewardSum({"letter": FormatRegex(pattern=".*[a-m].*", timeout=None)})
     with EnvironmentPool({"environment": TOOL}) as pool, rewards:
-        Player(engine, tokenizer, pool, PARAMS, SEQ_LEN).together(played, exchange)
+        EpisodeRunner(engine, tokenizer, pool, PARAMS, SEQ_LEN).run_lockstep(played, exchange)
         return everyones(scored_samples(asked, played, tokenizer, rewards, pool), mesh)
 
 
-def update_of(samples: Sequence[Sample], packed: bool, dp_rank: int = 0, dp_size: int = 1) -> Update:
-    plan = RowPlan(SEQ_LEN, packed, pad_multiple=1, microbatch_size=2, pad_id=0, fits=lambda count: count % 2 == 0)
-    (update,) = plan_updates(samples, [(i,) for i in range(len(samples))], 1, plan, dp_rank=dp_rank, dp_size=dp_size)
+def update_of(samples: Sequence[Sample], packed: bool, dp_rank: int = 0, dp_size: int = 1) -> Minibatch:
+    plan = PackingConfig(
+        SEQ_LEN, packed, pad_multiple=1, microbatch_size=2, pad_id=0, fits=lambda count: count % 2 == 0
+    )
+    (update,) = pack_minibatches(
+        samples, [(i,) for i in range(len(samples))], 1, plan, dp_rank=dp_rank, dp_size=dp_size
+    )
     return with_columns(update, samples)
 
 
@@ -91,14 +95,14 @@ def samples_in(folder: Path, family: str) -> list[Sample]:
     return torch.load(folder / f"{family}.samples", weights_only=False)
 
 
-def same_update(rank: int, world: int, folder: Path, family: str, which: Row) -> tuple[list[Sample], Errors]:
+def same_update(rank: int, world: int, folder: Path, family: str, which: Case) -> tuple[list[Sample], Errors]:
     """What this layout draws, and its update on the samples of one process."""
     drawn = drawn_samples(rank, world, folder, family, which)
     mesh, stages = built(folder, family, which, world)
     update = update_of(samples_in(folder, family), which.packed, mesh.dp_rank, mesh.dp_size)
-    recorder = Recorder(*stages.parts)
+    recorder = GradientRecorder(*stages.parts)
     result = train_step(stages, update.batches, OBJECTIVE, recorder, mesh, max_grad_norm=None)
-    return drawn, judge(Reference(**torch.load(folder / f"{family}.pt")), result, recorder.gradients)
+    return drawn, step_errors(Reference(**torch.load(folder / f"{family}.pt")), result, recorder.gradients)
 
 
 def test_the_samples_have_something_to_show(folder):
@@ -137,8 +141,8 @@ def test_labels_are_what_the_model_drew_and_nothing_else():
     logprobs = [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0]
     prompt = Prompt(0, [50, 51, 52], [], {}, "by hand")
     one = Sample(0, 0, prompt, tokens, logprobs, "", "stop", 0, Score(4.0, {}, {}), generated, said)
-    plan = RowPlan(12, packed=True, pad_multiple=1, microbatch_size=1, pad_id=9)
-    (update,) = plan_updates([one], [(0,)], 1, plan, dp_rank=0, dp_size=1)
+    plan = PackingConfig(12, packed=True, pad_multiple=1, microbatch_size=1, pad_id=9)
+    (update,) = pack_minibatches([one], [(0,)], 1, plan, dp_rank=0, dp_size=1)
     (batch,) = update.with_values("advantages_BT", torch.tensor([0.5]), [one]).batches
     no = IGNORE_INDEX
     assert batch.input_ids_BT.tolist() == [[50, 51, 52, 60, 61, 70, 71, 72, 62, 9, 9, 9]]

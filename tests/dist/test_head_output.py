@@ -23,13 +23,13 @@ from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.lm_head import fused_linear_logprobs, vocab_parallel
-from automodel_cli.models.lm_head.value_head import FILE, ValueHead, fill
+from automodel_cli.models.lm_head.value_head import FILE, ValueHead, fill_value_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.base import Metric
 from automodel_cli.objectives.segment_reduce import label_mask
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.cases import FP32, Row
-from automodel_cli.parity.compare import Errors, build_stages, run_rows
+from automodel_cli.parity.cases import FP32, Case
+from automodel_cli.parity.compare import Errors, build_parity_stages, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining import stages
 from automodel_cli.pipelining.config import PipelineConfig
@@ -78,11 +78,11 @@ class Everything:
         return (positions + torch.arange(field.shape[-1])).remainder(11).to(field.dtype) / 10
 
 
-def row(*, dp: int = 1, pp: int = 1, cp: int = 1, tp: int = 1, schedule: str = "1f1b", **options: object) -> Row:
+def row(*, dp: int = 1, pp: int = 1, cp: int = 1, tp: int = 1, schedule: str = "1f1b", **options: object) -> Case:
     mesh = MeshConfig(dp_size=dp, pp_size=pp, cp_size=cp, tp_size=tp)
     pipeline = PipelineConfig(schedule=schedule) if pp > 1 else None
     config = FSDP2Config(mp_policy=FP32, **options)  # type: ignore[arg-type]
-    return Row(mesh, config, pipeline, objective=Everything(), num_microbatches=4)
+    return Case(mesh, config, pipeline, objective=Everything(), num_microbatches=4)
 
 
 LAYOUTS = {
@@ -190,14 +190,14 @@ class ValueRegression:
 
 def _trained_values(rank: int, world: int, original: Original, folder: str) -> list[float]:
     """Losses of three steps from a value head of zeros, which are then exported."""
-    layout = Row(MeshConfig(dp_size=1, pp_size=world), FSDP2Config(mp_policy=FP32), objective=ValueRegression())
+    layout = Case(MeshConfig(dp_size=1, pp_size=world), FSDP2Config(mp_policy=FP32), objective=ValueRegression())
     layout = replace(layout, pipeline=PipelineConfig(schedule="1f1b") if world > 1 else None)
     mesh = build_mesh(layout.mesh.resolve(world), "cpu")
-    stages = build_stages(original, layout, mesh)
+    stages = build_parity_stages(original, layout, mesh)
     parts = [part for part in stages.parts if isinstance(part, ModelPart)]
     for part in parts:
         if part.value_head is not None:
-            fill(part.value_head, None)
+            fill_value_head(part.value_head, None)
     optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.01)
     batches = step_batches(packed=True)
     losses = [
@@ -226,9 +226,9 @@ def test_a_value_head_trains_in_stages_like_in_one_process_and_is_exported_besid
 
 def _distilled(rank: int, world: int, teacher: Original, student: Original) -> tuple[list[float], list[float]]:
     """Losses of three steps, and what full logits in float64 say of the first microbatch of the first one."""
-    layout = Row(MeshConfig(dp_size=1, pp_size=world), FSDP2Config(mp_policy=FP32), PipelineConfig(schedule="1f1b"))
+    layout = Case(MeshConfig(dp_size=1, pp_size=world), FSDP2Config(mp_policy=FP32), PipelineConfig(schedule="1f1b"))
     mesh = build_mesh(layout.mesh.resolve(world), "cpu")
-    teaching, learning = (build_stages(original, layout, mesh) for original in (teacher, student))
+    teaching, learning = (build_parity_stages(original, layout, mesh) for original in (teacher, student))
     batches = taught(teaching, step_batches(packed=True), 4)
     weight = torch.stack([batch.num_label_tokens for batch in batches]).sum()
     objective = Distillation()

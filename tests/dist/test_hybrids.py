@@ -16,7 +16,7 @@ import pytest
 from automodel_cli.distributed.config import DDPConfig, MegatronFSDPConfig
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.parity.cases import Row
+from automodel_cli.parity.cases import Case
 from automodel_cli.parity.compare import Errors, Refused, run_rows
 from automodel_cli.parity.reference import Original
 from tests.dist import cuda_stand_in
@@ -28,7 +28,7 @@ DENSE, MOE = ("qwen3_5_text", "lfm2"), ("qwen3_5_moe_text", "kimi_linear", "nemo
 SPARSE = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "deepseek_v4")  # all with experts
 
 
-def rows_of(family: str) -> list[Row]:
+def rows_of(family: str) -> list[Case]:
     """On two ranks."""
     rows = [
         row(dp=2),
@@ -36,12 +36,12 @@ def rows_of(family: str) -> list[Row]:
         row(cp=2),
         row(cp=2, recompute=True),
         row(tp=2),
-        Row(row(dp=2).mesh, row(dp=2).parallelizer, None, lora=LoRAConfig(rank=4)),
+        Case(row(dp=2).mesh, row(dp=2).parallelizer, None, lora=LoRAConfig(rank=4)),
     ]
     return rows + ([row(dp=2, ep=2)] if family in (*MOE, *SPARSE) else [])
 
 
-def check(family: str, folder: Path, rows: list[Row], run: Callable[..., Any] = run_rows) -> None:
+def check(family: str, folder: Path, rows: list[Case], run: Callable[..., Any] = run_rows) -> None:
     original = Original.write(folder, hybrid(family)[1], SFT(), kinds=(True,), counts=(4,))
     rows = [replace(r, num_microbatches=4) for r in rows]
     outcomes = launch(run, 2, original, rows, timeout=60 + 30 * len(rows))
@@ -51,7 +51,7 @@ def check(family: str, folder: Path, rows: list[Row], run: Callable[..., Any] = 
     assert not wrong, "\n".join(wrong)
 
 
-def _is_right(r: Row, outcome: Errors | Refused) -> bool:
+def _is_right(r: Case, outcome: Errors | Refused) -> bool:
     if isinstance(outcome, Refused):  # the library publishes no plan for LFM2
         known = (
             "no tensor-parallel plan",
@@ -89,7 +89,7 @@ def test_ddp_and_compiled_layers(tmp_path: Path):
     check("qwen3_5_text", tmp_path, [replace(row(dp=2), parallelizer=config) for config in configs])
 
 
-def _on_cuda_stand_in(rank: int, world: int, original: Original, rows: list[Row]) -> list[Errors | Refused]:
+def _on_cuda_stand_in(rank: int, world: int, original: Original, rows: list[Case]) -> list[Errors | Refused]:
     cuda_stand_in.install()
     return run_rows(rank, world, original, rows)
 

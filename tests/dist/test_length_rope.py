@@ -11,7 +11,7 @@ import pytest
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.parity.cases import FP32, Row
+from automodel_cli.parity.cases import FP32, Case
 from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
@@ -22,8 +22,8 @@ FSDP2 = FSDP2Config(mp_policy=FP32)
 SHARED, SPLIT = MeshConfig(dp_size=1, cp_size=2), MeshConfig(dp_size=1, pp_size=2)
 RECOMPUTED = replace(FSDP2, activation_checkpointing=True)
 ROWS = {
-    "phi3": [Row(SHARED, RECOMPUTED), Row(SPLIT, RECOMPUTED, PipelineConfig(schedule="interleaved_1f1b"))],
-    "dynamic": [Row(SHARED, replace(FSDP2, context_parallel="ring")), Row(SHARED, FSDP2, packed=False)],
+    "phi3": [Case(SHARED, RECOMPUTED), Case(SPLIT, RECOMPUTED, PipelineConfig(schedule="interleaved_1f1b"))],
+    "dynamic": [Case(SHARED, replace(FSDP2, context_parallel="ring")), Case(SHARED, FSDP2, packed=False)],
 }
 ROWS = {name: [replace(row, num_microbatches=4) for row in rows] for name, rows in ROWS.items()}
 
@@ -40,6 +40,6 @@ def test_documents_get_their_own_tables_on_two_ranks(name: str, tmp_path: Path):
 def test_documents_get_their_own_tables_on_stages_that_share_rows(name: str, tmp_path: Path):
     original = Original.write(tmp_path / "model", case_model(name).train(), SFT(), kinds=(True,), counts=(4,))
     mesh = MeshConfig(dp_size=1, cp_size=2, pp_size=2)
-    wanted = [Row(mesh, FSDP2, PipelineConfig(schedule="zbv"), num_microbatches=4)]
+    wanted = [Case(mesh, FSDP2, PipelineConfig(schedule="zbv"), num_microbatches=4)]
     (outcome,) = launch(run_rows, 4, original, wanted)
     assert isinstance(outcome, Errors) and outcome.within_rounding(), outcome

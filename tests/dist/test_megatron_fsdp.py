@@ -22,7 +22,7 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.uneven_dtensor import gathered, is_uneven
+from automodel_cli.models.uneven_dtensor import gather_uneven, is_uneven
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.training.checkpoint.checkpointer import Checkpointer
 from automodel_cli.training.config import CheckpointConfig
@@ -197,7 +197,10 @@ def _loaded(rank, world, folder, config):
     module = parallelize(part, mesh, config)
     load_weights(SingleStage(module).parts[0], model, device=mesh.device, seed=0)
     want = dict(tiny.build_hf("llama").named_parameters())
-    got = {part.hub_name(name): gathered(p) if is_uneven(p) else p.full_tensor() for name, p in part.named_parameters()}
+    got = {
+        part.hub_name(name): gather_uneven(p) if is_uneven(p) else p.full_tensor()
+        for name, p in part.named_parameters()
+    }
     return _difference(got, want), any(p._local_tensor.shape[0] * world != p.shape[0] for p in part.parameters())
 
 
@@ -232,7 +235,7 @@ def _sgd_updates(rank, world):
             with handle_of(module).microbatch(is_last=i == 1):
                 (-module(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum() / weight).backward()
         optimizer.step()
-        updates.append({name: before[name] - gathered(param) for name, param in part.named_parameters()})
+        updates.append({name: before[name] - gather_uneven(param) for name, param in part.named_parameters()})
     return updates
 
 

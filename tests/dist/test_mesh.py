@@ -113,7 +113,7 @@ def test_sums_and_ranks_on_a_hybrid_mesh():
 def _one_rank_without_network(rank, world):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
-    device = process_group.start()
+    device = process_group.init_process_group()
     mesh = build_mesh(MeshConfig().resolve(1), device.type)
     total = mesh.sum_over(mesh.dp, torch.ones(())).item()
     process_group.stop()
@@ -126,7 +126,7 @@ def test_one_rank_needs_no_launcher():
 
 
 def _started_from_the_environment(rank, world):
-    device = process_group.start("gloo", timeout_minutes=1)
+    device = process_group.init_process_group("gloo", timeout_minutes=1)
     mesh = build_mesh(MeshConfig().resolve(world), device.type)
     total = mesh.sum_over(mesh.dp, torch.ones(())).item()
     dist.barrier()

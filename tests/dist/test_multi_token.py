@@ -23,8 +23,8 @@ from automodel_cli.objectives.base import request_of
 from automodel_cli.objectives.mtp import WithMultiToken
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.cases import Row
-from automodel_cli.parity.compare import Recorder
+from automodel_cli.parity.cases import Case
+from automodel_cli.parity.compare import GradientRecorder
 from automodel_cli.parity.gradient_errors import gradient_errors, missing, worst_of
 from automodel_cli.pipelining import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def run(
-    rank: int, world: int, folder: str, wanted: dict[int, ByHand], rows: Sequence[Row], sums: bool = True
+    rank: int, world: int, folder: str, wanted: dict[int, ByHand], rows: Sequence[Case], sums: bool = True
 ) -> list[Outcome]:
     """A step of every row, whose worst errors over ranks rank 0 returns; `wanted` by count of microbatches. `sums`
     False is a mistake: the stages' copies of the embedding keep the gradients of their own use of it."""
@@ -66,7 +66,7 @@ def run(
     return [_run(folder, wanted[r.num_microbatches], r) for r in rows]
 
 
-def _run(folder: str, want: ByHand, r: Row) -> Outcome:
+def _run(folder: str, want: ByHand, r: Case) -> Outcome:
     mesh = build_mesh(r.mesh.resolve(dist.get_world_size()), "cpu")
     every = step_batches(packed=True, count=r.num_microbatches)
     count = len(every) // mesh.dp_size
@@ -77,7 +77,7 @@ def _run(folder: str, want: ByHand, r: Row) -> Outcome:
     for part in stages.parts:
         assert isinstance(part, ModelPart)
         load_weights(part, config, device="cpu", seed=0)
-    recorder = Recorder(*stages.parts)
+    recorder = GradientRecorder(*stages.parts)
     mine = every[mesh.dp_rank * count :][:count]
     result = train_step(stages, mine, objective, recorder, mesh, max_grad_norm=None)
     everywhere: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
@@ -89,12 +89,12 @@ def _run(folder: str, want: ByHand, r: Row) -> Outcome:
     return Outcome(loss, mtp_loss, gradient, name)
 
 
-def by_count(made: multi_token.Made, rows: Sequence[Row]) -> dict[int, ByHand]:
+def by_count(made: multi_token.Made, rows: Sequence[Case]) -> dict[int, ByHand]:
     counts = {r.num_microbatches for r in rows}
     return {count: multi_token.by_hand(made, step_batches(packed=True, count=count), WEIGHT) for count in counts}
 
 
-def check(folder: Path, made: multi_token.Made, rows: Sequence[Row], ranks: int = 2) -> None:
+def check(folder: Path, made: multi_token.Made, rows: Sequence[Case], ranks: int = 2) -> None:
     outcomes = launch(run, ranks, str(folder), by_count(made, rows), rows, timeout=60 + 30 * len(rows))
     for r, outcome in zip(rows, outcomes, strict=True):
         print(r, outcome)
@@ -113,7 +113,7 @@ def test_same_numbers_as_the_definition(tmp_path: Path):
     check(tmp_path, multi_token.write(tmp_path, depths=2), rows)
 
 
-def cut(layout: str | None, schedule: str, pp: int, **more) -> Row:
+def cut(layout: str | None, schedule: str, pp: int, **more) -> Case:
     return replace(row(pp=pp, **more), pipeline=PipelineConfig(schedule=schedule, layout=layout))
 
 

@@ -48,7 +48,7 @@ def _nowhere(rank: int, world: int) -> Any:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    signals.install()
+    signals.install_handlers()
     os.kill(os.getpid(), signal.SIGTERM)
     told, _ = _error()
     return str(unknown), unknown.fix, str(told), told.exit_code
@@ -75,7 +75,7 @@ def test_a_wrong_interface_on_one_host_ends_every_rank_with_the_same_words() -> 
 def test_the_interface_is_the_one_that_reaches_the_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the host of MASTER_ADDR its name may be 127.0.1.1; where ranks of other hosts are shows the way."""
     found = network_interfaces.addresses()
-    assert found["127.0.0.1"] == "lo" and set(found.values()) <= set(network_interfaces.names())
+    assert found["127.0.0.1"] == "lo" and set(found.values()) <= set(network_interfaces.interface_names())
     outward = next((a for a in found if not network_interfaces.is_loopback(a) and ":" not in a), None)
     if outward is None:
         pytest.skip("this machine has no address but loopback")

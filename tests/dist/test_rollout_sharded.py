@@ -20,7 +20,7 @@ from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models.attention.packed import packed_attention, register
+from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
 from automodel_cli.models.builder import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.lm_head.head import HeadKind
@@ -67,7 +67,7 @@ def whole_part(family: str, layers: int = 2) -> ModelPart:
         part = part_of(small, ModelConfig(pretrained="-"), device="cpu")
         part.model.load_state_dict(library.state_dict())
         return part
-    register()
+    register_packed_attention()
     model = tiny.build_hf(family, num_hidden_layers=layers)
     model.set_attn_implementation("packed")
     return ModelPart(model, HeadKind("plain"))

@@ -20,7 +20,7 @@ from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.config import MoEConfig
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.moe.load_balancing import RouterWatch
+from automodel_cli.models.moe.load_balancing import LoadBalancer
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
@@ -121,7 +121,7 @@ def run(rank: int, world: int, case: Case):
     else:
         pipeline = PipelineConfig(schedule=case.schedule)
         stages = build_stages(part, mesh, pipeline, case.config, num_microbatches=count)
-    watch = RouterWatch(stages.parts, MoEConfig(aux_loss_coef=case.coef, bias_update_speed=speed(case)), mesh)
+    watch = LoadBalancer(stages.parts, MoEConfig(aux_loss_coef=case.coef, bias_update_speed=speed(case)), mesh)
     recorder = Recorder(stages.parts)
     batches = batches_of(mesh.dp_rank, count)
     result = train_step(stages, batches, SFT(), recorder, mesh, max_grad_norm=None, hooks=[watch])
@@ -216,7 +216,7 @@ def _refused_step(rank, world):
     mesh = build_mesh(EP2.resolve(world), "cpu")
     part = tiny_part("deepseek_v3")
     stages = SingleStage(parallelize(part, mesh, FSDP2))
-    watch = RouterWatch(stages.parts, MoEConfig(bias_update_speed=SPEED), mesh)
+    watch = LoadBalancer(stages.parts, MoEConfig(bias_update_speed=SPEED), mesh)
     biases = [b for n, b in part.named_buffers() if "correction_bias" in n]
     before = [b.clone() for b in biases]
     batches = batches_of(rank, 2)
@@ -250,9 +250,9 @@ def _refusals(rank, world):
         ("qwen3_moe", {"bias_update_speed": SPEED}),
     ):
         with pytest.raises(ConfigError) as caught:
-            RouterWatch([tiny_part(family)], MoEConfig(**options), mesh)
+            LoadBalancer([tiny_part(family)], MoEConfig(**options), mesh)
         messages.append(caught.value.message)
-    assert RouterWatch([tiny_part("llama")], MoEConfig(), mesh).finish() == {}
+    assert LoadBalancer([tiny_part("llama")], MoEConfig(), mesh).finish() == {}
     return messages
 
 

@@ -21,8 +21,8 @@ from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.moe.load_balancing import routers
 from automodel_cli.models.moe.router_hooks import install_routing, selectors_of
-from automodel_cli.parity.cases import FP32, Row
-from automodel_cli.parity.compare import Errors, Recorder, judge
+from automodel_cli.parity.cases import FP32, Case
+from automodel_cli.parity.compare import Errors, GradientRecorder, step_errors
 from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.rollout.engines.base import sample_seed
@@ -86,14 +86,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def row(*, schedule: str = "1f1b", recompute: bool = True, **sizes: int) -> Row:
+def row(*, schedule: str = "1f1b", recompute: bool = True, **sizes: int) -> Case:
     mesh = MeshConfig(**{f"{name}_size": size for name, size in sizes.items()})
     config = FSDP2Config(mp_policy=FP32, activation_checkpointing="full" if recompute else False)
     pipeline = PipelineConfig(schedule=schedule) if sizes.get("pp", 1) > 1 else None
-    return Row(mesh, config, pipeline, objective=OBJECTIVE)
+    return Case(mesh, config, pipeline, objective=OBJECTIVE)
 
 
-def updated(rank: int, world: int, folder: Path, rows: Sequence[Row]) -> list[tuple[Errors, float]]:
+def updated(rank: int, world: int, folder: Path, rows: Sequence[Case]) -> list[tuple[Errors, float]]:
     """What an update on the samples differs by from one process, and the mismatch that it counts."""
     found = []
     for which in rows:
@@ -101,10 +101,10 @@ def updated(rank: int, world: int, folder: Path, rows: Sequence[Row]) -> list[tu
         routing = install_routing(stages.parts, selectors_of(tiny.tiny_config(FAMILY)), mesh.device, stages.pp_group)
         samples = routed_samples()
         (update,) = updates_of(samples, which.packed, mesh.dp_rank, mesh.dp_size)
-        recorder, batches = Recorder(*stages.parts), with_columns(update, samples).batches
+        recorder, batches = GradientRecorder(*stages.parts), with_columns(update, samples).batches
         result = train_step(stages, batches, OBJECTIVE, recorder, mesh, max_grad_norm=None, hooks=[routing])
         wanted = Reference(**torch.load(folder / f"{FAMILY}.pt"))
-        found.append((judge(wanted, result, recorder.gradients), result.metrics["routing_mismatch"].item()))
+        found.append((step_errors(wanted, result, recorder.gradients), result.metrics["routing_mismatch"].item()))
     return found
 
 
@@ -129,7 +129,7 @@ def test_stages_with_experts_over_ranks_replay_them(folder, which):
     assert errors.within_rounding(), errors
 
 
-def recorded(rank: int, world: int, folder: Path, rows: Sequence[Row]) -> list[dict[int, list[Any]]]:
+def recorded(rank: int, world: int, folder: Path, rows: Sequence[Case]) -> list[dict[int, list[Any]]]:
     """By number of the prompt: the tokens that are drawn and the experts that are told."""
     params = SamplingParams(max_new_tokens=6, routing=True)
     found = []

@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.objectives.best_of_n import BestOfN
 from automodel_cli.objectives.online_dpo import OnlineDPO
-from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
+from automodel_cli.parity.compare import Errors, GradientRecorder, build_parity_stages, step_errors
 from automodel_cli.parity.gradient_errors import full_gradients
 from automodel_cli.parity.reference import Original, Reference
-from automodel_cli.rollout.samples import RowPlan, Update, plan_updates
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, pack_minibatches
 from automodel_cli.rollout.types import Sample
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -28,12 +28,12 @@ OBJECTIVES = {"best of n": BestOfN(threshold=1.0), "online dpo": OnlineDPO(beta=
 ROWS = [row(dp=2), row(dp=2, packed=False), row(pp=2)]
 
 
-def update_of(objective: Any, samples: Sequence[Sample], packed: bool, dp_rank: int, dp_size: int) -> Update:
+def update_of(objective: Any, samples: Sequence[Sample], packed: bool, dp_rank: int, dp_size: int) -> Minibatch:
     rewards_N = torch.tensor([sample.score.total for sample in samples], dtype=torch.float64)
     places_N = torch.tensor([sample.place for sample in samples])
     chosen = objective.select(rewards_N, places_N, torch.ones(len(samples), dtype=torch.bool))
-    plan = RowPlan(52, packed, pad_multiple=1, microbatch_size=1, pad_id=0, fits=lambda count: count % 2 == 0)
-    (update,) = plan_updates(samples, chosen, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
+    plan = PackingConfig(52, packed, pad_multiple=1, microbatch_size=1, pad_id=0, fits=lambda count: count % 2 == 0)
+    (update,) = pack_minibatches(samples, chosen, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
     if "pairs_P2" not in objective.columns:
         return update
     ref = [0.9 * batch.extra["sampler_logprobs_BT"] for batch in update.batches]
@@ -87,11 +87,13 @@ def steps(rank: int, world: int, folder: Path, rows: Sequence[Any]) -> list[tupl
     for which in rows:
         for name, objective in OBJECTIVES.items():
             mesh = build_mesh(which.mesh.resolve(world), "cpu")
-            stages = build_stages(Original(folder / "llama"), which, mesh)
+            stages = build_parity_stages(Original(folder / "llama"), which, mesh)
             update = update_of(objective, given_samples(), which.packed, mesh.dp_rank, mesh.dp_size)
-            recorder = Recorder(*stages.parts)
+            recorder = GradientRecorder(*stages.parts)
             result = train_step(stages, update.batches, objective, recorder, mesh, max_grad_norm=None)
-            found.append((name, judge(Reference(**torch.load(folder / f"{name}.pt")), result, recorder.gradients)))
+            found.append(
+                (name, step_errors(Reference(**torch.load(folder / f"{name}.pt")), result, recorder.gradients))
+            )
     return found
 
 

@@ -22,11 +22,11 @@ from automodel_cli.models.attention import varlen_segments
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.ppo import PPO
-from automodel_cli.parity.cases import FP32, Row
-from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
+from automodel_cli.parity.cases import FP32, Case
+from automodel_cli.parity.compare import Errors, GradientRecorder, build_parity_stages, step_errors
 from automodel_cli.parity.reference import Original, Reference, exact_process
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.samples import RowPlan, Update, plan_updates
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, pack_minibatches
 from automodel_cli.rollout.types import Sample, Score
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -58,13 +58,13 @@ def given_samples() -> list[Sample]:
     return samples
 
 
-def update_of(samples: Sequence[Sample], *, share: bool, dp_rank: int = 0, dp_size: int = 1) -> Update:
+def update_of(samples: Sequence[Sample], *, share: bool, dp_rank: int = 0, dp_size: int = 1) -> Minibatch:
     """Old and reference log-probs that differ from the policy's, and an advantage of each sample; one is left out.
     What a critic and a teacher say follows from a token's label.
     """
-    plan = RowPlan(SEQ_LEN, True, 1, microbatch_size=2, pad_id=0, fits=lambda n: n % 2 == 0, share_prompts=share)
+    plan = PackingConfig(SEQ_LEN, True, 1, microbatch_size=2, pad_id=0, fits=lambda n: n % 2 == 0, share_prompts=share)
     trained = [(i,) for i in range(len(samples)) if i != 3]
-    (update,) = plan_updates(samples, trained, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
+    (update,) = pack_minibatches(samples, trained, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
     advantages_N = torch.randn(len(samples), generator=torch.Generator().manual_seed(5))
     update = update.with_values("advantages_BT", advantages_N, samples)
     for name, shift in (("old", 0.05), ("ref", -0.2)):
@@ -85,11 +85,11 @@ def row(
     tp: int = 1,
     ep: int = 1,
     recompute: bool | str = False,
-) -> Row:
+) -> Case:
     mesh = MeshConfig(dp_size=dp, pp_size=pp, tp_size=tp, ep_size=ep)
     pipeline = PipelineConfig(schedule="1f1b") if pp > 1 else None
     config = FSDP2Config(mp_policy=FP32, sequence_parallel=tp > 1, activation_checkpointing=recompute)
-    return Row(mesh, config, pipeline, objective=OBJECTIVES[objective], packed=True)
+    return Case(mesh, config, pipeline, objective=OBJECTIVES[objective], packed=True)
 
 
 def objectives_of(family: str) -> list[str]:
@@ -114,16 +114,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def same_update(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Row]]) -> list[Errors]:
+def same_update(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Case]]) -> list[Errors]:
     found = []
     for family, which in cases:
         mesh = build_mesh(which.mesh.resolve(world), "cpu")
-        stages = build_stages(Original(folder / family), which, mesh)
+        stages = build_parity_stages(Original(folder / family), which, mesh)
         update = update_of(given_samples(), share=True, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
-        recorder = Recorder(*stages.parts)
+        recorder = GradientRecorder(*stages.parts)
         result = train_step(stages, update.batches, which.objective, recorder, mesh, max_grad_norm=None)
         want = Reference(**torch.load(reference(folder, family, which.objective)))
-        found.append(judge(want, result, recorder.gradients))
+        found.append(step_errors(want, result, recorder.gradients))
     return found
 
 
@@ -153,7 +153,9 @@ def test_every_layout_gives_the_numbers_of_samples_that_share_nothing(folder, wo
         assert errors.within_rounding(), f"{case}: {errors}"
 
 
-def same_update_of_megatron_fsdp(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Row]]) -> list[Errors]:
+def same_update_of_megatron_fsdp(
+    rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Case]]
+) -> list[Errors]:
     cuda_stand_in.install()
     return same_update(rank, world, folder, cases)
 
@@ -165,7 +167,7 @@ def test_so_does_megatron_fsdp(folder):
     assert errors.within_rounding(), errors
 
 
-def same_update_put_together(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Row]]) -> list[Errors]:
+def same_update_put_together(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Case]]) -> list[Errors]:
     """As rows that are too long for a mask are computed."""
     varlen_segments._SHORT_ROW = 0
     return same_update(rank, world, folder, cases)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_cli.distributed.scatter_gather import all_of, share_of
+from automodel_cli.distributed.scatter_gather import gather_from_group, scatter_to_group
 from tests.dist.harness import launch_all
 
 
@@ -14,8 +14,8 @@ def _there_and_back(rank, world, dim, padded):
     """Every share times its rank + 1: (values equal, gradients equal, entries of this rank)."""
     group = dist.group.WORLD
     whole = torch.arange(1.0, 15.0).view(7, 2).movedim(0, dim).requires_grad_()
-    share = share_of(whole, group, dim, padded=padded)
-    back = all_of(share * (rank + 1), 7, group, dim)
+    share = scatter_to_group(whole, group, dim, padded=padded)
+    back = gather_from_group(share * (rank + 1), 7, group, dim)
     (back * back.detach()).sum().backward()
     scale = torch.tensor([1.0, 1, 1, 2, 2, 2, 3])[:, None].movedim(0, dim)
     return torch.equal(back, whole * scale), torch.allclose(whole.grad, whole * scale**2), share.shape[dim]

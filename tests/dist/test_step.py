@@ -88,11 +88,11 @@ def _noticed(rank, world, mesh_config):
     try:
         notice = (0, 15)[rank == world - 1] or (10 if rank == 0 else 0)
         result = train_step(
-            SingleStage(module), batches, SFT(), optimizer, mesh, max_grad_norm=None, notice=lambda: notice
+            SingleStage(module), batches, SFT(), optimizer, mesh, max_grad_norm=None, stop_signal=lambda: notice
         )
     finally:
         dist.all_reduce = plain
-    return result.notice, result.loss.item(), seen.count(2 + 32 + world)
+    return result.stop_signal, result.loss.item(), seen.count(2 + 32 + world)
 
 
 @pytest.mark.parametrize("mesh_config", [MeshConfig(), MeshConfig(tp_size=2), MeshConfig(cp_size=2)])

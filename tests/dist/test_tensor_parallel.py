@@ -24,7 +24,7 @@ from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.lora import wrappers
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import packed_batch, step_batches, token_row
-from automodel_cli.parity.cases import FP32, Row
+from automodel_cli.parity.cases import FP32, Case
 from automodel_cli.parity.compare import run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
@@ -53,7 +53,7 @@ SP = replace(TP, sequence_parallel=True)
 
 
 def row(config=TP, **sizes):
-    return Row(
+    return Case(
         mesh=MeshConfig(**{"dp_size": 1, "tp_size": 2, **sizes}), parallelizer=config, num_microbatches=NUM_MICROBATCHES
     )
 
@@ -151,7 +151,7 @@ def _logprobs_of_each(rank, world, several, kernel):
 
 
 def _logprobs(world, fields, kernel):
-    kernel_selection.choose(kernel, torch.device("cpu"))
+    kernel_selection.choose_kernel(kernel, torch.device("cpu"))
     mesh = build_mesh(MeshConfig(tp_size=world).resolve(world), "cpu")
     config = ModelConfig(config=fields, head_chunk_size=7)
     part = build_part(config)

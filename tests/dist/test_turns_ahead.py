@@ -19,11 +19,11 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.collection.async_queue import SampleQueue, SampleRequest
-from automodel_cli.rollout.collection.multi_turn import episodes_beside
+from automodel_cli.rollout.collection.multi_turn import background_episodes
 from automodel_cli.rollout.engines.base import Capabilities, sample_seed
 from automodel_cli.rollout.engines.policy_engine import RankZeroEngine
 from automodel_cli.rollout.environments.base import Environment, Turn
-from automodel_cli.rollout.environments.episode import Episode, Player
+from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.types import Completion, SamplingParams
 from tests.dist.harness import launch, launch_all
@@ -87,7 +87,7 @@ def queue_of(engine: Any, pool: EnvironmentPool, tokenizer: Any, depth: int = 1,
     mesh = build_mesh(MeshConfig(**layout).resolve(torch.distributed.get_world_size()), "cpu")
     data = SimpleNamespace(chat_template="auto", seq_len=400)
     session: Any = SimpleNamespace(recipe=SimpleNamespace(data=data), tokenizer=tokenizer, mesh=mesh)
-    draw = episodes_beside(session, pool, engine)
+    draw = background_episodes(session, pool, engine)
     return SampleQueue(engine, torch.device("cpu"), depth, draw=draw, about={"episodes": "these"})
 
 
@@ -184,8 +184,8 @@ def an_environment_hangs(rank: int, world: int) -> None:
         queue.close()
         pairs = zip(seeds_of(requests), requests, strict=True)
         alone = [Episode(seed=seed).about(0, request[2]) for seed, request in pairs]
-        player = Player(Letters(tokenizer), tokenizer, pool, PARAMS, 400)  # type: ignore[arg-type]
-        thread = threading.Thread(target=player.together, args=(alone,))
+        player = EpisodeRunner(Letters(tokenizer), tokenizer, pool, PARAMS, 400)  # type: ignore[arg-type]
+        thread = threading.Thread(target=player.run_lockstep, args=(alone,))
         thread.start()
         thread.join(LIMIT)
         untimed = [content(replace(e, account=Episode().account)) for e in (*drawn.answers, *alone)]  # type: ignore[type-var]

@@ -11,7 +11,7 @@ from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models import lora
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.parity.cases import FP32, Row
+from automodel_cli.parity.cases import FP32, Case
 from automodel_cli.parity.compare import TIMES_ROUNDING, Errors, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
@@ -21,10 +21,10 @@ from tests.dist.harness import launch
 DP, PP = MeshConfig(dp_size=2), MeshConfig(dp_size=1, pp_size=2)
 ADAPTERS = LoRAConfig(rank=4, alpha=12.0)
 ROWS = [
-    Row(DP, lora=ADAPTERS),
-    Row(PP, pipeline=PipelineConfig(layout="Et|tL"), lora=LoRAConfig(rank=4, use_rslora=True)),
-    Row(DP, FSDP2Config(), compute_dtype="bfloat16"),
-    Row(DP, FSDP2Config(mp_policy=FP32, enable_compile=True, compile_backend="aot_eager")),
+    Case(DP, lora=ADAPTERS),
+    Case(PP, pipeline=PipelineConfig(layout="Et|tL"), lora=LoRAConfig(rank=4, use_rslora=True)),
+    Case(DP, FSDP2Config(), compute_dtype="bfloat16"),
+    Case(DP, FSDP2Config(mp_policy=FP32, enable_compile=True, compile_backend="aot_eager")),
 ]
 
 

@@ -16,7 +16,7 @@ from automodel_cli.dryrun.hardware import GPUS
 from automodel_cli.dryrun.memory import MemoryTracker
 from automodel_cli.dryrun.simulated_clock import Clock
 from automodel_cli.dryrun.trace_rank import _materialise
-from automodel_cli.models.attention.packed import packed_attention, register
+from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
 from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.sampler import cuda_graphs
@@ -31,7 +31,7 @@ Counted = tuple[list[str], dict[str, int], list[str]]
 
 
 def _counted(rank: int, world: int, family: str, greedy: bool) -> Counted:
-    register()
+    register_packed_attention()
     model = tiny.build_hf(family, num_hidden_layers=2).bfloat16()
     if family != "llama":
         model.set_experts_implementation("grouped_mm")
@@ -41,7 +41,7 @@ def _counted(rank: int, world: int, family: str, greedy: bool) -> Counted:
     memory = MemoryTracker(lambda: "step", list)
     mode = TracedRank(GPUS["h100"], clock, memory, Collectives(clock, {}), "balanced")
     fake_cuda.pretend(GPUS["h100"], clock, mode.synchronised)
-    fake = torch_compat.install(CUDA)
+    fake = torch_compat.install_fake_cuda(CUDA)
     found: list[Counted] = []
 
     def watch(step: cuda_graphs.Step, inputs_B3: Tensor) -> Callable[[], Tensor]:

@@ -8,7 +8,7 @@ import pytest
 
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.trace_rank import trace
-from automodel_cli.dryrun.types import Request
+from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.dryrun.worker import load
 from tests.dist.harness import launch
 from tests.dryrun.test_recipes import _ONCE_A_STEP, _fewer_layers
@@ -30,7 +30,7 @@ def _times(rank: int, world: int, given: str, wait_at_once: bool) -> tuple[float
             return waited
 
         Collectives.exchanged = exchanged  # type: ignore[method-assign]
-    request = Request.from_json(given)
+    request = TraceRequest.from_json(given)
     found = trace(load(request), request)
     in_exchanges = sum(row["seconds"] for row in found.collectives if "alltoall" in row["operator"])
     return found.once_seconds + found.microbatch_seconds, in_exchanges
@@ -40,7 +40,7 @@ def _times(rank: int, world: int, given: str, wait_at_once: bool) -> tuple[float
 def test_gradients_of_tokens_go_back_while_those_of_weights_are_made() -> None:
     """One of four exchanges that take equally long, in a layer without shared experts that nothing recomputes."""
     overrides = (*_fewer_layers("qwen3_moe_30b_ep8", 2), *_ONCE_A_STEP)
-    request = Request("qwen3_moe_30b_ep8", overrides, 8, 0, microbatches=2).to_json()
+    request = TraceRequest("qwen3_moe_30b_ep8", overrides, 8, 0, microbatches=2).to_json()
     options: dict[str, Any] = {"timeout": 400, "process_group": False}
     beside, in_exchanges = launch(_times, 1, request, False, **options)
     one_by_one, _ = launch(_times, 1, request, True, **options)

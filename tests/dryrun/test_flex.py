@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.dryrun.types import RankResult, Request
+from automodel_cli.dryrun.types import RankResult, TraceRequest
 from tests.dryrun.test_tiny import _LAYERS, _PLAIN
 from tests.dryrun.traces import trace_in_fork
 
@@ -26,7 +26,7 @@ SCORES = HEADS * TOKENS**2 * 4
 
 @cache
 def traced(conf: str, gpus: int, rank: int, *overrides: str, **options: Any) -> RankResult:
-    return trace_in_fork(Request(conf, overrides, gpus, rank, **options))
+    return trace_in_fork(TraceRequest(conf, overrides, gpus, rank, **options))
 
 
 def _count(found: RankResult, name: str) -> int:

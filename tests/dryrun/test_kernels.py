@@ -125,7 +125,7 @@ def _unknown(tensor: Tensor) -> None:
 def _measure(rank: int, world: int) -> dict[str, list[tuple[float, int, float]]]:
     """Fake tensors change torch for the whole process."""
     found = {}
-    with torch_compat.install(CUDA):
+    with torch_compat.install_fake_cuda(CUDA):
         for name, (call, shapes) in _calls().items():
             tensors = [torch.empty(shape, dtype=dtype, device=CUDA) for shape, dtype in shapes]
             with _Seen() as seen:
@@ -175,11 +175,12 @@ def test_a_grouped_product_takes_as_long_as_it_was_measured_to_take(rows: int, m
 
 
 def test_attention_is_granted_more_in_longer_documents_and_more_forward_than_backward() -> None:
-    shares = [hardware.attention(tokens, backward=False) for tokens in (100, 512, 700, 1024, 5000, 100_000)]
+    shares = [hardware.attention_efficiency(tokens, backward=False) for tokens in (100, 512, 700, 1024, 5000, 100_000)]
     assert shares == sorted(shares)
     assert shares[1] == pytest.approx(191 / 989, abs=1e-3) and shares[-1] == pytest.approx(335 / 989, abs=1e-3)
     assert all(
-        hardware.attention(t, backward=True) < hardware.attention(t, backward=False) for t in (512, 3000, 20_000)
+        hardware.attention_efficiency(t, backward=True) < hardware.attention_efficiency(t, backward=False)
+        for t in (512, 3000, 20_000)
     )
 
 

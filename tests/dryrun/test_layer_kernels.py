@@ -24,7 +24,7 @@ from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.expert_parallel.router_detection import routers_in
 from automodel_cli.dryrun.dispatch_mode import TracedRank
 from automodel_cli.dryrun.trace_rank import trace
-from automodel_cli.dryrun.types import Request
+from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.dryrun.worker import load
 from tests.dist.harness import launch
 from tests.dryrun.test_recipes import _fewer_layers
@@ -91,7 +91,7 @@ def _traced(rank: int, world: int) -> tuple[Table, Table]:
     nn.modules.module.register_module_forward_pre_hook(before)
     nn.modules.module.register_module_forward_hook(after)
     overrides = (*_fewer_layers("qwen3_moe_30b_ep8", _LAYERS), "parallelizer.activation_checkpointing=false")
-    request = Request("qwen3_moe_30b_ep8", overrides, 8, 0, microbatches=_MICROBATCHES)
+    request = TraceRequest("qwen3_moe_30b_ep8", overrides, 8, 0, microbatches=_MICROBATCHES)
     trace(load(request), request)
     assert len(ours.found) == 2 * _LAYERS * _MICROBATCHES
     middle = ours.found[2 * _LAYERS : 4 * _LAYERS]  # forward through the layers and back
@@ -133,12 +133,12 @@ def _written_by_hand(watch: Watch, block: nn.Module, hidden_TD: Tensor) -> None:
     logits_TE = hidden_TD @ router_ED.t()
     weight_TK, index_TK = topk_router.route(logits_TE, None, choices, False, True, 1.0, False)
     expert_P, order_P = torch.sort(index_TK.flatten(), stable=True)
-    token_P, place_P, sent = permute.pairs(expert_P, order_P, choices, num_experts)
+    token_P, place_P, sent = permute.permute_pairs(expert_P, order_P, choices, num_experts)
     each = [num_local] * dist.get_world_size()
     received_RL = exchanged(sent, each, each).view(-1, num_local)
     counts = torch.stack([sent, received_RL.flatten()]).tolist()
     send, receive = ([sum(row[i : i + num_local]) for i in range(0, num_experts, num_local)] for row in counts)
-    order_N, place_N, _, ends_L = permute.arrivals(received_RL, sum(receive))
+    order_N, place_N, _, ends_L = permute.permute_arrivals(received_RL, sum(receive))
     rows_ND = exchanged(hidden_TD.index_select(0, token_P), send, receive).index_select(0, order_N)
     inner_NF = grouped_mm(rows_ND, first_LFD.transpose(-2, -1), offs=ends_L)
     gated_NI = fused("gate", [inner_NF], new(len(inner_NF), inner_NF.shape[1] // 2))

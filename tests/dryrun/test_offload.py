@@ -27,7 +27,7 @@ def _copies(rank: int, world: int) -> dict[str, Any]:
     mode = TracedRank(gpu, clock, MemoryTracker(lambda: ""), Collectives(clock, Links(gpu.link)), "balanced")
     mode.counts.on = True
     found: dict[str, Any] = {}
-    with torch_compat.install(CUDA), mode:
+    with torch_compat.install_fake_cuda(CUDA), mode:
         fake_cuda.pretend(gpu, clock, mode.synchronised)
         side: Any = torch.cuda.Stream()
 

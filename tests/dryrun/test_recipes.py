@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from automodel_cli.config import bundled_recipes
-from automodel_cli.dryrun.types import RankResult, Request
+from automodel_cli.dryrun.types import RankResult, TraceRequest
 from automodel_cli.models.hub import bundled_configs
 from tests.dryrun.traces import trace_in_fork
 from tests.marks import slow
@@ -89,14 +89,14 @@ _NOT_OF_REAL_SIZE = re.compile(r"quickstart.*|.*_tiny|sft|dpo|grpo|kd|rm")
 def traced(case: Case) -> RankResult:
     overrides = () if case.layers is None else _fewer_layers(case.recipe, case.layers)
     return trace_in_fork(
-        Request(case.recipe, (*overrides, *case.more), case.gpus, case.rank, microbatches=case.microbatches)
+        TraceRequest(case.recipe, (*overrides, *case.more), case.gpus, case.rank, microbatches=case.microbatches)
     )
 
 
 def _fewer_layers(recipe: str, layers: int) -> tuple[str, ...]:
     from automodel_cli.dryrun.worker import load
 
-    given = load(Request(recipe, (), 1))
+    given = load(TraceRequest(recipe, (), 1))
     name = given.model.pretrained
     with bundled_configs.preferred():
         fields = dict(bundled_configs.fields(name, None) or {})
@@ -120,7 +120,7 @@ def _literal(value: Any) -> str:
 
 def test_every_bundled_recipe_of_real_size_is_dry_run() -> None:
     assert {case.recipe for case in EVERY} == {
-        name for name in bundled_recipes.names() if not _NOT_OF_REAL_SIZE.fullmatch(name)
+        name for name in bundled_recipes.recipe_names() if not _NOT_OF_REAL_SIZE.fullmatch(name)
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.dryrun.synthetic_batches import document_lengths, microbatches
-from automodel_cli.dryrun.types import Request
+from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.dryrun.worker import load
 from automodel_cli.models.tokenizer import load_tokenizer
 
@@ -16,7 +16,7 @@ _UNPACKED = ("data.packing=none", "train.microbatch_size=4")
 
 
 def _recipe(conf: str, *overrides: str) -> Any:
-    return load(Request(conf, (*_UNPACKED, *overrides), 1))
+    return load(TraceRequest(conf, (*_UNPACKED, *overrides), 1))
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_unpacked_rows_are_padded_and_cut_as_the_loader_collates_them(conf: str,
 
 
 def test_without_data_an_unpacked_row_is_as_long_as_it_can_be_or_as_asked() -> None:
-    recipe = load(Request("qwen3_0_6b", _UNPACKED, 1))
+    recipe = load(TraceRequest("qwen3_0_6b", _UNPACKED, 1))
     whole = recipe.data.seq_len
     assert document_lengths(recipe, None).rows == ((whole,),)
     assert document_lengths(recipe, 100).rows == ((100,),)
     assert microbatches(recipe, document_lengths(recipe, 100), 1)[0].input_ids.shape == (4, 100)
-    pairs = load(Request("dpo_llama3_8b_pp2", _UNPACKED, 8))
+    pairs = load(TraceRequest("dpo_llama3_8b_pp2", _UNPACKED, 8))
     assert document_lengths(pairs, 100_000).rows == ((pairs.data.seq_len // 2,) * 2,)

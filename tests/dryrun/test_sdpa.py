@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from automodel_cli.dryrun.sdpa import kernel
-from automodel_cli.dryrun.types import RankResult, Request
+from automodel_cli.dryrun.types import RankResult, TraceRequest
 from tests.dryrun.test_tiny import _BF16, _LAYERS, _PLAIN
 from tests.dryrun.traces import trace_in_fork
 
@@ -22,7 +22,7 @@ _MASK = 2 * _TOKENS**2  # bytes of one in bfloat16
 def _traced(attention: str, document: int) -> RankResult:
     given = (*_PLAIN, *_BF16, *_DATA, f"model.attention={attention}", "parallelizer.activation_checkpointing=false")
     options: dict[str, Any] = {"document": document, "microbatches": _MICROBATCHES}
-    return trace_in_fork(Request("llama3_8b_tp2cp2_tiny", given, 1, **options))
+    return trace_in_fork(TraceRequest("llama3_8b_tp2cp2_tiny", given, 1, **options))
 
 
 def _launched(found: RankResult, of: str) -> int:

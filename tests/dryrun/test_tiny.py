@@ -19,15 +19,15 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.dryrun import command, fake_cuda
-from automodel_cli.dryrun.command import distinct_ranks, measure
+from automodel_cli.dryrun.command import distinct_ranks, trace_config
 from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.hardware import GPUS
 from automodel_cli.dryrun.simulated_clock import Clock
 from automodel_cli.dryrun.suggestions import try_changes
-from automodel_cli.dryrun.synthetic_batches import Documents, microbatches
+from automodel_cli.dryrun.synthetic_batches import DocumentLengths, microbatches
 from automodel_cli.dryrun.trace_rank import check_covered, number_to_run
-from automodel_cli.dryrun.types import RankResult, Request
+from automodel_cli.dryrun.types import RankResult, TraceRequest
 from automodel_cli.dryrun.worker import load
 from automodel_cli.pipelining.timeline.simulator import peak_activations
 from automodel_cli.planning.plan import make_plan
@@ -56,7 +56,7 @@ _BF16 = ("parallelizer.mp_policy.param_dtype=bfloat16",)
 
 @cache
 def traced(conf: str, gpus: int, rank: int, *overrides: str, **options: Any) -> RankResult:
-    return trace_in_fork(Request(conf, overrides, gpus, rank, **options))
+    return trace_in_fork(TraceRequest(conf, overrides, gpus, rank, **options))
 
 
 def test_parameters_optimizer_states_and_gradients_of_one_gpu_are_those_of_the_closed_form() -> None:
@@ -133,7 +133,7 @@ def test_a_dense_step_waits_for_the_device_only_in_the_head_and_once_to_refuse_w
 def test_the_host_does_not_wait_for_the_optimizer() -> None:
     """Of 128 million parameters: fused AdamW reads and writes seven numbers of four bytes for each."""
     large = "model.config.vocab_size=1000000"
-    host, device = ends_of_steps(Request("llama3_8b_tp2cp2_tiny", (*_PLAIN, large), 1))[-1]
+    host, device = ends_of_steps(TraceRequest("llama3_8b_tp2cp2_tiny", (*_PLAIN, large), 1))[-1]
     optimizer = 7 * 4 * 2 * 64 * 1_000_000 / (GPUS["h100"].bandwidth)
     assert device - host > 0.9 * optimizer
 
@@ -150,7 +150,7 @@ def test_the_host_does_not_wait_for_the_optimizer() -> None:
 )
 def test_faults_of_the_dry_run_are_told_from_those_of_the_step(objective: str, ours: bool) -> None:
     target = f"objective={{_target_: tests.dryrun.faulty.{objective}}}"
-    failed = failed_in_fork(Request("llama3_8b_tp2cp2_tiny", (*_PLAIN, target), 1, trust_packages=("tests",)))
+    failed = failed_in_fork(TraceRequest("llama3_8b_tp2cp2_tiny", (*_PLAIN, target), 1, trust_packages=("tests",)))
     assert failed["ours"] is ours, failed
     assert "faulty.py" in failed["trace"] and "site-packages/torch" not in failed["trace"]
 
@@ -161,7 +161,7 @@ def test_a_failed_trace_is_an_error_of_its_kind(ours: bool, monkeypatch: pytest.
     answer = json.dumps({"failed": {"message": "TypeError: why", "trace": "", "ours": ours}})
     monkeypatch.setattr(command, "_WORKER", [sys.executable, "-c", f"print({answer!r})"])
     with pytest.raises(RunError, match="TypeError: why") as caught:
-        command.trace_rank(Request("quickstart", ("train.max_steps=3",), 2))
+        command.trace_rank(TraceRequest("quickstart", ("train.max_steps=3",), 2))
     assert isinstance(caught.value, command.DryRunError) is ours and caught.value.exit_code == 1
     fix = "automodel plan -c quickstart --gpus 2 train.max_steps=3"
     assert (caught.value.fix or "").startswith(fix) is ours
@@ -269,7 +269,7 @@ def test_recomputation_lowers_what_activations_hold_and_runs_more_kernels() -> N
 @pytest.mark.slow
 def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
     ranks = [traced("dpo_llama3_8b_pp2_tiny", 8, rank, *_BF16) for rank in distinct_ranks(Layout(pp=2, dp_shard=4))]
-    request = Request("", (), 8)
+    request = TraceRequest("", (), 8)
     found = estimate(ranks, request.device, 8)
     assert found.timeline is not None
     work = [rank.num_microbatches * sum(sum(stages.values()) for stages in rank.actions.values()) for rank in ranks]
@@ -335,7 +335,7 @@ def test_preferences_and_updates_of_rollouts_are_steps_too(conf: str) -> None:
     ],
 )
 def test_what_fake_tensors_do_not_reach_is_refused_with_what_does(conf: str, override: str, named: str) -> None:
-    recipe = load(Request(conf, (override,), 8))
+    recipe = load(TraceRequest(conf, (override,), 8))
     with pytest.raises(ConfigError, match=f"{named} has kernels of its own"):
         check_covered(recipe)
 
@@ -354,7 +354,9 @@ _PP2 = (*_PLAIN, "mesh.pp_size=2", "model.config.num_hidden_layers=4", "train.mi
 )
 def test_as_many_microbatches_are_run_as_show_what_is_alive_at_once(schedule: str, expected: int) -> None:
     """GPipe and LoopedBFS keep all 48 of a step; 4 for each stage are enough for the others."""
-    recipe = load(Request("llama3_8b_tp2cp2_tiny", (*_PP2, f"pipeline={schedule}", "train.global_batch_size=48"), 2))
+    recipe = load(
+        TraceRequest("llama3_8b_tp2cp2_tiny", (*_PP2, f"pipeline={schedule}", "train.global_batch_size=48"), 2)
+    )
     plan = make_plan(plan_request(recipe, Layout(pp=2)))
     found = number_to_run(recipe, plan, None)
     assert found == expected and plan.cut is not None
@@ -362,7 +364,7 @@ def test_as_many_microbatches_are_run_as_show_what_is_alive_at_once(schedule: st
 
 
 def test_microbatches_that_the_schedule_cannot_run_are_refused_with_some_that_it_can() -> None:
-    recipe = load(Request("llama3_8b_tp2cp2_tiny", (*_PP2, "pipeline=interleaved_1f1b"), 2))
+    recipe = load(TraceRequest("llama3_8b_tp2cp2_tiny", (*_PP2, "pipeline=interleaved_1f1b"), 2))
     plan = make_plan(plan_request(recipe, Layout(pp=2)))
     assert number_to_run(recipe, plan, 6) == 6
     with pytest.raises(ConfigError, match="--microbatches 5: interleaved_1f1b cannot run so many") as refused:
@@ -390,7 +392,7 @@ def test_objectives_are_given_the_columns_that_they_read(
         held = found.peak_by_kind["frozen model"]
         assert 4 * 596_049_920 <= held <= 4 * 596_049_920 + 512 * 312
         assert found.plan == pytest.approx(found.peak, rel=0.02)
-        columns = microbatches(load(Request(conf, overrides, 1)), Documents((700,), ""), 1)[0]
+        columns = microbatches(load(TraceRequest(conf, overrides, 1)), DocumentLengths((700,), ""), 1)[0]
         assert {name: tuple(one.shape) for name, one in columns.unknown.items()} == {
             "teacher_ids_BTN": (8, 128, tokens),
             "teacher_logprobs_BTN": (8, 128, tokens),
@@ -420,10 +422,10 @@ def test_what_does_not_fit_is_told_with_changes_that_were_run_and_the_best_comes
     before = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, *wide)
     small = replace(GPUS["h100"], memory_gib=RESERVE_GIB + before.peak / 2**30 / 2)
 
-    def on_small(request: Request, ranks: Sequence[int]) -> Estimate:
-        return replace(measure(replace(request, gpu="h100"), ranks), gpu=small)
+    def on_small(request: TraceRequest, ranks: Sequence[int]) -> Estimate:
+        return replace(trace_config(replace(request, gpu="h100"), ranks), gpu=small)
 
-    request = Request("llama3_8b_tp2cp2_tiny", (*_PLAIN, *wide), 1)
+    request = TraceRequest("llama3_8b_tp2cp2_tiny", (*_PLAIN, *wide), 1)
     tried = try_changes(load(request), request, 2, lambda layout, heaviest: (heaviest,), on_small, small)
     assert len(tried) == 2
     for one in tried:

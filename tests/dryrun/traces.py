@@ -8,27 +8,27 @@ from typing import Any
 from automodel_cli.dryrun import trace_rank as traced_rank
 from automodel_cli.dryrun.trace_errors import described
 from automodel_cli.dryrun.trace_rank import trace
-from automodel_cli.dryrun.types import RankResult, Request
+from automodel_cli.dryrun.types import RankResult, TraceRequest
 from automodel_cli.dryrun.worker import load
 from tests.dist.harness import launch
 
 
-def trace_in_fork(request: Request) -> RankResult:
+def trace_in_fork(request: TraceRequest) -> RankResult:
     return RankResult.from_dict(launch(_trace, 1, request.to_json(), timeout=400, process_group=False))
 
 
 def _trace(rank: int, world: int, given: str) -> dict[str, Any]:
-    request = Request.from_json(given)
+    request = TraceRequest.from_json(given)
     return trace(load(request), request).to_dict()
 
 
-def failed_in_fork(request: Request) -> dict[str, Any]:
+def failed_in_fork(request: TraceRequest) -> dict[str, Any]:
     """What the worker answers for a trace that raises."""
     return launch(_failed, 1, request.to_json(), timeout=400, process_group=False)
 
 
 def _failed(rank: int, world: int, given: str) -> dict[str, Any]:
-    request = Request.from_json(given)
+    request = TraceRequest.from_json(given)
     try:
         trace(load(request), request)
     except Exception as error:
@@ -36,20 +36,20 @@ def _failed(rank: int, world: int, given: str) -> dict[str, Any]:
     raise AssertionError("the trace went through")
 
 
-def ends_of_steps(request: Request) -> list[tuple[float, float]]:
+def ends_of_steps(request: TraceRequest) -> list[tuple[float, float]]:
     """For each step: when the host goes on, and when the device is done."""
     return launch(_ends, 1, request.to_json(), timeout=400, process_group=False)
 
 
 def _ends(rank: int, world: int, given: str) -> list[tuple[float, float]]:
-    request, found = Request.from_json(given), list[tuple[float, float]]()
-    step = traced_rank.Traced.step
+    request, found = TraceRequest.from_json(given), list[tuple[float, float]]()
+    step = traced_rank.RankTrace.step
 
-    def watched(self: traced_rank.Traced, *args: Any) -> float:
+    def watched(self: traced_rank.RankTrace, *args: Any) -> float:
         seconds = step(self, *args)
         found.append((self.clock.host, self.clock.now()))
         return seconds
 
-    traced_rank.Traced.step = watched  # type: ignore[method-assign]
+    traced_rank.RankTrace.step = watched  # type: ignore[method-assign]
     trace(load(request), request)
     return found

@@ -103,14 +103,14 @@ def test_a_disk_that_fills_up_under_the_metrics(tmp_path: Path, mount: Mount) ->
 
 
 def _export_to(rank, world, folder, disk):
-    from automodel_cli.run.finalize import finish
+    from automodel_cli.run.finalize import finalize_run
 
     with session(folder, SFT, *FEW, "train.max_steps=1") as opened:
         for step, batches in opened.steps():
             opened.train(step, batches)
         (opened.run_dir / "export").symlink_to(disk / "export")
         try:
-            finish(opened)
+            finalize_run(opened)
         except RunError as error:
             return str(error)
     return None

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.environments.calculator import Calculator
-from automodel_cli.rollout.environments.episode import Episode, Player
+from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.types import SamplingParams
 from tests.e2e.command import automodel, curve, kill_after_step, start
@@ -48,7 +48,7 @@ def played_by_hand(exported: Path, whole: Path, step: int) -> list[Any]:
         episodes.append(Episode("", prompt, said, {}, seed))
     params = SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.95)
     with EnvironmentPool({"environment": CALCULATOR}) as pool:
-        Player(engine, tokenizer, pool, params, 128).together(episodes)
+        EpisodeRunner(engine, tokenizer, pool, params, 128).run_lockstep(episodes)
     return [episode.said for episode in episodes]
 
 

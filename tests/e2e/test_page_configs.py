@@ -15,10 +15,10 @@ import pytest
 from automodel_cli.cli.main import cli, run
 from automodel_cli.cli.optuna_sweep import axes
 from automodel_cli.config import bundled_recipes
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.trust import Trust
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.evaluation.config import EvalConfig
@@ -64,7 +64,7 @@ def test_a_yaml_block_is_accepted(page: Path, block: Block, folder: Path, monkey
     path = folder / "block.yaml"
     path.write_text(whole(block))
     kind = EvalConfig if re.search(r"^tasks:", block.text, re.M) else None
-    check(compose(path), Trust(frozenset(), OWN), kind=kind)
+    check_config(compose(path), Trust(frozenset(), OWN), kind=kind)
 
 
 def typed(page: Path) -> list[list[str]]:
@@ -99,13 +99,15 @@ def test_a_command_of_a_block_is_one_that_runs(page: Path, folder: Path, monkeyp
         conf, overrides = params.get("conf"), params.get("overrides") or ()
         if conf is None or words[0] == "eval":
             continue
-        assert isinstance(conf, str) and (Path(conf).is_file() or conf in bundled_recipes.names()), (
+        assert isinstance(conf, str) and (Path(conf).is_file() or conf in bundled_recipes.recipe_names()), (
             f"{page.name}: {words}"
         )
         if words[0] == "sweep":
             axes(overrides)
         else:  # what a URL needs may not be installed
-            check(compose(conf, [o for o in overrides if not o.startswith("output_dir=s3:")]), Trust(frozenset(), OWN))
+            check_config(
+                compose(conf, [o for o in overrides if not o.startswith("output_dir=s3:")]), Trust(frozenset(), OWN)
+            )
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,7 @@ def test_the_rows_of_every_line_of_a_tutorial_are_read(
     lines = [params for _, params in map(parsed, typed(page)) if params.get("conf")]
     assert lines
     for params in lines:
-        recipe: Any = check(compose(str(params["conf"]), params["overrides"]), Trust(frozenset(), OWN))  # type: ignore[arg-type]
+        recipe: Any = check_config(compose(str(params["conf"]), params["overrides"]), Trust(frozenset(), OWN))  # type: ignore[arg-type]
         assert recipe.data_problems() == []
         if recipe.data.task is not None or local_files(recipe.data.path) is None:
             continue  # made in code, or on the hub
@@ -140,7 +142,7 @@ def test_the_rows_of_every_line_of_a_tutorial_are_read(
         if recipe.kind == "grpo":
             prepare_prompts(recipe.data, tokenizer, seed=0, max_tokens=64)
         else:
-            prepare(recipe.data, tokenizer, seed=0, preferences=recipe.preferences, progress=lambda _: None)
+            prepare_data(recipe.data, tokenizer, seed=0, preferences=recipe.preferences, progress=lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_cli.models.checkpoint_io.export_check import Precision, measure
+from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.sequence_classifier import load_classifier
-from automodel_cli.rollout.rewards.base import Judged
+from automodel_cli.rollout.rewards.base import RewardInput
 from automodel_cli.rollout.rewards.reward_model import RewardModel
 from tests.e2e.command import automodel, curve, metrics
 from tests.e2e.test_dpo import PAIRS
@@ -57,10 +57,10 @@ def test_stages_train_and_export_the_same_scores(folder, losses):
     scores = [[model(torch.tensor([row])).logits[0, 0] for row in rows] for model in models]
     assert scores[0][0].abs() > 1e-3 and torch.allclose(*(torch.stack(s) for s in scores), atol=1e-5)
     exact = Precision(torch.float32, rounds_weights=False)
-    assert measure(exports[1], rows, scores[0], exact, as_classifier=True).worst < 1e-5
+    assert measure_export_error(exports[1], rows, scores[0], exact, as_classifier=True).worst < 1e-5
     whole.score.weight.data.mul_(1.1)
     wrong = [whole(torch.tensor([row])).logits[0, 0].detach() for row in rows]
-    assert measure(exports[1], rows, wrong, exact, as_classifier=True).worst > 1e-4
+    assert measure_export_error(exports[1], rows, wrong, exact, as_classifier=True).worst > 1e-4
 
 
 def test_as_a_reward_it_scores_a_held_out_pair_as_its_training_did(folder, losses):
@@ -70,10 +70,10 @@ def test_as_a_reward_it_scores_a_held_out_pair_as_its_training_did(folder, losse
 
     reward = RewardModel(folder=str(folder / "runs" / "whole" / "export"))
     pairs = list(PreferenceTasks(ChatTasks(num_train=200, num_validation=16)).rows("validation"))
-    empty = Judged(name="x", completion="", row={}, messages=pairs[0]["prompt"])
+    empty = RewardInput(name="x", completion="", row={}, messages=pairs[0]["prompt"])
     assert reward.score(empty) != 0 and reward.on_error == "skip", "0 would be better than most answers"
     for side in ("chosen", "rejected"):
-        scores = [reward.score(Judged(name="x", completion=p[side], row=p, messages=p["prompt"])) for p in pairs]
+        scores = [reward.score(RewardInput(name="x", completion=p[side], row=p, messages=p["prompt"])) for p in pairs]
         measured = metrics(folder / "runs" / "whole")[-1][f"val_score_{side}"]
         assert sum(scores) / len(scores) == pytest.approx(measured, abs=1e-5)
 

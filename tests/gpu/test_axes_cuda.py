@@ -9,7 +9,7 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.parity.compare import Errors, Recorder, judge
+from automodel_cli.parity.compare import Errors, GradientRecorder, step_errors
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch
@@ -33,9 +33,9 @@ def one_step(rank: int, world: int, case: Case, device: str) -> Errors:
     want = reference(case.family, [batch for batches in of_ranks for batch in batches])
     part = tiny_part(case.family).to(device)
     assert case.config is not None
-    stages, recorder = SingleStage(parallelize(part, mesh, case.config)), Recorder(part)
+    stages, recorder = SingleStage(parallelize(part, mesh, case.config)), GradientRecorder(part)
     result = train_step(stages, of_ranks[mesh.dp_rank], SFT(), recorder, mesh, max_grad_norm=None)
-    return judge(want, result, {name: grad.cpu() for name, grad in recorder.gradients.items()})
+    return step_errors(want, result, {name: grad.cpu() for name, grad in recorder.gradients.items()})
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ CUDA = torch.device("cuda")
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    kernel_selection.choose("auto", torch.device("cpu"))
+    kernel_selection.choose_kernel("auto", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def as_before() -> Iterator[None]:
 )
 def test_a_kernel_is_the_definition_forward_and_backward(dtype, width: int, value_width: int, softcap: float | None):
     """Three documents, a window, grouped heads and a sink."""
-    error = attention_flex.disagreement(CUDA, dtype, width, value_width, softcap)
+    error = attention_flex.flex_error(CUDA, dtype, width, value_width, softcap)
     assert error < (2e-3 if dtype == torch.float32 else 2e-2)
 
 
 def test_soft_caps_take_flex_by_themselves_and_no_memory_of_tokens_by_tokens():
-    kernel_selection.choose("auto", CUDA)
+    kernel_selection.choose_kernel("auto", CUDA)
     query, key, value = (
         torch.randn(1, heads, 16384, 128, device=CUDA, dtype=torch.bfloat16).requires_grad_() for heads in (8, 4, 4)
     )

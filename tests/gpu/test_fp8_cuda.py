@@ -22,11 +22,11 @@ pytestmark = [
 CUDA = torch.device("cuda")
 
 
-def run(recipe: str, tokens: int, *, emulate: bool, fuser: compiled_regions.Fuser | None = None):
+def run(recipe: str, tokens: int, *, emulate: bool, fuser: compiled_regions.RegionCompiler | None = None):
     torch.manual_seed(0)
     linear = nn.Linear(512, 256).to(CUDA, torch.bfloat16)
-    float8_linear.convert(linear, Arithmetic(RECIPES[recipe], emulate))
-    float8_linear.prepare(linear, CUDA, fuser)
+    float8_linear.convert_to_float8(linear, Arithmetic(RECIPES[recipe], emulate))
+    float8_linear.exclude_indivisible(linear, CUDA, fuser)
     x = torch.randn(tokens, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     y = linear(x)
     y.backward(torch.randn_like(y))
@@ -76,8 +76,8 @@ def test_grouped_products_give_what_the_emulation_gives(counts: list[int], turne
 
     def both(emulate: bool):
         fp8 = Arithmetic(RECIPES["rowwise"], emulate)
-        y = grouped_gemm.product(fp8, rows_NK, weight, ends_L, turned=turned, fast=True)
-        back = grouped_gemm.product(fp8, grad_NO, weight, ends_L, turned=not turned)
+        y = grouped_gemm.grouped_gemm(fp8, rows_NK, weight, ends_L, turned=turned, fast=True)
+        back = grouped_gemm.grouped_gemm(fp8, grad_NO, weight, ends_L, turned=not turned)
         return y, back, grouped_gemm.weight_gradient(fp8, rows_NK, grad_NO, ends_L)
 
     for got, exact in zip(both(False), both(True), strict=True):
@@ -86,4 +86,4 @@ def test_grouped_products_give_what_the_emulation_gives(counts: list[int], turne
 
 @grouped
 def test_rows_of_experts_are_cast_by_the_kernel():
-    assert not group_cast.difference(CUDA)
+    assert not group_cast.group_cast_difference(CUDA)

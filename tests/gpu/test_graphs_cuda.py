@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_cli.models.attention.packed import packed_attention, register
+from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
 from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.sampler.cuda_graphs import Capture, Step, cuda_capture
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def make_part(family: str, dtype: torch.dtype, **extra: int) -> ModelPart:
-    register()
+    register_packed_attention()
     model = tiny.build_hf(family, **extra).to("cuda", dtype)
     model.set_attn_implementation("packed")
     return ModelPart(model, detect_head(model.config)).cuda()

@@ -27,5 +27,5 @@ def test_products_of_bf16_add_up_in_float32():
 
 
 def test_the_triton_kernels_agree_with_the_definition_and_are_taken():
-    assert lm_head_kernels.disagreement(torch.device("cuda")) < 1e-5
-    assert lm_head_kernels.usable("cuda")
+    assert lm_head_kernels.head_kernel_error(torch.device("cuda")) < 1e-5
+    assert lm_head_kernels.has_head_kernels("cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from automodel_cli.config.importers import hugging_face as hf
-from automodel_cli.config.importers.framework import Default, Draft, Kind, Row, Table, none, to
+from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, none, to
 
 _FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text"}
 _RL: dict[str, Kind] = {
@@ -135,7 +135,7 @@ TABLE = Table(
         ),
     ),
     kind=_kind,
-    together=_together,
+    run_lockstep=_together,
     rows=hf.ROWS
     | {
         "base_model": to("model.pretrained"),
@@ -159,7 +159,7 @@ TABLE = Table(
         "lora_*": none("not in our adapters: model.lora has rank, alpha, dropout, target_modules, use_rslora"),
         "peft*": none("not in our adapters: model.lora has rank, alpha, dropout, target_modules, use_rslora"),
         "sequence_len": to("data.seq_len"),
-        "sample_packing": Row("data.packing", values={"true": "best_fit", "false": "none"}),
+        "sample_packing": KeyMapping("data.packing", values={"true": "best_fit", "false": "none"}),
         "eval_sample_packing": none("validation rows are packed as the training rows are"),
         "pad_to_sequence_len": none("packed rows always have data.seq_len tokens; unpacked ones see data.pad_to"),
         "excess_length_strategy": to("data.long_documents", drop="drop", truncate="truncate", **{"raise": "fail"}),
@@ -177,8 +177,8 @@ TABLE = Table(
         "dataset_prepared_path": none("prepared data has its own cache: data.cache_dir"),
         "dataset_processes": to("data.num_workers"),
         "shuffle_merged_datasets": to("data.shuffle"),
-        "optimizer": Row("optimizer", values=hf.OPTIMIZERS),
-        "lr_scheduler": Row("lr_scheduler", values=hf.SCHEDULES),
+        "optimizer": KeyMapping("optimizer", values=hf.OPTIMIZERS),
+        "lr_scheduler": KeyMapping("lr_scheduler", values=hf.SCHEDULES),
         "cosine_min_lr_ratio": to("lr_scheduler.min_lr_ratio"),
         "flash_attention": hf.ATTENTION,
         "attn_implementation": hf.ATTENTION,

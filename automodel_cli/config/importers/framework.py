@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from automodel_cli.config.diagnostics import show
+from automodel_cli.config.diagnostics import format_value
 
 Kind = Literal["sft", "dpo", "kd", "grpo"]
 _OMIT = object()
@@ -20,7 +20,7 @@ UNKNOWN = "not known to this translation: look for it in `automodel options`"
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyMapping:
     """One key of theirs.
 
     `ours` takes the value as it is, or by `values` (their value as lower-case text -> ours; another one is commented).
@@ -33,14 +33,14 @@ class Row:
     values: Mapping[str, Any] | None = None
 
 
-def to(ours: str, why: str = "", **values: Any) -> Row:
+def to(ours: str, why: str = "", **values: Any) -> KeyMapping:
     """A key of theirs with a counterpart; their values are keywords (`true`, `null`, or their text)."""
-    return Row(ours, why, values or None)
+    return KeyMapping(ours, why, values or None)
 
 
-def none(why: str) -> Row:
+def none(why: str) -> KeyMapping:
     """A key without a counterpart."""
-    return Row(None, why)
+    return KeyMapping(None, why)
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Table:
     slug: str
     signs: tuple[int, tuple[str, ...]]
     kind: Callable[[Draft], Kind]
-    rows: Mapping[str, Row]
-    together: Callable[[Draft], None]
+    rows: Mapping[str, KeyMapping]
+    run_lockstep: Callable[[Draft], None]
     defaults: Sequence[Default]
     averaging: str
     """How their loss is averaged, beside ours."""
 
-    def row(self, key: str) -> Row | None:
+    def row(self, key: str) -> KeyMapping | None:
         """The row of a key: the exact one, else the first pattern in the table's order."""
         general = re.sub(r"\[\d+\]", "[]", key)
         if general in self.rows:
@@ -109,7 +109,7 @@ class Draft:
             ours
         ] = value
         there = [key for key in theirs if key in self.source]
-        said = ", ".join(f"{key}={show(self.source[key], 60)}" for key in there)
+        said = ", ".join(f"{key}={format_value(self.source[key], 60)}" for key in there)
         self.notes[ours] = [text for text in (said, note) if text]
         self.theirs[ours] = there
         self.done.update(there)
@@ -122,7 +122,7 @@ class Draft:
 
     def decide(self, key: str, what: str) -> None:
         """Say at the top of the file what the user must decide about a key of theirs."""
-        said = f"{key}={show(self.source[key], 60)}: " if key in self.source else f"{key}: "
+        said = f"{key}={format_value(self.source[key], 60)}: " if key in self.source else f"{key}: "
         self.undecided.append(said + what)
         self.leave(key, f"to decide: {what}")
 
@@ -132,9 +132,9 @@ class Draft:
 
 def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | None = None) -> Draft:
     """A whole file. Every leaf of it is in `done` afterwards."""
-    draft = Draft(flatten(source), gpus)
+    draft = Draft(flatten_keys(source), gpus)
     draft.kind = kind or table.kind(draft)
-    table.together(draft)
+    table.run_lockstep(draft)
     for key, value in draft.source.items():
         if key not in draft.done:
             _row(draft, table, key, value)
@@ -195,7 +195,7 @@ def _row(draft: Draft, table: Table, key: str, value: Any) -> None:
         draft.leave(key, f"{row.ours} is decided by {decided}")
         return
     if row is not None and row.values is not None:
-        known = row.values.get(show(value).lower(), _OMIT)
+        known = row.values.get(format_value(value).lower(), _OMIT)
         if known is not _OMIT:
             assert row.ours is not None
             draft.put(row.ours, known, key, note=row.why)
@@ -212,13 +212,13 @@ def _row(draft: Draft, table: Table, key: str, value: Any) -> None:
         draft.put(row.ours, value, key, note=row.why)
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
     """Leaves by dotted key, items of a list of mappings by `key[0].name`; other lists are leaves."""
     if isinstance(value, Mapping) and value:
         leaves: dict[str, Any] = {}
         for name, item in value.items():
-            leaves |= flatten(item, f"{prefix}.{name}" if prefix else str(name))
+            leaves |= flatten_keys(item, f"{prefix}.{name}" if prefix else str(name))
         return leaves
     if isinstance(value, list) and value and any(isinstance(item, Mapping) for item in value):
-        return {k: v for i, item in enumerate(value) for k, v in flatten(item, f"{prefix}[{i}]").items()}
+        return {k: v for i, item in enumerate(value) for k, v in flatten_keys(item, f"{prefix}[{i}]").items()}
     return {prefix: value}

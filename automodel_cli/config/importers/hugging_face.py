@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from automodel_cli.config.importers.framework import Default, Draft, Row, none, to
+from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, none, to
 
 OPTIMIZERS = {
     name: option
@@ -41,12 +41,12 @@ HUB = none("an upload; the export is in the run folder")
 ATTENTION = none("model.attention=packed isolates documents, with the best kernel there is")
 REMOTE_CODE = to("model.trust_remote_code", "the command line must allow it: --trust remote-code")
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, KeyMapping] = {
     "learning_rate": to("optimizer.lr"),
     "weight_decay": to("optimizer.weight_decay"),
     "adam_epsilon": to("optimizer.eps"),
-    "optim": Row("optimizer", values=OPTIMIZERS),
-    "lr_scheduler_type": Row("lr_scheduler", values=SCHEDULES),
+    "optim": KeyMapping("optimizer", values=OPTIMIZERS),
+    "lr_scheduler_type": KeyMapping("lr_scheduler", values=SCHEDULES),
     "lr_scheduler_kwargs.min_lr_rate": to("lr_scheduler.min_lr_ratio"),
     "num_train_epochs": to("train.epochs"),
     "seed": to("seed"),
@@ -54,7 +54,7 @@ ROWS: dict[str, Row] = {
     "bf16": PRECISION,
     "fp16": PRECISION,
     "tf32": PRECISION,
-    "gradient_checkpointing": Row("parallelizer.activation_checkpointing", values=CHECKPOINTING),
+    "gradient_checkpointing": KeyMapping("parallelizer.activation_checkpointing", values=CHECKPOINTING),
     "gradient_checkpointing_kwargs*": none("ours is always the non-reentrant kind"),
     "torch_compile": to("parallelizer.enable_compile"),
     "save_steps": to("checkpoint.every"),

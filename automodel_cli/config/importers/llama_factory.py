@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from automodel_cli.config.importers import hugging_face as hf
-from automodel_cli.config.importers.framework import Default, Draft, Kind, Row, Table, none, to
+from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, none, to
 
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "hinge": "dpo"}
 _STAGES: dict[str, Kind] = {"dpo": "dpo", "kto": "dpo"}
@@ -93,7 +93,7 @@ TABLE = Table(
         ),
     ),
     kind=_kind,
-    together=_together,
+    run_lockstep=_together,
     rows=hf.ROWS
     | {
         "model_name_or_path": to("model.pretrained"),
@@ -133,7 +133,7 @@ TABLE = Table(
         "ref_model": none("the reference is the model as loaded (reference=...)"),
         "pure_bf16": to("model.dtype", true="bfloat16", false="float32"),
         "upcast_*": hf.PRECISION,
-        "disable_gradient_checkpointing": Row(
+        "disable_gradient_checkpointing": KeyMapping(
             "parallelizer.activation_checkpointing", values={"true": False, "false": "full"}
         ),
         "include_effective_tokens_per_second": hf.SHOWN,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.importers import hugging_face as hf
-from automodel_cli.config.importers.framework import Default, Draft, Kind, Row, Table, none, to
+from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, none, to
 
 _AXES = ("tp", "pp", "cp", "ep")
 _SCHEDULES = {"1f1b": "1f1b", "interleaved1f1b": "interleaved_1f1b", "gpipe": "gpipe", "zbvzerobubble": "zbv"}
@@ -244,7 +244,7 @@ TABLE = Table(
         ),
     ),
     kind=_kind,
-    together=_together,
+    run_lockstep=_together,
     rows={
         "step_scheduler.global_batch_size": to("train.global_batch_size"),
         "step_scheduler.ckpt_every_steps": to("checkpoint.every"),
@@ -257,7 +257,7 @@ TABLE = Table(
         "seed": to("seed"),
         "recipe*": none("the recipe is named by defaults: [sft, ...]"),
         "model.pretrained_model_name_or_path": to("model.pretrained"),
-        "model.torch_dtype": Row("model.dtype", values=_DTYPES),
+        "model.torch_dtype": KeyMapping("model.dtype", values=_DTYPES),
         "model.attn_implementation": hf.ATTENTION,
         "model.backend.attn": none("model.transformer_engine.attention=true is their te"),
         "model.backend.*": none("kernels: model.transformer_engine, model.moe.experts, parallelizer.expert_dispatch"),
@@ -268,10 +268,12 @@ TABLE = Table(
         "peft.dropout": to("model.lora.dropout"),
         "peft.*": none("not in our adapters: model.lora has rank, alpha, dropout, target_modules, use_rslora"),
         "distributed._target_": none("parallelizer says what shards"),
-        "distributed.strategy": Row("parallelizer", values=_STRATEGIES),
+        "distributed.strategy": KeyMapping("parallelizer", values=_STRATEGIES),
         "distributed.dp_size": none("the ranks that are left"),
         "distributed.dp_replicate_size": to("mesh.dp_replicate_size", none=1),
-        "distributed.activation_checkpointing": Row("parallelizer.activation_checkpointing", values=hf.CHECKPOINTING),
+        "distributed.activation_checkpointing": KeyMapping(
+            "parallelizer.activation_checkpointing", values=hf.CHECKPOINTING
+        ),
         "distributed.sequence_parallel": to("parallelizer.sequence_parallel", true=True),
         "distributed.*": hf.PLACE,
         "distributed_config.sequence_parallel": to("parallelizer.sequence_parallel", true=True),
@@ -297,7 +299,7 @@ TABLE = Table(
         "lr_scheduler.*": none("lr_scheduler has warmup_steps, warmup_ratio and min_lr_ratio"),
         "wandb.name": to("run_name"),
         "wandb.*": none("logging.trackers takes a WandB node with project, entity, group and mode"),
-        "teacher_model.torch_dtype": Row("teacher.dtype", values=_DTYPES),
+        "teacher_model.torch_dtype": KeyMapping("teacher.dtype", values=_DTYPES),
         "teacher_model.*": none("the library's own model, sharded like the student"),
         "kd_loss_fn.*": none("objective: KL(teacher || student) in float32"),
         "offload_teacher_model": none("cache_teacher=true asks the teacher once, before the first step"),

@@ -153,7 +153,7 @@ TABLE = Table(
         ),
     ),
     kind=_kind,
-    together=_together,
+    run_lockstep=_together,
     rows={
         **_SHARED,
         **{f"trainer.{key}": row for key, row in _SHARED.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from automodel_cli.config.importers import hugging_face as hf
-from automodel_cli.config.importers.framework import Default, Draft, Kind, Row, Table, at_default, none, to
+from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, at_default, none, to
 
 _PAIRS = (
     "max_prompt_length",
@@ -250,7 +250,7 @@ TABLE = Table(
         ),
     ),
     kind=_kind,
-    together=_together,
+    run_lockstep=_together,
     rows=hf.ROWS
     | {
         "model_name_or_path": to("model.pretrained"),
@@ -302,8 +302,8 @@ TABLE = Table(
         "top_k": to("rollout.top_k"),
         "num_iterations": to("rollout.passes"),
         "delta": to("objective.dual_clip"),
-        "scale_rewards": Row("rollout.normalise", values=_FALSE_IS_NONE),
-        "importance_sampling_level": Row("objective.ratio", values=_LEVELS),
+        "scale_rewards": KeyMapping("rollout.normalise", values=_FALSE_IS_NONE),
+        "importance_sampling_level": KeyMapping("objective.ratio", values=_LEVELS),
         "mask_truncated_completions": to("rollout.overlong.filter"),
         "reward_funcs": none("rewards are nodes of the section rewards (docs/rollout.md); theirs are Python functions"),
         "reward_weights": none("each node of rewards has a weight"),

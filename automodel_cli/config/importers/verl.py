@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from automodel_cli.config.importers import hugging_face as hf
-from automodel_cli.config.importers.framework import Default, Draft, Kind, Row, Table, none, to
+from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, none, to
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _AGGREGATION = {
@@ -289,7 +289,7 @@ TABLE = Table(
         ),
     ),
     kind=_kind,
-    together=_together,
+    run_lockstep=_together,
     rows={
         "data.prompt_key": none("data.columns={prompt: ...}"),
         "data.shuffle": to("data.shuffle"),
@@ -318,7 +318,7 @@ TABLE = Table(
         "actor_rollout_ref.ref.*": none("the reference is the model as loaded (reference=...)"),
         _ROLLOUT + "temperature": to("rollout.temperature"),
         _ROLLOUT + "top_p": to("rollout.top_p"),
-        _ROLLOUT + "top_k": Row("rollout.top_k", values={"-1": 0}),
+        _ROLLOUT + "top_k": KeyMapping("rollout.top_k", values={"-1": 0}),
         _ROLLOUT + "name": none("rollout=vllm takes a server (docs/rollout.md); the default needs none"),
         _ROLLOUT + "*": _OWN,
         "actor_rollout_ref.*": _OWN,

@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose, scalar
-from automodel_cli.config.diagnostics import show
+from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.importer_registry import TABLES, recognise
@@ -57,7 +57,7 @@ _WIDTH = 58
 
 def imported(path: Path, *, slug: str | None = None, gpus: int = 1, kind: Kind | None = None) -> str:
     """The YAML that stands for another tool's file. Raises ConfigError where the tool cannot be told."""
-    source = read(path)
+    source = read_config(path)
     table = TABLES[slug] if slug is not None else recognise(source)
     if table is None:
         raise ConfigError(
@@ -67,9 +67,9 @@ def imported(path: Path, *, slug: str | None = None, gpus: int = 1, kind: Kind |
             fix=f"automodel import-config {word(path)} --from axolotl   (or whichever wrote it)",
         )
     draft = translate(source, table, gpus, kind)
-    text = render(draft, table, path.name)
+    text = render_config(draft, table, path.name)
     draft.undecided += _refusals(text)
-    return render(draft, table, path.name)
+    return render_config(draft, table, path.name)
 
 
 def _refusals(text: str) -> list[str]:
@@ -78,7 +78,7 @@ def _refusals(text: str) -> list[str]:
         path = Path(folder) / "imported.yaml"
         path.write_text(text, encoding="utf-8")
         try:
-            recipe: Any = check(compose(path), untrusted=[])
+            recipe: Any = check_config(compose(path), untrusted=[])
             errors = list(recipe.missing_files())
         except ConfigError as error:
             errors = [error]
@@ -97,7 +97,7 @@ def _without_places(text: str) -> Iterator[str]:
         yield f"check: {line[place.end() :]}" if place else line
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """A YAML, JSON or TOML file as plain values, interpolations resolved where they can be."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist", code="missing_file")
@@ -120,7 +120,7 @@ def read(path: Path) -> dict[str, Any]:
     return dict(resolved)
 
 
-def render(draft: Draft, table: Table, name: str) -> str:
+def render_config(draft: Draft, table: Table, name: str) -> str:
     """The whole file."""
     _fit_optimizer(draft)
     lines = [
@@ -136,7 +136,7 @@ def render(draft: Draft, table: Table, name: str) -> str:
     ]
     if draft.left:
         lines += ["", f"# {table.tool}'s keys without a counterpart here:"]
-        lines += [f"#   {key}: {show(draft.source[key], 80)}   {why}" for key, why in draft.left.items()]
+        lines += [f"#   {key}: {format_value(draft.source[key], 80)}   {why}" for key, why in draft.left.items()]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

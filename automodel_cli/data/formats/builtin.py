@@ -143,14 +143,14 @@ _NAMES: dict[type, str] = {type(fmt): fmt.name for fmt in _TABLE} | {Prompts: Pr
 _READ_AS_PROMPTS = ("auto", "messages", "sharegpt", "prompt_completion")
 
 
-def named(fmt: str | Format) -> Format:
+def find_format(fmt: str | Format) -> Format:
     """The format that a config names, or that it holds."""
     return FORMATS[fmt] if isinstance(fmt, str) else fmt
 
 
 def prompt_format(fmt: str | Format) -> Format:
     """The format that reads prompts under this choice of `data.format`."""
-    return Prompts() if fmt in _READ_AS_PROMPTS else named(fmt)
+    return Prompts() if fmt in _READ_AS_PROMPTS else find_format(fmt)
 
 
 def format_name(fmt: Format) -> str:

@@ -39,7 +39,7 @@ def column_for(field: str, columns: Iterable[str]) -> str | None:
 def check_mapped(rows: Sequence[Mapping[str, Any]], mapped: Mapping[str, str], where: str) -> None:
     """Refuse a map whose column none of these rows has, with the column it should be.
 
-    Raises DataError. Columns that may be absent from most rows are left to `Unseen`.
+    Raises DataError. Columns that may be absent from most rows are left to `MissingColumnTracker`.
     """
     present = list(dict.fromkeys(column for row in rows for column in row))
     wrong = [field for field, column in mapped.items() if column and column not in present]
@@ -68,7 +68,7 @@ def columns_fix(mapped: Mapping[str, str]) -> str:
     return f"data.columns='{{{', '.join(f'{field}: {column}' for field, column in mapped.items())}}}'"
 
 
-class Unseen:
+class MissingColumnTracker:
     """Watches rows go by for the mapped columns that none of them has: a misspelt optional field is no empty one."""
 
     def __init__(self, mapped: Mapping[str, str], where: str):

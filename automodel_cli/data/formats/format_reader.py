@@ -14,7 +14,7 @@ from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
 from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, JudgedResponse, Messages, Pair, PlainText
 from automodel_cli.data.formats.messages import ROLES
 from automodel_cli.data.formats.row_accessor import Fields
-from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, TRAINING_COLUMNS, KnownKeys
+from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, TRAINING_COLUMNS, AllowedKeys
 from automodel_cli.data.row_errors import RowError, attempt, without_nulls
 
 
@@ -27,7 +27,7 @@ class RowReader:
         columns: Mapping[str, str],
         *,
         chat: bool,
-        keys: KnownKeys = NO_OTHER_KEYS,
+        keys: AllowedKeys = NO_OTHER_KEYS,
         refused: Collection[str] = TRAINING_COLUMNS,
     ):
         """`chat`: a chat template is there, so prompt and completion become a user and an assistant turn. `keys`: what

@@ -8,7 +8,7 @@ from typing import Any
 
 from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, Document
 from automodel_cli.data.formats.tool_calls import json_value, link_answers, read_calls
-from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, KnownKeys
+from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, AllowedKeys
 from automodel_cli.data.json_reader import parse_json
 from automodel_cli.data.row_errors import RowError
 
@@ -91,7 +91,7 @@ def messages_in(value: Any) -> Any:
 
 
 def as_messages(
-    field: tuple[str, Any], role: str, keys: KnownKeys = NO_OTHER_KEYS
+    field: tuple[str, Any], role: str, keys: AllowedKeys = NO_OTHER_KEYS
 ) -> tuple[list[dict[str, Any]], list[bool]]:
     """Text, one message or a list of messages (the prompt or completion of conversational data) as messages."""
     column, value = field
@@ -103,7 +103,9 @@ def as_messages(
     return read_messages([value] if isinstance(value, dict) else value, column, keys)
 
 
-def read_messages(value: Any, column: str, keys: KnownKeys = NO_OTHER_KEYS) -> tuple[list[dict[str, Any]], list[bool]]:
+def read_messages(
+    value: Any, column: str, keys: AllowedKeys = NO_OTHER_KEYS
+) -> tuple[list[dict[str, Any]], list[bool]]:
     """OpenAI (`role`, `content`) or sharegpt (`from`, `value`) messages as template messages, and which are trained.
 
     Trained are assistant messages without `train: false` (or the `weight: 0` of OpenAI files). Raises RowError naming
@@ -142,7 +144,7 @@ def _is_trained(item: Mapping[str, Any], role: str, where: str) -> bool:
     return bool(flag)
 
 
-def _from_openai(item: Mapping[str, Any], where: str, keys: KnownKeys) -> dict[str, Any]:
+def _from_openai(item: Mapping[str, Any], where: str, keys: AllowedKeys) -> dict[str, Any]:
     if "role" not in item:
         raise RowError("no_role", f"{where} has no 'role' (its keys: {', '.join(item) or 'none'})")
     role = item["role"]
@@ -166,7 +168,7 @@ def _from_openai(item: Mapping[str, Any], where: str, keys: KnownKeys) -> dict[s
     return message
 
 
-def _content(value: Any, where: str, keys: KnownKeys) -> str:
+def _content(value: Any, where: str, keys: AllowedKeys) -> str:
     """Text, or OpenAI's list of text parts joined."""
     if isinstance(value, str):
         return value

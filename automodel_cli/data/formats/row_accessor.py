@@ -9,7 +9,7 @@ from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
 from automodel_cli.data.formats.examples import Document, JudgedResponse, Messages, Pair
 from automodel_cli.data.formats.messages import as_messages, chat_or_text, read_messages
 from automodel_cli.data.formats.tool_calls import json_value
-from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, KnownKeys
+from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, AllowedKeys
 from automodel_cli.data.row_errors import RowError
 
 Tools = list[dict[str, Any]] | None
@@ -29,7 +29,7 @@ class Fields(Mapping[str, Any]):
         columns: Mapping[str, str],
         *,
         chat: bool = True,
-        keys: KnownKeys = NO_OTHER_KEYS,
+        keys: AllowedKeys = NO_OTHER_KEYS,
     ):
         """`names`: the format's fields. `columns`: field -> column. `keys`: what a message may hold besides ours."""
         self.row, self.names, self.columns, self.chat, self.keys_known = row, names, columns, chat, keys

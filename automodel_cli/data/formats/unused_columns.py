@@ -32,7 +32,7 @@ _KEY = re.compile(r"""(?:\.|\[\s*['"]|get\(\s*['"])(\w+)|['"](\w+)['"]\s+(?:not\
 
 
 @dataclass(frozen=True)
-class KnownKeys:
+class AllowedKeys:
     """Names that a row may hold besides what its format reads: `ignored` by choice, and `of_template`, which the chat
     template looks at in a message.
     """
@@ -41,7 +41,7 @@ class KnownKeys:
     of_template: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, template: str | None, ignored: Iterable[str] = ()) -> KnownKeys:
+    def of(cls, template: str | None, ignored: Iterable[str] = ()) -> AllowedKeys:
         """`of_template`: every name that the template's text reads from something."""
         found = _KEY.findall(template or "")
         return cls(frozenset(ignored), frozenset(name for pair in found for name in pair if name))
@@ -113,7 +113,7 @@ def _names_in(value: Any) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-NO_OTHER_KEYS = KnownKeys()
+NO_OTHER_KEYS = AllowedKeys()
 _SYNONYMS = dict.fromkeys(("loss", "mask", "trainable", "loss_weight"), ", or name it train (true or false)")
 
 

@@ -86,7 +86,7 @@ class RowStream:
         return rows + self.first[source]
 
 
-class StepLoader(Generic[T]):
+class BatchLoader(Generic[T]):
     """The microbatches of this rank, optimizer step by optimizer step. Stateful; `state_dict` is the same on every
     rank.
     """

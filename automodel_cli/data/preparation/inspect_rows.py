@@ -88,7 +88,7 @@ def print_row(console: Console, dataset: PackedDataset, tokenizer: Any, row: int
     console.print()
 
 
-def choose_rows(dataset: PackedDataset, number: int, row: int | None, worst: bool) -> Sequence[int]:
+def choose_shown_rows(dataset: PackedDataset, number: int, row: int | None, worst: bool) -> Sequence[int]:
     """The rows to show: the one asked for, those with the fewest trained tokens per token, or the first."""
     if row is not None:
         if not 0 <= row < len(dataset):
@@ -103,7 +103,7 @@ def choose_rows(dataset: PackedDataset, number: int, row: int | None, worst: boo
     return np.argsort(labels / lengths, kind="stable")[:number].tolist()
 
 
-def show(
+def show_rows(
     prepared: PreparedData,
     tokenizer: Any,
     *,
@@ -117,7 +117,7 @@ def show(
     Raises DataError for a row that does not exist.
     """
     console = console or Console(highlight=False)
-    for index in choose_rows(prepared.train, rows, row, worst):
+    for index in choose_shown_rows(prepared.train, rows, row, worst):
         print_row(console, prepared.train, tokenizer, index)
     legend = "green: trained, dim: masked, boxed: special token" if console.color_system else "{trained} [masked]"
     for line in [*prepared.report.lines(), legend]:

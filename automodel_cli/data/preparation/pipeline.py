@@ -21,8 +21,8 @@ from automodel_cli.data.chat.chat_template import choose_template
 from automodel_cli.data.chat.encoder import GENERATION_TAG
 from automodel_cli.data.config import DataConfig, LongDocuments, SourceConfig
 from automodel_cli.data.formats.base import PREFERENCES
-from automodel_cli.data.formats.builtin import FORMATS, detect_format, format_name, named
-from automodel_cli.data.formats.column_mapping import Unseen, check_mapped
+from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
+from automodel_cli.data.formats.column_mapping import MissingColumnTracker, check_mapped
 from automodel_cli.data.formats.unused_columns import IgnoredNames, check_ignored, unused_columns
 from automodel_cli.data.packing import Pieces, cut_long, pack
 from automodel_cli.data.preparation.dataset import PackedDataset, shuffled
@@ -41,7 +41,7 @@ from automodel_cli.data.sources.sources import Source, TaskSource, first_rows, o
 from automodel_cli.data.storage.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
 from automodel_cli.data.storage.code_fingerprint import fingerprint
 from automodel_cli.data.storage.memmap_store import PackedStore, TokenStore, write_packed, write_tokens
-from automodel_cli.data.tokenized import Encoded, Unrolled, documents_of
+from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
 
 PROGRESS_SECONDS = 5.0
 Progress = Callable[[str], None]
@@ -69,7 +69,7 @@ class _Part:
     held_out: str = ""
 
 
-def prepare(
+def prepare_data(
     config: DataConfig,
     tokenizer: Any,
     *,
@@ -224,7 +224,7 @@ class _Builder:
         examples = first_rows(source)
         check_mapped(examples, config.columns, source.name)
         if config.format != "auto":
-            fmt = named(config.format)
+            fmt = find_format(config.format)
         elif examples:
             fmt = detect_format(examples, config.columns, source.name, preferences=self.preferences)
         else:  # no readable row at all: any format will do, since every row is refused by its own error
@@ -245,7 +245,7 @@ class _Builder:
         )
         encoder = RowEncoder(self.tokenizer, spec)
         encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
-        unseen = Unseen(config.columns, source.name)
+        unseen = MissingColumnTracker(config.columns, source.name)
         ignored = IgnoredNames(data.ignore_columns)
         for_rows, for_origins = itertools.tee(ignored.watch(unseen.watch(source.rows())))
         workers = choose_workers(self.config.num_workers, source.num_bytes)
@@ -277,7 +277,7 @@ class _Builder:
         rows = tokens = 0
         for batch in batches:
             rows += len(batch)
-            tokens += sum(len(d.ids) for item in batch if not isinstance(item, RowError) for d in documents_of(item))
+            tokens += sum(len(d.ids) for item in batch if not isinstance(item, RowError) for d in split_documents(item))
             if time.perf_counter() - shown > PROGRESS_SECONDS:
                 shown = time.perf_counter()
                 self.progress(f"tokenising {name}: {rows:,} rows, {tokens:,} tokens")

@@ -15,11 +15,11 @@ from automodel_cli.data.chat.chat_template import resolve_chat_template
 from automodel_cli.data.chat.encoder import ChatEncoder
 from automodel_cli.data.chat.special_tokens import SpecialChats, SpecialText
 from automodel_cli.data.config import DataConfig, SourceConfig
-from automodel_cli.data.formats.builtin import format_name, named, prompt_format
+from automodel_cli.data.formats.builtin import find_format, format_name, prompt_format
 from automodel_cli.data.formats.column_mapping import check_mapped
 from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.formats.format_reader import RowReader
-from automodel_cli.data.formats.unused_columns import MEDIA, IgnoredNames, KnownKeys, check_ignored
+from automodel_cli.data.formats.unused_columns import MEDIA, AllowedKeys, IgnoredNames, check_ignored
 from automodel_cli.data.preparation.dataset import length_histogram, shuffled
 from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS, Added, refuse_rendered
 from automodel_cli.data.preparation.statistics import MANY, SpecialReport, round_length
@@ -55,7 +55,7 @@ def no_tools(row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
 
 
 class PromptDataset:
-    """The prompts of one or more sources, numbered through; `StepLoader` deals them to ranks and steps like rows."""
+    """The prompts of one or more sources, numbered through; `BatchLoader` deals them to ranks and steps like rows."""
 
     def __init__(self, sources: Sequence[Sequence[Prompt]], weights: Sequence[float]):
         self.prompts = [prompt for source in sources for prompt in source]
@@ -215,7 +215,7 @@ def _prepared(
 
 def _names(opened: Sequence[Source], sources: Sequence[SourceConfig]) -> list[str]:
     """Each source with the format that reads it, where the config names one."""
-    chosen = ["" if node.format == "auto" else f" ({format_name(named(node.format))})" for node in sources]
+    chosen = ["" if node.format == "auto" else f" ({format_name(find_format(node.format))})" for node in sources]
     notes = [f" ({source.note})" if source.note else "" for source in opened]
     return [f"{source.name}{fmt}{note}" for source, fmt, note in zip(opened, chosen, notes, strict=True)]
 
@@ -243,7 +243,7 @@ class _Reader:
         self._tools_of, self._samples_per_row = tools_of, samples_per_row
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.template = resolve_chat_template(config.chat_template, tokenizer)
-        self.keys = KnownKeys.of(self.template, config.ignore_columns)
+        self.keys = AllowedKeys.of(self.template, config.ignore_columns)
         self.ignored = IgnoredNames(config.ignore_columns)
         choice = config.special_tokens_in_text
         if choice == "auto":

@@ -21,7 +21,7 @@ from automodel_cli.data.formats.base import PREFERENCES, Format
 from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, Document, JudgedResponse, Pair, PlainText
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.preference import judged_document
-from automodel_cli.data.formats.unused_columns import KnownKeys
+from automodel_cli.data.formats.unused_columns import AllowedKeys
 from automodel_cli.data.preparation.pre_rendered import Added, refuse_rendered
 from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.sources.file_readers import Row
@@ -63,7 +63,7 @@ class RowEncoder:
 
     def __init__(self, tokenizer: Any, spec: EncodeSpec):
         self.tokenizer, self.spec = tokenizer, spec
-        keys = KnownKeys.of(spec.template, spec.ignore_columns)
+        keys = AllowedKeys.of(spec.template, spec.ignore_columns)
         self.reader = RowReader(spec.fmt, spec.columns, chat=spec.template is not None, keys=keys)
         self.special = SpecialText(tokenizer, spec.special_choice)
         self.chat = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.config import SourceConfig, TaskNode
+from automodel_cli.data.config import DatasetGenerator, SourceConfig
 from automodel_cli.data.row_errors import RowError, SourceRow
 from automodel_cli.data.sources.file_discovery import left_out, local_files
 from automodel_cli.data.sources.file_readers import load_hub, read_file, read_hub
@@ -104,7 +104,7 @@ class HubSource:
 class TaskSource:
     """One split of a task node."""
 
-    task: TaskNode
+    task: DatasetGenerator
     split: Literal["train", "validation"]
 
     def __post_init__(self) -> None:

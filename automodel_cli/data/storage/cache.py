@@ -72,12 +72,12 @@ def cache_root(configured: str | None) -> Path:
 
 def entry_key(ingredients: dict[str, Any]) -> str:
     """Hash of named ingredients (JSON values) and of the code that turns them into an entry."""
-    text = json.dumps({"code": code_version(), **ingredients}, sort_keys=True, ensure_ascii=False)
+    text = json.dumps({"code": data_code_version(), **ingredients}, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache
-def code_version() -> str:
+def data_code_version() -> str:
     """Hash of the source files that decide what is in an entry."""
     digest = hashlib.sha256()
     for name in CODE_FILES:

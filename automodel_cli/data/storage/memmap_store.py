@@ -16,7 +16,7 @@ import numpy as np
 from automodel_cli.data.packing import Packed, Pieces, in_halves
 from automodel_cli.data.row_errors import Rejected, RowError, SourceRow, read_rejected, write_rejected
 from automodel_cli.data.storage.checksums import Checksum
-from automodel_cli.data.tokenized import Encoded, Unrolled, documents_of
+from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
 
 WRITE_TOKENS = 1 << 20
 """Tokens gathered before each write: about what a core's cache holds."""
@@ -200,7 +200,7 @@ def write_tokens(
                 if isinstance(item, RowError):
                     rejected.append(_reject(item, origin, meta["files"][origin.file]))
                     continue
-                documents = documents_of(item)
+                documents = split_documents(item)
                 good += documents
                 begun += [0, *(_shared(a, b) for a, b in itertools.pairwise(documents))]
                 files.extend([origin.file] * len(documents))

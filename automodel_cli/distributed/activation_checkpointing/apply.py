@@ -14,7 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.activation_checkpointing.saved_results import Kept, keep, keeps, recomputed
+from automodel_cli.distributed.activation_checkpointing.saved_results import (
+    SaveLevel,
+    keeps,
+    recomputed,
+    save_or_replay,
+)
 from automodel_cli.distributed.compile_modes import AUTO
 
 _Context = AbstractContextManager[Any]
@@ -101,12 +106,12 @@ def _contexts(mode: bool | int | str, exchanges: bool) -> Callable[[], tuple[_Co
         return selective if mode == "selective" else None
     if mode == "selective":
         return _kept_products
-    return functools.partial(recomputed, Kept.ROUTES if mode == "minimal" else Kept.EXCHANGES)
+    return functools.partial(recomputed, SaveLevel.ROUTES if mode == "minimal" else SaveLevel.EXCHANGES)
 
 
 def _kept_products() -> tuple[_Context, _Context]:
     """Torch's own way wants the same operators in both runs; those that FSDP2 adds around experts differ."""
-    first, again = recomputed(Kept.PRODUCTS)
+    first, again = recomputed(SaveLevel.PRODUCTS)
     return _Both((first, _KeepListed())), _Both((again, _KeepListed()))
 
 
@@ -121,7 +126,7 @@ class _KeepListed(TorchDispatchMode):
         make = functools.partial(func, *args, **(kwargs or {}))
         if func not in KEPT_RESULTS:
             return make()
-        result, versions = keep(lambda: _with_versions(make()))
+        result, versions = save_or_replay(lambda: _with_versions(make()))
         assert versions == _versions(result), f"a kept result of {func} was changed in place"
         return tree_map_only(Tensor, Tensor.detach, result)  # what is kept must not know the graph of its first use
 

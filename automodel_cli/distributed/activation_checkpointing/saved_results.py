@@ -19,7 +19,7 @@ from torch import nn
 T = TypeVar("T")
 
 
-class Kept(IntEnum):
+class SaveLevel(IntEnum):
     """How much; each has those before it."""
 
     ROUTES = 1
@@ -39,7 +39,7 @@ class _Current(threading.local):
 class _Call:
     """One call of one layer; freed with the graph that would run it again."""
 
-    def __init__(self, most: Kept):
+    def __init__(self, most: SaveLevel):
         self.most = most
         self.results: list[Any] = []
         self.next: int | None = None  # the result to hand out, or None while they are made
@@ -60,7 +60,7 @@ _current = _Current()
 _keeping: WeakSet[nn.Module] = WeakSet()
 
 
-def keep(make: Callable[[], T], what: Kept = Kept.EXCHANGES) -> T:
+def save_or_replay(make: Callable[[], T], what: SaveLevel = SaveLevel.EXCHANGES) -> T:
     """What `make` returns, now or in the run of this layer that is being repeated. It must not be changed in place."""
     call = _current.call
     if call is None or what > call.most:
@@ -69,18 +69,18 @@ def keep(make: Callable[[], T], what: Kept = Kept.EXCHANGES) -> T:
     return result
 
 
-def is_keeping(what: Kept = Kept.EXCHANGES) -> bool:
+def is_keeping(what: SaveLevel = SaveLevel.EXCHANGES) -> bool:
     """Whether `keep` remembers this."""
     return _current.call is not None and what <= _current.call.most
 
 
-def is_repeating(what: Kept = Kept.EXCHANGES) -> bool:
+def is_repeating(what: SaveLevel = SaveLevel.EXCHANGES) -> bool:
     """Whether `keep` hands out what it remembers of this, and makes nothing."""
     call = _current.call
     return call is not None and what <= call.most and call.next is not None
 
 
-def recomputed(most: Kept) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def recomputed(most: SaveLevel) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of a layer's first run and of its repetitions, as `checkpoint(context_fn=...)` wants them."""
     call = _Call(most)
     return _within(call, None), _Repeatedly(call)
@@ -110,7 +110,7 @@ def _within(call: _Call, start: int | None) -> Iterator[None]:
         _current.call = outer
 
 
-def declare(module: nn.Module) -> None:
+def register_saver(module: nn.Module) -> None:
     """Say that `module` calls `keep`."""
     _keeping.add(module)
 

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.activation_checkpointing.saved_results import declare
+from automodel_cli.distributed.activation_checkpointing.saved_results import register_saver
 from automodel_cli.distributed.expert_parallel.deep_ep import DeepEP, require_deep_ep
-from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of, sums_of
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, main_grads_of, parameters_of
 from automodel_cli.distributed.expert_parallel.shared_expert_overlap import SharedExperts
 from automodel_cli.distributed.expert_parallel.token_dispatcher import AllToAll, TokenDispatcher
 from automodel_cli.distributed.float8.grouped_gemm import arithmetic_of
 from automodel_cli.distributed.float8.quantization import autocast_dtype
-from automodel_cli.distributed.fusion.compiled_regions import Fuser
+from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.scatter_gather import all_of, share_of
+from automodel_cli.distributed.scatter_gather import gather_from_group, scatter_to_group
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,12 @@ def experts_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def apply_expert_parallel(
-    part: nn.Module, mesh: Mesh, dispatch: str = "all_to_all", fuser: Fuser | None = None, *, beside: bool = True
+    part: nn.Module,
+    mesh: Mesh,
+    dispatch: str = "all_to_all",
+    fuser: RegionCompiler | None = None,
+    *,
+    beside: bool = True,
 ) -> None:
     """Distribute the experts of a part (its child `model` is the library's) over `mesh.ep`, in place.
 
@@ -72,10 +77,10 @@ def apply_expert_parallel(
         experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
         around = block if beside and mesh.tp.size() == 1 else None
         experts.forward = _dispatched(experts, dispatch, num_local, mesh, fuser, around)
-        declare(experts)
+        register_saver(experts)
 
 
-def multiply_in_fp8(part: nn.Module, mesh: Mesh, fuser: Fuser | None = None) -> None:
+def multiply_in_fp8(part: nn.Module, mesh: Mesh, fuser: RegionCompiler | None = None) -> None:
     """Let experts that are all on this rank multiply as `model.fp8` says, in place; the others do so where they are
     distributed."""
     modules = [experts for experts in experts_modules(part) if arithmetic_of(experts) is not None]
@@ -101,7 +106,7 @@ def make_dispatcher(dispatch: str, num_local_experts: int, mesh: Mesh) -> TokenD
 
 
 def _dispatched(
-    experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh, fuser: Fuser | None, block: nn.Module | None
+    experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh, fuser: RegionCompiler | None, block: nn.Module | None
 ) -> Callable[..., Tensor]:
     """A forward with the contract of the family's own, for tokens whose experts are anywhere on `mesh.ep`."""
     tp_group = mesh.tp.get_group() if mesh.tp.size() > 1 else None
@@ -114,14 +119,14 @@ def _dispatched(
     def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if tp_group is None:
             return compute(hidden_TD, index_TK, weight_TK)
-        hidden_SD, index_SK, weight_SK = (share_of(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
-        return all_of(compute(hidden_SD, index_SK, weight_SK), len(hidden_TD), tp_group)
+        hidden_SD, index_SK, weight_SK = (scatter_to_group(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
+        return gather_from_group(compute(hidden_SD, index_SK, weight_SK), len(hidden_TD), tp_group)
 
     return forward
 
 
 def _sorted_once(
-    experts: nn.Module, num_local: int, mesh: Mesh, fuser: Fuser | None, block: nn.Module | None = None
+    experts: nn.Module, num_local: int, mesh: Mesh, fuser: RegionCompiler | None, block: nn.Module | None = None
 ) -> _Compute | None:
     """Experts whose arithmetic is known: no row is sorted twice, and shared experts of their `block` run beside what
     they wait for. None for others, and where the user chose a kernel."""
@@ -135,7 +140,7 @@ def _sorted_once(
 
     def compute(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         parameters = parameters_of(experts)
-        sums = sums_of(experts) if autocast_dtype(hidden_TD.device) is None else []
+        sums = main_grads_of(experts) if autocast_dtype(hidden_TD.device) is None else []
         if not sums:
             parameters = [_local(param) for param in parameters]
         return known(hidden_TD, index_TK, weight_TK, parameters, sums, beside)

@@ -29,17 +29,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
-from automodel_cli.distributed.activation_checkpointing.saved_results import Kept, is_keeping, is_repeating, keep
+from automodel_cli.distributed.activation_checkpointing.saved_results import (
+    SaveLevel,
+    is_keeping,
+    is_repeating,
+    save_or_replay,
+)
 from automodel_cli.distributed.expert_parallel import empty_groups, permute
 from automodel_cli.distributed.expert_parallel.token_dispatcher import Arriving, Routes, find_routes
 from automodel_cli.distributed.float8 import grouped_gemm
 from automodel_cli.distributed.float8.quantization import Arithmetic
-from automodel_cli.distributed.fusion.compiled_regions import Fuser, Glue
+from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
 from automodel_cli.distributed.torch_compat import wanted
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
 from automodel_cli.distributed.wgrad_fusion import grouped as wgrad_fusion_grouped
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
-from automodel_cli.distributed.wgrad_fusion.linear import WeightSum, of_local
+from automodel_cli.distributed.wgrad_fusion.linear import MainGrad, of_local
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _BIASES = tuple(f"{name}_bias" for name in _WEIGHTS)
@@ -56,7 +61,7 @@ class GatedExperts:
         experts: nn.Module,
         num_local: int,
         group: dist.ProcessGroup | None,
-        fuser: Fuser | None = None,
+        fuser: RegionCompiler | None = None,
         fp8: Arithmetic | None = None,
     ):
         self.transposed, self.num_local, self.group = bool(experts.is_transposed), num_local, group
@@ -76,7 +81,7 @@ class GatedExperts:
         experts: nn.Module,
         num_local: int,
         group: dist.ProcessGroup | None,
-        fuser: Fuser | None = None,
+        fuser: RegionCompiler | None = None,
         fp8: Arithmetic | None = None,
     ) -> GatedExperts | None:
         """None for experts that compute something else, or with parameters of their own. Without a `group` all experts
@@ -107,7 +112,7 @@ class GatedExperts:
         index_TK: Tensor,
         weight_TK: Tensor,
         parameters: Sequence[Tensor],
-        sums: Sequence[WeightSum] = (),
+        sums: Sequence[MainGrad] = (),
         beside: Callable[[], None] | None = None,
     ) -> Tensor:
         """[T, D]. `parameters`: first weight, second weight, and both biases where there are any, of local experts.
@@ -126,7 +131,7 @@ class GatedExperts:
         """Every row times the weight of its expert, or that weight turned around."""
         if self._fp8 is not None and not self._fp8.paused:
             turned = self.transposed is not back
-            return grouped_gemm.product(self._fp8, rows_ND, weight_LDF, ends_L, turned=turned, fast=not back)
+            return grouped_gemm.grouped_gemm(self._fp8, rows_ND, weight_LDF, ends_L, turned=turned, fast=not back)
         weight = weight_LDF if self.transposed is not back else weight_LDF.transpose(-2, -1)
         return grouped_mm(rows_ND, weight, offs=ends_L)
 
@@ -136,7 +141,7 @@ class GatedExperts:
             return grouped_gemm.weight_gradient(self._fp8, first, second, ends_L)
         return empty_groups.weight_gradient(first, second, ends_L)
 
-    def add_weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, count_L: list[int], weight_sum: WeightSum) -> bool:
+    def add_weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, count_L: list[int], weight_sum: MainGrad) -> bool:
         """Add it to the sum, where that takes it and a product for each expert is faster; none of 8 bits is one."""
         if self._fp8 is not None and not self._fp8.paused:
             return False
@@ -150,10 +155,10 @@ class GatedExperts:
         return place is not None
 
 
-def sums_of(experts: nn.Module) -> list[WeightSum]:
+def main_grads_of(experts: nn.Module) -> list[MainGrad]:
     """Those of both weights, where the strategy has told the module (`added.take_sums`) and microbatches have one
     backward each."""
-    known = wgrad_fusion_linear.sums_of(experts)
+    known = wgrad_fusion_linear.main_grad_of(experts)
     return [known[name] for name in _WEIGHTS] if all(name in known for name in _WEIGHTS) else []
 
 
@@ -179,7 +184,7 @@ class _Sorted:
         if not routes.num_arrivals:  # grouped products refuse empty input: a row of zeros for the first expert
             ends_L = torch.ones(received_RL.shape[1], dtype=torch.int32, device=received_RL.device)
             return cls(routes, None, None, received_RL.new_zeros(1), ends_L)
-        order_N, place_N, expert_N, ends_L = permute.arrivals(received_RL, routes.num_arrivals)
+        order_N, place_N, expert_N, ends_L = permute.permute_arrivals(received_RL, routes.num_arrivals)
         if 1 in received_RL.shape:
             return cls(routes, None, None, expert_N, ends_L)
         return cls(routes, order_N, place_N, expert_N, ends_L)
@@ -231,7 +236,7 @@ class _Multiply(torch.autograd.Function):
         ctx: Any,
         call: _Call,
         index_TK: Tensor,
-        sums: Sequence[WeightSum],
+        sums: Sequence[MainGrad],
         hidden_TD: Tensor,
         weight_TK: Tensor,
         *parameters: Tensor,
@@ -247,9 +252,11 @@ class _Multiply(torch.autograd.Function):
         def multiply() -> Tensor:
             return experts.product(rows_ND, first, rows.ends_L)
 
-        rows = keep(lambda: _Sorted.of(find_routes(index_TK, experts.num_local, experts.group)), Kept.ROUTES)
-        rows_ND = keep(arrive)
-        inner_NF = keep(multiply, Kept.PRODUCTS)
+        rows = save_or_replay(
+            lambda: _Sorted.of(find_routes(index_TK, experts.num_local, experts.group)), SaveLevel.ROUTES
+        )
+        rows_ND = save_or_replay(arrive)
+        inner_NF = save_or_replay(multiply, SaveLevel.PRODUCTS)
         call.rows = rows
         if not is_repeating():
             result_ND = experts.product(experts.gate(inner_NF, *rows.bias(biases)), second, rows.ends_L)
@@ -314,7 +321,7 @@ class _Sum(torch.autograd.Function):
             assert call.results is not None and call.rows is not None, "they were sent"
             return call.experts.sum_of_pairs(call.results(), call.rows.routes.place_P, call.weight_TK, dtype)
 
-        result_TD = keep(sum_up)
+        result_TD = save_or_replay(sum_up)
         call.results = None
         ctx.call, ctx.sent_dtype = call, sent_ND.dtype
         return result_TD.clone() if is_keeping() else result_TD  # families add to it in place
@@ -353,7 +360,7 @@ def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor, dtype: 
     return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(dtype)
 
 
-def _glue(family: Any, biased: bool) -> list[Glue]:
+def _glue(family: Any, biased: bool) -> list[FusibleRegion]:
     """The gate, its backward, the sum and the bias above, for experts of this family."""
     kind, width, generator = type(family).__name__, 16, torch.Generator().manual_seed(0)
 
@@ -376,11 +383,11 @@ def _glue(family: Any, biased: bool) -> list[Glue]:
         return numbers(2 * rows, width), place_P, numbers(rows, 2).abs(), torch.float32
 
     always = [
-        Glue(f"gate {kind}", _gate, None, gate_sample),
-        Glue(f"backward of gate {kind}", _through_gate, None, through_sample),
-        Glue("sum over experts", _sum_of_pairs, None, sum_sample),
+        FusibleRegion(f"gate {kind}", _gate, None, gate_sample),
+        FusibleRegion(f"backward of gate {kind}", _through_gate, None, through_sample),
+        FusibleRegion("sum over experts", _sum_of_pairs, None, sum_sample),
     ]
-    of_bias = Glue("bias of experts", _biased, None, lambda rows: (numbers(rows, width), *bias(rows)))
+    of_bias = FusibleRegion("bias of experts", _biased, None, lambda rows: (numbers(rows, width), *bias(rows)))
     return [*always, of_bias] if biased else always
 
 

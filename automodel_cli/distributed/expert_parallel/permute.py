@@ -15,17 +15,17 @@ from automodel_cli.distributed import kernel_verification
 
 
 @torch.library.custom_op("automodel::dispatch_pairs", mutates_args=())
-def pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute_pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of P pairs, sorted by expert (`expert_P`, ascending; `order_P`: which pair each was, K `choices` of a token after
     another): the token of each [P], the inverse of the order [P], and how many each expert has [E]; all int64."""
-    if usable(expert_P.device.type):
+    if has_permute_kernels(expert_P.device.type):
         from automodel_cli.distributed.expert_parallel import permute_triton
 
         return permute_triton.pairs(expert_P, order_P, choices, num_experts)
     return _pairs(expert_P, order_P, choices, num_experts)
 
 
-@pairs.register_fake
+@permute_pairs.register_fake
 def _(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(order_P), torch.empty_like(order_P), order_P.new_empty(num_experts)
 
@@ -39,17 +39,17 @@ def _pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) ->
 
 
 @torch.library.custom_op("automodel::dispatch_arrivals", mutates_args=())
-def arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def permute_arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of N rows that arrived by rank R, then by local expert L (int64 counts): by expert, then by rank, where each was
     when it arrived [N], the inverse of that [N], the local expert of each [N]; int32 [L], where each expert ends."""
-    if usable(received_RL.device.type):
+    if has_permute_kernels(received_RL.device.type):
         from automodel_cli.distributed.expert_parallel import permute_triton
 
         return permute_triton.arrivals(received_RL.contiguous(), num_rows)
     return _arrivals(received_RL, num_rows)
 
 
-@arrivals.register_fake
+@permute_arrivals.register_fake
 def _(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     order_N, place_N, expert_N = (received_RL.new_empty(num_rows) for _ in range(3))
     return order_N, place_N, expert_N, received_RL.new_empty(received_RL.shape[1], dtype=torch.int32)
@@ -65,7 +65,7 @@ def _arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
 
 
 @functools.cache
-def usable(device_type: str) -> bool:
+def has_permute_kernels(device_type: str) -> bool:
     """Whether the Triton kernels compute this on devices of this type; once on CUDA with a sentence if not."""
     return kernel_verification.trusted(
         device_type,

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from automodel_cli.distributed.expert_parallel import topk_router
 from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.expert_parallel.router_replay import is_choosing
-from automodel_cli.distributed.expert_parallel.topk_router import MOST_CHOICES, MOST_EXPERTS, Rule
+from automodel_cli.distributed.expert_parallel.topk_router import MOST_CHOICES, MOST_EXPERTS, RouterRule
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def fuse_routers(part: nn.Module, device_type: str) -> None:
     """Let the routers of `part` choose experts in one kernel each way, where kernels run on such devices, in place.
     Parameters may be on the meta device."""
     routers = [router for block in part.modules() for _, router in routers_in(block)]
-    if not routers or not topk_router.usable(device_type):
+    if not routers or not topk_router.has_router_kernels(device_type):
         return
     with torch.device("cpu"):  # of what is measured
         rules = [(router, rule_of(router)) for router in routers]
@@ -57,7 +57,7 @@ def fuse_routers(part: nn.Module, device_type: str) -> None:
     logger.info("routers: %d of %d by Triton kernels", sum(rule is not None for _, rule in rules), len(rules))
 
 
-def rule_of(router: nn.Module) -> tuple[Rule, bool] | None:
+def rule_of(router: nn.Module) -> tuple[RouterRule, bool] | None:
     """The rule of a router, and whether its product is in float32 whatever parameters are; None for one unlike it."""
     weight, own = router._parameters["weight"], type(router).forward
     names = {name for name, param in router._parameters.items() if param is not None}
@@ -74,7 +74,7 @@ def rule_of(router: nn.Module) -> tuple[Rule, bool] | None:
         return None
 
 
-def _with(router: nn.Module, rule: Rule, in_float32: bool) -> Any:
+def _with(router: nn.Module, rule: RouterRule, in_float32: bool) -> Any:
     own = router.forward
 
     def forward(hidden: Tensor) -> Any:
@@ -115,7 +115,7 @@ def _on_numbers(router: nn.Module) -> nn.Module:
     return like
 
 
-def _measured(router: nn.Module, correction: str | None) -> tuple[Rule, bool] | None:
+def _measured(router: nn.Module, correction: str | None) -> tuple[RouterRule, bool] | None:
     own, weight, bias = type(router).forward, router._parameters["weight"], router._parameters.get("bias")
     assert weight is not None
     width = weight.shape[1]
@@ -130,7 +130,7 @@ def _measured(router: nn.Module, correction: str | None) -> tuple[Rule, bool] | 
         in_float32, weights_in_float32 = _dtypes(router, hidden_ND)
         for sigmoid in (False, True):
             for normalised in (True, False):
-                rule = Rule(weight_NK.shape[1], sigmoid, normalised)
+                rule = RouterRule(weight_NK.shape[1], sigmoid, normalised)
                 scale = float(weight_NK.detach().sum() / rule.defined(logits_NE, correction_E)[0].detach().sum())
                 rule = replace(rule, scale=round(scale, 6), in_float32=weights_in_float32)
                 got = _ordered(*rule.defined(_logits(hidden_ND, weight, bias, in_float32), correction_E), hidden_ND)

@@ -27,19 +27,19 @@ from torch.overrides import TorchFunctionMode
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
-class Choices(Protocol):
+class RouterDecisions(Protocol):
     """What decides which experts get a token."""
 
     def choose(self, layer: int, own_NK: Tensor) -> Tensor:
         """int64 `[N, K]` for the tokens of one call of layer `layer`, whose router would choose `own_NK`."""
         ...
 
-    def again(self) -> Choices:
+    def again(self) -> RouterDecisions:
         """The same for a layer that is run again."""
         ...
 
 
-class Recorder:
+class RouterRecorder:
     """Routers choose, and it is remembered: `layers` has `[N, K]` of each layer that ran, by its number."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Recorder:
         self.layers[layer] = own_NK
         return own_NK
 
-    def again(self) -> Recorder:
+    def again(self) -> RouterRecorder:
         return self
 
     def stacked(self, num_tokens: int) -> Tensor:
@@ -61,7 +61,7 @@ class Recorder:
         return torch.stack([nn.functional.pad(x, (0, most - x.shape[-1]), value=-1) for x in found], 1)
 
 
-class Tally:
+class RouterMismatchCounter:
     """How often a router would have chosen otherwise, over tokens and layers; counted on the device."""
 
     def __init__(self, device: torch.device):
@@ -78,7 +78,7 @@ class Replay:
     """The choices of one microbatch: `experts_BTC` integers, C = L x K, of this rank's tokens; below 0 where nothing is
     known, and the router chooses."""
 
-    def __init__(self, experts_BTC: Tensor, num_layers: int, tally: Tally | None):
+    def __init__(self, experts_BTC: Tensor, num_layers: int, tally: RouterMismatchCounter | None):
         self._experts_BTLK = experts_BTC.unflatten(-1, (num_layers, -1))
         self._tally = tally
 
@@ -106,14 +106,14 @@ class RoutedLayers(Protocol):
 
 
 class _Now(threading.local):
-    choices: Choices | None = None
+    choices: RouterDecisions | None = None
 
 
 _now = _Now()
 
 
 @contextmanager
-def choosing(choices: Choices | None) -> Iterator[None]:
+def choosing(choices: RouterDecisions | None) -> Iterator[None]:
     """Layers that run inside, on this thread, get their experts from `choices`; None: from their routers."""
     outer, _now.choices = _now.choices, choices
     try:
@@ -164,7 +164,7 @@ def recomputes_alike(layer: nn.Module) -> None:
 class _Selection(TorchFunctionMode):
     """Around one call of a module that selects experts."""
 
-    def __init__(self, choices: Choices, layer: int, nth: int):
+    def __init__(self, choices: RouterDecisions, layer: int, nth: int):
         super().__init__()
         self._choices, self._layer, self._left = choices, layer, nth
 

@@ -34,7 +34,7 @@ class SharedExperts:
     @classmethod
     def of(cls, block: nn.Module, experts: nn.Module) -> SharedExperts | None:
         """None for a block without any whose result can be made while its experts wait."""
-        module = find(block, experts)
+        module = find_shared_expert(block, experts)
         return None if module is None else cls(block, module)
 
     def run(self) -> None:
@@ -53,7 +53,7 @@ class SharedExperts:
         return self._own(*args, **kwargs)
 
 
-def find(block: nn.Module, experts: nn.Module) -> nn.Module | None:
+def find_shared_expert(block: nn.Module, experts: nn.Module) -> nn.Module | None:
     """The child of `block` that is given the block's own input and nothing else, after its `experts` were called; None
     where there is none, and where the block's code does not run on the meta device. Changes nothing."""
     name_of = {child: name for name, child in block.named_children()}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.distributed.activation_checkpointing.saved_results import Kept, keep
+from automodel_cli.distributed.activation_checkpointing.saved_results import SaveLevel, save_or_replay
 from automodel_cli.distributed.expert_parallel import permute
 
 LocalExperts = Callable[[Tensor, Tensor], Tensor]
@@ -45,7 +45,7 @@ class AllToAll:
         self.num_local_experts, self.group = num_local_experts, group
 
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
-        routes = keep(lambda: find_routes(index_TK, self.num_local_experts, self.group), Kept.ROUTES)
+        routes = save_or_replay(lambda: find_routes(index_TK, self.num_local_experts, self.group), SaveLevel.ROUTES)
         hidden_ND = _Exchange.apply(hidden_TD[routes.token_P], routes, True)
         result_ND = at_least_one_row(experts, hidden_ND, routes.experts_of_arrivals())
         result_PD = _Exchange.apply(result_ND, routes, False)
@@ -120,7 +120,7 @@ def find_routes(index_TK: Tensor, num_local_experts: int, group: dist.ProcessGro
     size = 1 if group is None else dist.get_world_size(group)
     expert_P, order_P = torch.sort(index_TK.flatten(), stable=True)
     num_experts = num_local_experts * size
-    token_P, place_P, sent = permute.pairs(expert_P, order_P, index_TK.shape[1], num_experts)
+    token_P, place_P, sent = permute.permute_pairs(expert_P, order_P, index_TK.shape[1], num_experts)
     received = exchange(sent, [num_local_experts] * size, [num_local_experts] * size, group)()
     of_experts = torch.stack([sent, received]).tolist()  # the one host synchronisation
     send, receive = (
@@ -147,7 +147,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routes: Routes, there: bool) -> Tensor:
         ctx.way_back = routes.back if there else routes.there
-        arrived = keep(lambda: (routes.there if there else routes.back)(rows)())
+        arrived = save_or_replay(lambda: (routes.there if there else routes.back)(rows)())
         return arrived.detach()  # what is kept must not know the graph of its first use
 
     @staticmethod

@@ -23,7 +23,7 @@ _PROBE_ERROR = 1e-5  # of float32 numbers of order 1
 
 
 @dataclass(frozen=True)
-class Rule:
+class RouterRule:
     """`sigmoid`: scores by it, else by softmax. `normalised`: the weights of a token are divided by their sum, then all
     are multiplied by `scale`. `in_float32`: weights are, else they are as the logits."""
 
@@ -52,7 +52,7 @@ class Rule:
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NE: Tensor, correction_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_NE: Tensor, correction_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
         logits_NE = logits_NE.contiguous()
         weight_NK, index_NK = route(
             logits_NE, correction_E, rule.choices, rule.sigmoid, rule.normalised, rule.scale, rule.in_float32
@@ -68,7 +68,7 @@ class _Route(torch.autograd.Function):
         if grads[0] is None:  # nobody weighed anything
             return None, None, None
         logits_NE, index_NK = ctx.saved_tensors
-        rule: Rule = ctx.rule
+        rule: RouterRule = ctx.rule
         of_logits_NE = route_backward(
             grads[0].contiguous(), logits_NE, index_NK, rule.sigmoid, rule.normalised, rule.scale
         )
@@ -85,7 +85,7 @@ def route(
     scale: float,
     in_float32: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What `Rule.defined` gives."""
+    """What `RouterRule.defined` gives."""
     from automodel_cli.distributed.expert_parallel import topk_router_triton
 
     dtype = torch.float32 if in_float32 else logits_NE.dtype
@@ -124,16 +124,16 @@ def _(
 
 
 @functools.cache
-def usable(device_type: str) -> bool:
+def has_router_kernels(device_type: str) -> bool:
     """Whether the Triton kernels compute this on devices of this type; once on CUDA with a sentence if not."""
     return kernel_verification.trusted(
         device_type,
         "routers run without Triton kernels",
-        lambda device: kernel_verification.beyond(disagreement(device), _PROBE_ERROR),
+        lambda device: kernel_verification.beyond(router_kernel_error(device), _PROBE_ERROR),
     )
 
 
-def disagreement(device: torch.device) -> float:
+def router_kernel_error(device: torch.device) -> float:
     """Largest error of both kernels against autograd through the definition, in float32; inf for another expert."""
     generator, found = torch.Generator().manual_seed(0), [torch.zeros((), device=device)]
     for num_experts, choices in ((128, 8), (5, 1), (300, 6)):
@@ -141,7 +141,7 @@ def disagreement(device: torch.device) -> float:
         grad_NK = torch.randn(37, choices, generator=generator).to(device)
         correction_E = torch.randn(num_experts, generator=generator).to(device)
         for sigmoid, normalised in ((False, False), (False, True), (True, False), (True, True)):
-            rule = Rule(choices, sigmoid, normalised, scale=1.5)
+            rule = RouterRule(choices, sigmoid, normalised, scale=1.5)
             correction = correction_E if sigmoid else None
             results = []
             for function in (rule, rule.defined):

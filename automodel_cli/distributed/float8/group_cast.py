@@ -17,7 +17,7 @@ from automodel_cli.distributed.float8.quantization import E4M3, MULTIPLE, scale_
 
 
 @torch.library.custom_op("automodel::fp8_cast_groups", mutates_args=())
-def cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cast_groups(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of rows whose experts end at `ends_L` (int32): e4m3 [F, P], contiguous, zeros behind each expert's rows; what the
     features of each expert are multiplied by to come back, a power of two (float32 [L, F]); int32 [L], where each
     expert ends. P has room for any sizes of experts, so that nobody waits for them."""
@@ -28,7 +28,7 @@ def cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _cast(x_NF, ends_L)
 
 
-@cast.register_fake
+@cast_groups.register_fake
 def _(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     places = num_places(len(x_NF), len(ends_L))
     values_FP = x_NF.new_empty(x_NF.shape[1], places, dtype=E4M3)
@@ -60,12 +60,14 @@ def _cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @functools.cache
 def _usable(device_type: str) -> bool:
     return kernel_verification.trusted(
-        device_type, "rows of experts are cast to 8 bits without a Triton kernel", lambda device: difference(device)
+        device_type,
+        "rows of experts are cast to 8 bits without a Triton kernel",
+        lambda device: group_cast_difference(device),
     )
 
 
 @torch.no_grad()
-def difference(device: torch.device) -> str:
+def group_cast_difference(device: torch.device) -> str:
     """What differs between the kernel and its definition, with experts that have no rows; empty where nothing does."""
     from automodel_cli.distributed.float8 import group_cast_triton
 

@@ -26,13 +26,19 @@ from torch.nn.functional import (  # type: ignore[attr-defined]  # torch's stubs
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel import empty_groups
 from automodel_cli.distributed.float8 import group_cast
-from automodel_cli.distributed.float8.quantization import Arithmetic, Operand, Recipe, require, restored
+from automodel_cli.distributed.float8.quantization import (
+    Arithmetic,
+    Float8Recipe,
+    Operand,
+    dequantize_operand,
+    require_float8,
+)
 
 GENERATIONS = (9, 10)
 """Major compute capabilities that torch's grouped product of 8-bit floats has kernels for."""
 
 
-def lacks(recipe: Recipe) -> str:
+def why_unsupported(recipe: Float8Recipe) -> str:
     """Why experts have no products in this recipe; empty where they do."""
     one_for_each_row = recipe.by_row and not recipe.blocks
     return "" if one_for_each_row else f"whose products have a scale for each row, as {recipe.name} has not"
@@ -43,9 +49,9 @@ def arithmetic_of(experts: nn.Module) -> Arithmetic | None:
     return getattr(experts, "fp8", None)
 
 
-def require_grouped(device: torch.device, recipe: Recipe) -> None:
+def require_grouped(device: torch.device, recipe: Float8Recipe) -> None:
     """Raise ConfigError where experts' products do not run."""
-    require(device, recipe)
+    require_float8(device, recipe)
     capability = torch.cuda.get_device_capability()
     if capability[0] not in GENERATIONS:
         has = ".".join(map(str, capability))
@@ -57,14 +63,14 @@ def require_grouped(device: torch.device, recipe: Recipe) -> None:
         )
 
 
-def product(
+def grouped_gemm(
     fp8: Arithmetic, rows_NK: Tensor, weight: Tensor, ends_L: Tensor, *, turned: bool, fast: bool = False
 ) -> Tensor:
     """[N, O]: every row times its expert's `weight`, [L, O, K], or [L, K, O] where it is `turned`. `fast`: see
     `fp8.Arithmetic.product`."""
     rows, weights = fp8.operand(rows_NK), fp8.operand(weight, turned=turned)
     if fp8.emulate:
-        a_NK, b_LOK = restored(rows, torch.float32), restored(weights, torch.float32)
+        a_NK, b_LOK = dequantize_operand(rows, torch.float32), dequantize_operand(weights, torch.float32)
         return grouped_mm(a_NK, b_LOK.transpose(-2, -1), offs=ends_L).to(rows_NK.dtype)
     return _scaled(rows, weights, ends_L, fast=fast).to(rows_NK.dtype)
 
@@ -79,8 +85,8 @@ def weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_L
 
 
 def _weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_L: Tensor) -> Tensor:
-    first_IP, inverse_LI, padded_ends_L = group_cast.cast(first_NI, ends_L)
-    second_OP, inverse_LO, _ = group_cast.cast(second_NO, ends_L)
+    first_IP, inverse_LI, padded_ends_L = group_cast.cast_groups(first_NI, ends_L)
+    second_OP, inverse_LO, _ = group_cast.cast_groups(second_NO, ends_L)
     if fp8.emulate:
         sums_LIO = grouped_mm(first_IP.float(), second_OP.float().t(), offs=padded_ends_L)
         return (sums_LIO * inverse_LI[:, :, None] * inverse_LO[:, None, :]).to(first_NI.dtype)

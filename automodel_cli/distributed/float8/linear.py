@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from automodel_cli.distributed.float8.grouped_gemm import require_grouped
-from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require
-from automodel_cli.distributed.fusion.compiled_regions import Fuser
+from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require_float8
+from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +50,20 @@ class Fp8Linear(nn.Linear):
         return f"{super().extra_repr()}, fp8={self.fp8.recipe.name}"
 
 
-def convert(linear: nn.Linear, arithmetic: Arithmetic) -> None:
+def convert_to_float8(linear: nn.Linear, arithmetic: Arithmetic) -> None:
     """Let a linear layer multiply so from now on, in place."""
     linear.__class__ = Fp8Linear
     linear.fp8 = arithmetic  # type: ignore[assignment]
 
 
-def prepare(part: nn.Module, device: torch.device, fuser: Fuser | None) -> None:
+def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionCompiler | None) -> None:
     """After tensor parallelism has cut the layers: leave those whose share does not divide, and let casts run as
     `fuser` says. Raises ConfigError on a device without 8-bit products, of experts too."""
     layers = [module for module in part.modules() if isinstance(module, Fp8Linear)]
     left: Counter[str] = Counter()
     for module in part.modules():
         if (fp8 := vars(module).get("fp8")) is not None and not fp8.emulate:
-            (require if isinstance(module, Fp8Linear) else require_grouped)(device, fp8.recipe)
+            (require_float8 if isinstance(module, Fp8Linear) else require_grouped)(device, fp8.recipe)
     for layer in layers:
         shape = layer.weight.to_local().shape if isinstance(layer.weight, DTensor) else layer.weight.shape
         if any(size % layer.fp8.recipe.multiple for size in shape):

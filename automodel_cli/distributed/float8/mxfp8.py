@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from automodel_cli.distributed.fusion.compiled_regions import Glue
+from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion
 
 BLOCK = 32
 SCALE = torch.float8_e8m0fnu
@@ -26,7 +26,7 @@ _MANTISSA, _BITS = 0x7FFFFF, 23
 _ROWS, _COLUMNS = 128, 4  # of a tile
 
 
-def cast(x_TF: Tensor, turned: bool, tiled: bool) -> tuple[Tensor, Tensor]:
+def cast_mxfp8(x_TF: Tensor, turned: bool, tiled: bool) -> tuple[Tensor, Tensor]:
     """e4m3 [F, T] where it is `turned`, else [T, F], contiguous, with e8m0 exponents: a row of them for each row, or
     `tiled`, flat."""
     x_MK = x_TF.transpose(-2, -1) if turned else x_TF
@@ -45,12 +45,12 @@ def cast(x_TF: Tensor, turned: bool, tiled: bool) -> tuple[Tensor, Tensor]:
     return values_MGB.flatten(-2).contiguous(), scale.contiguous().view(SCALE)
 
 
-def restored(values_MK: Tensor, scale_MG: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_mxfp8(values_MK: Tensor, scale_MG: Tensor, dtype: torch.dtype) -> Tensor:
     """What a cast without tiles stands for."""
     return (values_MK.to(dtype).unflatten(-1, (-1, BLOCK)) * scale_MG.to(dtype)[..., None]).flatten(-2)
 
 
-def product(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> Tensor:
+def mxfp8_gemm(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> Tensor:
     """bfloat16 [M, N], of casts with tiles."""
     blocks, tiles = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     return scaled_mm(
@@ -70,4 +70,4 @@ def _sample(rows: int) -> tuple[Any, ...]:
     return torch.randn(rows, 2 * BLOCK, generator=torch.Generator().manual_seed(rows)), False, True
 
 
-GLUE = Glue("fp8 cast mxfp8", cast, None, _sample)
+GLUE = FusibleRegion("fp8 cast mxfp8", cast_mxfp8, None, _sample)

@@ -25,7 +25,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.float8 import mxfp8
-from automodel_cli.distributed.fusion.compiled_regions import Fuser, Glue
+from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -36,7 +36,7 @@ _EXPONENT = -0x800000  # sign and exponent of a float32
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Float8Recipe:
     """`by_row`: a scale for each row of an operand, else one for all of it. `gradient`: the format of gradients of
     results; everything else is e4m3. `power_of_two`: scales are. `exact_weight_gradient`: that product is not in
     float8, and the weight has one scale in the product for the gradient of inputs. `blocks`: a scale for 32 numbers of
@@ -63,10 +63,10 @@ class Recipe:
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("rowwise", by_row=True, gradient=E4M3, power_of_two=True),
-        Recipe("tensorwise", by_row=False, gradient=E5M2, power_of_two=False),
-        Recipe("rowwise_with_gw_hp", by_row=True, gradient=E4M3, power_of_two=True, exact_weight_gradient=True),
-        Recipe("mxfp8", by_row=True, gradient=E4M3, power_of_two=True, blocks=True),
+        Float8Recipe("rowwise", by_row=True, gradient=E4M3, power_of_two=True),
+        Float8Recipe("tensorwise", by_row=False, gradient=E5M2, power_of_two=False),
+        Float8Recipe("rowwise_with_gw_hp", by_row=True, gradient=E4M3, power_of_two=True, exact_weight_gradient=True),
+        Float8Recipe("mxfp8", by_row=True, gradient=E4M3, power_of_two=True, blocks=True),
     )
 }
 
@@ -84,7 +84,7 @@ class Arithmetic:
     """How a module multiplies. `emulate`: with the casts' values in float32, on any device. `cast`, `cast_to`,
     `largest` and `cast_blocks` are functions or what a fuser runs in their place."""
 
-    recipe: Recipe
+    recipe: Float8Recipe
     emulate: bool
 
     def __post_init__(self) -> None:
@@ -93,12 +93,12 @@ class Arithmetic:
         self.cast: Callable[..., Any] = _cast
         self.cast_to: Callable[..., Any] = _cast_to
         self.largest: Callable[..., Any] = _largest
-        self.cast_blocks: Callable[..., Any] = mxfp8.cast
+        self.cast_blocks: Callable[..., Any] = mxfp8.cast_mxfp8
 
-    def fuse(self, fuser: Fuser) -> None:
+    def fuse(self, fuser: RegionCompiler) -> None:
         """Let the casts run as `fuser` says, each as one kernel."""
         if self.recipe.blocks:
-            self.cast_blocks = fuser(mxfp8.GLUE) or mxfp8.cast
+            self.cast_blocks = fuser(mxfp8.GLUE) or mxfp8.cast_mxfp8
             return
         self.cast, self.cast_to, self.largest = (fuser(glue) or glue.function for glue in _glue(self.recipe))
 
@@ -132,9 +132,9 @@ class Arithmetic:
         if self.emulate:
             wide = torch.promote_types(dtype, torch.float32)
             with _no_autocast(a.values_MK.device):
-                return (restored(a, wide) @ restored(b, wide).t()).to(dtype)
+                return (dequantize_operand(a, wide) @ dequantize_operand(b, wide).t()).to(dtype)
         if self.recipe.blocks:
-            return mxfp8.product(a.values_MK, a.inverse, b.values_MK, b.inverse).to(dtype)
+            return mxfp8.mxfp8_gemm(a.values_MK, a.inverse, b.values_MK, b.inverse).to(dtype)
         inverse_a, inverse_b = a.inverse, b.inverse
         kind = ScalingType.RowWise if inverse_a.ndim or inverse_b.ndim else ScalingType.TensorWise
         if kind is ScalingType.RowWise:  # one scale for all rows of the other operand: torch wants both alike
@@ -153,7 +153,7 @@ class Arithmetic:
         return result_MN.to(dtype)
 
 
-def require(device: torch.device, recipe: Recipe) -> None:
+def require_float8(device: torch.device, recipe: Float8Recipe) -> None:
     """Raise ConfigError, naming the device and the way out, where float8 products do not run."""
     where, fix = "model.fp8", "model.fp8=null, or model.fp8.emulate=true for the same numbers without the speed"
     kinds = "L40S, H100, B200"
@@ -189,10 +189,10 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
-def restored(operand: Operand, dtype: torch.dtype) -> Tensor:
+def dequantize_operand(operand: Operand, dtype: torch.dtype) -> Tensor:
     """What an operand stands for."""
     if operand.inverse.dtype == mxfp8.SCALE:
-        return mxfp8.restored(operand.values_MK, operand.inverse, dtype)
+        return mxfp8.dequantize_mxfp8(operand.values_MK, operand.inverse, dtype)
     return operand.values_MK.to(dtype) * operand.inverse
 
 
@@ -225,7 +225,7 @@ def _cast_to(
     return values_MK, scale.reciprocal()
 
 
-def _glue(recipe: Recipe) -> list[Glue]:
+def _glue(recipe: Float8Recipe) -> list[FusibleRegion]:
     """`cast`, `cast_to` and `largest`, under the name of the recipe, whose constants their graphs have."""
 
     def numbers(rows: int) -> Tensor:
@@ -241,7 +241,7 @@ def _glue(recipe: Recipe) -> list[Glue]:
         return numbers(rows), recipe.by_row, False
 
     return [
-        Glue(f"fp8 cast {recipe.name}", _cast, None, to_cast),
-        Glue(f"fp8 cast to a maximum {recipe.name}", _cast_to, None, to_cast_to),
-        Glue(f"fp8 maximum {recipe.name}", _largest, None, to_measure),
+        FusibleRegion(f"fp8 cast {recipe.name}", _cast, None, to_cast),
+        FusibleRegion(f"fp8 cast to a maximum {recipe.name}", _cast_to, None, to_cast_to),
+        FusibleRegion(f"fp8 maximum {recipe.name}", _largest, None, to_measure),
     ]

@@ -1,6 +1,7 @@
 """Glue: functions of elementwise operations and sums between a layer's products, each run as one kernel.
 
-A `Glue` is found in a model (`glue`) or written down (`gated_experts`); a `Fuser` says how it runs. `Compiled` is
+A `FusibleRegion` is found in a model (`glue`) or written down (`gated_experts`); a `RegionCompiler` says how it runs.
+`Compiled` is
 torch's compiler with dynamic numbers of tokens, after a probe has shown that it gives the same values and gradients;
 `as_one` is for tensors without values, where only what is kept and launched counts.
 """
@@ -27,7 +28,7 @@ _REDUCED_ULPS = 4.0  # of lower precision: a compiled function keeps float32 whe
 
 
 @dataclass(frozen=True)
-class Glue:
+class FusibleRegion:
     """`function` takes tensors whose leading dims count tokens, and besides what torch's compiler takes for constant
     (modules, functions). `kept`: which of its tensors its backward needs, parameters of modules after all others; None
     where it never has one. `sample(rows)` gives arguments for a probe."""
@@ -40,10 +41,10 @@ class Glue:
     """Whether vectors are elements, of any number; else they are weights, of a fixed one."""
 
 
-class Fuser(Protocol):
+class RegionCompiler(Protocol):
     """How glue runs: `glue.function`, or something that computes the same; None where it may not be fused."""
 
-    def __call__(self, glue: Glue) -> Callable[..., Any] | None: ...
+    def __call__(self, glue: FusibleRegion) -> Callable[..., Any] | None: ...
 
 
 class Compiled:
@@ -56,11 +57,11 @@ class Compiled:
         self.refused: dict[str, str] = {}
         self._known: dict[tuple[str, Any], Callable[..., Any] | None] = {}
 
-    def __call__(self, glue: Glue) -> Callable[..., Any] | None:
+    def __call__(self, glue: FusibleRegion) -> Callable[..., Any] | None:
         key = (glue.name, glue.function)
         if key not in self._known:
             compiled = _function_of(glue, self.backend)
-            reason = difference(glue, compiled, self.device, self.dtype)
+            reason = region_difference(glue, compiled, self.device, self.dtype)
             if reason:
                 self.refused[glue.name] = reason
             self._known[key] = None if reason else _or_as_written(glue, compiled)
@@ -88,14 +89,14 @@ class Compiled:
         return f"{found} by {self.backend}{left}"
 
 
-_stand_in: Fuser | None = None
+_stand_in: RegionCompiler | None = None
 _last = ""
 _functions: dict[tuple[str, Any, str], Callable[..., Any]] = {}
 compilations: list[str] = []
 """The name of the glue of every graph that was compiled in this process, in order."""
 
 
-def _function_of(glue: Glue, backend: str) -> Callable[..., Any]:
+def _function_of(glue: FusibleRegion, backend: str) -> Callable[..., Any]:
     key = (glue.name, glue.function, backend)
     if key not in _functions:
         compiled = torch_compat.compiled(glue.function, backend, lambda: compilations.append(glue.name))
@@ -112,7 +113,7 @@ def _function_of(glue: Glue, backend: str) -> Callable[..., Any]:
     return _functions[key]
 
 
-def _or_as_written(glue: Glue, run: Callable[..., Any]) -> Callable[..., Any]:
+def _or_as_written(glue: FusibleRegion, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` until it cannot be compiled, for other sizes than the sample's; then the function, with one warning."""
     now = run
 
@@ -135,7 +136,7 @@ def _token_dims(tensor: Tensor, by_element: bool) -> tuple[int, ...]:
     return {0: (), 2: (0,), 3: (0, 1)}.get(tensor.ndim, (0, 2))
 
 
-def difference(glue: Glue, run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
+def region_difference(glue: FusibleRegion, run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
     """What keeps `run` from standing for `glue.function`: how it fails, or by how much it differs on two samples."""
     try:
         for rows in (5, 12):
@@ -188,11 +189,11 @@ def _with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[T
 Ran = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 
 
-def as_one(aside: Callable[[], Any], ran: Ran) -> Fuser:
+def as_one(aside: Callable[[], Any], ran: Ran) -> RegionCompiler:
     """For tensors without values: every glue keeps what its backward needs and no more. `ran(name, read, written)` is
     told of each kernel; `aside()` is entered while the function's own operators run for their shapes."""
 
-    def fuse(glue: Glue) -> Callable[..., Any]:
+    def fuse(glue: FusibleRegion) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             modules = [arg for arg in args if isinstance(arg, nn.Module)]
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -208,7 +209,7 @@ def as_one(aside: Callable[[], Any], ran: Ran) -> Fuser:
 
 class _AsOne(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, glue: Glue, aside: Any, ran: Ran, args: Sequence[Any], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, glue: FusibleRegion, aside: Any, ran: Ran, args: Sequence[Any], *tensors: Tensor) -> Any:
         with aside():
             result = glue.function(*args)
         ran(glue.name, tensors, result if isinstance(result, tuple) else (result,))
@@ -233,7 +234,9 @@ class _AsOne(torch.autograd.Function):
         return None, None, None, None, *made
 
 
-def chosen(mode: bool | str, backend: str, device: torch.device, dtype: torch.dtype) -> Fuser | None:
+def region_compiler_for(
+    mode: bool | str, backend: str, device: torch.device, dtype: torch.dtype
+) -> RegionCompiler | None:
     """The fuser of a run: for "glue", and for "auto" on a CUDA device; None where layers run as written or whole."""
     global _last
     _last = ""
@@ -242,12 +245,12 @@ def chosen(mode: bool | str, backend: str, device: torch.device, dtype: torch.dt
     return by_compiler(backend, device, dtype)
 
 
-def by_compiler(backend: str, device: torch.device, dtype: torch.dtype) -> Fuser:
+def by_compiler(backend: str, device: torch.device, dtype: torch.dtype) -> RegionCompiler:
     """torch's compiler, or what stands for it in a process that has tensors without values."""
     return Compiled(backend, device, dtype) if _stand_in is None else _stand_in
 
 
-def use_instead(fuser: Fuser) -> None:
+def use_region_substitute(fuser: RegionCompiler) -> None:
     """For the rest of this process, which has tensors without values."""
     global _stand_in
     _stand_in = fuser

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from automodel_cli.distributed.fusion.compiled_regions import Fuser, Glue
+from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
 
 _FEWEST = 3  # operators of a norm that is worth a graph: torch's own is one kernel already
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm", "matmul", "linear")
@@ -30,7 +30,7 @@ _ROTARY = ["q", "k", "cos", "sin"]
 _HEAD, _HEADS = 16, 2
 
 
-def fuse_layers(part: nn.Module, fuser: Fuser) -> None:
+def fuse_layers(part: nn.Module, fuser: RegionCompiler) -> None:
     """Let the glue in the layers of `part`, and in its last norm, run as `fuser` says, in place. Parameters may be on
     the meta device."""
     with torch.device("cpu"):  # of what is measured
@@ -41,7 +41,7 @@ def fuse_layers(part: nn.Module, fuser: Fuser) -> None:
                 _fuse_rotary(module, fuser)
 
 
-def _fuse_norm(module: nn.Module, fuser: Fuser) -> None:
+def _fuse_norm(module: nn.Module, fuser: RegionCompiler) -> None:
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or not _is_norm(module):
         return
@@ -50,7 +50,7 @@ def _fuse_norm(module: nn.Module, fuser: Fuser) -> None:
     def sample(rows: int) -> tuple[Any, ...]:
         return _small_norm(module, width), _numbers(rows, width)
 
-    run = fuser(Glue(name, type(module).forward, (0, 1), sample))
+    run = fuser(FusibleRegion(name, type(module).forward, (0, 1), sample))
     if run is None:
         return
     own = module.forward
@@ -109,7 +109,7 @@ def _gated_halves(act: Callable[[Tensor], Tensor], both: Tensor) -> Tensor:
     return act(gate) * up
 
 
-def _fuse_mlp(module: nn.Module, fuser: Fuser) -> None:
+def _fuse_mlp(module: nn.Module, fuser: RegionCompiler) -> None:
     linear = {name: child for name, child in module._modules.items() if hasattr(child, "in_features")}
     if len(linear) not in (2, 3):
         return
@@ -123,7 +123,7 @@ def _fuse_mlp(module: nn.Module, fuser: Fuser) -> None:
     def sample(rows: int) -> tuple[Any, ...]:
         return act, *(_numbers(rows, 32, seed) for seed in range(len(first)))
 
-    run = fuser(Glue(f"gate {_name_of(act)}", glue_of, tuple(range(len(first))), sample))
+    run = fuser(FusibleRegion(f"gate {_name_of(act)}", glue_of, tuple(range(len(first))), sample))
     if run is None:
         return
 
@@ -175,10 +175,10 @@ def _name_of(act: Any) -> str:
     return str(getattr(act, "__name__", type(act).__name__))
 
 
-def _fuse_rotary(module: nn.Module, fuser: Fuser) -> None:
+def _fuse_rotary(module: nn.Module, fuser: RegionCompiler) -> None:
     forward = type(module).forward
     for name, function in _rotations(forward):
-        run = fuser(Glue("rotary", function, (2, 3), _rotary_sample_of(function)))
+        run = fuser(FusibleRegion("rotary", function, (2, 3), _rotary_sample_of(function)))
         if run is not None:
             module.forward = MethodType(_calling(forward, name, run, function), module)  # type: ignore[method-assign]
             return

@@ -29,7 +29,7 @@ DEFAULT_COMPILE_BACKEND = "inductor"
 
 
 @dataclass(frozen=True)
-class Storage:
+class MemoryTraits:
     """What a rank keeps, for the planner.
 
     `shards`: which of "parameters", "gradients" and "optimizer" are cut over the data-parallel and context-parallel
@@ -69,7 +69,7 @@ class Strategy(Protocol):
     def check_installed(self) -> None: ...
     def axis_options(self) -> AxisOptions: ...
     def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module: ...
-    def storage(self) -> Storage: ...
+    def storage(self) -> MemoryTraits: ...
     def parameter_device(self, device: torch.device) -> torch.device: ...
     def compute_dtype(self) -> torch.dtype | None: ...
     def exact(self, axes: Sequence[str], *, precision: bool = False, compiled: bool = False) -> Strategy: ...
@@ -185,9 +185,9 @@ class ParallelizerConfig:
         """The same with experts that stay gathered for a step, where it leaves that to the machine; else None."""
         return None
 
-    def storage(self) -> Storage:
+    def storage(self) -> MemoryTraits:
         """What a rank keeps, for `automodel plan`."""
-        return Storage()
+        return MemoryTraits()
 
     def exact(self, axes: Sequence[str], *, precision: bool = False, compiled: bool = False) -> Self:
         """The same options in float32, uncompiled, without what needs a CUDA device or an axis that is not in `axes`:

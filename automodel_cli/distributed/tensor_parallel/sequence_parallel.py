@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
-from automodel_cli.distributed.scatter_gather import all_of, pad_to, share_of
+from automodel_cli.distributed.scatter_gather import gather_from_group, pad_to, scatter_to_group
 from automodel_cli.distributed.tensor_parallel.styles import SumParameterGradients
 
 _TOKENS = 1  # the dim of hidden_BTD
@@ -29,12 +29,12 @@ _TOKENS = 1  # the dim of hidden_BTD
 
 def shard_tokens(hidden_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's tokens of what every rank has; the last ranks' are padded with zeros. The backward gathers."""
-    return share_of(hidden_BTD, mesh.get_group(), _TOKENS, padded=True)
+    return scatter_to_group(hidden_BTD, mesh.get_group(), _TOKENS, padded=True)
 
 
 def gather_tokens(hidden_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
     """All tokens, for every rank to use alike: the backward takes this rank's share."""
-    return all_of(hidden_BtD, num_tokens, mesh.get_group(), _TOKENS)
+    return gather_from_group(hidden_BtD, num_tokens, mesh.get_group(), _TOKENS)
 
 
 def apply_sequence_parallel(layers: list[nn.Module], mesh: DeviceMesh, uniform: set[nn.Module]) -> None:

@@ -1,7 +1,7 @@
 """Gradients of linear layers that products add to, where autograd would make a tensor and add it afterwards.
 
 While one backward makes all gradients of a microbatch (`whole_backward`), a layer's weight gradient is added by its
-product to the float32 sum over microbatches that the strategy keeps (`WeightSum`), and layers that read one tensor add
+product to the float32 sum over microbatches that the strategy keeps (`MainGrad`), and layers that read one tensor add
 to one gradient of it. In between nothing is rounded, written or read again. Elsewhere layers are torch's.
 
 Where several layers read one tensor, autograd decides when its gradient is complete: they read an alias, whose own
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 
-class WeightSum(Protocol):
+class MainGrad(Protocol):
     """Where a strategy sums the gradient of one parameter over microbatches before ranks do."""
 
     def place(self, gradient_dtype: torch.dtype) -> tuple[Tensor, bool] | None:
@@ -34,10 +34,10 @@ class WeightSum(Protocol):
         For gradients that come in this dtype."""
 
 
-class AddingLinear(nn.Linear):
+class WgradFusedLinear(nn.Linear):
     """A layer that `convert` has made; it is never constructed."""
 
-    weight_sum: WeightSum | None
+    weight_sum: MainGrad | None
 
     def forward(self, x: Tensor) -> Tensor:
         if not _is_whole or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
@@ -57,30 +57,30 @@ class AddingLinear(nn.Linear):
         return y if bias is None else y + bias
 
 
-def convert(linear: nn.Linear, weight_sum: WeightSum | None) -> None:
+def fuse_wgrad(linear: nn.Linear, weight_sum: MainGrad | None) -> None:
     """Let a linear layer of torch's own class work so from now on, in place. Without a sum only inputs' gradients are
     added in products."""
     assert type(linear) is nn.Linear, f"{type(linear).__name__} computes something else"
-    linear.__class__ = AddingLinear
+    linear.__class__ = WgradFusedLinear
     linear.weight_sum = weight_sum  # type: ignore[assignment]
 
 
-def take_sums(module: nn.Module, sums: dict[str, WeightSum]) -> None:
+def set_main_grad(module: nn.Module, sums: dict[str, MainGrad]) -> None:
     """Tell a module that adds gradients of its parameters by itself where, by their names."""
     _sums[module] = sums
 
 
-def sums_of(module: nn.Module) -> dict[str, WeightSum]:
+def main_grad_of(module: nn.Module) -> dict[str, MainGrad]:
     """What the module was told; nothing outside of a `whole_backward`."""
     return _sums.get(module, {}) if _is_whole else {}
 
 
-_sums: weakref.WeakKeyDictionary[nn.Module, dict[str, WeightSum]] = weakref.WeakKeyDictionary()
+_sums: weakref.WeakKeyDictionary[nn.Module, dict[str, MainGrad]] = weakref.WeakKeyDictionary()
 
 
-def weight_sum_of(linear: nn.Module) -> WeightSum | None:
+def weight_sum_of(linear: nn.Module) -> MainGrad | None:
     """For a function of its own that computes what this layer does, with a weight that no rank shares."""
-    if not _is_whole or not isinstance(linear, AddingLinear) or isinstance(linear.weight, DTensor):
+    if not _is_whole or not isinstance(linear, WgradFusedLinear) or isinstance(linear.weight, DTensor):
         return None
     return linear.weight_sum
 
@@ -89,7 +89,7 @@ _is_whole = False  # a plain global: backward runs layers again on threads of it
 
 
 @contextmanager
-def whole_backward(yes: bool = True) -> Iterator[None]:
+def single_backward(yes: bool = True) -> Iterator[None]:
     """Around every forward and backward of a microbatch whose backward is one run of autograd over all of its graph,
     once. Not where gradients of inputs and of weights are made apart: nodes would run, and add, twice."""
     global _is_whole
@@ -196,7 +196,7 @@ class _Linear(torch.autograd.Function):
         gradient: _InputGradient | None,
         weight_OI: Tensor,
         bias_O: Tensor | None,
-        weight_sum: WeightSum | None,
+        weight_sum: MainGrad | None,
         placements: Any,
     ) -> Tensor:
         wants_x, _, wants_weight, *_ = ctx.needs_input_grad

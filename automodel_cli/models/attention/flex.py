@@ -102,7 +102,7 @@ def attend(
     return out_1HNV[0].transpose(0, 1)[..., :width], lse_1HN[0]
 
 
-def use_instead(run: Attend) -> None:
+def use_flex_substitute(run: Attend) -> None:
     """For tensors without values, in the rest of this process."""
     global _stand_in
     _stand_in = run
@@ -145,7 +145,7 @@ themselves; or what ranks share."""
 
 # Whole layers may be compiled around this: it is a graph of its own there.
 @torch.compiler.disable(recursive=False, reason=_OWN_GRAPH)
-def packed(
+def flex_packed_attention(
     query_NHD: Tensor,
     key_MKD: Tensor,
     value_MKV: Tensor,
@@ -174,7 +174,7 @@ def why_unavailable(device: torch.device) -> str:
 
 
 @torch.compiler.disable(reason=_OWN_GRAPH)
-def why_not(query: Tensor, value: Tensor, softcap: float | None) -> str:
+def why_flex_unsupported(query: Tensor, value: Tensor, softcap: float | None) -> str:
     """What keeps FlexAttention from tensors of this kind, for a sentence; empty where nothing does."""
     if query.device.type == "cpu" or _stand_in is not None:
         return ""
@@ -191,16 +191,14 @@ def _disagrees(device: torch.device, dtype: torch.dtype, width: int, value_width
     try:
         # On a thread of its own: a graph, a recomputation, hooks and modes that are under way here are not there.
         with threads_on_this_device(1) as thread:
-            error = thread.submit(disagreement, device, dtype, width, value_width, softcap).result()
+            error = thread.submit(flex_error, device, dtype, width, value_width, softcap).result()
     except Exception as failure:  # a compiler's failures have no common class
         return f"{type(failure).__name__}: {failure}".splitlines()[0]
     limit = _PROBE_ERROR.get(dtype, _PROBE_ERROR_BELOW)
     return f"it differs from the definition by {error:.1e}" if not error <= limit else ""
 
 
-def disagreement(
-    device: torch.device, dtype: torch.dtype, width: int, value_width: int, softcap: float | None
-) -> float:
+def flex_error(device: torch.device, dtype: torch.dtype, width: int, value_width: int, softcap: float | None) -> float:
     """Largest relative error of outputs and gradients against the definition in float64: three documents in a row that
     is no multiple of a block, grouped heads, a sink, with a window."""
     lengths, scale, window = (90, 40, 170), width**-0.5, 100

@@ -47,7 +47,7 @@ _PACKAGES = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """`kernel` is "flash", "fa3", "fa4", "flex" or "dense"; `forced` where the config named it."""
 
     kernel: str = "flash"
@@ -63,15 +63,15 @@ class Choice:
 
 
 _ASKED = "asked_not_computed"
-_chosen = Choice()
+_chosen = KernelChoice()
 
 
-def chosen() -> Choice:
+def chosen_kernel() -> KernelChoice:
     """What packed attention runs on in this process."""
     return _chosen
 
 
-def choose(wanted: str, device: torch.device) -> Choice:
+def choose_kernel(wanted: str, device: torch.device) -> KernelChoice:
     """Settle `model.attention_kernel` for this process, before the first forward.
 
     "auto" takes a newer kernel than torch's own where the GPU, torch and an installed package have one that agrees with
@@ -85,7 +85,7 @@ def choose(wanted: str, device: torch.device) -> Choice:
     return _chosen
 
 
-def _by_name(wanted: str, device: torch.device) -> Choice:
+def _by_name(wanted: str, device: torch.device) -> KernelChoice:
     reason, pads = "", True
     if wanted in _PACKAGES:
         reason, pads = _activate(wanted, device)
@@ -98,20 +98,20 @@ def _by_name(wanted: str, device: torch.device) -> Choice:
             fix="model.attention_kernel=auto",
         )
     said = ", on a CPU by its dense definition" if wanted == "flex" and device.type == "cpu" else _said_of_widths(pads)
-    return Choice(wanted, f"as configured{said}", forced=True, pads=pads)
+    return KernelChoice(wanted, f"as configured{said}", forced=True, pads=pads)
 
 
-def _newest(device: torch.device) -> Choice:
+def _newest(device: torch.device) -> KernelChoice:
     if device.type != "cuda":
-        return Choice("flash", f"torch's own for the {device.type.upper()}")
+        return KernelChoice("flash", f"torch's own for the {device.type.upper()}")
     reasons = []
     for name in _PACKAGES:
         reason, pads = _activate(name, device)
         if not reason:
             agrees = "the GPU and an installed package have it, and it agrees with the definition"
-            return Choice(name, agrees + _said_of_widths(pads), pads=pads)
+            return KernelChoice(name, agrees + _said_of_widths(pads), pads=pads)
         reasons.append(f"{name}: {reason}")
-    return Choice("flash", f"torch's own; {'; '.join(reasons)}")
+    return KernelChoice("flash", f"torch's own; {'; '.join(reasons)}")
 
 
 def _said_of_widths(pads: bool) -> str:
@@ -126,14 +126,14 @@ def way(query: Tensor, value: Tensor, softcap: float | None) -> tuple[Way, str]:
     on_cpu = query.device.type == "cpu"
     is_probe = on_cpu and _chosen.device_type != "cpu"
     if _chosen.kernel == "flex" and not is_probe:
-        _refuse_by_name(attention_flex.why_not(query, value, softcap))
+        _refuse_by_name(attention_flex.why_flex_unsupported(query, value, softcap))
         return "flex", ""
     no_flash = kernels.why_not_flash_cpu(softcap) if on_cpu else kernels.why_not_flash_cuda(query, value, softcap)
     if not no_flash:
         return "flash", ""
     if _chosen.forced and _chosen.kernel != "flex":
         _refuse_by_name(f"no flash kernel takes {no_flash}")
-    no_flex = "it is for GPUs" if on_cpu else attention_flex.why_not(query, value, softcap)
+    no_flex = "it is for GPUs" if on_cpu else attention_flex.why_flex_unsupported(query, value, softcap)
     if no_flex:
         return (
             "dense",
@@ -162,14 +162,14 @@ def _activate(name: str, device: torch.device) -> tuple[str, bool]:
     narrower than keys must be padded for it."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     package = _PACKAGES[name]
-    if reason := why_not(package.label, package.capabilities, package.module, capability):
+    if reason := why_kernel_unsupported(package.label, package.capabilities, package.module, capability):
         return reason, True
     try:
         torch_attention.activate_flash_attention_impl(package.label)
     except (ImportError, OSError, RuntimeError) as failure:  # the package's own, while it loads
         return _first_line(failure), True
     try:
-        error = disagreement(device)
+        error = kernel_error(device)
     except _KERNEL_ERRORS as failure:
         torch_attention.restore_flash_attention_impl()
         return _first_line(failure), True
@@ -183,7 +183,7 @@ def pads_widths(device: torch.device) -> bool:
     """Whether the active kernel needs values as wide as keys: it refuses those of latent attention, or gets them
     wrong."""
     try:
-        return not disagreement(device, _LATENT_WIDTHS) <= _PROBE_ERROR
+        return not kernel_error(device, _LATENT_WIDTHS) <= _PROBE_ERROR
     except _KERNEL_ERRORS:
         return True
 
@@ -192,7 +192,9 @@ def _first_line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {failure}".splitlines()[0]
 
 
-def why_not(label: str, capabilities: tuple[int, ...], module: str, capability: tuple[int, int] | None) -> str:
+def why_kernel_unsupported(
+    label: str, capabilities: tuple[int, ...], module: str, capability: tuple[int, int] | None
+) -> str:
     """What keeps a package's kernels from a GPU of this compute capability (None: no GPU); empty where nothing does."""
     if capability is None:
         return "there is no CUDA device"
@@ -214,7 +216,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def disagreement(device: torch.device, widths: tuple[int, int] = (64, 64)) -> float:
+def kernel_error(device: torch.device, widths: tuple[int, int] = (64, 64)) -> float:
     """Largest relative error of the active kernel, forward and backward, against the definition in float32: two
     documents, grouped heads, with and without a window. `widths`: of keys and of values, which are not padded."""
     return max(_disagreement(device, window, *widths) for window in (None, 16))

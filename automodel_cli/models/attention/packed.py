@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 PACKED = "packed"
 
 
-def register() -> None:
+def register_packed_attention() -> None:
     """Make `packed` known to the library; again is harmless."""
     from transformers import AttentionInterface
 
@@ -107,7 +107,7 @@ def packed_attention(
     seen = _seen(cu_seq_lens_k, max_length_k, key_index)
     documents = None
     if way != "flex" and on_host and context is None:
-        documents = segments.Documents.of(cu_seq_lens_q, rows, length, seen)
+        documents = segments.HostDocuments.of(cu_seq_lens_q, rows, length, seen)
     if why_dense:
         _say_that_it_is_dense(why_dense, functools.partial(_cost, query_BHTD, setting, documents, context))
     if documents is not None and documents.are_rows(rows):
@@ -125,18 +125,20 @@ def packed_attention(
         k_MKD, v_MKV = _gather(k_MKD, v_MKV, context)
     if way == "flex":
         whose = (cu_seq_lens_q, rows, length, seen) if context is None else context
-        out_NHV = attention_flex.packed(q_NHD, k_MKD, v_MKV, s_aux, whose, sliding_window, scale, softcap)
+        out_NHV = attention_flex.flex_packed_attention(
+            q_NHD, k_MKD, v_MKV, s_aux, whose, sliding_window, scale, softcap
+        )
     elif not on_host:
         if context is not None:
             plan = segments.context_varlen(context, sliding_window)
         else:
             plan = segments.batch_varlen(cu_seq_lens_q, max_length_q, rows, length, q_NHD.device, seen)
-        pads = kernel_selection.chosen().pads
+        pads = kernel_selection.chosen_kernel().pads
         out_NHV = kernels.varlen_cuda(q_NHD, k_MKD, v_MKV, plan, s_aux, scale, sliding_window, pads=pads)
     else:
         groups, back_N = _groups(documents, context, sliding_window, q_NHD.device)
         k_MHD, v_MHV = kernels.per_query_head(k_MKD, heads), kernels.per_query_head(v_MKV, heads)
-        out_NHV = segments.run(_kernel(s_aux, setting), q_NHD, k_MHD, v_MHV, groups, back_N, sliding_window)
+        out_NHV = segments.run_grouped(_kernel(s_aux, setting), q_NHD, k_MHD, v_MHV, groups, back_N, sliding_window)
     return out_NHV.unflatten(0, (rows, length)), None
 
 
@@ -148,7 +150,7 @@ def _kernel(sink_H: Tensor | None, setting: Setting) -> segments.Kernel:
 
 
 def _groups(
-    documents: segments.Documents | None, context: Context | None, window: int | None, device: torch.device
+    documents: segments.HostDocuments | None, context: Context | None, window: int | None, device: torch.device
 ) -> tuple[list[segments.Group], Tensor]:
     if context is not None:
         return segments.context_groups(context, window)
@@ -172,7 +174,9 @@ def _say_that_it_is_dense(reason: str, cost: Callable[[], int]) -> None:
         )
 
 
-def _cost(query_BHTD: Tensor, setting: Setting, documents: segments.Documents | None, context: Context | None) -> int:
+def _cost(
+    query_BHTD: Tensor, setting: Setting, documents: segments.HostDocuments | None, context: Context | None
+) -> int:
     """Bytes that the definition keeps for its backward."""
     rows, heads, length, _ = query_BHTD.shape
     if documents is not None and documents.are_rows(rows):

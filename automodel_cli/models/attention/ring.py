@@ -35,7 +35,7 @@ class Setting(NamedTuple):
     way: str
 
 
-class Call(Protocol):
+class KernelCall(Protocol):
     """Some queries of this rank against some keys of another, in one kernel call."""
 
     query_index: Tensor
@@ -122,19 +122,19 @@ def _merge(out: Tensor, lse_NH: Tensor, index: Tensor, part: Tensor, part_lse: T
 
 
 @functools.lru_cache(maxsize=64)
-def calls(context: Context, source: int, setting: Setting) -> list[Call]:
+def calls(context: Context, source: int, setting: Setting) -> list[KernelCall]:
     """What this rank computes with the keys of `source`. Cached: all layers of a microbatch ask for the same."""
     place_M = context.gathered_index() % (context.rows * context.tokens // context.group.size)
     if setting.way == "flex":
         sees = any(segments.of_context(context, setting.window, chunk) for chunk in context.owners[source])
         return [_FlexCall(context, source, setting.window)] if sees else []
-    found: list[Call] = []
+    found: list[KernelCall] = []
     for chunk in context.owners[source]:  # apart, because a query is in a call only once
         members = segments.of_context(context, setting.window, chunk)
         if members and setting.way == "flash" and place_M.device.type == "cuda":
             found += _varlen_calls(members, place_M, setting.window)
         elif members:
-            found += [_PaddedCall(group) for group in segments.grouped(members, place_M, place_M.device)[0]]
+            found += [_PaddedCall(group) for group in segments.group_by_length(members, place_M, place_M.device)[0]]
     return found
 
 
@@ -179,7 +179,7 @@ class _PaddedCall:
         return dq, dk.unflatten(1, (kv_heads, -1)).sum(2), dv.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-def _varlen_calls(found: tuple[segments.Segment, ...], place_M: Tensor, window: int | None) -> list[Call]:
+def _varlen_calls(found: tuple[segments.Segment, ...], place_M: Tensor, window: int | None) -> list[KernelCall]:
     """Flash attention has one mask for all segments of a call: one call for each that occurs."""
     by_mask: dict[tuple[bool, int | None, int | None], list[segments.Segment]] = {}
     for segment in found:

@@ -34,7 +34,7 @@ _RECIPES = {"current": "Float8CurrentScaling", "block": "Float8BlockScaling", "m
 _FP8_MULTIPLE = 32  # of tokens and features, for every recipe; 16 would do for some
 
 
-def require() -> None:
+def require_transformer_engine() -> None:
     """Raise ConfigError, with the command that helps, where Transformer Engine cannot run."""
     if find_spec("transformer_engine") is None:
         raise ConfigError(
@@ -50,11 +50,11 @@ def require() -> None:
         )
 
 
-def register() -> None:
+def register_te_attention() -> None:
     """Make the attention known to the library under the name `transformer_engine`; again is harmless."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION, attention)
+    AttentionInterface.register(ATTENTION, te_attention)
 
 
 def swap_layers(model: PreTrainedModel, config: TransformerEngineConfig) -> None:
@@ -79,7 +79,7 @@ def swap_layers(model: PreTrainedModel, config: TransformerEngineConfig) -> None
             setattr(model.get_submodule(parent), leaf, new.train(module.training))
 
 
-def attention(
+def te_attention(
     module: nn.Module,
     query_BHTD: Tensor,
     key_BKTD: Tensor,

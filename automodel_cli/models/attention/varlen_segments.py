@@ -42,7 +42,7 @@ class Segment(NamedTuple):
     """How far the first query lies behind the first key."""
 
 
-class Documents(NamedTuple):
+class HostDocuments(NamedTuple):
     """Documents on the host: their bounds over the flat tokens, and of each the run of tokens that it sees before its
     own (none has one where `prefixes` is empty)."""
 
@@ -50,7 +50,7 @@ class Documents(NamedTuple):
     prefixes: tuple[Run, ...] = ()
 
     @classmethod
-    def of(cls, cu: Tensor | None, rows: int, length: int, seen: SeenKeys | None) -> Documents:
+    def of(cls, cu: Tensor | None, rows: int, length: int, seen: SeenKeys | None) -> HostDocuments:
         """Without bounds, rows are documents. Waits for the device."""
         if cu is None:
             return cls(tuple(range(0, rows * length + 1, length)))
@@ -63,7 +63,7 @@ class Documents(NamedTuple):
         return len(self.bounds) == rows + 1 and not self.prefixes
 
 
-def of_documents(documents: Documents) -> tuple[Segment, ...]:
+def of_documents(documents: HostDocuments) -> tuple[Segment, ...]:
     """Whole documents on one rank, empty ones left out. Keys are counted through all documents, prefixes included
     (`seen_index`)."""
     found, key = [], 0
@@ -126,7 +126,7 @@ class Group(NamedTuple):
         return visible_mask(self.query_GS.shape[1], self.num_keys, self.ahead, window, dtype, self.query_GS.device)
 
 
-def run(
+def run_grouped(
     kernel: Kernel,
     query_NHD: Tensor,
     key_MHD: Tensor,
@@ -152,7 +152,7 @@ def run(
 
 @functools.lru_cache(maxsize=4)  # a layer with a window and one without, of two microbatches: masks take room
 def row_mask(
-    documents: Documents, length: int, window: int | None, dtype: torch.dtype, device: torch.device
+    documents: HostDocuments, length: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """Additive `[B, 1, T, T]`, 0 where a query sees a key of its row and -inf elsewhere: a kernel then takes rows as
     they lie, and nothing is copied together. None where rows of `length` tokens are too long for that, and where a
@@ -179,20 +179,22 @@ def row_mask(
 
 
 @functools.lru_cache(maxsize=16)
-def document_groups(documents: Documents, device: torch.device) -> tuple[list[Group], Tensor]:
+def document_groups(documents: HostDocuments, device: torch.device) -> tuple[list[Group], Tensor]:
     """Cached: all layers of a microbatch ask for the same."""
     place_M = seen_index(*documents).to(device) if documents.prefixes else None
-    return grouped(of_documents(documents), place_M, device)
+    return group_by_length(of_documents(documents), place_M, device)
 
 
 @functools.lru_cache(maxsize=16)
 def context_groups(context: Context, window: int | None) -> tuple[list[Group], Tensor]:
     """The same on a rank of context parallelism; keys are indices into what the ranks gather."""
     index_M = context.gathered_index()
-    return grouped(of_context(context, window), index_M, index_M.device)
+    return group_by_length(of_context(context, window), index_M, index_M.device)
 
 
-def grouped(segments: Sequence[Segment], place_M: Tensor | None, device: torch.device) -> tuple[list[Group], Tensor]:
+def group_by_length(
+    segments: Sequence[Segment], place_M: Tensor | None, device: torch.device
+) -> tuple[list[Group], Tensor]:
     """Sort segments by length into groups. Returns the groups, and `back_N`: the place of each of the N queries where
     the queries of all groups stand one after another. Each query must be in one segment.
 

@@ -107,14 +107,14 @@ def export_hf(
         ):
             shards.append(_write_shard(folder, len(shards), bucket))
         _write_index(folder, shards)
-        value_head.write(folder, values)
+        value_head.write_value_head(folder, values)
         if within is not None:
             passthrough_tensors.copy_files(config, folder)
         else:
             _write_config(folder, parts[0])
             if tokenizer is not None:
                 _write_tokenizer(folder, tokenizer)
-        generation_config.write(folder, config, parts[0].model, stop_ids)
+        generation_config.write_generation_config(folder, config, parts[0].model, stop_ids)
         if not (folder / "README.md").exists():
             _write_card(folder, parts[0], config, title or folder.name, summary)
     if dist.is_initialized():
@@ -257,14 +257,15 @@ def verify_export(
 
     The trained side is the forward of `parts` as they are, adapters on, without products of 8-bit floats. `score` runs
     it; None calls the one part, which then is the whole model. `as_classifier`: scores are compared instead, which
-    `score` must give. How far the two sides may differ depends on their precision: `export_check.measure` has bounds.
+    `score` must give. How far the two sides may differ depends on their precision:
+    `export_check.measure_export_error` has bounds.
     Collective; every rank gets the number. Raises RunError when the folder does not load.
     """
     token_ids = [list(prompt) for prompt in prompts]
     ours = trained_values(parts, token_ids, score)
     precision = Precision(parts[0].model.dtype, rounds_weights=rounds_weights(parts))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "as_classifier": as_classifier}
-    work = partial(export_check.measure, Path(directory), token_ids, ours, precision, **options)
+    work = partial(export_check.measure_export_error, Path(directory), token_ids, ours, precision, **options)
     return process_group.from_first_rank(work, _WAIT).worst
 
 

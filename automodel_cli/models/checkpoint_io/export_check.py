@@ -73,7 +73,7 @@ class Agreement:
         return within and (self.share is None or self.share <= _MOST_SHARE)
 
 
-def measure(
+def measure_export_error(
     folder: Path,
     prompts: Sequence[Sequence[int]],
     ours: Sequence[Tensor],

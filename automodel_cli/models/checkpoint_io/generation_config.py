@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NAME = "generation_config.json"
 
 
-def write(folder: Path, config: ModelConfig, model: PreTrainedModel, stop_ids: Sequence[int]) -> None:
+def write_generation_config(folder: Path, config: ModelConfig, model: PreTrainedModel, stop_ids: Sequence[int]) -> None:
     """Write the source's file with `stop_ids` added to its `eos_token_id`; every other field stays as it is there.
 
     A source without the file gets what the library derives from its config.

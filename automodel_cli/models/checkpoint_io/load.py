@@ -43,7 +43,7 @@ class LoadReport:
 
     num_bytes_read: int = 0
     unclaimed: tuple[str, ...] = ()
-    within: multimodal_backbone.TextOfWhole | None = None
+    within: multimodal_backbone.BackboneMapping | None = None
 
 
 def load_weights(
@@ -87,7 +87,7 @@ def load_weights(
         )
     lora.init_adapters(part.model, seed)
     if part.value_head is not None:
-        value_head.fill(part.value_head, source.folder(config))
+        value_head.fill_value_head(part.value_head, source.folder(config))
     return report
 
 

@@ -133,10 +133,10 @@ def _named_full_weights(
     for unit in units.values():
         state = {}
         for name, held in unit.items():
-            full = held.dequantised() if isinstance(held, nf4.NF4Linear) else transformers_compat.gathered(held)
+            full = held.dequantised() if isinstance(held, nf4.NF4Linear) else transformers_compat.full_tensor(held)
             wanted = torch.float32 if keep_fp32(name) else dtype
             if name in updates:
-                full = lora.rounded(name, lora.merged(full, updates[name]), wanted)
+                full = lora.rounded(name, lora.merged_weight(full, updates[name]), wanted)
             elif keep_mean and isinstance(held, nn.Parameter) and held.requires_grad and full.dtype == torch.float32:
                 full = lora.rounded(name, full, wanted)
             elif full.is_floating_point():

@@ -35,7 +35,7 @@ _LENGTHS = "_document_lengths_BT"
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def install(model: nn.Module) -> None:
+def install_document_rope(model: nn.Module) -> None:
     """Make `model`'s rotary modules look at documents. A model without length-dependent ones is left as it is."""
     found = [module for module in model.modules() if _switches(module) and not isinstance(module, _PerDocument)]
     for module in found:

@@ -52,7 +52,7 @@ class Runner(Protocol):
     ) -> Any: ...
 
 
-class Documents:
+class DocumentBounds:
     """The documents of one microbatch, for every state layer of one forward (and of its recomputation)."""
 
     def __init__(
@@ -76,14 +76,14 @@ class Documents:
         self._back_N = torch.empty(0)
         if context is not None:
             place_M, own_N = context.gathered_index(), context.whole_index()
-            groups, back_M = segments.grouped(_touched(context, own_N), place_M, device)
+            groups, back_M = segments.group_by_length(_touched(context, own_N), place_M, device)
             self._groups, self._back_N = [group.key_GU for group in groups], back_M[own_N]
         elif not self._are_rows:
-            groups, self._back_N = segments.document_groups(segments.Documents(bounds), device)
+            groups, self._back_N = segments.document_groups(segments.HostDocuments(bounds), device)
             self._groups = [group.key_GU for group in groups]
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Any], *, by_position: bool = False) -> Documents:
+    def of(cls, inputs: Mapping[str, Any], *, by_position: bool = False) -> DocumentBounds:
         """From `Batch.model_inputs()` or a rank's share of it. One host synchronisation on a CUDA device."""
         rows, tokens = inputs["input_ids"].shape
         cu: Tensor | None = inputs.get("cu_seq_lens_q")
@@ -92,7 +92,7 @@ class Documents:
         return cls(rows, tokens, bounds, device, context, by_position=by_position)
 
     @classmethod
-    def equally_long(cls, lengths: Sequence[int], device: torch.device) -> tuple[Documents, list[list[int]]]:
+    def equally_long(cls, lengths: Sequence[int], device: torch.device) -> tuple[DocumentBounds, list[list[int]]]:
         """Documents of one row of which only those of the same length are run together, so that the state after each is
         that of its last token; and which documents (by their place in the row) the batches hold."""
         bounds = torch.tensor([0, *lengths]).cumsum(0)
@@ -247,7 +247,7 @@ class StateLayer(nn.Module):
 class _Holder:
     """What runs the state layers of a model: the documents of the forward that it is in, or `instead` of them."""
 
-    documents: Documents | None = None
+    documents: DocumentBounds | None = None
     instead: Runner | None = None
     by_position = False
 
@@ -280,7 +280,7 @@ def hand_over(layers: Collection[nn.Module], runner: Runner | None) -> None:
         object.__setattr__(layer, _CURRENT, runner)
 
 
-def install(model: nn.Module, classes: Collection[str], *, by_position: bool = False) -> None:
+def install_document_reset(model: nn.Module, classes: Collection[str], *, by_position: bool = False) -> None:
     """Make the modules of these classes (`class_name`), the outermost of each place, look at documents. Without any,
     the model is left as it is. `by_position`: all attention is among them, see `Documents` and `told_of_rows`.
 
@@ -306,7 +306,7 @@ def documents_of(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     if holder is None or holder.instead is not None:
         yield
         return
-    holder.documents = Documents.of(inputs, by_position=holder.by_position)
+    holder.documents = DocumentBounds.of(inputs, by_position=holder.by_position)
     try:
         yield
     finally:

@@ -31,15 +31,15 @@ def fields(name: str, revision: str | None) -> dict[str, Any] | None:
     """The fields of `name`'s config.json where the caller prefers the shipped one and there is one."""
     if not _PREFERRED.get() or revision is not None or Path(name).is_dir():
         return None
-    path = path_of(name)
+    path = bundled_config_path(name)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def path_of(name: str) -> Path:
+def bundled_config_path(name: str) -> Path:
     """Where the config of a hub id would be."""
     return _FOLDER / f"{name.replace('/', '--')}.json"
 
 
-def names() -> list[str]:
+def bundled_model_names() -> list[str]:
     """Hub ids whose config is shipped."""
     return sorted(path.stem.replace("--", "/") for path in _FOLDER.glob("*.json"))

@@ -26,7 +26,7 @@ _GROUP = 32  # values per scale in mxfp4
 _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
 
 
-def check(quantization: Mapping[str, Any] | None, source: str) -> None:
+def check_quantization(quantization: Mapping[str, Any] | None, source: str) -> None:
     """Raises ConfigError for a checkpoint (`quantization` of its config.json) whose values cannot be restored here."""
     if quantization is None:
         return

@@ -38,7 +38,7 @@ def text_config(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 @dataclass(frozen=True)
-class TextOfWhole:
+class BackboneMapping:
     """How a composite calls its language model. `keys`: key of the checkpoint -> the language model's own; those of
     other parts are absent. `modules`: module of the language model -> the composite's."""
 
@@ -46,7 +46,7 @@ class TextOfWhole:
     modules: dict[str, str]
 
 
-def text_of_whole(whole_config: PretrainedConfig, text: PreTrainedModel, keys: Iterable[str]) -> TextOfWhole:
+def text_of_whole(whole_config: PretrainedConfig, text: PreTrainedModel, keys: Iterable[str]) -> BackboneMapping:
     """Where `text`, the language model alone, is in the composite whose checkpoint has these keys.
 
     Raises ConfigError where the composite cannot be built, or has no place for such a language model.
@@ -58,7 +58,7 @@ def text_of_whole(whole_config: PretrainedConfig, text: PreTrainedModel, keys: I
         for of_text, of_whole in modules.items():
             if name.startswith(f"{of_whole}."):
                 found[key] = of_text + name.removeprefix(of_whole)
-    return TextOfWhole(found, modules)
+    return BackboneMapping(found, modules)
 
 
 def _meta(whole_config: PretrainedConfig) -> PreTrainedModel:

@@ -56,7 +56,7 @@ def copy_files(config: ModelConfig, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def summary(config: ModelConfig, keys: Sequence[str]) -> str:
+def passthrough_summary(config: ModelConfig, keys: Sequence[str]) -> str:
     """One line, for the log: how many tensors, how large, under which names."""
     stored = lazy_tensors(source.weights(config).files)
     size = sum(_num_bytes(stored, key) for key in keys)

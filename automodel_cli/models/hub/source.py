@@ -58,7 +58,7 @@ def whole_config(config: ModelConfig) -> PretrainedConfig:
         raise _unreachable(config, error) from error
     if not extra:
         # Weights are dequantised as they are read, so nothing but the reader should know.
-        dequantize.check(vars(loaded).pop("quantization_config", None), folder)
+        dequantize.check_quantization(vars(loaded).pop("quantization_config", None), folder)
     return loaded
 
 

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_cli.distributed.wgrad_fusion.linear import WeightSum, add_product_
+from automodel_cli.distributed.wgrad_fusion.linear import MainGrad, add_product_
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
-from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.lm_head.vocab_parallel import WHOLE, Statistics, Vocabulary
 
 
@@ -47,7 +47,7 @@ class Settings:
 
     kind: HeadKind
     chunk: int
-    shaping: Shaping | None = None
+    shaping: SamplingTransform | None = None
     vocabulary: Vocabulary = WHOLE
     entropy: bool = False
     topk: int = 0
@@ -99,7 +99,7 @@ class Scores(NamedTuple):
     topk_ids_SK: Tensor | None = None
 
 
-def merged(of_chunks: Sequence[Scores], merge: Callable[[list[Tensor]], Tensor]) -> Scores:
+def merge_chunk_scores(of_chunks: Sequence[Scores], merge: Callable[[list[Tensor]], Tensor]) -> Scores:
     """The scores of all chunks, each field that is there merged."""
     fields: Any = (None if values[0] is None else merge(list(values)) for values in zip(*of_chunks, strict=True))
     return Scores(*fields)
@@ -119,7 +119,7 @@ def plain_scores(logits_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Score
 
 
 def fused_scores(
-    hidden_SD: Tensor, weight_VD: Tensor, ids_SN: Tensor, settings: Settings, weight_sum: WeightSum | None = None
+    hidden_SD: Tensor, weight_VD: Tensor, ids_SN: Tensor, settings: Settings, weight_sum: MainGrad | None = None
 ) -> Scores:
     """`ids_SN[:, 0]` are the labels, all of them tokens; another id may be below 0 for none. The gradient of the weight
     is added to `weight_sum` where there is one that takes it.
@@ -150,7 +150,7 @@ class _FusedScores(torch.autograd.Function):
         ids: Tensor,
         settings: Settings,
         early: bool,
-        weight_sum: WeightSum | None,
+        weight_sum: MainGrad | None,
     ) -> tuple[Tensor | None, ...]:
         vocabulary = settings.vocabulary
         logprobs = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
-from automodel_cli.distributed.wgrad_fusion.linear import AddingLinear, weight_sum_of
+from automodel_cli.distributed.wgrad_fusion.linear import WgradFusedLinear, weight_sum_of
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
 from automodel_cli.models.lm_head.fused_linear_logprobs import (
@@ -39,10 +39,10 @@ from automodel_cli.models.lm_head.fused_linear_logprobs import (
     Scores,
     Settings,
     fused_scores,
-    merged,
+    merge_chunk_scores,
     plain_scores,
 )
-from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.lm_head.vocab_parallel import WHOLE, Vocabulary, vocabulary_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Head:
 
     def __init__(self, model: PreTrainedModel, kind: HeadKind, chunk_size: int | None = None):
         self.model, self.kind, self.chunk_size = model, kind, chunk_size
-        self.shaping: Shaping | None = None
+        self.shaping: SamplingTransform | None = None
 
     def __call__(
         self,
@@ -124,7 +124,9 @@ class Head:
         weight_VD, vocabulary = vocabulary_of(linear.weight)
         settings = self._settings(request, len(weight_VD), hidden_SD, vocabulary)
         filters = self.shaping is not None and self.shaping.filters
-        if kernels_allow(request, ids_SN.shape[1], filters=filters) and lm_head_kernels.usable(hidden_SD.device.type):
+        if kernels_allow(request, ids_SN.shape[1], filters=filters) and lm_head_kernels.has_head_kernels(
+            hidden_SD.device.type
+        ):
             chunk = self.chunk_size or kernel_chunk_size(len(weight_VD), hidden_SD.dtype)
             settings = replace(settings, chunk=chunk, kernels=True)
         return fused_scores(_narrowed(hidden_SD, weight_VD), weight_VD, ids_SN, settings, weight_sum_of(linear))
@@ -142,9 +144,9 @@ class Head:
         if len(ids_SN) == 0:  # run one token for nothing: every rank must give the head's parameters a gradient
             hidden_1D = hidden_SD.new_zeros(1, hidden_SD.shape[1]) + hidden_SD.sum()
             found = self._generic(hidden_1D, ids_SN.new_zeros(1, ids_SN.shape[1]), settings)
-            return merged([found], lambda of_chunks: of_chunks[0][:0])
+            return merge_chunk_scores([found], lambda of_chunks: of_chunks[0][:0])
         chunks = zip(hidden_SD.split(settings.chunk), ids_SN.split(settings.chunk), strict=True)
-        return merged([checkpoint(part, h, ids, use_reentrant=False) for h, ids in chunks], torch.cat)
+        return merge_chunk_scores([checkpoint(part, h, ids, use_reentrant=False) for h, ids in chunks], torch.cat)
 
 
 def default_chunk_size(vocab: int, device: torch.device) -> int:
@@ -176,7 +178,7 @@ def _narrowed(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
 
 def _is_plain_linear(module: nn.Module | None) -> bool:
     """Exactly torch's linear, no bias: a subclass or an adapter wrapper may compute something else."""
-    return module is not None and type(module) in (nn.Linear, AddingLinear) and module.bias is None
+    return module is not None and type(module) in (nn.Linear, WgradFusedLinear) and module.bias is None
 
 
 class _BaseStub(nn.Module):

@@ -70,17 +70,17 @@ def _(*args: Tensor | float) -> None:
 
 
 @functools.cache
-def usable(device_type: str) -> bool:
+def has_head_kernels(device_type: str) -> bool:
     """Whether these kernels compute the head on devices of this type; once on CUDA with a sentence if not."""
     return kernel_verification.trusted(
         device_type,
         "the head runs without its Triton kernels",
-        lambda device: kernel_verification.beyond(disagreement(device), _PROBE_ERROR),
+        lambda device: kernel_verification.beyond(head_kernel_error(device), _PROBE_ERROR),
     )
 
 
 @torch.no_grad()
-def disagreement(device: torch.device) -> float:
+def head_kernel_error(device: torch.device) -> float:
     """Largest error of both kernels against autograd through the definition, in float32 on numbers of order 1."""
     generator = torch.Generator().manual_seed(0)
     x_sV, grad_sN, grad_s = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Shaping:
+class SamplingTransform:
     """What sampling does to logits; hand it to the head that scores completions (`Head.shaping`).
 
     `temperature` divides; `top_k` 0 and `top_p` 1 keep every token.

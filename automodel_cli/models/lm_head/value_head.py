@@ -31,7 +31,7 @@ class ValueHead(nn.Linear):
         return values_BT1.squeeze(-1).clone()  # FSDP2 warns of wrong gradients where a module returns a view
 
 
-def fill(head: ValueHead, folder: Path | None) -> None:
+def fill_value_head(head: ValueHead, folder: Path | None) -> None:
     """With what an export in `folder` holds; else zeros: no token is worth anything yet, in any layout."""
     stored = _read(folder)
     with torch.no_grad():
@@ -51,10 +51,10 @@ def named_weights(heads: Sequence[ValueHead]) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters by their names in the file. Collective over the ranks that share the head's part."""
     for head in heads:
         for name, param in head.named_parameters():
-            yield name, transformers_compat.gathered(param).detach()
+            yield name, transformers_compat.full_tensor(param).detach()
 
 
-def write(folder: Path, weights: Sequence[tuple[str, Tensor]]) -> None:
+def write_value_head(folder: Path, weights: Sequence[tuple[str, Tensor]]) -> None:
     """Nothing where there are no weights."""
     from safetensors.torch import save_file
 

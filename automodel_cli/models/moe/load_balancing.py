@@ -49,7 +49,7 @@ def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor, seen: SeenKeys | None = N
     return real_N.view_as(labels_BT)
 
 
-class RouterWatch:
+class LoadBalancer:
     """A `StepHook`: told when a step begins and when it has ended well.
 
     Collective over all ranks: `begin` where there is a loss to scale, `finish` always. Every rank makes one, also a
@@ -184,7 +184,9 @@ class RouterWatch:
 class _Layer:
     """One router of this rank."""
 
-    def __init__(self, watch: RouterWatch, config: MoEConfig, row: int, block: nn.Module, router: nn.Module, name: str):
+    def __init__(
+        self, watch: LoadBalancer, config: MoEConfig, row: int, block: nn.Module, router: nn.Module, name: str
+    ):
         self.watch, self.row, self.name = watch, row, name
         self.bias = _selection_bias(block, router)
         self.has_loss = config.aux_loss_coef > 0

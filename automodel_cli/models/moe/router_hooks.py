@@ -26,7 +26,7 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.expert_parallel.router_replay import (
     Replay,
-    Tally,
+    RouterMismatchCounter,
     choosing,
     recomputes_alike,
     selects_by,
@@ -109,7 +109,7 @@ def _logits(model: Any, ids_BT: Tensor, choices: Mapping[int, Tensor], wanted: M
 
 
 class _Given:
-    """`Choices` of a probe."""
+    """`RouterDecisions` of a probe."""
 
     def __init__(self, layers: Mapping[int, Tensor]):
         self._layers = layers
@@ -195,7 +195,7 @@ class Routing:
 
     slots: tuple[int, ...]
     num_slots: int
-    tally: Tally
+    tally: RouterMismatchCounter
 
     def replay(self, experts_BTC: Tensor, *, counts: bool) -> Replay:
         """The choices of one microbatch; `counts`: what routers would have chosen is counted."""
@@ -247,7 +247,7 @@ def install_routing(
     for name, module, nth in mine:
         selects_by(module, names.index(name), nth)
     num_slots = len(list(decoder_slots(parts[0].model.base_model)))
-    routing = Routing(tuple(_numbers_in(name)[0] for name in names), num_slots, Tally(device))
+    routing = Routing(tuple(_numbers_in(name)[0] for name in names), num_slots, RouterMismatchCounter(device))
     selecting = {module for _, module, _ in mine}
     for part in parts:
         part.routing = routing

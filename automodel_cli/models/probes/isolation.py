@@ -34,7 +34,7 @@ _TOLERANCE = 1e-4  # of the largest hidden value; a leak is 1e-2 and more
 
 
 @dataclass(frozen=True)
-class Way:
+class IsolationMethod:
     """`attention`: what the library's model is built with. `classes` (`state_layers.class_name`): of the modules that
     are run document by document; `by_document`: its attention is among them."""
 
@@ -43,23 +43,25 @@ class Way:
     by_document: bool = False
 
 
-def way_of(hf_config: PretrainedConfig, *, attention: str = PACKED, trust_remote_code: bool = False) -> Way:
+def select_isolation(
+    hf_config: PretrainedConfig, *, attention: str = PACKED, trust_remote_code: bool = False
+) -> IsolationMethod:
     """The way for this attention. Any but packed is the library's, and is shown documents by the library's masks as far
     as it looks at them. The config is not changed; about 0.2 s, once per config and process."""
     if attention != PACKED:
-        return Way(
+        return IsolationMethod(
             attention,
             token_mixing.state_layer_classes(hf_config, attention=attention, trust_remote_code=trust_remote_code),
         )
     try:
         small = token_mixing.SmallConfig(hf_config, trust_remote_code)
     except Exception:  # any family may refuse sizes it never saw
-        return Way(PACKED)
+        return IsolationMethod(PACKED)
     return _way(small)
 
 
 @functools.lru_cache(maxsize=64)
-def _way(small: token_mixing.SmallConfig) -> Way:
+def _way(small: token_mixing.SmallConfig) -> IsolationMethod:
     for attention in (PACKED, "sdpa", "eager"):
         try:
             way = _tried(small, attention)
@@ -67,16 +69,18 @@ def _way(small: token_mixing.SmallConfig) -> Way:
             continue
         if way is not None:
             return way
-    return Way(PACKED, token_mixing.state_layer_classes(small.config, trust_remote_code=small.trust))
+    return IsolationMethod(PACKED, token_mixing.state_layer_classes(small.config, trust_remote_code=small.trust))
 
 
-def _tried(small: token_mixing.SmallConfig, attention: str) -> Way | None:
+def _tried(small: token_mixing.SmallConfig, attention: str) -> IsolationMethod | None:
     """The way with this attention, if it is exact."""
     by_document = attention != PACKED
     if small.dropout and not by_document:
         _forward_with_dropout(small)
     model = small.build(attention)
-    way = Way(attention, token_mixing.classes_in(copy.deepcopy(model), by_position=by_document), by_document)
+    way = IsolationMethod(
+        attention, token_mixing.classes_in(copy.deepcopy(model), by_position=by_document), by_document
+    )
     alone = small.build("eager") if by_document else model
     return way if _is_exact(model, alone, way) else None
 
@@ -88,12 +92,12 @@ def _forward_with_dropout(small: token_mixing.SmallConfig) -> None:
 
 
 @torch.no_grad()
-def _is_exact(model: Any, alone: Any, way: Way) -> bool:
+def _is_exact(model: Any, alone: Any, way: IsolationMethod) -> bool:
     """Whether a row of documents gives in `model` what the library's own attention in `alone` gives each of them, with
     the same weights. Both are changed."""
     together = copy.deepcopy(model).eval()
-    dynamic_rope.install(together)
-    recurrent_layers.install(together, way.classes, by_position=way.by_document)
+    dynamic_rope.install_document_rope(together)
+    recurrent_layers.install_document_reset(together, way.classes, by_position=way.by_document)
     inputs = model_inputs_for(_row(), _DOCUMENTS)
     with recurrent_layers.documents_of(together, inputs):
         got = together.base_model(**accepted_by(together, inputs), use_cache=False)[0]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.attention.packed import PACKED, register
+from automodel_cli.models.attention.packed import PACKED, register_packed_attention
 from automodel_cli.models.context_parallel_layout import Context, OneProcess
 from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.model_inputs import accepted_by
@@ -83,7 +83,7 @@ class SmallConfig:
 
     def build(self, attention: str, dropout: bool = False) -> PreTrainedModel:
         """A model in fp32 on this attention, with the config's dropout or none."""
-        register()
+        register_packed_attention()
         config = copy.deepcopy(self.config)
         if dropout:
             config.get_text_config().update(self.dropout)
@@ -135,7 +135,7 @@ class _Observed:
         context = Context(OneProcess(), (1, _TOKENS), bounds, ids_BT.device)
         inputs = context.local_inputs(ids_BT, torch.zeros_like(ids_BT))
         self.inputs = recurrent_layers.told_of_rows(inputs) if by_position else accepted_by(model, inputs)
-        self.documents = recurrent_layers.Documents(
+        self.documents = recurrent_layers.DocumentBounds(
             1, _TOKENS, tuple(bounds.tolist()), ids_BT.device, by_position=by_position
         )
         self._observe()

@@ -23,7 +23,7 @@ _IDS_BT = torch.arange(3, 9)[None]
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """Module names as in the hub's `ForCausalLM` class.
 
     `layers` is the decoder list; `arity` the length of the tuple that a layer returns (None: a tensor); `before` and
@@ -55,7 +55,7 @@ class NotMeasuredError(SplitError):
     code = "not_measured"
 
 
-def find_layers(model: PreTrainedModel) -> str:
+def find_decoder_layers(model: PreTrainedModel) -> str:
     """Name of the decoder list: the outermost ModuleList or ModuleDict with one entry per layer of the config.
 
     Some families count their layers in a field of their own.
@@ -76,12 +76,12 @@ def find_layers(model: PreTrainedModel) -> str:
 
 
 @torch.no_grad()
-def observe(small: PreTrainedModel) -> Anatomy:
+def observe(small: PreTrainedModel) -> ModelStructure:
     """Run `small` (a real, tiny copy with at least two layers) on a few tokens and watch the order of its modules.
 
     Raises SplitError when the model runs its layers in another way than once each, in order.
     """
-    path = find_layers(small)
+    path = find_decoder_layers(small)
     layers = list(small.get_submodule(path).children())
     watch = _Watch(len(layers))
     handles = [layer.register_forward_pre_hook(watch.layer_hook(i)) for i, layer in enumerate(layers)]
@@ -122,7 +122,7 @@ class _Watch:
         self.shapes.add(tuple((output[0] if several else output).shape))
 
 
-def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], watch: _Watch) -> Anatomy:
+def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], watch: _Watch) -> ModelStructure:
     if watch.order != list(range(watch.count)):
         raise SplitError(model, f"{path} runs its layers as {watch.order}, not once each and in order")
     if len(watch.arities) != 1:
@@ -141,7 +141,7 @@ def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], 
             raise SplitError(
                 model, f"{name} runs between or around the layers (after {sorted(times)} of {watch.count})"
             )
-    return Anatomy(path, watch.arities.pop(), _outermost(before), _outermost(after), shape[2:-1])
+    return ModelStructure(path, watch.arities.pop(), _outermost(before), _outermost(after), shape[2:-1])
 
 
 def _outermost(names: list[str]) -> tuple[str, ...]:

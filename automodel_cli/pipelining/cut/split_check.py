@@ -19,7 +19,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.lm_head.head import HeadKind
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import build_small, shrink
-from automodel_cli.pipelining.cut.model_structure import Anatomy, NotMeasuredError, SplitError, observe
+from automodel_cli.pipelining.cut.model_structure import ModelStructure, NotMeasuredError, SplitError, observe
 from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StandIn, cut_stage
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-5  # relative to the largest value; a wrong split is off by 1e-2 and more
 _TOKENS = 24
-_checked: dict[tuple[type, str, Ready], Anatomy] = {}
+_checked: dict[tuple[type, str, Ready], ModelStructure] = {}
 
 
-def check_split(model: PreTrainedModel, ready: Ready = PATCHED) -> Anatomy:
+def check_split(model: PreTrainedModel, ready: Ready = PATCHED) -> ModelStructure:
     """The anatomy of `model`'s family, once its split has been found exact on a small copy. Raises SplitError.
 
     A second on a CPU, once per small copy and process. `model` itself is not run and may be on the meta device.
@@ -42,7 +42,7 @@ def check_split(model: PreTrainedModel, ready: Ready = PATCHED) -> Anatomy:
     return _checked[key]
 
 
-def probe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Anatomy:
+def probe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:
     """`check_split` for a class and its config, uncached."""
     return _probe(model_class, _small(model_class, config))
 
@@ -52,7 +52,7 @@ def _small(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Pret
         return shrink(config)
 
 
-def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig, ready: Ready = PATCHED) -> Anatomy:
+def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig, ready: Ready = PATCHED) -> ModelStructure:
     def build(config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = model_class._from_config(
             config, attn_implementation="eager"
@@ -63,7 +63,7 @@ def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig, ready: R
     with _unknown_unless_refused(model_class):
         model = build_small(small, build).eval()  # no dropout, no noise in routers
     anatomy = observe(model)
-    compare(ModelPart(model, HeadKind("generic")), anatomy, ready)
+    compare_split(ModelPart(model, HeadKind("generic")), anatomy, ready)
     return anatomy
 
 
@@ -80,7 +80,7 @@ def _unknown_unless_refused(model_class: type[PreTrainedModel]) -> Iterator[None
         ) from error
 
 
-def compare(part: ModelPart, anatomy: Anatomy, ready: Ready = PATCHED) -> None:
+def compare_split(part: ModelPart, anatomy: ModelStructure, ready: Ready = PATCHED) -> None:
     """Run `part` whole and as three uneven stages; raise SplitError where outputs or gradients differ."""
     count = len(list(part.model.get_submodule(anatomy.layers).children()))
     cuts = (0, max(count // 2, 1), max(count - 1, 1), count)
@@ -116,7 +116,7 @@ def _agree(got: Tensor | None, want: Tensor) -> bool:
     return got.shape == want.shape and bool((got - want).abs().max() <= TOLERANCE * want.abs().max())
 
 
-def _run(parts: Sequence[ModelPart], anatomy: Anatomy) -> dict[str, Tensor]:
+def _run(parts: Sequence[ModelPart], anatomy: ModelStructure) -> dict[str, Tensor]:
     """One forward and backward through consecutive parts. The results by name, in the order in which a difference is
     reported: the output of each layer, the log-probs, the gradients (tied copies added up)."""
     results: dict[str, Tensor] = {}

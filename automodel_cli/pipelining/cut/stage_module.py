@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.pipelining.cut.model_structure import Anatomy, SplitError, tied_embedding
+from automodel_cli.pipelining.cut.model_structure import ModelStructure, SplitError, tied_embedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,7 +131,7 @@ class StagePart(ModelPart):
     is_first: bool
     is_last: bool
     streams: tuple[int, ...] = ()
-    """See `Anatomy`. Between stages they lie side by side, `[B, T, streams * D]`."""
+    """See `ModelStructure`. Between stages they lie side by side, `[B, T, streams * D]`."""
     holds_depths: bool = False
     """Whether it has the layers for multi-token prediction, and then the last norm before them."""
     follows_depths: bool = False
@@ -204,7 +204,7 @@ def num_streams(part: ModelPart, further: bool) -> int:
 
 def cut_stage(
     part: ModelPart,
-    anatomy: Anatomy,
+    anatomy: ModelStructure,
     *,
     layers: range,
     is_first: bool,
@@ -288,7 +288,7 @@ def _keep_own_layers(stage: StagePart, name: str) -> None:
     _replace(stage.model, name, nn.ModuleDict({str(i): layers[i] for i in stage.layers}))
 
 
-def _fill_slots(stage: StagePart, anatomy: Anatomy) -> None:
+def _fill_slots(stage: StagePart, anatomy: ModelStructure) -> None:
     slots = stage.model.get_submodule(anatomy.layers)
     if not isinstance(slots, nn.ModuleList):
         raise SplitError(

@@ -18,7 +18,7 @@ from automodel_cli.pipelining.cut.layer_ranges import (
     stage_count,
 )
 from automodel_cli.pipelining.cut.layout_string import parse_layout, validate_layout
-from automodel_cli.pipelining.cut.model_structure import Anatomy, tied_embedding
+from automodel_cli.pipelining.cut.model_structure import ModelStructure, tied_embedding
 from automodel_cli.pipelining.schedule.program import Program, forward_only_program
 from automodel_cli.pipelining.schedule.programs import build_program
 from automodel_cli.pipelining.schedule.stage_ranks import stage_owners
@@ -96,7 +96,7 @@ class StagePlan:
         return forward_only_program(Program("forward", num_microbatches, self.owner, empty))
 
 
-def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: Anatomy, pp_size: int) -> StagePlan:
+def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure, pp_size: int) -> StagePlan:
     """Cut `part` (not touched here) for `pp_size` ranks. Raises ConfigError for what does not fit together."""
     csv_program = config.read_program()
     if csv_program is not None and csv_program.pp_size != pp_size:
@@ -128,7 +128,7 @@ def _owned(
     return StagePlan(tuple(layers), owners, config, depths=depths)
 
 
-def _stage_of_depths(config: PipelineConfig, part: ModelPart, anatomy: Anatomy, num_stages: int) -> int | None:
+def _stage_of_depths(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure, num_stages: int) -> int | None:
     """Where a layout places `m`; else with the head."""
     if part.multi_token is None:
         return None
@@ -159,7 +159,7 @@ def _check_uses_of_table(plan: StagePlan, part: ModelPart) -> None:
 
 
 def _layers(
-    config: PipelineConfig, part: ModelPart, anatomy: Anatomy, pp_size: int, csv_program: Program | None
+    config: PipelineConfig, part: ModelPart, anatomy: ModelStructure, pp_size: int, csv_program: Program | None
 ) -> list[range]:
     num_layers = len(part.model.get_submodule(anatomy.layers))  # type: ignore[arg-type]
     kind = config.named_schedule.kind if config.named_schedule else None
@@ -207,7 +207,7 @@ def _check_count(count: int, pp_size: int, kind: str | None) -> None:
         )
 
 
-def _sizes(balance: str, count: int, num_layers: int, part: ModelPart, anatomy: Anatomy) -> list[int]:
+def _sizes(balance: str, count: int, num_layers: int, part: ModelPart, anatomy: ModelStructure) -> list[int]:
     if balance == "even":
         return even_sizes(count, num_layers)
     if count > num_layers:

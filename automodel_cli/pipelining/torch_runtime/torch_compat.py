@@ -30,8 +30,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining import stage as torch_stage
 
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.distributed.strategies.fsdp2.sharding import alone, reduce_in_backward
-from automodel_cli.distributed.wgrad_fusion.linear import whole_backward
+from automodel_cli.distributed.strategies.fsdp2.sharding import reduce_in_backward, unsharded_units
+from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 from automodel_cli.pipelining.schedule.actions import to_torch
 from automodel_cli.pipelining.schedule.program import Program
 
@@ -81,7 +81,7 @@ class Stage(PipelineStage):
         self.further = False
         self._more_in, self._more_out = num_further * further_arrives, num_further * further_leaves
         self.fsdp_roots = fsdp_roots(part) if defer_nested_sync or isinstance(part, FSDPModule) else []
-        self._alone = alone(part)
+        self._alone = unsharded_units(part)
         self.reduction = Reduction()
         is_first, is_last = stage_index == 0, stage_index == num_stages - 1
         hidden = torch.empty(1, 1, hidden_size, dtype=boundary_dtype, device="meta", requires_grad=True)
@@ -181,7 +181,7 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> HeadOutput | Tensor:
         hidden_BTD = args[0].to(self.compute_dtype) if args else None
-        with whole_backward(self.reduction.in_backward):
+        with single_backward(self.reduction.in_backward):
             output = self.submod(hidden_BTD, **kwargs)
         return output if self.is_last else output.to(self.boundary_dtype)
 
@@ -214,7 +214,7 @@ class Stage(PipelineStage):
         if backward_type == "full":  # torch's version would switch reduction off
             stage_backward: Callable[..., Any] = torch_stage.stage_backward
             names = ("stage_output", "output_grads", "input_values")
-            with whole_backward(self.reduction.in_backward):  # layers that are recomputed run again
+            with single_backward(self.reduction.in_backward):  # layers that are recomputed run again
                 return stage_backward(*(bwd_kwargs[name] for name in names)), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 

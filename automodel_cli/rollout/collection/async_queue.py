@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.distributed.device_threads import threads_on_this_device
-from automodel_cli.rollout.collection.queue_checkpoint import Answer, Place, packed, unpacked
+from automodel_cli.rollout.collection.queue_checkpoint import Answer, Place, pack_samples, unpacked
 from automodel_cli.rollout.engines.base import Engine
 from automodel_cli.rollout.engines.policy_engine import RankZeroEngine, Start
 from automodel_cli.rollout.environments.episode import Episode
@@ -63,7 +63,7 @@ class _Job:
         return self._done[0]
 
 
-def responses_beside(engine: Engine) -> Draw:
+def background_responses(engine: Engine) -> Draw:
     """Draws one response to each prompt."""
 
     def begin(
@@ -93,7 +93,7 @@ class SampleQueue:
         draw: Draw | None = None,
         about: Mapping[str, Any] | None = None,
     ):
-        self._draw, self._about = draw or responses_beside(engine), dict(about or {})
+        self._draw, self._about = draw or background_responses(engine), dict(about or {})
         self._engine, self._device, self._depth = engine, device, depth
         self._overlaps = engine.capabilities.in_flight_updates
         self._threads = threads_on_this_device(depth if self._overlaps else 1, "rollout")
@@ -170,7 +170,9 @@ class SampleQueue:
             places = [(place, index) for place, index, _ in held.requests] if held.answers else []
             dist.all_gather_object(everywhere, dict(zip(places, map(_without_prompt, held.answers), strict=True)))
             # ranks that share prompts hold the same answers
-            rollouts.append(packed({place: answer for of_rank in everywhere for place, answer in of_rank.items()}))
+            rollouts.append(
+                pack_samples({place: answer for of_rank in everywhere for place, answer in of_rank.items()})
+            )
         return {"settings": self._settings, "rollouts": rollouts} if rollouts else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:

@@ -16,29 +16,29 @@ from automodel_cli.rollout.config_checks import ENVIRONMENT
 from automodel_cli.rollout.engines.base import Engine
 from automodel_cli.rollout.engines.policy_engine import RankZeroEngine, Start, at_once
 from automodel_cli.rollout.environments.base import EnvironmentNode
-from automodel_cli.rollout.environments.episode import Episode, Player, Reply, sample_name
+from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner, Reply, sample_name
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.environments.token_consistency import check_read
 from automodel_cli.rollout.rewards.aggregate import RewardSum
-from automodel_cli.rollout.rewards.base import Judged
+from automodel_cli.rollout.rewards.base import RewardInput
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
 
 if TYPE_CHECKING:
     from automodel_cli.data.config import DataConfig
     from automodel_cli.distributed.mesh import Mesh
     from automodel_cli.rollout.config import RolloutConfig
-    from automodel_cli.rollout.run_context import Built
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.rollout.run_context import RunContext
+    from automodel_cli.run.trainer import Trainer
 
 
-def is_group_leader(mesh: Mesh) -> bool:
+def is_model_parallel_rank_zero(mesh: Mesh) -> bool:
     """Whether this rank is the first of its pipeline, context- and tensor-parallel group. The ranks of such a group
     share prompts, and all of them use what their leader found."""
     return all(axis.get_local_rank() == 0 for axis in (mesh.pp, mesh.cp, mesh.tp))
 
 
 def play_episodes(
-    session: Built,
+    session: RunContext,
     pool: EnvironmentPool,
     engine: Engine,
     requests: Sequence[SampleRequest],
@@ -49,13 +49,13 @@ def play_episodes(
     answers several calls at once is not waited for, so that each episode goes on at its own pace."""
     player, episodes = _player(session, pool, engine, params), _new(requests, seeds)
     if isinstance(engine, RankZeroEngine) and engine.at_once() > 1:
-        mine = episodes if is_group_leader(session.mesh) else []
+        mine = episodes if is_model_parallel_rank_zero(session.mesh) else []
         return _begun_on_first_rank(player, engine, mine, at_once)()
-    player.together(episodes, lambda ask: exchange_replies(session.mesh, ask))
+    player.run_lockstep(episodes, lambda ask: exchange_replies(session.mesh, ask))
     return episodes
 
 
-def episodes_beside(session: Session, pool: EnvironmentPool, engine: Engine) -> Draw:
+def background_episodes(session: Trainer, pool: EnvironmentPool, engine: Engine) -> Draw:
     """Draws episodes while the main thread trains. What is drawn in a thread may not wait for other ranks, so of ranks
     that share prompts one plays, as it would alone, and the others get none."""
 
@@ -63,12 +63,12 @@ def episodes_beside(session: Session, pool: EnvironmentPool, engine: Engine) -> 
         requests: list[SampleRequest], params: SamplingParams, seeds: Sequence[int], start: Start
     ) -> Callable[[], list[Episode]]:
         player = _player(session, pool, engine, params)
-        mine = _new(requests, seeds) if is_group_leader(session.mesh) else []
+        mine = _new(requests, seeds) if is_model_parallel_rank_zero(session.mesh) else []
         if isinstance(engine, RankZeroEngine):
             return _begun_on_first_rank(player, engine, mine, start)
 
         def play() -> list[Episode]:
-            player.together(mine)
+            player.run_lockstep(mine)
             return mine
 
         return start(play)
@@ -76,17 +76,17 @@ def episodes_beside(session: Session, pool: EnvironmentPool, engine: Engine) -> 
     return begin
 
 
-def what_plays(data: DataConfig, config: RolloutConfig) -> dict[str, str]:
+def environment_fingerprint(data: DataConfig, config: RolloutConfig) -> dict[str, str]:
     """What decides an episode besides the sampling, as a checkpoint keeps it: nodes are dataclasses, which say all of
     themselves, and a digest keeps it to itself."""
     decides = (config.played, config.environment_column, data.seq_len, data.chat_template)
     return {"episodes": hashlib.sha256(repr(decides).encode()).hexdigest()}
 
 
-def _player(session: Built, pool: EnvironmentPool, engine: Engine, params: SamplingParams) -> Player:
+def _player(session: RunContext, pool: EnvironmentPool, engine: Engine, params: SamplingParams) -> EpisodeRunner:
     data, tokenizer = session.recipe.data, session.tokenizer
     template = resolve_chat_template(data.chat_template, tokenizer)
-    return Player(engine, tokenizer, pool, params, data.seq_len, template)
+    return EpisodeRunner(engine, tokenizer, pool, params, data.seq_len, template)
 
 
 def _new(requests: Sequence[SampleRequest], seeds: Sequence[int] | None) -> list[Episode]:
@@ -96,7 +96,7 @@ def _new(requests: Sequence[SampleRequest], seeds: Sequence[int] | None) -> list
 
 
 def _begun_on_first_rank(
-    player: Player, engine: RankZeroEngine, mine: list[Episode], start: Start
+    player: EpisodeRunner, engine: RankZeroEngine, mine: list[Episode], start: Start
 ) -> Callable[[], list[Episode]]:
     """Episodes of all ranks, each at its own pace where the engine can, by the process that speaks to the engine; the
     environments run there too."""
@@ -104,9 +104,9 @@ def _begun_on_first_rank(
     def play(inner: Engine, episodes: list[Episode]) -> None:
         player_here, version = dataclasses.replace(player, engine=inner), engine.weight_version
         if engine.at_once() > 1:
-            player_here.freely(episodes, engine.at_once())
+            player_here.run_async(episodes, engine.at_once())
         else:
-            player_here.together(episodes)
+            player_here.run_lockstep(episodes)
         for episode in episodes:
             episode.state = None
             if not engine.capabilities.in_flight_updates:
@@ -124,7 +124,7 @@ def _begun_on_first_rank(
 def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
     """One of the ranks that share prompts asks the environment, and the others take its word: a tool is called once,
     and answers that differ cannot tear them apart. Collective over all ranks."""
-    mine = (mesh.dp_rank, ask()) if is_group_leader(mesh) else None
+    mine = (mesh.dp_rank, ask()) if is_model_parallel_rank_zero(mesh) else None
     everywhere: list[tuple[int, list[Reply]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     found = dict(pair for pair in everywhere if pair is not None)
@@ -143,7 +143,7 @@ def scored_samples(
     model's last message, with all before it as the conversation."""
     unscored = unscored_samples(requests, answers, tokenizer)
     judged = [
-        Judged(
+        RewardInput(
             name=sample_name(sample.index, sample.prompt),
             completion=sample.text,
             row=sample.prompt.row,

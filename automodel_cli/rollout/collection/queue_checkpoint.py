@@ -19,7 +19,7 @@ Place = tuple[int, int]
 """Place of the prompt, index of the sample in its group."""
 
 
-def packed(found: Mapping[Place, Answer]) -> dict[str, Any]:
+def pack_samples(found: Mapping[Place, Answer]) -> dict[str, Any]:
     """Answers as JSON values: what is as long as an answer as the bytes of one array, exact and compact."""
     answers = list(found.values())
     columns = {

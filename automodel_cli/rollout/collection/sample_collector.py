@@ -16,12 +16,12 @@ from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.models.moe.router_hooks import Selectors
 from automodel_cli.rollout.collection.async_queue import Generated, SampleQueue, SampleRequest
 from automodel_cli.rollout.collection.multi_turn import (
-    episodes_beside,
-    is_group_leader,
+    background_episodes,
+    environment_fingerprint,
+    is_model_parallel_rank_zero,
     play_episodes,
     scored_samples,
     unscored_samples,
-    what_plays,
 )
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.config_checks import check_routing_engine
@@ -29,19 +29,19 @@ from automodel_cli.rollout.engines.base import Engine, sample_seed
 from automodel_cli.rollout.engines.context import EngineHost
 from automodel_cli.rollout.engines.policy_engine import RankZeroEngine
 from automodel_cli.rollout.environments.episode import Episode
-from automodel_cli.rollout.environments.pool import EnvironmentPool, check_rows
+from automodel_cli.rollout.environments.pool import EnvironmentPool, check_environment_rows
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
 from automodel_cli.rollout.rewards.aggregate import RewardSum
-from automodel_cli.rollout.rewards.aggregate import check_rows as check_reward_rows
-from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.rewards.aggregate import check_reward_rows as check_reward_rows
+from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams, WeightStream
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 @dataclass
-class Seconds:
+class CollectionTimes:
     """Of a rollout: in which rewards judged; in which training waited for samples that were drawn ahead; that drawing
     those took."""
 
@@ -50,16 +50,16 @@ class Seconds:
     ahead: float = 0.0
 
 
-class SampleSource:
+class SampleCollector:
     """Samples of all ranks with their rewards. `all_judged`: each row needs a reward, since nothing else tells what its
     samples are worth. Collective to build, and so is every method that draws.
     """
 
     def __init__(
         self,
-        session: Session,
+        session: Trainer,
         config: RolloutConfig,
-        rewards: Mapping[str, RewardNode],
+        rewards: Mapping[str, RewardFunction],
         *,
         all_judged: bool,
         selectors: Selectors | None,
@@ -75,7 +75,7 @@ class SampleSource:
         )
         self._check_engine()
         self._queue = self._build_queue()
-        self.seconds = Seconds()
+        self.seconds = CollectionTimes()
         """Since somebody set them to 0."""
 
     # -- samples
@@ -124,7 +124,7 @@ class SampleSource:
     def _judged(self, requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode]) -> list[Sample]:
         """Responses with their rewards, of all ranks, by place and index."""
         found, began = None, time.perf_counter()
-        if is_group_leader(self.mesh):
+        if is_model_parallel_rank_zero(self.mesh):
             tokenizer = self.session.tokenizer
             found = self._routed(scored_samples(requests, answers, tokenizer, self._rewards, self._pool))
         samples = self._of_all_ranks(found)
@@ -136,7 +136,7 @@ class SampleSource:
         everywhere: list[list[Sample] | None] = [mine]
         if dist.get_world_size() > 1:  # else samples would be written and read again
             everywhere = everywhere * dist.get_world_size()
-            dist.all_gather_object(everywhere, mine if is_group_leader(self.mesh) else None)
+            dist.all_gather_object(everywhere, mine if is_model_parallel_rank_zero(self.mesh) else None)
         samples = [sample for of_rank in everywhere for sample in of_rank or ()]
         return sorted(samples, key=lambda sample: (sample.place, sample.index))
 
@@ -145,7 +145,7 @@ class SampleSource:
 
     # -- ahead of the steps that train on them
 
-    def draw_ahead(self, step: int) -> None:
+    def prefetch(self, step: int) -> None:
         """Begin what is missing of the next `max_staleness` rollouts, on the prompts that the loader gives next."""
         if self._queue is None:
             return
@@ -227,7 +227,7 @@ class SampleSource:
         for environment in environments.values():
             environment.check()
         if self.config.environments:
-            check_rows(environments, self.config.environment_column, self._rows())
+            check_environment_rows(environments, self.config.environment_column, self._rows())
             return EnvironmentPool(environments, self.config.environment_column)
         return EnvironmentPool(environments) if environments else None
 
@@ -236,8 +236,8 @@ class SampleSource:
             return None
         options: dict[str, Any] = {}
         if self._pool is not None:
-            options["draw"] = episodes_beside(self.session, self._pool, self.engine)
-            options["about"] = what_plays(self.session.recipe.data, self.config)
+            options["draw"] = background_episodes(self.session, self._pool, self.engine)
+            options["about"] = environment_fingerprint(self.session.recipe.data, self.config)
         return SampleQueue(self.engine, self.mesh.device, self.config.max_staleness, **options)
 
     def _check_engine(self) -> None:

@@ -72,7 +72,7 @@ class Engine(Protocol):
         """
 
 
-class Host(Protocol):
+class EngineContext(Protocol):
     """What an engine is built for: one rank of a run, and the engines that the run has ready."""
 
     @property
@@ -132,7 +132,7 @@ class EngineConfig(Protocol):
         """What its engines can do at best; known without building one, so that `automodel check` refuses the rest."""
         ...
 
-    def build(self, host: Host) -> Engine:
+    def build(self, host: EngineContext) -> Engine:
         """The engine of this rank. Collective: all ranks build theirs together."""
         ...
 

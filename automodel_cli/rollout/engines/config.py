@@ -17,13 +17,13 @@ from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engines.base import Capabilities
 from automodel_cli.rollout.engines.servers.launch_commands import VLLM_WITH_EXPERTS
-from automodel_cli.rollout.engines.servers.managed_servers import StartedServers
+from automodel_cli.rollout.engines.servers.managed_servers import ManagedServers
 from automodel_cli.rollout.engines.servers.vllm_servers import VLLMServers
 from automodel_cli.rollout.types import CudaGraphs
 
 if TYPE_CHECKING:
-    from automodel_cli.rollout.engines.base import Engine, Host
-    from automodel_cli.rollout.engines.live_update import LiveWeights
+    from automodel_cli.rollout.engines.base import Engine, EngineContext
+    from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
     from automodel_cli.rollout.http import Server
     from automodel_cli.rollout.types import SamplingParams
     from automodel_cli.rollout.weight_sync.transports import SharedTransfer, Transfer
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class SamplerConfig:
     """Our own sampler on the trained weights: no copy of the model, any layout.
 
-    The cache holds `max_num_seqs` times the longest sequence. `cuda_graphs=true` makes graphs under FSDP2 too; the header
+    The cache holds `max_num_seqs` times the longest sequence. `cuda_graphs=true` makes graphs under FSDP2 too; the
+    header
     shows where they are off (docs/rollout.md). Never run on a GPU.
     """
 
@@ -60,7 +61,7 @@ class SamplerConfig:
                 fix="refill_share=0.125",
             )
 
-    def build(self, host: Host) -> Engine:
+    def build(self, host: EngineContext) -> Engine:
         """See `EngineConfig`."""
         return host.sampler(
             max_num_seqs=self.max_num_seqs,
@@ -82,7 +83,7 @@ class HFConfig:
     def __post_init__(self) -> None:
         _at_least(self, max_batch_tokens=1)
 
-    def build(self, host: Host) -> Engine:
+    def build(self, host: EngineContext) -> Engine:
         """See `EngineConfig`."""
         return host.replica(max_batch_tokens=self.max_batch_tokens)
 
@@ -131,11 +132,11 @@ class ServerConfig:
         if len(wanted) < len(urls):
             raise ConfigError(f"url={self.url!r} names a server twice", keys=("url",), fix=fix)
 
-    def build(self, host: Host) -> Engine:
+    def build(self, host: EngineContext) -> Engine:
         """See `EngineConfig`. One process speaks to the servers."""
         return host.on_first_rank(lambda: self._connected(host, self.urls))
 
-    def _connected(self, host: Host, urls: Sequence[str]) -> Engine:
+    def _connected(self, host: EngineContext, urls: Sequence[str]) -> Engine:
         from automodel_cli.rollout.engines.servers.openai import OpenAIEngine
         from automodel_cli.rollout.engines.servers.server_pool import ServerPool
 
@@ -197,7 +198,7 @@ class LiveServerConfig(ServerConfig):
 
     url: str | list[str] | None = None
     """Address of the running server, or a list of them. null: see `servers`."""
-    servers: StartedServers | None = None
+    servers: ManagedServers | None = None
     """Servers that the run starts itself, in place of `url`."""
     concurrency: int = 256
     """Open requests at once, per server."""
@@ -210,7 +211,7 @@ class LiveServerConfig(ServerConfig):
     trust_logprobs: bool = True
     """Must be true: the update needs the server's log-probs."""
     command: str | list[str] | None = field(
-        default=None, metadata=trust.runs(trust.COMMAND, "is a command that the run starts on this machine")
+        default=None, metadata=trust.executes_code(trust.COMMAND, "is a command that the run starts on this machine")
     )
     """Command that starts the server at `url`, as text or words; needs `--trust command`. null: it is running."""
     start_timeout: float = 900.0
@@ -241,7 +242,7 @@ class LiveServerConfig(ServerConfig):
                 fix="transport=files",
             )
         if self.command is not None:
-            words_of(self.command)
+            program_arguments(self.command)
         if self.num_servers > 1:
             self._check_several()
 
@@ -278,7 +279,7 @@ class LiveServerConfig(ServerConfig):
         advice = "look into logs/rollout_server-*.log of the run; automodel resume RUN starts its servers anew"
         return "rollout.engine.servers", advice
 
-    def _started(self, host: Host) -> list[str]:
+    def _started(self, host: EngineContext) -> list[str]:
         """The address of each server, once those that the run starts answer. Collective."""
         return self.urls if self.servers is None else host.start_servers(timeout=self.start_timeout)
 
@@ -293,10 +294,10 @@ class LiveServerConfig(ServerConfig):
                 fix="command=null",
             )
 
-    def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
+    def _engine(self, server: Server, host: EngineContext, transfer: Transfer) -> WeightUpdateMixin:
         raise NotImplementedError
 
-    def _served(self, host: Host, urls: Sequence[str], transfer: SharedTransfer | None = None) -> Engine:
+    def _served(self, host: EngineContext, urls: Sequence[str], transfer: SharedTransfer | None = None) -> Engine:
         """The engine on the rank that speaks to the servers; `transfer` None: by files."""
         from automodel_cli.rollout.engines.servers.colocated import SharedGPUs
         from automodel_cli.rollout.engines.servers.server_pool import LivePool
@@ -304,7 +305,7 @@ class LiveServerConfig(ServerConfig):
 
         servers = self.at(urls)
         if self.command is not None:
-            host.start_server(words_of(self.command), servers[0], timeout=self.start_timeout)
+            host.start_server(program_arguments(self.command), servers[0], timeout=self.start_timeout)
         folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
         by = transfer or FileTransfer(folder)
         engines = [self._engine(server, host, by) for server in servers]
@@ -340,7 +341,7 @@ class VLLMConfig(LiveServerConfig):
     def way(self) -> str:
         return self.transport
 
-    def build(self, host: Host) -> Engine:
+    def build(self, host: EngineContext) -> Engine:
         """See `EngineConfig`. What this machine lacks is said before a server is started and waited for."""
         if self.transport != "files":
             from automodel_cli.rollout.weight_sync.transports import check_gpus
@@ -357,7 +358,7 @@ class VLLMConfig(LiveServerConfig):
         shared = FactoryTransfer(ipc_init())
         return host.on_first_rank(lambda: self._served(host, urls, shared), joins=shared.join)
 
-    def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
+    def _engine(self, server: Server, host: EngineContext, transfer: Transfer) -> WeightUpdateMixin:
         from automodel_cli.rollout.engines.servers.vllm import VLLMEngine
 
         return VLLMEngine(
@@ -375,7 +376,7 @@ def address_for(url: str) -> str:
     return "127.0.0.1" if urlsplit(url).hostname in ("127.0.0.1", "localhost") else socket.gethostname()
 
 
-def words_of(command: str | list[str], key: str = "command") -> list[str]:
+def program_arguments(command: str | list[str], key: str = "command") -> list[str]:
     """The program and its arguments, which stand at `key` of a node. Raises ConfigError for a text that only a shell
     would understand."""
     if not isinstance(command, str):

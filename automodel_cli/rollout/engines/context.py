@@ -15,10 +15,10 @@ from automodel_cli.rollout.engines.policy_engine import (
 )
 from automodel_cli.rollout.engines.sampler.capacity import max_num_seqs as slots_for
 from automodel_cli.rollout.engines.sampler.cuda_graphs import settled
-from automodel_cli.rollout.engines.servers.server_launcher import start
+from automodel_cli.rollout.engines.servers.server_launcher import start_servers
 from automodel_cli.rollout.engines.servers.server_process import ServerProcess
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
-from automodel_cli.rollout.run_context import Built
+from automodel_cli.rollout.run_context import RunContext
 from automodel_cli.rollout.types import CudaGraphs
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 
 class EngineHost:
-    """See `automodel_cli.rollout.engines.base.Host`. That a model can be generated for, its recipe has checked.
+    """See `automodel_cli.rollout.engines.base.EngineContext`. That a model can be generated for, its recipe has
+    checked.
     `selectors`:
     where copies of the model choose experts, if that shall be recorded."""
 
-    def __init__(self, session: Built, *, shares_gpus: bool = False, selectors: Selectors | None = None):
+    def __init__(self, session: RunContext, *, shares_gpus: bool = False, selectors: Selectors | None = None):
         self.shares_gpus, self._selectors = shares_gpus, selectors
         self._session, self.tokenizer = session, session.tokenizer
         self._source_config = session.model.parts[0].source_config
@@ -43,7 +44,7 @@ class EngineHost:
 
     @property
     def num_layers(self) -> int:
-        """See `Host`."""
+        """See `EngineContext`."""
         return int(self._source_config.get_text_config().num_hidden_layers)
 
     @property
@@ -57,7 +58,7 @@ class EngineHost:
     def sampler(
         self, *, max_num_seqs: int | None, prefill_tokens: int, refill_share: float, cuda_graphs: CudaGraphs = "auto"
     ) -> Engine:
-        """See `Host`."""
+        """See `EngineContext`."""
         recipe, mesh, stages = self._session.recipe, self._session.mesh, self._session.model.stages
         config, trust = self._source_config, recipe.model.trust_remote_code
         options: dict[str, Any] = {"stop_token_ids": self.stop_token_ids, "trust_remote_code": trust}
@@ -72,24 +73,24 @@ class EngineHost:
         return engine
 
     def replica(self, **options: Any) -> HFEngine:
-        """See `Host`."""
+        """See `EngineContext`."""
         engine = build_replica(self._session, self.stop_token_ids, **options)
         if self._selectors is not None:
             mark_selections(engine.model, self._selectors)
         return engine
 
     def on_first_rank(self, make: Callable[[], Engine], *, joins: Joins | None = None) -> Engine:
-        """See `Host`."""
+        """See `EngineContext`."""
         return RankZeroEngine(make() if self._session.is_main else None, shares_gpus=self.shares_gpus, joins=joins)
 
     def start_server(self, command: Sequence[str], server: Server, *, timeout: float) -> None:
-        """See `Host`. Its output goes to `logs/rollout_server.log` of the run."""
+        """See `EngineContext`. Its output goes to `logs/rollout_server.log` of the run."""
         log = self._session.run_dir / "logs" / "rollout_server.log"
         process = ServerProcess(command, server, log, timeout=timeout)
         self._session.at_exit.callback(process.close)
 
     def start_servers(self, *, timeout: float) -> list[str]:
-        """See `Host`. Their output goes to `logs/rollout_server-N.log` of the run."""
+        """See `EngineContext`. Their output goes to `logs/rollout_server-N.log` of the run."""
         servers = self._session.recipe.generation_servers()
         assert servers is not None
-        return start(servers, self._session.run_dir / "logs", self._session.at_exit, timeout=timeout)
+        return start_servers(servers, self._session.run_dir / "logs", self._session.at_exit, timeout=timeout)

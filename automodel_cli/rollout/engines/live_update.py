@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.rollout.engines.servers.http_engine import ServedEngine
+from automodel_cli.rollout.engines.servers.http_engine import HTTPEngine
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 from automodel_cli.rollout.weight_sync.transports import Transfer
 
 
-class LiveWeights(ServedEngine):
-    """A `ServedEngine` whose weights can be replaced. One process speaks to the server (rank 0 of the run).
+class WeightUpdateMixin(HTTPEngine):
+    """A `HTTPEngine` whose weights can be replaced. One process speaks to the server (rank 0 of the run).
 
     The server is given a new name for its weights with each update, and asked for it after each generation.
     """
@@ -73,7 +73,7 @@ class LiveWeights(ServedEngine):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Completion]:
-        """See `ServedEngine.generate`. Raises RunError where the server has other weights than it was given last: it
+        """See `HTTPEngine.generate`. Raises RunError where the server has other weights than it was given last: it
         was started anew, or another run has replaced them."""
         losses = self.num_losses
         completions = super().generate(prompts, params, seeds)

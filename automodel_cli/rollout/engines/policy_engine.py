@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from automodel_cli.distributed.mesh import Mesh
-    from automodel_cli.rollout.run_context import Built
+    from automodel_cli.rollout.run_context import RunContext
     from automodel_cli.training.stages import Stages
 
 _PROMPTS, _NEW_TOKENS = (13, 13, 5), (3, 9, 9)  # longer than every window of a shrunken config
@@ -43,7 +43,7 @@ _LONGEST = max(_PROMPTS) + max(_NEW_TOKENS)  # that rotary tables switch in betw
 _TOLERANCE = 1e-4
 
 
-def build_replica(session: Built, stops: list[int], **options: Any) -> HFEngine:
+def build_replica(session: RunContext, stops: list[int], **options: Any) -> HFEngine:
     """The library's own generation on a copy of the model, whose weights must come by `update_weights`. `stops` are the
     tokens that end a response, `options` the engine's own.
     """
@@ -60,7 +60,7 @@ def build_replica(session: Built, stops: list[int], **options: Any) -> HFEngine:
     )
 
 
-def stop_token_ids(built: Built) -> list[int]:
+def stop_token_ids(built: RunContext) -> list[int]:
     """Return the tokens that end a response: of the tokenizer, of the configs, and those that training taught."""
     listed = built.model.parts[0].model.config.get_text_config().eos_token_id
     more = listed if isinstance(listed, list) else [listed]
@@ -293,7 +293,7 @@ def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trus
     Families whose attention does not go through the library's registry, or that carry a state from token to token where
     no cache of the library holds it, would silently see one token at a time.
     """
-    if isolation.way_of(hf_config, attention=attention, trust_remote_code=trust_remote_code).by_document:
+    if isolation.select_isolation(hf_config, attention=attention, trust_remote_code=trust_remote_code).by_document:
         raise _refusal(hf_config, "its attention is the library's own, run document by document, which has no slots")
     own = attention if attention == PACKED else "eager"
     choice = ModelConfig(pretrained="-", attention=own, trust_remote_code=trust_remote_code)

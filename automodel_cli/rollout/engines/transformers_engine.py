@@ -24,10 +24,10 @@ from transformers.generation.logits_process import (
 )
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.distributed.expert_parallel.router_replay import Recorder, choosing
+from automodel_cli.distributed.expert_parallel.router_replay import RouterRecorder, choosing
 from automodel_cli.rollout.engines.base import Capabilities, resolve_seeds
 from automodel_cli.rollout.engines.sampler.sampling import draw, streams
-from automodel_cli.rollout.routed_experts import compact
+from automodel_cli.rollout.routed_experts import compact_indices
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
 if TYPE_CHECKING:
@@ -185,14 +185,14 @@ class HFEngine:
 
 def _of_tokens(chosen_TLK: np.ndarray, width: int, prompt: Sequence[int], completion: Completion) -> np.ndarray:
     """Without the padding before the prompt, and without what was read after the completion."""
-    return compact(chosen_TLK[width - len(prompt) : width + len(completion.tokens) - 1])
+    return compact_indices(chosen_TLK[width - len(prompt) : width + len(completion.tokens) - 1])
 
 
 class _Record:
     """Around `generate`: which experts each token of each row went to."""
 
     def __init__(self, model: PreTrainedModel):
-        self._model, self._recorder = model, Recorder()
+        self._model, self._recorder = model, RouterRecorder()
         self._steps: list[Tensor] = []
         self._stack = ExitStack()
 

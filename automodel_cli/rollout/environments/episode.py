@@ -106,14 +106,14 @@ Exchange = Callable[[Callable[[], list[Reply]]], tuple[list[Reply], bool]]
 """Asks for the replies to the episodes still running here, in order; whether an episode goes on on any rank."""
 
 
-def alone(ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
+def single_process_exchange(ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
     """The `Exchange` of one process."""
     replies = ask()
     return replies, any(reply.end is None for reply in replies)
 
 
 @dataclass(frozen=True)
-class Player:
+class EpisodeRunner:
     """How episodes are played: `params.max_new_tokens` bounds one message, and an episode goes on only where a whole
     message has room in `seq_len` tokens, prompt included. The seed of a turn is derived from the episode's, so what an
     episode draws does not depend on the others, nor on which of them ends first."""
@@ -125,7 +125,7 @@ class Player:
     seq_len: int
     chat_template: str | None = None
 
-    def together(self, episodes: Sequence[Episode], exchange: Exchange = alone) -> None:
+    def run_lockstep(self, episodes: Sequence[Episode], exchange: Exchange = single_process_exchange) -> None:
         """Play all episodes, which must be new, turn by turn: one `generate` for all of them, then all environments
         side by side. So an engine sees the same batches whichever environment is ready first, and a run is repeated to
         the last bit. Where `generate` is collective, so is this: `exchange` carries one rank's replies to all that play
@@ -147,7 +147,7 @@ class Player:
             running = [episode for episode, reply in zip(running, replies, strict=True) if reply.end is None]
             turn += 1
 
-    def freely(self, episodes: Sequence[Episode], concurrency: int) -> None:
+    def run_async(self, episodes: Sequence[Episode], concurrency: int) -> None:
         """Play all episodes, each at its own pace, up to `concurrency` of them in the engine at once: for an engine
         whose `generate` may be called from several threads. No episode waits for another's turn."""
         self.pool.run(self._all(episodes, concurrency))

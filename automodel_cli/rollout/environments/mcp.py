@@ -18,7 +18,7 @@ from typing import Any
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.rollout.engines.config import words_of
+from automodel_cli.rollout.engines.config import program_arguments
 from automodel_cli.rollout.environments.event_loop import LoopThread
 from automodel_cli.rollout.environments.tools import ToolEnvironment, ToolError
 
@@ -37,7 +37,8 @@ class MCPTools(ToolEnvironment):
     """
 
     servers: dict[str, str | list[str]] = field(
-        default_factory=dict, metadata=trust.runs(trust.COMMAND, "names commands that the run starts on its machines")
+        default_factory=dict,
+        metadata=trust.executes_code(trust.COMMAND, "names commands that the run starts on its machines"),
     )
     """Command of each server by name, as text or words; no shell runs it."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class MCPTools(ToolEnvironment):
         if not self.servers:
             raise ConfigError("servers names no server", keys=("servers",))
         for name, command in self.servers.items():
-            words_of(command, f"servers.{name}")
+            program_arguments(command, f"servers.{name}")
         for name in self.tools_of_server:
             if name not in self.servers:
                 raise ConfigError(
@@ -90,7 +91,7 @@ class MCPTools(ToolEnvironment):
 
     @cached_property
     def _sessions(self) -> _Sessions:
-        commands = {name: words_of(command) for name, command in self.servers.items()}
+        commands = {name: program_arguments(command) for name, command in self.servers.items()}
         return _Sessions(commands, self.variables, self.start_timeout)
 
     @cached_property

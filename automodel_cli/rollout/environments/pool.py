@@ -174,7 +174,7 @@ def _finite(seconds: float) -> float | None:
     return None if math.isinf(seconds) else seconds
 
 
-def check_rows(environments: Mapping[str, EnvironmentNode], column: str, rows: Any) -> None:
+def check_environment_rows(environments: Mapping[str, EnvironmentNode], column: str, rows: Any) -> None:
     """Refuse rows (with where they come from) whose `column` names no environment, and an environment that no row
     names. Raises ConfigError."""
     known, named = ", ".join(environments), dict[str, None]()

@@ -9,7 +9,7 @@ from typing import Any
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.environments.event_loop import in_thread
-from automodel_cli.rollout.environments.tools import Call, ToolEnvironment, ToolError
+from automodel_cli.rollout.environments.tools import ToolCall, ToolEnvironment, ToolError
 from automodel_cli.rollout.rewards.code import code_blocks
 from automodel_cli.rollout.rewards.sandbox.host import Limits, check_memory, require_isolation, run_python
 
@@ -70,12 +70,12 @@ class PythonTool(ToolEnvironment):
         """See `ToolEnvironment.definitions`."""
         return [_DEFINITION]
 
-    def _calls(self, text: str) -> Iterator[Call | ToolError]:
+    def _calls(self, text: str) -> Iterator[ToolCall | ToolError]:
         if not self.blocks:
             yield from super()._calls(text)
             return
         for code in code_blocks(text):
-            yield Call("python", {"code": code})
+            yield ToolCall("python", {"code": code})
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """What the program printed, and the end of its error. Raises ToolError for one that failed, OSError where the

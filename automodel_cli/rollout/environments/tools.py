@@ -20,7 +20,7 @@ class ToolError(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """One call in a message of the model."""
 
     name: str
@@ -100,10 +100,10 @@ class ToolEnvironment(Environment):
             said.append({"role": self.role, "content": self._cut(text)})
         return Turn(tuple(said), reward, done=False)
 
-    def _calls(self, text: str) -> Iterator[Call | ToolError]:
+    def _calls(self, text: str) -> Iterator[ToolCall | ToolError]:
         return calls_in(self.pattern, text)
 
-    async def _made(self, call: Call | ToolError) -> str:
+    async def _made(self, call: ToolCall | ToolError) -> str:
         if isinstance(call, ToolError):
             raise call
         known = [definition["function"]["name"] for definition in self.definitions()]
@@ -117,13 +117,13 @@ class ToolEnvironment(Environment):
         return f"{text[: self.max_result_chars]} ... ({len(text) - self.max_result_chars} more characters)"
 
 
-def calls_in(pattern: str, text: str) -> Iterator[Call | ToolError]:
+def calls_in(pattern: str, text: str) -> Iterator[ToolCall | ToolError]:
     """What the first group of `pattern` captures, each as a call."""
     for found in re.finditer(pattern, text, re.DOTALL):
         yield read_call(found[1])
 
 
-def read_call(text: str) -> Call | ToolError:
+def read_call(text: str) -> ToolCall | ToolError:
     """A call as JSON; `arguments` may be JSON in a text, as OpenAI writes them."""
     try:
         found = json.loads(text)
@@ -132,7 +132,7 @@ def read_call(text: str) -> Call | ToolError:
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise TypeError("arguments are no object")
-        return Call(str(found["name"]), arguments)
+        return ToolCall(str(found["name"]), arguments)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         return ToolError(f'a call is {{"name": ..., "arguments": {{...}}}}: {reason}')

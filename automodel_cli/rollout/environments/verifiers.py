@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.rollout.environments.base import Environment, Turn
-from automodel_cli.rollout.environments.tools import Call, calls_in
+from automodel_cli.rollout.environments.tools import ToolCall, calls_in
 from automodel_cli.rollout.rewards.text import check_pattern
 from automodel_cli.rollout.types import Message
 
@@ -55,7 +55,7 @@ class VerifiersTasks:
 
     def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
         """Dicts with `messages`, `answer`, `kind` (the environment) and `entry`, what the environment needs."""
-        loaded = load(self.environment, self.arguments)
+        loaded = load_environment(self.environment, self.arguments)
         count = self.num_train if split == "train" else self.num_validation
         if count == 0:
             return
@@ -129,7 +129,7 @@ class VerifiersEnvironment(Environment):
             if state is None:
                 await talk.asked(messages[:-1])
             text = str(messages[-1]["content"])
-            talk.answer(text, [call for call in calls_in(self.pattern, text) if isinstance(call, Call)])
+            talk.answer(text, [call for call in calls_in(self.pattern, text) if isinstance(call, ToolCall)])
             said = await talk.asked(messages)
         except BaseException:
             talk.task.cancel()
@@ -148,7 +148,7 @@ class VerifiersEnvironment(Environment):
 
     @property
     def _theirs(self) -> Theirs:
-        return load(self.environment, self.arguments)
+        return load_environment(self.environment, self.arguments)
 
 
 class _Talk:
@@ -180,7 +180,7 @@ class _Talk:
             )
         return question[len(known) :]
 
-    def answer(self, text: str, calls: Sequence[Call]) -> None:
+    def answer(self, text: str, calls: Sequence[ToolCall]) -> None:
         """The model's message."""
         assert self._reply is not None
         self._question = asyncio.get_running_loop().create_future()
@@ -240,7 +240,7 @@ def _client_class() -> Any:
     return Waiting
 
 
-def _response(text: str, calls: Sequence[Call]) -> Any:
+def _response(text: str, calls: Sequence[ToolCall]) -> Any:
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     made = [ToolCall(id=uuid.uuid4().hex, name=call.name, arguments=json.dumps(call.arguments)) for call in calls]
@@ -259,7 +259,7 @@ def _message(message: Any) -> Message:
     return {"role": str(fields["role"]), "content": str(content or "")}
 
 
-def load(environment: str, arguments: Mapping[str, Any]) -> Theirs:
+def load_environment(environment: str, arguments: Mapping[str, Any]) -> Theirs:
     """The environment, loaded once in a process. Raises ConfigError where it cannot be."""
     return _loaded(environment, json.dumps(arguments, sort_keys=True))
 

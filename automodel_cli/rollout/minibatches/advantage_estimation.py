@@ -15,21 +15,21 @@ from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
 from automodel_cli.rollout.minibatches.token_advantages import TokenAdvantages
-from automodel_cli.rollout.samples import RowPlan, Update, kl_sums, plan_updates
-from automodel_cli.rollout.timers import Phases
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, kl_sums, pack_minibatches
+from automodel_cli.rollout.timers import StepTimers
 from automodel_cli.rollout.types import Sample
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Learnt:
+class TrainingBatches:
     """This rank's updates with every column of the objective; of each of the N samples its advantage and whether its
     group's rewards differ; numbers of those that are trained on; how far the trainer's experts are from the sampler's
     (empty without `replay_routing`); and whether a model was asked anything before the first update."""
 
-    updates: list[Update]
+    updates: list[Minibatch]
     advantages_N: Tensor
     differs_N: Tensor
     trained: list[int]
@@ -37,15 +37,15 @@ class Learnt:
     scored: bool
 
 
-class Credit:
+class AdvantageEstimator:
     """Advantages by the rules of a run's config."""
 
     def __init__(
         self,
-        session: Session,
+        session: Trainer,
         config: RolloutConfig,
         objective: PolicyObjective,
-        plan: RowPlan,
+        plan: PackingConfig,
         scorer: Scorer,
         replay: RoutingReplay | None,
     ):
@@ -54,20 +54,20 @@ class Credit:
         self._num_updates = config.samples_per_step // session.recipe.train.global_batch_size
         self._by_token = self._token_advantages()
 
-    def different(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    def filter_groups(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
         """Those of groups with different rewards, and the others."""
         differs_N = self._advantages(samples, _totals(samples)).differs_N.tolist()
         pairs = list(zip(samples, differs_N, strict=True))
         return [sample for sample, differs in pairs if differs], [sample for sample, differs in pairs if not differs]
 
-    def learn(self, samples: list[Sample], phases: Phases) -> Learnt:
+    def build_minibatches(self, samples: list[Sample], phases: StepTimers) -> TrainingBatches:
         """Groups without a difference and samples that do not count are left out; log-probs are measured for the rest
         before the first update, under the distribution that was sampled from. Collective."""
         differs_N = self._advantages(samples, _totals(samples)).differs_N
         rewards_N = self._shaped_rewards(samples)
         units = self._units(samples, rewards_N, differs_N)
         mesh = self.mesh
-        updates = plan_updates(
+        updates = pack_minibatches(
             samples, units, self._num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
         )
         if "pairs_P2" in self.objective.columns:
@@ -84,7 +84,7 @@ class Credit:
             advantages_N = self._advantages(samples, rewards_N).advantages_N
             updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
         trained = [number for numbers in units for number in numbers]
-        return Learnt(updates, advantages_N, differs_N, trained, gaps, scored)
+        return TrainingBatches(updates, advantages_N, differs_N, trained, gaps, scored)
 
     def _shaped_rewards(self, samples: Sequence[Sample]) -> Tensor:
         overlong, limit = self.config.overlong, self.config.max_new_tokens

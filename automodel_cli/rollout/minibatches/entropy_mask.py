@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 
 _TIE = 1e-5
 """Nats. First tokens of a group have the same prompt, and so one entropy but for rounding, which layouts do apart."""
 
 
-def with_uncertain(
-    update: Update, entropies: Sequence[Tensor], samples: Sequence[Sample], share: float, mesh: Mesh
-) -> Update:
+def add_entropy_mask(
+    update: Minibatch, entropies: Sequence[Tensor], samples: Sequence[Sample], share: float, mesh: Mesh
+) -> Minibatch:
     """`uncertain_BT`: 1 at the drawn tokens whose entropy (`[B, T]` for each microbatch) reaches the (1 - share)
     quantile of the update's tokens on all ranks, or falls short of it by rounding, else 0. Quantiles between two tokens
     are interpolated, as TRL's are. Collective.
@@ -39,7 +39,7 @@ def with_uncertain(
     return update.with_column("uncertain_BT", masks)
 
 
-def _drawn(update: Update, samples: Sequence[Sample]) -> Iterator[tuple[int, int, Tensor, int]]:
+def _drawn(update: Minibatch, samples: Sequence[Sample]) -> Iterator[tuple[int, int, Tensor, int]]:
     """Of each sample on this rank: microbatch, row, where its drawn tokens' labels are, its number."""
     for batch, spread in enumerate(update.spread):
         for row, first, number in spread:

@@ -12,28 +12,28 @@ from torch import Tensor
 from automodel_cli.data.batch import ROUTED_EXPERTS
 from automodel_cli.data.head_output import HeadRequest
 from automodel_cli.models.config import TeacherConfig
-from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.engines.sampler.sampling import shaping_of
-from automodel_cli.rollout.minibatches.entropy_mask import with_uncertain
-from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.minibatches.entropy_mask import add_entropy_mask
+from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 from automodel_cli.run.frozen_models.reference_model import (
     ReferenceModel,
+    batch_logprobs,
     draws_while_training,
     fields_of,
-    logprobs_of,
-    shaped,
+    sampling_distribution,
 )
 from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
-from automodel_cli.run.frozen_models.teacher import taught
+from automodel_cli.run.frozen_models.teacher import add_teacher_logprobs
 from automodel_cli.training.stages import Stages
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 class Scorer:
@@ -42,7 +42,7 @@ class Scorer:
 
     def __init__(
         self,
-        session: Session,
+        session: Trainer,
         config: RolloutConfig,
         objective: PolicyObjective,
         teacher: TeacherConfig | None,
@@ -57,10 +57,10 @@ class Scorer:
         """Inside, the trainer's log-probs are those of the distribution that is sampled from; of the model as it is
         where the objective chooses samples."""
         plain = selection_of(self._objective) is not None
-        with shaped(self._model, Shaping() if plain else shaping_of(self._config.params())):
+        with sampling_distribution(self._model, SamplingTransform() if plain else shaping_of(self._config.params())):
             yield
 
-    def scored(self, updates: Sequence[Update], samples: Sequence[Sample]) -> list[Update]:
+    def scored(self, updates: Sequence[Minibatch], samples: Sequence[Sample]) -> list[Minibatch]:
         """The updates with what is measured before the first of them. Collective."""
         updates = self._by_policy(updates, samples)
         if self._reference is None:
@@ -71,10 +71,10 @@ class Scorer:
             device = self._mesh.device
             # The reference's experts are its own, also where it is the model without its adapters.
             own = [[batch.without_column(ROUTED_EXPERTS) for batch in update.batches] for update in updates]
-            found = [logprobs_of(stages, batches, device) for batches in own]
+            found = [batch_logprobs(stages, batches, device) for batches in own]
             return [u.with_column("ref_logprobs_BT", column) for u, column in zip(updates, found, strict=True)]
 
-    def _by_policy(self, updates: Sequence[Update], samples: Sequence[Sample]) -> list[Update]:
+    def _by_policy(self, updates: Sequence[Minibatch], samples: Sequence[Sample]) -> list[Minibatch]:
         """In one pass, or none: the log-probs of an only update are its own."""
         objective = self._objective
         several = len(updates) * self._config.passes > 1 or self._draws_while_training
@@ -93,22 +93,24 @@ class Scorer:
             for field, column in columns.items():
                 update = update.with_column(column, found[field])
             if share is not None:
-                update = with_uncertain(update, found["entropy_BT"], samples, share, self._mesh)
+                update = add_entropy_mask(update, found["entropy_BT"], samples, share, self._mesh)
             scored.append(update)
         return scored
 
-    def _fields(self, update: Update, names: Sequence[str]) -> dict[str, list[Tensor]]:
+    def _fields(self, update: Minibatch, names: Sequence[str]) -> dict[str, list[Tensor]]:
         """These fields of the head for each microbatch."""
         request = HeadRequest(entropy="entropy_BT" in names, values="values_BT" in names)
         with self.as_sampled():
             by_batch = fields_of(self._model.stages, update.batches, self._mesh.device, request, *names)
         return {name: [found[i] for found in by_batch] for i, name in enumerate(names)}
 
-    def _with_teacher(self, update: Update, objective: Distillation, stages: Stages) -> Update:
-        return dataclasses.replace(update, batches=taught(stages, update.batches, objective.top_k, self._mesh.device))
+    def _with_teacher(self, update: Minibatch, objective: Distillation, stages: Stages) -> Minibatch:
+        return dataclasses.replace(
+            update, batches=add_teacher_logprobs(stages, update.batches, objective.top_k, self._mesh.device)
+        )
 
     def _build_reference(
-        self, session: Session, teacher: TeacherConfig | None, update: ReferenceUpdate | None
+        self, session: Trainer, teacher: TeacherConfig | None, update: ReferenceUpdate | None
     ) -> ReferenceModel | None:
         objective = self._objective
         if not {"ref_logprobs_BT", "teacher_ids_BTN"} & objective.columns and objective.reward_kl is None:

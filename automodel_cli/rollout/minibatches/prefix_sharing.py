@@ -12,10 +12,10 @@ from automodel_cli.rollout.config_checks import refuse_shared_prompts, why_promp
 from automodel_cli.run.frozen_models.reference_model import draws_while_training
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
-def why_apart(session: Session, config: RolloutConfig, teacher: TeacherConfig | None) -> str:
+def why_apart(session: Trainer, config: RolloutConfig, teacher: TeacherConfig | None) -> str:
     """What keeps this run's prompts from being shared, for a sentence; empty where nothing does. Raises ConfigError
     where the config says that they must be."""
     if config.share_prompts is False:
@@ -25,7 +25,7 @@ def why_apart(session: Session, config: RolloutConfig, teacher: TeacherConfig | 
     return reason
 
 
-def _reason(session: Session, config: RolloutConfig, teacher: TeacherConfig | None) -> str:
+def _reason(session: Trainer, config: RolloutConfig, teacher: TeacherConfig | None) -> str:
     recipe = session.recipe
     models = [recipe.model, *([] if teacher is None else [teacher.as_model()])]
     for model in models:

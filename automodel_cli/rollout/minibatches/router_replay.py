@@ -19,19 +19,19 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS, Batch
 from automodel_cli.models.moe.router_hooks import Routing, install_routing
 from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
-from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
-from automodel_cli.run.frozen_models.reference_model import logprobs_of
+from automodel_cli.run.frozen_models.reference_model import batch_logprobs
 
 if TYPE_CHECKING:
     from automodel_cli.models.moe.router_hooks import Selectors
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 class RoutingReplay:
     """On the parts of a run from now on. Collective to build; build it before the engine."""
 
-    def __init__(self, session: Session, selectors: Selectors):
+    def __init__(self, session: Trainer, selectors: Selectors):
         self._model, self._mesh = session.model, session.mesh
         self.routing: Routing = install_routing(
             session.model.parts, selectors, session.mesh.device, session.model.pp_group
@@ -66,7 +66,7 @@ class RoutingReplay:
                     fix="rollout.replay_routing=false",
                 )
 
-    def gaps(self, updates: Sequence[Update], scorer: Scorer) -> dict[str, float]:
+    def gaps(self, updates: Sequence[Minibatch], scorer: Scorer) -> dict[str, float]:
         """`logprob_gap` and `logprob_gap_unreplayed`: mean |sampler's log-prob - trainer's| in nats over the tokens
         that the model drew, with and without the sampler's experts, of a microbatch of each data-parallel rank (with
         a pipeline of p stages of p of them) before the first update. Collective."""
@@ -80,7 +80,7 @@ class RoutingReplay:
 
     def _gap(self, batches: Sequence[Batch]) -> float:
         sums_2 = torch.zeros(2, dtype=torch.float64)
-        found = logprobs_of(self._model.stages, batches, self._mesh.device)
+        found = batch_logprobs(self._model.stages, batches, self._mesh.device)
         for batch, logprobs_BT in zip(batches, found, strict=True):
             is_label_BT = batch.labels_BT != IGNORE_INDEX
             gap_BT: Tensor = (logprobs_BT.cpu() - batch.extra["sampler_logprobs_BT"]).abs() * is_label_BT

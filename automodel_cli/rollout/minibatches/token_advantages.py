@@ -15,7 +15,7 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import RewardKL
 from automodel_cli.objectives.gae import generalised_advantages, moments, whitened
-from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 
 
@@ -31,8 +31,8 @@ class TokenAdvantages:
     kl: RewardKL | None
 
     def into(
-        self, updates: Sequence[Update], samples: Sequence[Sample], rewards_N: Tensor, mesh: Mesh
-    ) -> tuple[list[Update], Tensor]:
+        self, updates: Sequence[Minibatch], samples: Sequence[Sample], rewards_N: Tensor, mesh: Mesh
+    ) -> tuple[list[Minibatch], Tensor]:
         """The updates with `advantages_BT` and, for a critic, `returns_BT`; and each sample's mean advantage, float64
         `[N]`, 0 for those that are not trained on. Collective."""
         found = [self._of_update(update, samples, rewards_N) for update in updates]
@@ -54,7 +54,9 @@ class TokenAdvantages:
                 made[-1] = made[-1].with_column("returns_BT", [r_BT.float() for _, r_BT in of_update])
         return made, mesh.sum_over(mesh.dp, sums_N).cpu()
 
-    def _of_update(self, update: Update, samples: Sequence[Sample], rewards_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _of_update(
+        self, update: Minibatch, samples: Sequence[Sample], rewards_N: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
         """Advantages and returns of each microbatch, float64 `[B, T]`, 0 where nothing was drawn."""
         out = []
         for batch, spread in zip(update.batches, update.spread, strict=True):
@@ -82,7 +84,9 @@ class TokenAdvantages:
         return self.kl.of(old_BT, ref_BT)
 
 
-def _of_samples(update: Update, columns: Sequence[Tensor], samples: Sequence[Sample]) -> Iterator[tuple[int, Tensor]]:
+def _of_samples(
+    update: Minibatch, columns: Sequence[Tensor], samples: Sequence[Sample]
+) -> Iterator[tuple[int, Tensor]]:
     """The number of each sample of an update, and the values at the tokens that were drawn."""
     for column_BT, spread in zip(columns, update.spread, strict=True):
         for row, first, number in spread:

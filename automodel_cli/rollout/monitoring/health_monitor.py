@@ -18,7 +18,7 @@ _ENOUGH = 8  # samples on which a reward that has never worked must have failed 
 
 
 @dataclass
-class Alarms:
+class HealthMonitor:
     """Looks at each step's numbers (as in metrics.jsonl) and says what a person should look at, each thing once."""
 
     max_new_tokens: int

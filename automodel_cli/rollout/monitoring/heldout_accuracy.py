@@ -9,7 +9,7 @@ from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 
 if TYPE_CHECKING:
     from automodel_cli.run.heldout_accuracy import Accuracy
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 class HeldOutQuestions:
@@ -19,7 +19,7 @@ class HeldOutQuestions:
         self.accuracy: dict[str, Accuracy] = {}
         """By `before` and `after`; empty where the data has no such questions."""
 
-    def ask(self, session: Session, when: str) -> None:
+    def ask(self, session: Trainer, when: str) -> None:
         """Measure and print the accuracy under the name `when`; nothing to do for data without a task
         that knows right answers. Collective.
         """

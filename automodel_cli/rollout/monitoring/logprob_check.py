@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.models.lm_head.sampling_transform import Shaping
-from automodel_cli.rollout.samples import Update
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
+from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 
 MAX_PROMPTS, MAX_NEW_TOKENS = 16, 16
 """How many prompts over all ranks are answered, and how long the answers are at most."""
 
 
-Score = Callable[[Shaping], list[Tensor]]
+Score = Callable[[SamplingTransform], list[Tensor]]
 """The trainer's log-probs [B, T] of the labels of every batch, under the distribution that the shaping makes."""
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenLogprobs:
     """One drawn token: its id, and its log-prob as the engine reported and as the trainer computes it."""
 
     token: int
@@ -42,37 +42,45 @@ class Scored:
 
 
 def check_agreement(
-    update: Update, samples: Sequence[Sample], score: Score, shaping: Shaping, *, limit: float, tokenizer: Any
+    update: Minibatch,
+    samples: Sequence[Sample],
+    score: Score,
+    shaping: SamplingTransform,
+    *,
+    limit: float,
+    tokenizer: Any,
 ) -> None:
     """Raise RunError where the samples' log-probs and those of `score(shaping)` differ by more than `limit` nats on
     average. Collective."""
     tokens = scored_tokens(update, score(shaping), samples)
     if mean_gap(tokens) <= limit:
         return
-    unshaped = scored_tokens(update, score(Shaping()), samples)
+    unshaped = scored_tokens(update, score(SamplingTransform()), samples)
     raise refusal(tokens, limit, tokenizer, unshaped=mean_gap(unshaped) <= limit)
 
 
-def scored_tokens(update: Update, trainer_logprobs: Sequence[Tensor], samples: Sequence[Sample]) -> list[Scored]:
+def scored_tokens(
+    update: Minibatch, trainer_logprobs: Sequence[Tensor], samples: Sequence[Sample]
+) -> list[TokenLogprobs]:
     """Every drawn token of all ranks, in the order of the samples; the same on every rank. Collective."""
-    mine: dict[int, list[Scored]] = {}
+    mine: dict[int, list[TokenLogprobs]] = {}
     for spread, logprobs_BT in zip(update.spread, trainer_logprobs, strict=True):
         for row, first, number in spread:
             sample = samples[number]
             of_trainer = logprobs_BT[row, first : first + len(sample.tokens)].tolist()
-            mine[number] = [*map(Scored, sample.tokens, sample.logprobs, of_trainer)]
-    everywhere: list[Mapping[int, list[Scored]]] = [{} for _ in range(dist.get_world_size())]
+            mine[number] = [*map(TokenLogprobs, sample.tokens, sample.logprobs, of_trainer)]
+    everywhere: list[Mapping[int, list[TokenLogprobs]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, mine)
     found = {number: tokens for of_rank in everywhere for number, tokens in of_rank.items()}
     return [token for number in sorted(found) for token in found[number]]
 
 
-def mean_gap(tokens: Sequence[Scored]) -> float:
+def mean_gap(tokens: Sequence[TokenLogprobs]) -> float:
     """Nats."""
     return statistics.fmean(token.gap for token in tokens)
 
 
-def refusal(tokens: Sequence[Scored], limit: float, tokenizer: Any, *, unshaped: bool) -> RunError:
+def refusal(tokens: Sequence[TokenLogprobs], limit: float, tokenizer: Any, *, unshaped: bool) -> RunError:
     """What is said of a `mean_gap` above `limit`. `unshaped`: the engine's numbers are those of the plain softmax."""
     worst = max(tokens, key=lambda token: token.gap)
     text = tokenizer.decode([worst.token])

@@ -16,13 +16,13 @@ from typing import Any, Literal, cast, get_args
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import NameList, check_entries
 from automodel_cli.distributed.device_threads import threads_on_this_device
-from automodel_cli.rollout.rewards.base import Judged, JudgesTogether, Many, RewardNode, check_on_error
+from automodel_cli.rollout.rewards.base import Many, RewardFunction, RewardInput, SupportsBatchScoring, check_on_error
 from automodel_cli.rollout.rewards.worker_process import Helper
 from automodel_cli.rollout.types import Score
 
 logger = logging.getLogger(__name__)
 
-Judge = Callable[[Judged], float | None]
+Judge = Callable[[RewardInput], float | None]
 Given = float | Exception | None
 """What a reward gave a sample; None: it is not for it."""
 Way = Literal["single", "async", "group", "batch"]
@@ -39,7 +39,7 @@ class RewardSum:
     `num_helpers` processes and as many threads compute what has a timeout. Use as a context manager, or `close` it.
     """
 
-    def __init__(self, rewards: Mapping[str, RewardNode], *, num_helpers: int = 2, required: bool = True):
+    def __init__(self, rewards: Mapping[str, RewardFunction], *, num_helpers: int = 2, required: bool = True):
         """`required`: somebody learns from the sum, so it must not be the same for all samples."""
         if required and not rewards:
             raise ConfigError("there is no reward", keys=("rewards",), fix=f"rewards.exact._target_={_EXAMPLE}")
@@ -64,11 +64,13 @@ class RewardSum:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __call__(self, samples: Sequence[Judged]) -> list[Score]:
+    def __call__(self, samples: Sequence[RewardInput]) -> list[Score]:
         """The score of each sample, in order. Rewards judge side by side: those without a timeout, which may be bound
         to the main thread, one after another here, while the others wait for helpers and servers."""
         mine = {name: _judged_by(reward, samples) for name, reward in self.rewards.items()}
-        here = [name for name, reward in self.rewards.items() if reward.timeout is None and way_of(reward) == "single"]
+        here = [
+            name for name, reward in self.rewards.items() if reward.timeout is None and call_kind(reward) == "single"
+        ]
         with threads_on_this_device(max(1, len(self.rewards))) as threads:
             elsewhere = {
                 name: threads.submit(self._values, reward, [samples[i] for i in mine[name]])
@@ -83,12 +85,12 @@ class RewardSum:
         self._report(results, samples)
         return [self._score({name: of[i] for name, of in results.items() if i in of}) for i in range(len(samples))]
 
-    def _values(self, reward: RewardNode, samples: Sequence[Judged]) -> list[Given]:
-        way = way_of(reward)
+    def _values(self, reward: RewardFunction, samples: Sequence[RewardInput]) -> list[Given]:
+        way = call_kind(reward)
         if way == "async":
             return asyncio.run(_awaited(reward, samples))
         if way != "single":
-            return _together(cast(JudgesTogether, reward), samples)
+            return _together(cast(SupportsBatchScoring, reward), samples)
         judge = reward.score if reward.limits_itself else self._with_helper(reward)
         with threads_on_this_device(self._num_helpers) as threads:
             return list(threads.map(partial(_attempt, judge), samples))
@@ -101,10 +103,10 @@ class RewardSum:
                 helper.close()
                 helpers.put(helper)
 
-    def _with_helper(self, reward: RewardNode) -> Judge:
+    def _with_helper(self, reward: RewardFunction) -> Judge:
         helpers = self._helpers[reward.confined]
 
-        def judge(sample: Judged) -> float | None:
+        def judge(sample: RewardInput) -> float | None:
             helper = helpers.get()
             try:
                 return helper.score(reward, sample)
@@ -120,7 +122,7 @@ class RewardSum:
         total = sum(self.rewards[name].weight * value for name, value in parts.items())
         return Score(0.0 if "fail" in rules else total, parts, errors, valid="skip" not in rules)
 
-    def _report(self, results: Mapping[str, Mapping[int, Given]], samples: Sequence[Judged]) -> None:
+    def _report(self, results: Mapping[str, Mapping[int, Given]], samples: Sequence[RewardInput]) -> None:
         for name, values in results.items():
             if values and all(value is None for value in values.values()) and name not in self._silent:
                 self._silent.add(name)
@@ -142,12 +144,12 @@ class RewardSum:
                 logger.warning("reward %s: %d more samples of %d", name, len(failed) - len(shown), len(samples))
 
 
-def check_nodes(rewards: Mapping[str, RewardNode]) -> None:
+def check_nodes(rewards: Mapping[str, RewardFunction]) -> None:
     """Refuse nodes, of the user's own classes too, that could not be called as they say. Raises ConfigError."""
     for name, reward in rewards.items():
         check_on_error(reward.on_error, f"rewards.{name}.on_error")
         kind, several = type(reward).__name__, hasattr(reward, "scores")
-        method = cast(JudgesTogether, reward).scores if several else reward.score
+        method = cast(SupportsBatchScoring, reward).scores if several else reward.score
         if getattr(method, "__isabstractmethod__", False):
             _refuse(name, f"{kind} defines no `{'scores' if several else 'score'}`, so it would judge nothing")
         if not several:
@@ -157,7 +159,7 @@ def check_nodes(rewards: Mapping[str, RewardNode]) -> None:
             _refuse(
                 name,
                 f"{kind} judges several samples at a time, and its `per` is {per!r}: it is one of "
-                f"{', '.join(get_args(Many))}, as of a subclass of RewardOfMany",
+                f"{', '.join(get_args(Many))}, as of a subclass of BatchReward",
             )
         if inspect.iscoroutinefunction(method):
             _refuse(name, f"{kind}.scores is async, and it is called in a thread of its own, where nobody awaits it")
@@ -174,8 +176,8 @@ def _refuse(name: str, what: str) -> None:
     raise ConfigError(f"rewards.{name}: {what}", keys=(f"rewards.{name}",))
 
 
-def check_rows(
-    rewards: Mapping[str, RewardNode], rows: Iterable[tuple[str, Mapping[str, Any]]], *, all_judged: bool
+def check_reward_rows(
+    rewards: Mapping[str, RewardFunction], rows: Iterable[tuple[str, Mapping[str, Any]]], *, all_judged: bool
 ) -> None:
     """Refuse rows (with where they come from) that lack a column which a reward that judges them reads, rows that no
     reward judges where `all_judged`, and a reward that judges none of them. Raises ConfigError."""
@@ -225,7 +227,7 @@ def _texts(values: Iterable[str]) -> list[str]:
     return [value.strip("'") for value in values]
 
 
-def _nearest(reward: RewardNode, row: Mapping[str, Any]) -> str:
+def _nearest(reward: RewardFunction, row: Mapping[str, Any]) -> str:
     """The row's column that `column` may have meant."""
     found = difflib.get_close_matches(str(getattr(reward, "column", "")), row, 1)
     return found[0] if found else "<the column>"
@@ -247,23 +249,23 @@ def _check_columns(
 _EXAMPLE = "automodel_cli.rollout.rewards.text.ExactAnswer"
 
 
-def way_of(reward: RewardNode) -> Way:
+def call_kind(reward: RewardFunction) -> Way:
     """How a reward is called: with one sample, with one and awaited, or with several of them."""
-    if hasattr(reward, "scores"):  # what sets a `JudgesTogether` apart from a node that judges one at a time
-        return cast(JudgesTogether, reward).per
+    if hasattr(reward, "scores"):  # what sets a `SupportsBatchScoring` apart from a node that judges one at a time
+        return cast(SupportsBatchScoring, reward).per
     return "async" if inspect.iscoroutinefunction(reward.score) else "single"
 
 
-def _judged_by(reward: RewardNode, samples: Sequence[Judged]) -> list[int]:
+def _judged_by(reward: RewardFunction, samples: Sequence[RewardInput]) -> list[int]:
     """Numbers of the samples that a reward judges: those whose row has what `only` says."""
     return [i for i, sample in enumerate(samples) if _judges(reward, sample.row)]
 
 
-def _judges(reward: RewardNode, row: Mapping[str, Any]) -> bool:
+def _judges(reward: RewardFunction, row: Mapping[str, Any]) -> bool:
     return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in _only(reward).items())
 
 
-def _only(reward: RewardNode) -> Mapping[str, Any]:
+def _only(reward: RewardFunction) -> Mapping[str, Any]:
     """Which rows it is for; a node without our base class judges every row."""
     only: Mapping[str, Any] = getattr(reward, "only", {})
     return only
@@ -278,7 +280,7 @@ def _refuse_nothing(results: Mapping[str, dict[int, Given]], num_samples: int) -
                 of[i] = ValueError("gave None, and no other reward judges this sample")
 
 
-def _together(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Given]:
+def _together(reward: SupportsBatchScoring, samples: Sequence[RewardInput]) -> list[Given]:
     """The values of a reward that judges groups, or everything, in the order of the samples."""
     found: dict[int, Given] = {}
     keys = [sample.group if reward.per == "group" else 0 for sample in samples]
@@ -288,7 +290,7 @@ def _together(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Given]:
     return [found[i] for i in range(len(samples))]
 
 
-def _attempt_many(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Given]:
+def _attempt_many(reward: SupportsBatchScoring, samples: Sequence[RewardInput]) -> list[Given]:
     try:
         given = reward.scores(samples)
         if given is None:
@@ -301,13 +303,13 @@ def _attempt_many(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Giv
     return [_number(value) for value in values]
 
 
-async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[Given]:
+async def _awaited(reward: RewardFunction, samples: Sequence[RewardInput]) -> list[Given]:
     """Up to `concurrency` scores at once."""
     limit = getattr(reward, "concurrency", _CONCURRENCY)  # a node without our base class says nothing of it
     places = asyncio.Semaphore(limit)
     asyncio.get_running_loop().set_default_executor(threads_on_this_device(limit))  # of `asyncio.to_thread`
 
-    async def attempt(sample: Judged) -> Given:
+    async def attempt(sample: RewardInput) -> Given:
         async with places:
             try:
                 score = cast(Awaitable[float | None], reward.score(sample))
@@ -320,7 +322,7 @@ async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[Given]
     return await asyncio.gather(*map(attempt, samples))
 
 
-def _attempt(judge: Judge, sample: Judged) -> Given:
+def _attempt(judge: Judge, sample: RewardInput) -> Given:
     try:
         return _number(judge(sample))
     except _RAISED as error:

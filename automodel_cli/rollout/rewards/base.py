@@ -25,7 +25,7 @@ def check_on_error(value: str, key: str | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RewardInput:
     """One completion in front of the rewards.
 
     `completion` is its text without special tokens, `num_tokens` what was generated, `finished` whether it ended by
@@ -49,7 +49,7 @@ class Judged:
 
 
 @wraps_functions("automodel_cli.rollout.rewards.text.FunctionReward")
-class RewardNode(Protocol):
+class RewardFunction(Protocol):
     """What a node of the `rewards` section must have; `Reward` has all but `score` (examples/own_reward.py)."""
 
     @property
@@ -94,15 +94,15 @@ class RewardNode(Protocol):
         ...
 
     @abstractmethod
-    def score(self, sample: Judged) -> float | None:
+    def score(self, sample: RewardInput) -> float | None:
         """What the sample is worth before the weight, None where the reward is not for it; any exception counts as
         `on_error` says. May be `async`: up to
         `concurrency` of them wait at once, each up to `timeout`."""
         ...
 
 
-class JudgesTogether(RewardNode, Protocol):
-    """A node that judges several samples at a time; `RewardOfMany` has all but `scores`."""
+class SupportsBatchScoring(RewardFunction, Protocol):
+    """A node that judges several samples at a time; `BatchReward` has all but `scores`."""
 
     @property
     @abstractmethod
@@ -111,7 +111,7 @@ class JudgesTogether(RewardNode, Protocol):
         ...
 
     @abstractmethod
-    def scores(self, samples: Sequence[Judged]) -> Sequence[float | None]:
+    def scores(self, samples: Sequence[RewardInput]) -> Sequence[float | None]:
         """A number for each sample, or None, in order, before the weight. Called in a thread beside other rewards."""
         ...
 
@@ -166,13 +166,13 @@ class Reward:
         """Nothing is slow to import."""
 
     @abstractmethod
-    def score(self, sample: Judged) -> float | None:
-        """See `RewardNode.score`."""
+    def score(self, sample: RewardInput) -> float | None:
+        """See `RewardFunction.score`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardOfMany(Reward):
+class BatchReward(Reward):
     """A reward that is called with several samples: those of one prompt (`per: group`: rankings, votes, diversity) or
     all of a rank's step (`per: batch`: a model of its own, a server). A subclass defines `scores`.
 
@@ -183,10 +183,10 @@ class RewardOfMany(Reward):
     per: ClassVar[Many] = "group"
 
     @abstractmethod
-    def scores(self, samples: Sequence[Judged]) -> Sequence[float | None]:
-        """See `JudgesTogether.scores`."""
+    def scores(self, samples: Sequence[RewardInput]) -> Sequence[float | None]:
+        """See `SupportsBatchScoring.scores`."""
         raise NotImplementedError
 
-    def score(self, sample: Judged) -> float | None:
+    def score(self, sample: RewardInput) -> float | None:
         """The only one of its group."""
         return self.scores([sample])[0]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.base import Judged, Reward
-from automodel_cli.rollout.rewards.sandbox.host import Limits, check_memory, judge, require_isolation, run_python
+from automodel_cli.rollout.rewards.base import Reward, RewardInput
+from automodel_cli.rollout.rewards.sandbox.host import Limits, check_memory, require_isolation, run_python, run_test
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -57,7 +57,7 @@ class CodeExecution(Reward):
     def columns(self) -> tuple[str, ...]:
         return (self.column,)
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: RewardInput) -> float:
         tests = sample.column(self.column)
         tests = [tests] if isinstance(tests, str | dict) else list(tests)
         if not tests:
@@ -81,4 +81,4 @@ def _passes(code: str, test: str | dict[str, Any], limits: Limits, entry_point: 
     if isinstance(test, dict):
         outcome = run_python(code, test.get("stdin", ""), limits)
         return outcome.returncode == 0 and outcome.stdout.split() == str(test["stdout"]).split()
-    return judge(code, test, limits, entry_point).passed
+    return run_test(code, test, limits, entry_point).passed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.base import Reward, RewardInput
 from automodel_cli.rollout.rewards.safe_eval import guard_sympy
 from automodel_cli.rollout.rewards.text import check_pattern
 
@@ -56,7 +56,7 @@ class MathEquivalence(Reward):
     def columns(self) -> tuple[str, ...]:
         return (self.column,)
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: RewardInput) -> float:
         if self.must_finish and not sample.finished:
             return 0.0
         self.warm_up()
@@ -69,7 +69,7 @@ class MathEquivalence(Reward):
             raise ValueError(f"the answer {sample.column(self.column)!r} cannot be read as mathematics")
         return float(verify(gold, said, float_rounding=self.float_digits, timeout_seconds=None, raise_on_error=True))
 
-    def _answer(self, sample: Judged) -> str:
+    def _answer(self, sample: RewardInput) -> str:
         text = str(sample.column(self.column))
         if self.answer_pattern is None:
             return text

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.base import Reward, RewardInput
 from automodel_cli.rollout.rewards.safe_eval import guard_eval, guard_sympy
 
 _VERSION = 1  # part of every cache key
@@ -125,7 +125,7 @@ class ReasoningReward(Reward):
     def columns(self) -> tuple[str, ...]:
         return ("entry",)
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: RewardInput) -> float:
         self.warm_up()
         import reasoning_gym
 

@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.http import Server
-from automodel_cli.rollout.rewards.base import Judged, Many, Reward, RewardOfMany
+from automodel_cli.rollout.rewards.base import BatchReward, Many, Reward, RewardInput
 from automodel_cli.rollout.rewards.text import check_pattern
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreServer(RewardOfMany):
+class ScoreServer(BatchReward):
     """A server of your own at `url` + `path`: the scores of several samples for one request.
 
     It gets `{"samples": [{"completion": text, "messages": [...], "row": {...}, "group": number}, ...]}` and answers
@@ -59,14 +59,14 @@ class ScoreServer(RewardOfMany):
         """Something answers at the address."""
         _check_answers(self.url)
 
-    def scores(self, samples: Sequence[Judged]) -> list[float | None]:
+    def scores(self, samples: Sequence[RewardInput]) -> list[float | None]:
         """Raises ServerError, or ValueError for an answer of another form."""
         server = _server(self.url, self.timeout, self.retries, self.api_key_env)
         with ThreadPoolExecutor(self.concurrency) as threads:
             found = threads.map(lambda some: self._asked(server, some), self._batches(samples))
             return [score for scores in found for score in scores]
 
-    def _asked(self, server: Server, samples: Sequence[Judged]) -> list[float | None]:
+    def _asked(self, server: Server, samples: Sequence[RewardInput]) -> list[float | None]:
         told = [{"completion": s.completion, "messages": s.messages, "row": s.row, "group": s.group} for s in samples]
         answer = server.post(self.path, {"samples": told})
         scores = answer.get("scores") if isinstance(answer, dict) else None
@@ -76,7 +76,7 @@ class ScoreServer(RewardOfMany):
             )
         return scores  # one that is no number is an error of its sample
 
-    def _batches(self, samples: Sequence[Judged]) -> Iterator[Sequence[Judged]]:
+    def _batches(self, samples: Sequence[RewardInput]) -> Iterator[Sequence[RewardInput]]:
         begin = 0
         while begin < len(samples):
             end = min(begin + self.batch_size, len(samples))
@@ -146,11 +146,11 @@ class ModelJudge(Reward):
         """Something answers at the address."""
         _check_answers(self.url)
 
-    async def score(self, sample: Judged) -> float:  # type: ignore[override]  # awaited by RewardSum
+    async def score(self, sample: RewardInput) -> float:  # type: ignore[override]  # awaited by RewardSum
         """Raises ServerError, or ValueError where the judge says no number."""
         return await asyncio.to_thread(self._asked, sample)
 
-    def _asked(self, sample: Judged) -> float:
+    def _asked(self, sample: RewardInput) -> float:
         asked = [m["content"] for m in sample.messages if m.get("role") == "user"]
         known = {"question": asked[-1] if asked else "", "completion": sample.completion}
         known |= {name: sample.column(name) for name in self.columns}

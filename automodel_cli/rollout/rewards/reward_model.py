@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.base import Judged, OnError, Reward
+from automodel_cli.rollout.rewards.base import OnError, Reward, RewardInput
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -47,7 +47,7 @@ class RewardModel(Reward):
     def warm_up(self) -> None:
         self._judge()
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: RewardInput) -> float:
         return self._judge()([*sample.messages, {"role": "assistant", "content": sample.completion}])
 
     def _judge(self) -> Callable[[list[dict[str, Any]]], float]:

@@ -34,7 +34,7 @@ _EXPRESSION += (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.operator, ast.unaryo
 _MAX_CHARACTERS = 20_000
 
 
-def check(code: str, names: frozenset[str] = CALLABLE) -> None:
+def check_expression(code: str, names: frozenset[str] = CALLABLE) -> None:
     """Raise ValueError for Python that is no expression of numbers, names, operators and calls of `names`."""
     if len(code) > _MAX_CHARACTERS:
         raise ValueError(f"an answer of {len(code):,} characters is no expression")
@@ -61,7 +61,7 @@ def _may_be_called(function: ast.expr, names: frozenset[str]) -> bool:
 
 def plain_eval(code: str, *scopes: Any) -> Any:
     """`eval` of literals and arithmetic."""
-    check(code, frozenset())
+    check_expression(code, frozenset())
     return eval(code, {"__builtins__": {}})
 
 
@@ -75,7 +75,7 @@ def guard_sympy() -> None:
     @functools.wraps(made)
     def checked(*args: Any, **kwargs: Any) -> str:
         code = made(*args, **kwargs)
-        check(code)
+        check_expression(code)
         return code
 
     sympy_parser.stringify_expr = checked

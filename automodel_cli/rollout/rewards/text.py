@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.base import Reward, RewardInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class ExactAnswer(Reward):
     def columns(self) -> tuple[str, ...]:
         return (self.column,)
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: RewardInput) -> float:
         if self.must_finish and not sample.finished:
             return 0.0
         said: str = sample.completion
@@ -72,7 +72,7 @@ class FormatRegex(Reward):
         super().__post_init__()
         check_pattern("pattern", self.pattern)
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: RewardInput) -> float:
         return float(re.fullmatch(self.pattern, sample.completion.strip(), re.DOTALL) is not None)
 
 
@@ -97,7 +97,7 @@ class Length(Reward):
                 fix=f"free_tokens={max(0, self.max_tokens * 3 // 4)}",
             )
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: RewardInput) -> float:
         beyond = (sample.num_tokens - self.free_tokens) / (self.max_tokens - self.free_tokens)
         return -min(max(beyond, 0.0), 1.0)
 
@@ -125,7 +125,7 @@ class FunctionReward(Reward):
             raise ConfigError(
                 f"function {name} takes {takes}; a reward is asked for one completion at a time",
                 keys=("function",),
-                fix=f"def {name}(completion, row): ...   (several at a time: a subclass of RewardOfMany)",
+                fix=f"def {name}(completion, row): ...   (several at a time: a subclass of BatchReward)",
             )
         if "completion" in parameters[1:]:
             raise ConfigError(
@@ -146,7 +146,7 @@ class FunctionReward(Reward):
         required = [p.name for p in self._asked() if p.kind not in _VARIADIC and p.default is inspect.Parameter.empty]
         return tuple(name for name in required if name != "row")
 
-    def score(self, sample: Judged) -> float | None:
+    def score(self, sample: RewardInput) -> float | None:
         asked = {p.name: p for p in self._asked()}
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in asked.values()):
             given = {name: value for name, value in sample.row.items() if name not in self._settled()}

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from automodel_cli.launch.environment import of_user
-from automodel_cli.rollout.rewards.base import Judged, RewardNode
+from automodel_cli.rollout.rewards.base import RewardFunction, RewardInput
 from automodel_cli.rollout.rewards.sandbox import linux_isolation
 
 _SPARE_SECONDS = 5.0  # for the helper to notice that a worker is out of time
@@ -40,7 +40,7 @@ class Helper:
         self._connection: Connection | None = None
         self._ready: set[int] = set()
 
-    def score(self, reward: RewardNode, sample: Judged) -> float | None:
+    def score(self, reward: RewardFunction, sample: RewardInput) -> float | None:
         """What `reward.score(sample)` gives there. Raises RuntimeError with its error, TimeoutError after
         `reward.timeout`."""
         connection = self._connection or self._start()
@@ -94,7 +94,7 @@ class Helper:
         return value
 
 
-def serve(descriptor: int, *, confined: bool) -> None:
+def serve_requests(descriptor: int, *, confined: bool) -> None:
     """Answer requests until the other end closes."""
     connection = Connection(descriptor)
     while True:
@@ -111,7 +111,7 @@ def serve(descriptor: int, *, confined: bool) -> None:
         connection.send_bytes(json.dumps(answer).encode())
 
 
-def _in_a_worker(reward: RewardNode, sample: Judged) -> bytes:
+def _in_a_worker(reward: RewardFunction, sample: RewardInput) -> bytes:
     """The answer of a process that exists for this sample alone."""
     reads, writes = os.pipe()
     worker = os.fork()
@@ -131,7 +131,7 @@ def _in_a_worker(reward: RewardNode, sample: Judged) -> bytes:
         os.close(reads)
 
 
-def _score_and_write(reward: RewardNode, sample: Judged, writes: int) -> None:
+def _score_and_write(reward: RewardFunction, sample: RewardInput, writes: int) -> None:
     linux_isolation.end_with_parent()
     confine()
     try:
@@ -192,4 +192,4 @@ def _warn_where_open() -> None:
 if __name__ == "__main__":
     if sys.argv[2] == "1":
         _warn_where_open()
-    serve(int(sys.argv[1]), confined=sys.argv[2] == "1")
+    serve_requests(int(sys.argv[1]), confined=sys.argv[2] == "1")

@@ -42,11 +42,11 @@ class Receiver(Protocol):
     server: Server
 
     def load_files(self, folder: Path) -> None:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         ...
 
     def num_ranks(self) -> int:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         ...
 
 

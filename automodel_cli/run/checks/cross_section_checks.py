@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from automodel_cli.config.diagnostics import show
+from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.name_patterns import NameList, check_entries
@@ -45,7 +45,7 @@ def check_validation(validation: ValidationConfig, data: DataConfig, kind: str =
     asked = [name for name in (*times, "num_batches") if getattr(validation, name)]
     if asked and not has_rows:
         raise ConfigError(
-            f"validation.{asked[0]}={show(getattr(validation, asked[0]))} does nothing: no rows are held out",
+            f"validation.{asked[0]}={format_value(getattr(validation, asked[0]))} does nothing: no rows are held out",
             keys=(f"validation.{asked[0]}",),
             fix="data.validation_rows=0.02",
         )

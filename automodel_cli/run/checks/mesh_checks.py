@@ -51,7 +51,7 @@ class Written:
         return self.key if self.folder or name not in self.fields else f"{self.key}.{name}"
 
 
-def check_sizes(
+def check_mesh_sizes(
     model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig | None, *, has_own_plan: bool = False
 ) -> None:
     """Compare layers with `pp_size`, experts with `ep_size`, and heads with `tp_size` unless a tensor-parallel plan of

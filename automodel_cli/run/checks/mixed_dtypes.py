@@ -25,7 +25,7 @@ def mixes_dtypes(error: BaseException) -> bool:
     return any("transformers/models/" in name or "transformers_modules/" in name for name in files)
 
 
-def explain(error: BaseException, recipe: Recipe) -> RunError | None:
+def explain_mixed_dtypes(error: BaseException, recipe: Recipe) -> RunError | None:
     """The error to end a run with whose model keeps some tensors in float32; None where it computes in float32."""
     if recipe.compute_dtype == torch.float32 or not mixes_dtypes(error):
         return None

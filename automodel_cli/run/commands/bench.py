@@ -41,7 +41,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Times:
+class BenchTimes:
     """Measured steps of one run; see `stopwatch.Stopwatch`."""
 
     seconds: list[float]
@@ -69,12 +69,12 @@ class Times:
         return sum(self.tokens) / sum(self.seconds)
 
 
-def measure(config: Config, *, warmup: int, steps: int, profile: bool) -> Times:
+def measure_config(config: Config, *, warmup: int, steps: int, profile: bool) -> BenchTimes:
     """Raises RunError, with the end of what the run said, where it fails."""
     with tempfile.TemporaryDirectory(prefix="automodel-bench-") as folder:
         output = Path(folder) / "times.json"
         watch = (
-            f"callbacks=[{{_target_: automodel_cli.run.commands.benchmark_callback.Stopwatch, output: '{output}', "
+            f"callbacks=[{{_target_: automodel_cli.run.commands.benchmark_callback.BenchmarkCallback, output: '{output}', "
             f"warmup: {warmup}, steps: {steps}, profile: {str(profile).lower()}}}]"
         )
         command = [sys.executable, "-m", "automodel_cli", "finetune", "llm", *config.arguments]
@@ -87,30 +87,30 @@ def measure(config: Config, *, warmup: int, steps: int, profile: bool) -> Times:
         (rows,) = Path(folder).glob("*/metrics.jsonl")
         steps_of_run = map(json.loads, rows.read_text(encoding="utf-8").splitlines())
         mfu = [row["mfu"] for row in steps_of_run if warmup < row["step"] <= warmup + steps and row.get("mfu")]
-        return Times(**found, mfu=mfu)
+        return BenchTimes(**found, mfu=mfu)
 
 
-def bench(config: Config, *, warmup: int, steps: int, json_file: Path | None) -> int:
+def run_bench(config: Config, *, warmup: int, steps: int, json_file: Path | None) -> int:
     """Measure one config and print it. Returns 0."""
-    found = measure(config, warmup=warmup, steps=steps, profile=True)
+    found = measure_config(config, warmup=warmup, steps=steps, profile=True)
     print("\n".join(_lines(config.name, found, warmup)))
     _write(json_file, {"name": config.name, "warmup": warmup, **_as_json(found)})
     return 0
 
 
-def compare(a: Config, b: Config, *, warmup: int, steps: int, rounds: int, json_file: Path | None) -> int:
+def compare_configs(a: Config, b: Config, *, warmup: int, steps: int, rounds: int, json_file: Path | None) -> int:
     """Measure two configs in turns and print their ratio. Returns 0."""
-    found: dict[str, list[Times]] = {"A": [], "B": []}
+    found: dict[str, list[BenchTimes]] = {"A": [], "B": []}
     for turn in range(rounds):
         for label in ("AB", "BA")[turn % 2]:
             config = a if label == "A" else b
             print(f"round {turn + 1} of {rounds}: {label} ...", file=sys.stderr, flush=True)
-            found[label].append(measure(config, warmup=warmup, steps=steps, profile=turn == 0))
+            found[label].append(measure_config(config, warmup=warmup, steps=steps, profile=turn == 0))
     for label, config in (("A", a), ("B", b)):
         print("\n".join(_lines(f"{label}  {config.name}", _joined(found[label]), warmup)) + "\n")
     pairs = list(zip(found["A"], found["B"], strict=True))
     same = all(x.tokens == y.tokens and x.label_tokens == y.label_tokens for x, y in pairs)
-    clocks: dict[str, Callable[[Times], float]] = {"wall": lambda t: t.median, "CPU": lambda t: t.cpu_median}
+    clocks: dict[str, Callable[[BenchTimes], float]] = {"wall": lambda t: t.median, "CPU": lambda t: t.cpu_median}
     ratios = {name: [clock(x) / clock(y) for x, y in pairs] for name, clock in clocks.items()}
     if found["A"][0].device != "cpu":
         del ratios["CPU"]
@@ -135,7 +135,7 @@ def _range(values: Sequence[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
-def _joined(runs: Sequence[Times]) -> Times:
+def _joined(runs: Sequence[BenchTimes]) -> BenchTimes:
     """All steps of several runs; the breakdown is the first one's."""
 
     def all_of(name: str) -> list[Any]:
@@ -145,7 +145,7 @@ def _joined(runs: Sequence[Times]) -> Times:
     return replace(runs[0], memory_gib=max(run.memory_gib for run in runs), **lists)
 
 
-def _lines(name: str, times: Times, warmup: int) -> list[str]:
+def _lines(name: str, times: BenchTimes, warmup: int) -> list[str]:
     ordered = sorted(times.seconds)
     low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
     rate = times.tokens_per_second
@@ -163,7 +163,7 @@ def _lines(name: str, times: Times, warmup: int) -> list[str]:
     return [*lines, f"  one step  {', '.join(shares)}"] if shares else lines
 
 
-def _as_json(times: Times) -> dict[str, Any]:
+def _as_json(times: BenchTimes) -> dict[str, Any]:
     derived = {"median_seconds": times.median, "tokens_per_second": times.tokens_per_second}
     return {**vars(times), **derived}
 

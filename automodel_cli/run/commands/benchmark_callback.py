@@ -39,7 +39,7 @@ class _Times:
 
 
 @dataclass(frozen=True)
-class Stopwatch(Callback):
+class BenchmarkCallback(Callback):
     """Times `steps` steps after `warmup` of them, writes `output` (JSON, rank 0) and ends the run there.
 
     A step lasts from the end of the one before to its own, device included. `profile`: one more step under torch's

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from automodel_cli.config.diagnostics import Finding
 from automodel_cli.distributed import process_group
 from automodel_cli.run import shared_directory
-from automodel_cli.run.shared_directory import gathered, host
+from automodel_cli.run.shared_directory import all_gather_values, host
 
 _SMALL, _LARGE = 1, 1 << 24
 """float32 values: what a step's scalars need, and 64 MiB, as a bucket of gradients."""
@@ -23,7 +23,7 @@ _SLOW_GB = {"cuda": 5.0, "cpu": 0.05}
 
 def examine_nodes(folder: Path) -> Iterator[Finding]:
     """Findings of all ranks together, the same on each. Starts and stops the process group. Collective."""
-    with process_group.joined("nccl") as device:
+    with process_group.process_group("nccl") as device:
         yield from _software(device)
         yield _latency(device)
         yield _bandwidth(device)
@@ -33,7 +33,7 @@ def examine_nodes(folder: Path) -> Iterator[Finding]:
 def _software(device: torch.device) -> Iterator[Finding]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     mine = {"python": platform.python_version(), "torch": torch.__version__, "device": name}
-    told = gathered({"host": host(), **mine})
+    told = all_gather_values({"host": host(), **mine})
     hosts = list(dict.fromkeys(rank["host"] for rank in told))
     kind = "nccl" if device.type == "cuda" else "gloo"
     yield "ok", "ranks", f"{len(told)} on {len(hosts)} hosts: {', '.join(hosts)} ({kind})", ""
@@ -80,7 +80,7 @@ def _all_reduce(numel: int, device: torch.device, *, repeat: int) -> float:
     for _ in range(repeat):
         dist.all_reduce(values)
     _wait(device)
-    return max(gathered((time.perf_counter() - begin) / repeat))
+    return max(all_gather_values((time.perf_counter() - begin) / repeat))
 
 
 def _wait(device: torch.device) -> None:

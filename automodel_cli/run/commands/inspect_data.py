@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from automodel_cli.data.preparation.inspect_rows import show, show_prompts
+from automodel_cli.data.preparation.inspect_rows import show_prompts, show_rows
 from automodel_cli.data.preparation.prompts import PreparedPrompts
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.run.checks.cross_section_checks import check_exported
@@ -17,4 +17,4 @@ def inspect_data(recipe: Recipe, *, rows: int) -> None:
     if isinstance(prepared, PreparedPrompts):
         show_prompts(prepared, tokenizer, rows=rows)
     else:
-        show(prepared, tokenizer, rows=rows)
+        show_rows(prepared, tokenizer, rows=rows)

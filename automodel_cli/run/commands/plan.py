@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import Layout
-from automodel_cli.launch.process_startup import collect_again, hold_garbage
+from automodel_cli.launch.process_startup import disable_gc, enable_gc
 from automodel_cli.models.hub import bundled_configs
 from automodel_cli.planning.reserve import CARD_GIB, RESERVE_GIB, usable_bytes
 from automodel_cli.run.memory.auto_activation_checkpointing import decided
@@ -18,7 +18,7 @@ from automodel_cli.run.plan_request import plan_request
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from automodel_cli.planning.plan import Plan
-    from automodel_cli.planning.report import Traced
+    from automodel_cli.planning.report import TracedMemory
     from automodel_cli.run.recipe import Recipe
 
 
@@ -29,7 +29,7 @@ def print_plan(
     num_gpus: int,
     memory_gib: float | None,
     svg: Path | None,
-    trace: Callable[[], Sequence[Traced]] | None = None,
+    trace: Callable[[], Sequence[TracedMemory]] | None = None,
 ) -> int:
     """Returns the exit code. `memory_gib`: of a GPU, None: of one of 80 GB. `trace` measures the memory of every
     pipeline rank, which is estimated without it. Raises ConfigError where the mesh does not fit the GPUs, or the
@@ -45,11 +45,11 @@ def print_plan(
             keys=("mesh.pp_size",),
             fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
         )
-    hold_garbage()
+    disable_gc()
     from automodel_cli.planning import report
     from automodel_cli.planning.plan import make_plan
 
-    collect_again()
+    enable_gc()
 
     with bundled_configs.preferred():
         recipe, recomputed = decided(recipe, layout, memory_gib * 2**30)
@@ -59,8 +59,8 @@ def print_plan(
     width = shutil.get_terminal_size((120, 24)).columns
     if recomputed is not None:
         print(f"recompute: {recomputed}\n")
-    print(report.render(plan, memory_gib=memory_gib, traced=traced, width=width))
-    for line in (_while_it_generates(recipe, plan, memory_gib), recipe.packs_fewer, export_check):
+    print(report.render_plan(plan, memory_gib=memory_gib, traced=traced, width=width))
+    for line in (_while_it_generates(recipe, plan, memory_gib), recipe.packing_note, export_check):
         if line is not None:
             print(line)
     if svg is not None:

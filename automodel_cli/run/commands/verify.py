@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch import fork_server
-from automodel_cli.launch.process_startup import collect_again, hold_garbage
+from automodel_cli.launch.process_startup import disable_gc, enable_gc
 from automodel_cli.parity import report as parity_report
-from automodel_cli.parity.case_selection import choose_rows, pick, small_attention
-from automodel_cli.parity.cases import Row
+from automodel_cli.parity.case_selection import choose_cases, pick, small_attention
+from automodel_cli.parity.cases import Case
 from automodel_cli.parity.option_cases import with_settings
 from automodel_cli.parity.report import Result
 
@@ -32,17 +32,17 @@ _SECONDS_PER_ROW = 300.0
 _MAY_BE_ROUNDING = 1e-3  # mistakes cost more
 
 
-def verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
+def run_verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
     """Returns 0 if every row that this recipe uses gives one process's numbers, else 1.
 
     Raises ConfigError where the model's config cannot be had, or a small copy of it cannot be built.
     """
     fork_server.preload("automodel_cli.parity.compare")
     fork_server.start_server()  # it imports while this process does
-    hold_garbage()
+    disable_gc()
     hf_config = _hf_config(recipe, source)
-    collect_again()
-    layouts = choose_rows(recipe.mesh, recipe.parallelizer, recipe.pipeline, recipe.objective)
+    enable_gc()
+    layouts = choose_cases(recipe.mesh, recipe.parallelizer, recipe.pipeline, recipe.objective)
     chosen = with_settings(recipe, layouts, hf_config.get_text_config().num_hidden_layers)
     rows = pick(chosen.rows, wanted)
     report = _Report(rows, tolerance, as_json, packs=recipe.data.packing != "none")
@@ -75,13 +75,13 @@ class _Copies:
     """The small copy of the model, saved, with its numbers in one process, and the one with all its layers, where a row
     asks for it."""
 
-    def __init__(self, recipe: Recipe, hf_config: PretrainedConfig, folder: Path, rows: Sequence[Row]):
+    def __init__(self, recipe: Recipe, hf_config: PretrainedConfig, folder: Path, rows: Sequence[Case]):
         self._recipe, self._hf_config, self._folder, self._rows = recipe, hf_config, folder, rows
         self._made: dict[bool, Original] = {}
         self.description = ""
-        self.of(Row())
+        self.of(Case())
 
-    def of(self, row: Row) -> Original:
+    def of(self, row: Case) -> Original:
         """The copy on which this row is measured. Raises ConfigError where it cannot be built."""
         if row.own_layers not in self._made:
             self._made[row.own_layers] = self._write(row.own_layers)
@@ -155,7 +155,7 @@ def _packing_refusal(recipe: Recipe, hf_config: PretrainedConfig, packed: bool) 
     return None
 
 
-def _measure(original: Original, row: Row, refusal: str | None, tolerance: float) -> Result:
+def _measure(original: Original, row: Case, refusal: str | None, tolerance: float) -> Result:
     from automodel_cli.parity.compare import TIMES_ROUNDING, Refused, run_rows
 
     started = time.monotonic()
@@ -184,7 +184,7 @@ class _Report:
     recipe does; that the other kind of rows is refused is no failure of the recipe.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[Case]
     tolerance: float
     as_json: bool
     packs: bool
@@ -198,7 +198,7 @@ class _Report:
         self._say("relative differences to the library's own model in one process, one document at a time\n")
         self._say(parity_report.header(self.rows))
 
-    def running(self, row: Row) -> None:
+    def running(self, row: Case) -> None:
         if sys.stderr.isatty():
             print(f"{len(self.results) + 1} of {len(self.rows)}: {row} ...", end="", file=sys.stderr, flush=True)
 
@@ -214,7 +214,7 @@ class _Report:
         if self.as_json:
             more = {"model": self.description, "not_covered": list(self.without)}
             print(json.dumps(parity_report.as_json(self.results, self.tolerance, passed=passed, **more), indent=2))
-        self._say("\n" + parity_report.summary(self.results, self.tolerance, passed=passed))
+        self._say("\n" + parity_report.parity_summary(self.results, self.tolerance, passed=passed))
         for setting in self.without:
             self._say(f"not covered: {setting}")
         return 0 if passed else 1

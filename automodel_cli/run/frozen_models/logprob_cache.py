@@ -23,7 +23,7 @@ from automodel_cli.data.storage.checksums import content_hash
 from automodel_cli.training.metrics.peak_memory import max_over_ranks
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 _CHUNK = 1 << 24
 """Values summed over ranks at a time: 64 MiB of device memory."""
@@ -32,7 +32,7 @@ _BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Scored:
+class RowScores:
     """How rows are measured: `measure` gives `[B, T]` or `[B, T, width]` for each of `per_call` batches. Collective."""
 
     measure: Callable[[Sequence[Batch]], list[Tensor]]
@@ -44,11 +44,11 @@ class RowCache:
     """A file of the folder `name`. `key` says whose values they are, given the cache's root; `title` is the line that
     tells of measuring; `width`: values of a token, None for one; `scorer` is asked where something is missing."""
 
-    session: Session
+    session: Trainer
     name: str
     key: Callable[[PackedDataset, Path], str]
     title: str
-    scorer: Callable[[], Scored]
+    scorer: Callable[[], RowScores]
     width: int | None = None
 
     def attach_all(self, column: str) -> None:

@@ -9,26 +9,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.objectives.dpo import DPO
-from automodel_cli.run.frozen_models.reference_model import logprobs_of, shaped
+from automodel_cli.run.frozen_models.reference_model import batch_logprobs, sampling_distribution
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
-def sharpened(session: Session, batches: list[Batch]) -> list[Batch]:
+def sharpened(session: Trainer, batches: list[Batch]) -> list[Batch]:
     """With `sharpened_logprobs_BT`, the log-probs of the labels at temperature 1/2. Collective."""
-    with shaped(session.model, Shaping(temperature=0.5)):
-        found = logprobs_of(session.model.stages, batches, session.mesh.device)
+    with sampling_distribution(session.model, SamplingTransform(temperature=0.5)):
+        found = batch_logprobs(session.model.stages, batches, session.mesh.device)
     return [batch.with_columns(sharpened_logprobs_BT=of) for batch, of in zip(batches, found, strict=True)]
 
 
-def partners(session: Session, batches: list[Batch]) -> list[Batch]:
+def partners(session: Trainer, batches: list[Batch]) -> list[Batch]:
     """With `partners_P2`, which the pairs of all ranks decide together. Collective."""
     mesh, objective = session.mesh, cast(DPO, session.recipe.objective)
     on_device = [batch.to(mesh.device) for batch in batches]
-    logprobs = logprobs_of(session.model.stages, on_device, mesh.device)
+    logprobs = batch_logprobs(session.model.stages, on_device, mesh.device)
     compared = [objective.compared(of, batch) for of, batch in zip(logprobs, on_device, strict=True)]
     mine_P3 = torch.cat([of_P3.cpu() for of_P3 in compared])
     everywhere: list[Tensor] = [mine_P3] * mesh.dp_size

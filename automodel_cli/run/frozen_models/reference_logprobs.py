@@ -25,16 +25,16 @@ from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.models.hub.source import model_files
 from automodel_cli.objectives.base import ReferenceSource
 from automodel_cli.objectives.kto import reference_point_of, reference_point_sums
-from automodel_cli.run.frozen_models.logprob_cache import RowCache, Scored, content_of
-from automodel_cli.run.frozen_models.reference_model import ReferenceModel, logprobs_of
-from automodel_cli.run.trainer import Session
+from automodel_cli.run.frozen_models.logprob_cache import RowCache, RowScores, content_of
+from automodel_cli.run.frozen_models.reference_model import ReferenceModel, batch_logprobs
+from automodel_cli.run.trainer import Trainer
 
 if TYPE_CHECKING:
     from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
     from automodel_cli.run.recipe import Recipe
 
 
-def reference_columns(session: Session, choice: ReferenceSource, update: ReferenceUpdate | None = None) -> Columns:
+def reference_columns(session: Trainer, choice: ReferenceSource, update: ReferenceUpdate | None = None) -> Columns:
     """`ref_logprobs_BT` for the batches of this run. Call it while the model is still as loaded. Collective."""
     if choice == "auto" and update is not None:
         choice = "frozen_copy"
@@ -47,7 +47,7 @@ def reference_columns(session: Session, choice: ReferenceSource, update: Referen
 
     def measured(batches: list[Batch]) -> list[Batch]:
         with reference as stages:
-            return _with(batches, logprobs_of(stages, batches, session.mesh.device))
+            return _with(batches, batch_logprobs(stages, batches, session.mesh.device))
 
     return measured
 
@@ -57,13 +57,13 @@ def _with(batches: Sequence[Batch], logprobs: Sequence[Tensor]) -> list[Batch]:
     return [batch.with_columns(ref_logprobs_BT=values_BT) for batch, values_BT in pairs]
 
 
-def _precompute(session: Session) -> None:
+def _precompute(session: Trainer) -> None:
     """Attach `ref_logprobs_BT` to the rows that the run trains on and validates with. Collective."""
     stages, device = session.model.stages, session.mesh.device
     per_call = stages.forward_size(session.recipe.train.num_microbatches(session.mesh.dp_size))
 
-    def scorer() -> Scored:
-        return Scored(lambda batches: logprobs_of(stages, batches, device), per_call)
+    def scorer() -> RowScores:
+        return RowScores(lambda batches: batch_logprobs(stages, batches, device), per_call)
 
     def key(rows: PackedDataset, root: Path) -> str:
         return _key(session.recipe, rows, root)
@@ -88,7 +88,7 @@ def _key(recipe: Recipe, rows: PackedDataset, root: Path) -> str:
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def reference_point(session: Session, batches: list[Batch]) -> list[Batch]:
+def reference_point(session: Trainer, batches: list[Batch]) -> list[Batch]:
     """`kl_baseline_1` for the batches of one step: one more forward pass of the model as it is now. Collective."""
     mesh = session.mesh
     on_device = [batch.to(mesh.device) for batch in batches]

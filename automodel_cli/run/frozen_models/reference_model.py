@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.sharded_module import weights_changed
-from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.lora import adapters_off
 from automodel_cli.run.frozen_models.teacher import build_teacher
 from automodel_cli.run.model_builder import Model
@@ -23,7 +23,7 @@ from automodel_cli.training.stages import Stages
 if TYPE_CHECKING:
     from automodel_cli.models.config import TeacherConfig
     from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
 class ReferenceModel:
@@ -39,7 +39,7 @@ class ReferenceModel:
 
     def __init__(
         self,
-        session: Session,
+        session: Trainer,
         *,
         without_adapters: bool,
         temperature: float = 1.0,
@@ -54,12 +54,12 @@ class ReferenceModel:
             model = session.model
             self._model = model if without_adapters else Model.build(session.recipe, session.mesh, frozen=True)
         self._without_adapters = without_adapters
-        self._shaping = Shaping(temperature)  # no filters: a token that they would drop here has been drawn
+        self._shaping = SamplingTransform(temperature)  # no filters: a token that they would drop here has been drawn
         self._stack = ExitStack()
         if update is not None:
             self._follow(session, update)
 
-    def _follow(self, session: Session, update: ReferenceUpdate) -> None:
+    def _follow(self, session: Trainer, update: ReferenceUpdate) -> None:
         policy, copies = session.model.parts, self._model.parts
         theirs = copy_state(copies, policy)
         session.checkpointer.keep("reference", theirs, copies)
@@ -67,14 +67,14 @@ class ReferenceModel:
         def after(step: int) -> None:
             if update.due(step):
                 for name, mine in model_state(policy).items():
-                    mix(theirs[name], mine, update.alpha)
+                    update_ema(theirs[name], mine, update.alpha)
                 weights_changed(copies)
 
         session.after_step.append(after)
 
     def __enter__(self) -> Stages:
         self._stack = ExitStack()
-        self._stack.enter_context(shaped(self._model, self._shaping))
+        self._stack.enter_context(sampling_distribution(self._model, self._shaping))
         if self._without_adapters:
             self._stack.enter_context(adapters_off([part.model for part in self._model.parts]))
         return self._model.stages
@@ -84,7 +84,7 @@ class ReferenceModel:
 
 
 @torch.no_grad()
-def mix(into: Tensor, other: Tensor, alpha: float) -> None:
+def update_ema(into: Tensor, other: Tensor, alpha: float) -> None:
     """`into` becomes alpha x other + (1 - alpha) x into, each rank its shard; numbers that are no fractions are
     copied."""
     to, of = (t.to_local() if isinstance(t, DTensor) else t for t in (into, other))
@@ -111,7 +111,7 @@ def _is_random(name: str) -> bool:
     return "drop" in name or name.endswith("jitter_noise")
 
 
-def logprobs_of(stages: Stages, batches: Sequence[Batch], device: torch.device) -> list[Tensor]:
+def batch_logprobs(stages: Stages, batches: Sequence[Batch], device: torch.device) -> list[Tensor]:
     """Log-probs [B, T] of the labels of every batch, as the model is now. Collective."""
     return stages.forward([batch.to(device) for batch in batches], lambda output, _: output.logprobs_BT)
 
@@ -128,11 +128,11 @@ def fields_of(
 
 
 @contextmanager
-def shaped(model: Model, shaping: Shaping) -> Iterator[None]:
+def sampling_distribution(model: Model, shaping: SamplingTransform) -> Iterator[None]:
     """Inside, the log-probs of `model` are those of the distribution that `shaping` makes of its logits."""
     before = [part.head.shaping for part in model.parts]
     for part in model.parts:
-        part.head.shaping = None if shaping == Shaping() else shaping
+        part.head.shaping = None if shaping == SamplingTransform() else shaping
     try:
         yield
     finally:

@@ -19,10 +19,10 @@ from automodel_cli.run.model_builder import Model
 from automodel_cli.training.stages import Stages
 
 if TYPE_CHECKING:
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 
-def build_teacher(session: Session, config: TeacherConfig) -> Model:
+def build_teacher(session: Trainer, config: TeacherConfig) -> Model:
     """The teacher, sharded and cut like the student and frozen. Collective. Raises ConfigError where its tokens are not
     the student's."""
     model = config.as_model()
@@ -30,7 +30,9 @@ def build_teacher(session: Session, config: TeacherConfig) -> Model:
     return Model.build(dataclasses.replace(session.recipe, model=model), session.mesh, frozen=True)
 
 
-def taught(stages: Stages, batches: Sequence[Batch], top_k: int | None, device: torch.device) -> list[Batch]:
+def add_teacher_logprobs(
+    stages: Stages, batches: Sequence[Batch], top_k: int | None, device: torch.device
+) -> list[Batch]:
     """The batches, on the device, with the tokens that the teacher thinks likeliest in each label's place and their
     log-probs (`teacher_ids_BTN`, `teacher_logprobs_BTN`); all tokens of its vocabulary for None. Collective."""
     request = HeadRequest(topk=num_logits(stages) if top_k is None else top_k)
@@ -55,7 +57,7 @@ def num_logits(stages: Stages) -> int:
     return size
 
 
-def check_vocabulary(session: Session, config: TeacherConfig) -> None:
+def check_vocabulary(session: Trainer, config: TeacherConfig) -> None:
     """Ids must mean the same to both. A model without a tokenizer of its own is taken at the size of its vocabulary."""
     model = config.as_model()
     sizes = [hf_config(of).get_text_config().vocab_size for of in (session.recipe.model, model)]

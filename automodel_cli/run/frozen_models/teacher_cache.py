@@ -22,33 +22,33 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.hub.source import hf_config, model_files
-from automodel_cli.run.frozen_models.logprob_cache import RowCache, Scored, content_of
-from automodel_cli.run.frozen_models.teacher import build_teacher, check_vocabulary, taught
+from automodel_cli.run.frozen_models.logprob_cache import RowCache, RowScores, content_of
+from automodel_cli.run.frozen_models.teacher import add_teacher_logprobs, build_teacher, check_vocabulary
 
 if TYPE_CHECKING:
     from automodel_cli.data.batch import Columns
-    from automodel_cli.run.trainer import Session
+    from automodel_cli.run.trainer import Trainer
 
 _BOTH = "teacher_BT2N"
 """Log-probs and then ids of the tokens, as the cache has them: ids below 2^24 are exact in float32."""
 
 
-def cached_teacher(session: Session, config: TeacherConfig, top_k: int | None) -> Columns:
+def cached_teacher(session: Trainer, config: TeacherConfig, top_k: int | None) -> Columns:
     """`teacher_ids_BTN` and `teacher_logprobs_BTN` for the batches of this run. The teacher is in memory while rows are
     measured that the cache lacks, and not after. Collective."""
     check_vocabulary(session, config)
     vocabulary: int = hf_config(config.as_model()).get_text_config().vocab_size
     count = vocabulary if top_k is None else min(top_k, vocabulary)
 
-    def scorer() -> Scored:
+    def scorer() -> RowScores:
         stages = build_teacher(session, config).stages
 
         def measure(batches: Sequence[Batch]) -> list[Tensor]:
-            found = taught(stages, batches, count, session.mesh.device)
+            found = add_teacher_logprobs(stages, batches, count, session.mesh.device)
             names = ("teacher_logprobs_BTN", "teacher_ids_BTN")
             return [torch.cat([batch.extra[name].float() for name in names], -1) for batch in found]
 
-        return Scored(measure, stages.forward_size(session.recipe.train.num_microbatches(session.mesh.dp_size)))
+        return RowScores(measure, stages.forward_size(session.recipe.train.num_microbatches(session.mesh.dp_size)))
 
     def key(rows: PackedDataset, root: Path) -> str:
         named_by_content = dict.fromkeys(("pretrained", "revision"))

@@ -12,7 +12,7 @@ from automodel_cli.run.plan_request import plan_request
 
 if TYPE_CHECKING:
     from automodel_cli.distributed.mesh import Mesh
-    from automodel_cli.planning.activation_checkpointing import Choice
+    from automodel_cli.planning.activation_checkpointing import CheckpointingChoice
     from automodel_cli.run.recipe import Recipe
 
 
@@ -21,18 +21,18 @@ def is_open(recipe: Recipe) -> bool:
     return recipe.parallelizer.activation_checkpointing == AUTO
 
 
-def decide(recipe: Recipe, layout: Layout, memory: float | None) -> Choice:
+def decide(recipe: Recipe, layout: Layout, memory: float | None) -> CheckpointingChoice:
     """For GPUs of `memory` bytes; None: a CPU, where time is short and memory is not."""
-    from automodel_cli.planning.activation_checkpointing import Choice, choose
+    from automodel_cli.planning.activation_checkpointing import CheckpointingChoice, choose_activation_checkpointing
 
     if memory is None:
-        return Choice(False, refused="on a CPU memory is not what is short")
-    if recipe.held_besides is not None:
-        return Choice("full", refused=f"no estimate of {recipe.held_besides}")
-    return choose(plan_request(recipe, layout), memory)
+        return CheckpointingChoice(False, refused="on a CPU memory is not what is short")
+    if recipe.extra_memory_user is not None:
+        return CheckpointingChoice("full", refused=f"no estimate of {recipe.extra_memory_user}")
+    return choose_activation_checkpointing(plan_request(recipe, layout), memory)
 
 
-def with_choice(recipe: Recipe, choice: Choice) -> Recipe:
+def with_choice(recipe: Recipe, choice: CheckpointingChoice) -> Recipe:
     assert isinstance(recipe.parallelizer, ParallelizerConfig)
     parallelizer: Any = replace(recipe.parallelizer, activation_checkpointing=choice.mode)
     if choice.keeps_experts:

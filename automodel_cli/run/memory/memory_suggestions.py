@@ -47,7 +47,7 @@ class Planned:
     plan: Plan
 
 
-def changes(recipe: Recipe, layout: Layout) -> Iterator[Change]:
+def memory_saving_changes(recipe: Recipe, layout: Layout) -> Iterator[Change]:
     """What is worth a try, from what costs the least time to what costs the most; last what trains something else."""
     yield from _recomputation(recipe, layout)
     yield from _microbatches(recipe)
@@ -109,14 +109,14 @@ def _axes(recipe: Recipe, layout: Layout) -> Iterator[Change]:
             yield Change((f"mesh.{name}={2 * size}", *others, *free))
 
 
-def planned(
+def plan_changes(
     recipe: Recipe, with_overrides: WithOverrides, num_gpus: int, *, seconds: float | None = None
 ) -> tuple[Plan, list[Planned]]:
     """The plan as it is, and each legal change whose heaviest GPU needs at least 1% less, in the order of `changes`.
     After `seconds` no other change is looked at."""
     began = time.monotonic()
     before, found = _plan(recipe, num_gpus), []
-    for change in changes(recipe, recipe.mesh.resolve(num_gpus)):
+    for change in memory_saving_changes(recipe, recipe.mesh.resolve(num_gpus)):
         if seconds is not None and time.monotonic() - began > seconds:
             break
         one = plan_change(change, with_overrides, num_gpus)

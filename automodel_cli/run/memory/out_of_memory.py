@@ -15,7 +15,7 @@ import torch
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.launch import signals
-from automodel_cli.run.memory.memory_suggestions import Planned, planned
+from automodel_cli.run.memory.memory_suggestions import Planned, plan_changes
 from automodel_cli.training.torch_compat import dump_cuda_memory
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class OutOfMemory(RunError):
     code = "out_of_memory"
 
 
-def ran_out(error: BaseException) -> BaseException | None:
+def find_oom_error(error: BaseException) -> BaseException | None:
     """The exception that says so, `error` or what it was raised from; None where something else was wrong.
 
     Torch has a class for its devices and a RuntimeError for the CPU.
@@ -53,7 +53,9 @@ def ran_out(error: BaseException) -> BaseException | None:
     return None
 
 
-def explain(cause: BaseException, recipe: Recipe, source: Composed, run_dir: Path | None, world_size: int) -> RunError:
+def explain_oom(
+    cause: BaseException, recipe: Recipe, source: Composed, run_dir: Path | None, world_size: int
+) -> RunError:
     """The error to end this rank with. Frees what the failed step still holds, so ask once, when all is lost anyway."""
     rank = int(os.environ.get("RANK", "0"))
     on_gpu = isinstance(cause, torch.OutOfMemoryError)
@@ -64,14 +66,16 @@ def explain(cause: BaseException, recipe: Recipe, source: Composed, run_dir: Pat
     _let_go(cause)
     found: list[Planned] = []
     try:
-        plan, found = planned(recipe, lambda more: _with_overrides(source, run_dir, more), world_size, seconds=_SECONDS)
+        plan, found = plan_changes(
+            recipe, lambda more: _with_overrides(source, run_dir, more), world_size, seconds=_SECONDS
+        )
         if not on_gpu:  # then host memory is what there is too little of
             found = [one for one in found if not any("offload_policy" in word for word in one.change.overrides)]
         lines += _resident(plan, rank * len(plan.memory) // world_size)
         lines += _freed(plan, found)
     except (ConfigError, MemoryError, RuntimeError) as error:
         lines.append(f"no plan could be made of what was resident: {str(error).splitlines()[0]}")
-    fix = f"{signals.how_to_go_on(run_dir)}, on more ranks or GPUs with more memory"
+    fix = f"{signals.resume_hint(run_dir)}, on more ranks or GPUs with more memory"
     if found:
         chosen = _first_that_is_enough(plan, found, _asked(cause))
         fix = _resume(run_dir, source, chosen)
@@ -83,14 +87,14 @@ def explain(cause: BaseException, recipe: Recipe, source: Composed, run_dir: Pat
 
 def _with_overrides(source: Composed, run_dir: Path | None, more: Sequence[str]) -> Any:
     """The run's own config, as `automodel resume` would read it."""
-    from automodel_cli.config.check import check
+    from automodel_cli.config.check import check_config
     from automodel_cli.config.compose import compose
 
     if run_dir is None:
         composed = compose(source.path, (*source.overrides, *more))
     else:
         composed = compose(run_dir / "config.yaml", more, run_dir=run_dir)
-    return check(composed, source.trust, [])
+    return check_config(composed, source.trust, [])
 
 
 def _said(cause: BaseException) -> str:
@@ -175,7 +179,7 @@ def _resume(run_dir: Path | None, source: Composed, chosen: Planned) -> str:
     """The command to go on with."""
     if run_dir is None:
         return str(chosen.change)
-    command, _, note = signals.how_to_go_on(run_dir).partition("   ")
+    command, _, note = signals.resume_hint(run_dir).partition("   ")
     return f"{command} {chosen.change}   {note}"
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.distributed.sharded_module import weights_changed
-from automodel_cli.models.uneven_dtensor import compact, cut_like, is_uneven
+from automodel_cli.models.uneven_dtensor import compact_shard, cut_like, is_uneven
 from automodel_cli.training.checkpoint import rng
 from automodel_cli.training.checkpoint.directory import CheckpointDir, damage, damaged, read_meta
 from automodel_cli.training.checkpoint.state_dict import (
@@ -144,7 +144,7 @@ class Checkpointer:
             self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
             self._thread = threads_on_this_device(1, "checkpoint")
         # torch's stager takes the offset of a view into a flat buffer for an address, and copies what is not there.
-        state = {key: compact(tensor) if is_uneven(tensor) else tensor for key, tensor in state.items()}
+        state = {key: compact_shard(tensor) if is_uneven(tensor) else tensor for key, tensor in state.items()}
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was asked to copy before it returns"
         for key, tensor in state.items():
@@ -298,7 +298,7 @@ class Checkpointer:
         if saved is None:
             rng.seed(step, self._rank)
         else:
-            rng.restore(saved)
+            rng.restore_rng(saved)
 
     def _write(self, state: dict[str, Tensor], meta: dict[str, Any], final: Path) -> Path:
         """Write under a temporary name and publish. All ranks return or all raise."""

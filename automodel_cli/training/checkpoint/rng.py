@@ -63,7 +63,7 @@ def capture() -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def restore(saved: Tensor) -> None:
+def restore_rng(saved: Tensor) -> None:
     """Put every generator back to where `capture` saw it.
 
     A checkpoint made without CUDA leaves the CUDA generator alone.

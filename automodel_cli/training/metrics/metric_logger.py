@@ -29,7 +29,7 @@ from automodel_cli.training.metrics.progress import (
     step_text,
 )
 from automodel_cli.training.metrics_file import Row, keep_rows_until, to_line
-from automodel_cli.training.trackers import Tracker, named, tracker_nodes
+from automodel_cli.training.trackers import Tracker, tracker_errors, tracker_nodes
 
 Scalar = Tensor | float | int
 
@@ -43,7 +43,7 @@ class Machine:
     peak_flops: float | None = None
 
 
-class Meter:
+class MetricLogger:
     """Records steps and validations of one run. Every rank has one; only rank 0 (`is_main`) writes and prints.
 
     Numbers may be tensors: they are fetched only when a line is due (`logging.every`), so the steps between do not wait
@@ -83,7 +83,7 @@ class Meter:
         self._display: Display = make_display(config.display, num_steps, resume_step)
         nodes = tracker_nodes(config.trackers)
         for node in nodes:
-            with named(node, "start"):
+            with tracker_errors(node, "start"):
                 self._trackers.append(node.start(run_dir.name, run_dir, tracked_config or {}))
 
     def start(self) -> None:
@@ -222,7 +222,7 @@ class Meter:
             self._display.close()
             self._file.close()
             for tracker in self._trackers:
-                with named(tracker, "finish"):
+                with tracker_errors(tracker, "finish"):
                     tracker.finish(succeeded)
 
     def _mfu(self, rate: float | None) -> float | None:
@@ -248,7 +248,7 @@ class Meter:
                 fix=f"free space there, then automodel resume {word(path.parent)}",
             ) from error
         for tracker in self._trackers:
-            with named(tracker, "log"):
+            with tracker_errors(tracker, "log"):
                 tracker.log(row, int(row["step"] or 0))
 
 

@@ -47,7 +47,7 @@ _UNHEARD = {"beats": -1, "step": 0, "where": "before its first step", "at": "?",
 _UNHEARD |= {"seconds": FIRST_SECONDS}
 
 
-class HangWatch:
+class Watchdog:
     """`tick` says that this rank has come further; where it does not for too long, the run ends with exit code 1.
 
     `timeout`: seconds between ticks after the first step; "auto": ten times the slowest step so far, 5 minutes at
@@ -115,7 +115,7 @@ class HangWatch:
             self._step_began += time.monotonic() - begin
             self.tick(f"after {what}")
 
-    def own_seconds(self) -> float:
+    def busy_seconds(self) -> float:
         """Of the time since the last call, what the main thread did not wait for others or for the device: by samples.
 
         A GPU that computes more slowly than the others is not seen: the host waits for it as for them.
@@ -214,7 +214,7 @@ class HangWatch:
         else:
             time.sleep(1.0)  # the speaker ends first
         safe_output.flush()
-        rank_process.finish(1)
+        rank_process.report_exit_code(1)
         os._exit(1)
 
     def _states(self) -> dict[int, dict[str, Any]]:

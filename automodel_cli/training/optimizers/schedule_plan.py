@@ -16,7 +16,7 @@ ExtendSchedule = Literal["continue", "restart", "stretch"]
 _SAMPLES = 100
 
 
-class Span(NamedTuple):
+class ScheduleSpan(NamedTuple):
     """A schedule of `length` steps that begins at step `first`."""
 
     first: int
@@ -27,13 +27,13 @@ class Span(NamedTuple):
 class SchedulePlan:
     """The spans of a run of `num_steps`. Steps after the last span have the rate of its last step."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ScheduleSpan, ...]
     num_steps: int
 
     @classmethod
     def whole(cls, num_steps: int) -> SchedulePlan:
         """Return the plan of a run that was never extended."""
-        return cls((Span(0, num_steps),), num_steps)
+        return cls((ScheduleSpan(0, num_steps),), num_steps)
 
     def extended(self, done: int, num_steps: int, how: ExtendSchedule) -> SchedulePlan:
         """Return the plan of a run that goes on after `done` steps and ends after `num_steps`."""
@@ -42,7 +42,7 @@ class SchedulePlan:
         if how == "continue" or num_steps <= done:
             return SchedulePlan(self.spans, num_steps)
         before = tuple(span for span in self.spans if span.first < done)
-        return SchedulePlan((*before, Span(done, num_steps - done)), num_steps)
+        return SchedulePlan((*before, ScheduleSpan(done, num_steps - done)), num_steps)
 
     def place(self, step: int) -> tuple[int, int]:
         """Return the number of the span that gives the rate of `step`, and the step within it."""
@@ -58,7 +58,7 @@ class SchedulePlan:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SchedulePlan:
         """Read what `as_json` returned."""
-        return cls(tuple(Span(*span) for span in values["spans"]), values["num_steps"])
+        return cls(tuple(ScheduleSpan(*span) for span in values["spans"]), values["num_steps"])
 
 
 def factor_of(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:

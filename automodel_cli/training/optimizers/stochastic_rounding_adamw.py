@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from automodel_cli.distributed.fusion.compiled_regions import Glue, by_compiler
+from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, by_compiler
 from automodel_cli.training.torch_compat import refuses_by_found_inf
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -27,7 +27,7 @@ _MASK = 0xFFFFFFFF
 class RoundedAdamW(torch.optim.Optimizer):
     """Every element is updated in float32. `state_dtype` of both moments, None for `moment_dtype`; with
     `stochastic_rounding`, bfloat16 parameters and moments are rounded at random, else to the nearest. A step whose
-    `found_inf` is set (`torch_compat.step_unless`) changes nothing.
+    `found_inf` is set (`torch_compat.step_if_finite`) changes nothing.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ def _run(device: torch.device) -> Callable[..., Any]:
     """One kernel a parameter where the compiler makes it, else as written."""
     if device.type != "cuda":
         return update
-    run = by_compiler("inductor", device, torch.float32)(Glue("AdamW", update, None, _sample, by_element=True))
+    run = by_compiler("inductor", device, torch.float32)(FusibleRegion("AdamW", update, None, _sample, by_element=True))
     return run or update
 
 
@@ -149,13 +149,13 @@ def update(
     param = param * (1 - lr * weight_decay) - lr / (1 - beta1**count) * mean / root
     for place, (target, value) in enumerate(((param_N, param), (mean_N, mean), (square_N, square))):
         if rounds and target.dtype == torch.bfloat16:
-            value = rounded_at_random(value, count, index * 3 + place)
+            value = round_bf16_stochastically(value, count, index * 3 + place)
         target.copy_(torch.where(is_bad, target, value.to(target.dtype)))
     step.copy_(torch.where(is_bad, step, count))
     return param_N, mean_N, square_N, step
 
 
-def rounded_at_random(value_N: Tensor, step: Tensor, key: Tensor) -> Tensor:
+def round_bf16_stochastically(value_N: Tensor, step: Tensor, key: Tensor) -> Tensor:
     """bfloat16 numbers next to float32 `value_N`, the mean of which over steps and keys is `value_N`."""
     element_N = torch.arange(len(value_N), device=value_N.device)
     below_N = _hash(element_N * 0x9E3779B1 + step.long() * 0x85EBCA77 + key * 0xC2B2AE3D) & 0xFFFF

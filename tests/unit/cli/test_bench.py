@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_cli.run.commands.bench import Config, Times, compare
+from automodel_cli.run.commands.bench import BenchTimes, Config, compare_configs
 from automodel_cli.run.commands.benchmark_callback import kind_of
 from tests.e2e.command import automodel, write_config
 
@@ -25,21 +25,21 @@ def test_operators_and_kernels_are_sorted_by_what_they_are_for():
     assert {name: kind_of(name) for name in named} == named
 
 
-def _times(seconds: float, tokens: int = 100) -> Times:
+def _times(seconds: float, tokens: int = 100) -> BenchTimes:
     steps = [seconds, seconds * 1.1, seconds * 0.9]
-    return Times(steps, steps, [tokens] * 3, [tokens] * 3, 1.0, 1, "one rank", "cpu", {"attention": seconds}, [])
+    return BenchTimes(steps, steps, [tokens] * 3, [tokens] * 3, 1.0, 1, "one rank", "cpu", {"attention": seconds}, [])
 
 
-def _compared(monkeypatch: pytest.MonkeyPatch, output: Path, runs: list[Times]) -> dict:
+def _compared(monkeypatch: pytest.MonkeyPatch, output: Path, runs: list[BenchTimes]) -> dict:
     order = iter(runs)
     asked: list[str] = []
 
-    def measured(config: Config, **options: object) -> Times:
+    def measured(config: Config, **options: object) -> BenchTimes:
         asked.append(config.name)
         return next(order)
 
-    monkeypatch.setattr("automodel_cli.run.commands.bench.measure", measured)
-    compare(Config("a", ()), Config("b", ()), warmup=1, steps=3, rounds=2, json_file=output)
+    monkeypatch.setattr("automodel_cli.run.commands.bench.measure_config", measured)
+    compare_configs(Config("a", ()), Config("b", ()), warmup=1, steps=3, rounds=2, json_file=output)
     assert asked == ["a", "b", "b", "a"], "in turns"
     return json.loads(output.read_text())
 

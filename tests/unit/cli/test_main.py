@@ -172,7 +172,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     (folder / "runs/quickstart/export").mkdir(parents=True)  # what quickstart_grpo goes on from
     (folder / "runs/quickstart/export/config.json").touch()
     filled = ["model.pretrained=org/name", "data.path=train.jsonl"]
-    asked = {name: filled if name in ("sft", "dpo", "rm", "grpo") else [] for name in bundled_recipes.names()}
+    asked = {name: filled if name in ("sft", "dpo", "rm", "grpo") else [] for name in bundled_recipes.recipe_names()}
     asked["kd"] = [*filled, "teacher.pretrained=org/name"]
     command = [sys.executable, "-c", EACH, json.dumps(asked)]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
@@ -180,12 +180,12 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", bundled_recipes.names())
+@pytest.mark.parametrize("name", bundled_recipes.recipe_names())
 def test_every_bundled_config_checks_without_torch(checked: dict[str, tuple[int, str, float]], name: str) -> None:
     """In a second (see `check_quick`), of which the first pays for the imports that all share."""
     code, output, seconds = checked[name]
     assert code == 0 and output.splitlines()[-1].startswith("ok "), output
-    first = next(iter(bundled_recipes.names()))
+    first = next(iter(bundled_recipes.recipe_names()))
     imports = checked[""][2] + (checked[first][2] if name != first else 0)
     assert imports + seconds <= 1.0 * slowness(), f"{seconds} s and {imports} s for imports"
 
@@ -408,14 +408,14 @@ def test_exit_codes_of_a_run(toy: Path, fail: str, code: int, text: str) -> None
 
 
 def test_recipes_cp_gives_a_config_one_owns(tmp_path: Path) -> None:
-    name = bundled_recipes.names()[0]
+    name = bundled_recipes.recipe_names()[0]
     assert automodel(tmp_path, "recipes", "cp", name).stdout.startswith(f"wrote {name}.yaml\n")
-    assert (tmp_path / f"{name}.yaml").read_bytes() == bundled_recipes.path_of(name).read_bytes()
+    assert (tmp_path / f"{name}.yaml").read_bytes() == bundled_recipes.recipe_path(name).read_bytes()
     again = automodel(tmp_path, "recipes", "cp", name)
     assert again.returncode == 2 and f"{name}.yaml exists already" in again.stderr
-    assert automodel(tmp_path, "recipes", "show", name).stdout == bundled_recipes.path_of(name).read_text()
+    assert automodel(tmp_path, "recipes", "show", name).stdout == bundled_recipes.recipe_path(name).read_text()
     listed = automodel(tmp_path, "recipes", "ls").stdout
-    assert all(n in listed for n in bundled_recipes.names())
+    assert all(n in listed for n in bundled_recipes.recipe_names())
 
 
 def complete(folder: Path, *words: str) -> list[str]:
@@ -429,7 +429,7 @@ def complete(folder: Path, *words: str) -> list[str]:
 
 def test_completion_offers_recipes_keys_and_options(toy: Path) -> None:
     assert "finetune" in complete(toy, "fi")
-    assert set(bundled_recipes.names()) <= set(complete(toy, "check", "-c", ""))
+    assert set(bundled_recipes.recipe_names()) <= set(complete(toy, "check", "-c", ""))
     assert "toy.yaml" in complete(toy, "check", "-c", "to")
     (toy / "own.yaml").write_text("defaults: [sft, _self_]\ndata: {path: x.jsonl}\n")
     keys = complete(toy, "finetune", "llm", "-c", "own.yaml", "train.")

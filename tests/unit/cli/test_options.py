@@ -18,11 +18,11 @@ from automodel_cli.cli import completion_values
 from automodel_cli.cli.main import run
 from automodel_cli.cli.options import page
 from automodel_cli.config import bundled_recipes, key_reference, schema
-from automodel_cli.data.config import TaskNode
+from automodel_cli.data.config import DatasetGenerator
 from automodel_cli.models.config import TokenizerNode
 from automodel_cli.rollout.engines.base import EngineConfig
 from automodel_cli.rollout.environments.base import EnvironmentNode
-from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.training.config import ValidationTask
 from automodel_cli.training.trackers import TrackerNode
 from tests.unit.cli.test_main import check_quick
@@ -31,7 +31,7 @@ NODES = key_reference.nodes()
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: f"{node.path}:{node.target.rpartition('.')[2]}")
-def test_every_key_has_a_sentence_of_its_own(node: key_reference.Node) -> None:
+def test_every_key_has_a_sentence_of_its_own(node: key_reference.ReferenceNode) -> None:
     """The docstring below the field, and no two keys of a node share one."""
     texts = {key.name: key.text for key in node.keys}
     assert [name for name, text in texts.items() if not text] == [], f"write a docstring below the field: {node.target}"
@@ -76,10 +76,10 @@ def test_a_sentence_is_a_sentence() -> None:
 
 
 OPEN_PROTOCOLS: list[tuple[str, type, str]] = [
-    ("rewards.NAME", RewardNode, "automodel_cli.rollout.rewards"),
+    ("rewards.NAME", RewardFunction, "automodel_cli.rollout.rewards"),
     ("rollout.environment", EnvironmentNode, "automodel_cli.rollout.environments"),
-    ("data.task", TaskNode, "automodel_cli.data"),
-    ("data.task", TaskNode, "automodel_cli.rollout"),
+    ("data.task", DatasetGenerator, "automodel_cli.data"),
+    ("data.task", DatasetGenerator, "automodel_cli.rollout"),
     ("rollout.engine", EngineConfig, "automodel_cli.rollout"),
     ("model.tokenizer", TokenizerNode, "automodel_cli.models"),
     ("logging.trackers", TrackerNode, "automodel_cli.training.trackers"),
@@ -107,7 +107,7 @@ def test_every_node_of_ours_is_listed(path: str, protocol: type, package: str) -
     for module in _modules(package):
         for cls in vars(module).values():
             is_node = isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__
-            if is_node and not schema.lacks(cls, names) and not cls.__subclasses__():
+            if is_node and not schema.missing_members(cls, names) and not cls.__subclasses__():
                 found.add(f"{cls.__module__}.{cls.__qualname__}")
     assert found
     assert found - listed == set()

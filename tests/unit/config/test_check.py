@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.foreign_keys import FOREIGN
@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def build(text: str = GOOD, *overrides: str) -> Any:
     Path("x.yaml").write_text(text)
-    return check(compose("x.yaml", overrides), Trust(packages=("toy_recipe",)))
+    return check_config(compose("x.yaml", overrides), Trust(packages=("toy_recipe",)))
 
 
 def refusal(text: str = GOOD, *overrides: str) -> ConfigError:
@@ -132,7 +132,7 @@ def test_a_fix_works_when_pasted(override: str) -> None:
 )
 def test_a_node_below_a_section_gives_its_fix_with_the_whole_key(override: str, fix: str) -> None:
     with pytest.raises(ConfigError) as error:
-        check(compose("quickstart", ["mesh.pp_size=2", "pipeline=1f1b", override]))
+        check_config(compose("quickstart", ["mesh.pp_size=2", "pipeline=1f1b", override]))
     assert error.value.fix == fix
 
 
@@ -301,18 +301,18 @@ def test_another_tools_config_is_called_by_its_name(tool: str, text: str, transl
 
     Path("x.yaml").write_text(text)
     with raises(ConfigError, "no_recipe", values=(tool,)) as error:
-        check(compose("x.yaml"))
+        check_config(compose("x.yaml"))
     command, _, _ = (error.value.fix or "").partition("   (")
     assert translated in command
     words = shlex.split(command)
     assert words[:4] == ["automodel", "check", "-c", "sft"]
-    check(compose("sft", [*words[4:], "model.pretrained=org/name", "data.path=train.jsonl"]))
+    check_config(compose("sft", [*words[4:], "model.pretrained=org/name", "data.path=train.jsonl"]))
 
 
 def test_another_tools_keys_on_our_base_are_named_first_and_translated() -> None:
     Path("x.yaml").write_text("defaults: [sft, _self_]\n" + AXOLOTL.replace("optimizer: adamw_torch\n", ""))
     with pytest.raises(ConfigError) as error:
-        check(compose("x.yaml"))
+        check_config(compose("x.yaml"))
     first, text = str(error.value).splitlines()[1], str(error.value)
     assert "[no_recipe]" in first and "axolotl" in first and "fix  model.pretrained=Qwen/Qwen3-0.6B" in text
 
@@ -332,7 +332,7 @@ def test_another_tools_keys_on_our_base_are_named_first_and_translated() -> None
 def test_a_foreign_value_becomes_one_of_ours(override: str, fix: str) -> None:
     filled = ["model.pretrained=org/name", "data.path=train.jsonl"]
     with pytest.raises(ConfigError) as error:
-        check(compose("sft", [*filled, override]))
+        check_config(compose("sft", [*filled, override]))
     assert error.value.fix == fix
 
 
@@ -341,7 +341,7 @@ def test_a_section_made_by_a_function_says_what_it_makes(here: Path, annotation:
     (here / "own_nodes.py").write_text(f"def make(){annotation}:\n    raise SystemExit('must not run')\n")
     Path("x.yaml").write_text(GOOD + "model: {_target_: own_nodes.make}\nmesh: {_target_: own_nodes.make}\n")
     with pytest.raises(ConfigError) as error:
-        check(compose("x.yaml"), Trust(packages=("toy_recipe", "own_nodes")))
+        check_config(compose("x.yaml"), Trust(packages=("toy_recipe", "own_nodes")))
     text = str(error.value)
     assert "save_pretrained(FOLDER) and set model.pretrained=FOLDER" in text
     assert ("which returns int" if annotation else "no return annotation") in text and "[invalid_target]" in text
@@ -350,7 +350,7 @@ def test_a_section_made_by_a_function_says_what_it_makes(here: Path, annotation:
     )
     Path("x.yaml").write_text(GOOD + "mesh: {_target_: own_nodes.make}\n")
     sys.modules.pop("own_nodes")
-    assert check(compose("x.yaml"), Trust(packages=("toy_recipe", "own_nodes"))).mesh.tp_size == 2
+    assert check_config(compose("x.yaml"), Trust(packages=("toy_recipe", "own_nodes"))).mesh.tp_size == 2
     sys.modules.pop("own_nodes")
 
 
@@ -384,9 +384,9 @@ def test_a_bug_in_a_trusted_node_is_reported_with_its_key(here: Path, monkeypatc
     monkeypatch.syspath_prepend(str(here))
     Path("x.yaml").write_text(GOOD.replace("toy_recipe.nodes.Optimizer", "buggy_nodes.node"))
     with raises(ConfigError, "invalid_arguments", keys=("optimizer",), values=("node", "boom")):
-        check(compose("x.yaml"), Trust(packages=("toy_recipe", "buggy_nodes")))
+        check_config(compose("x.yaml"), Trust(packages=("toy_recipe", "buggy_nodes")))
     with pytest.raises(ConfigError) as error:
-        check(compose("x.yaml", ["mesh.dp_size=0"]), Trust(packages=("toy_recipe", "buggy_nodes")))
+        check_config(compose("x.yaml", ["mesh.dp_size=0"]), Trust(packages=("toy_recipe", "buggy_nodes")))
     assert "boom" not in str(error.value), "foreign code runs only when nothing else is wrong"
 
 
@@ -421,7 +421,7 @@ def test_a_bug_in_a_trusted_node_is_reported_with_its_key(here: Path, monkeypatc
 )
 def test_a_mapping_or_a_switch_in_place_of_something_else(overrides: list[str], key: str, fix: str | None) -> None:
     with pytest.raises(ConfigError) as error:
-        check(compose("sft", ["model.pretrained=x/y", "data.path=x/y", "train.global_batch_size=4", *overrides]))
+        check_config(compose("sft", ["model.pretrained=x/y", "data.path=x/y", "train.global_batch_size=4", *overrides]))
     assert (error.value.keys, error.value.fix) == ((key,), fix)
     assert error.value.code in ("wrong_type", "invalid_choice", "invalid_config"), error.value
 
@@ -481,10 +481,10 @@ def test_keys_of_the_objective_that_was_replaced_are_named(here: Path, overrides
     rows = "model: {pretrained: x/y}\ndata: {path: x/y}\ntrain: {global_batch_size: 4}\n"
     Path("x.yaml").write_text(f"defaults: [dpo, _self_]\n{rows}objective: {{beta: 0.3, loss: ipo}}\n")
     with pytest.raises(ConfigError) as error:
-        check(compose("x.yaml", overrides))
+        check_config(compose("x.yaml", overrides))
     assert_error(error.value, "unknown_key", "objective.loss", values=("automodel_cli.objectives.dpo.DPO", "KTO"))
     assert error.value.fix == "~objective.loss, or objective=dpo"
-    recipe: Any = check(compose("x.yaml", [*overrides, "~objective.loss"]))
+    recipe: Any = check_config(compose("x.yaml", [*overrides, "~objective.loss"]))
     assert (type(recipe.objective).__name__, recipe.objective.beta) == ("KTO", 0.3)
 
 
@@ -513,7 +513,7 @@ def test_trackers_that_cannot_be(
 
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)  # no such package is installed here
     with pytest.raises(ConfigError) as error:
-        check(compose("quickstart", overrides))
+        check_config(compose("quickstart", overrides))
     assert error.value.fix == fix
     if key is not None:
         assert error.value.keys == (key,)
@@ -532,17 +532,17 @@ def test_trackers_that_cannot_be(
 )
 def test_a_number_that_no_setting_can_be_is_refused(override: str, rule: object) -> None:
     with raises(ConfigError, "out_of_range", keys=(override.partition("=")[0],), values=(rule,)):
-        check(compose("quickstart", [override]))
+        check_config(compose("quickstart", [override]))
 
 
 @pytest.mark.parametrize("key", ["a.b", "optimizer.lr", "optimizer.lr.x", "x."])
 def test_a_key_with_a_dot_is_no_section(tmp_path: Path, key: str) -> None:
     (tmp_path / "x.yaml").write_text(f'defaults: [quickstart, _self_]\n"{key}": 1\n')
     with raises(ConfigError, "invalid_yaml", keys=(key,)):
-        check(compose(tmp_path / "x.yaml"))
+        check_config(compose(tmp_path / "x.yaml"))
 
 
 def test_names_of_modules_may_have_dots(tmp_path: Path) -> None:
     plan = "parallelizer: {tp_plan: {model.layers.*.mlp.up_proj: colwise}}"
     (tmp_path / "x.yaml").write_text(f"defaults: [quickstart, _self_]\n{plan}\nmesh: {{tp_size: 2}}\n")
-    assert check(compose(tmp_path / "x.yaml")).parallelizer.tp_plan == {"model.layers.*.mlp.up_proj": "colwise"}
+    assert check_config(compose(tmp_path / "x.yaml")).parallelizer.tp_plan == {"model.layers.*.mlp.up_proj": "colwise"}

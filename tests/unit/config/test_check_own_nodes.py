@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Trust
-from automodel_cli.rollout.rewards.base import Judged
+from automodel_cli.rollout.rewards.base import RewardInput
 from tests.errors import raises
 
 MODULE = """
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from automodel_cli.data.formats.base import Format
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
 from automodel_cli.rollout.environments.base import Environment, Turn
-from automodel_cli.rollout.rewards.base import Reward, RewardOfMany
+from automodel_cli.rollout.rewards.base import Reward, BatchReward
 
 @dataclass(frozen=True)
 class NoShard(ParallelizerConfig):
@@ -51,7 +51,7 @@ class NoRead(Format):
     fields = ("q",)
     makes = "conversations"
 
-class NoScores(RewardOfMany):
+class NoScores(BatchReward):
     pass
 
 def right(completion, answer) -> float:
@@ -82,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def build(conf: str, *overrides: str) -> Any:
-    return check(compose(conf, overrides), Trust(packages=("mine",)))
+    return check_config(compose(conf, overrides), Trust(packages=("mine",)))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_is_said_of_a_bare_function_makes_a_reward_of_it(override: str) -> 
     assert caught.value.fix is not None
     reward = build("quickstart_grpo", override, shlex.split(caught.value.fix)[0]).rewards["own"]
     assert reward.columns == ("answer",) and reward.weight == 0.25
-    assert reward.score(Judged("s", "7", {"answer": "7"})) == 1.0
+    assert reward.score(RewardInput("s", "7", {"answer": "7"})) == 1.0
 
 
 def test_a_tracker_that_is_none_is_answered_with_the_nearest() -> None:
@@ -186,7 +186,7 @@ def test_the_rewards_section_of_a_file_takes_the_place_of_the_default_one(folder
     section = "rewards: {own: {_target_: mine.Scores}}\n"
     (folder / "mine_only.yaml").write_text("defaults: [quickstart_grpo, _self_]\n" + section)
     composed = compose("mine_only.yaml")
-    assert list(check(composed, Trust(packages=("mine",))).rewards) == ["own"]
+    assert list(check_config(composed, Trust(packages=("mine",))).rewards) == ["own"]
     assert "exact" not in composed.to_yaml(), "a saved config says what was trained with"
     (folder / "both.yaml").write_text("defaults: [quickstart_grpo, override rewards: exact, _self_]\n" + section)
     assert sorted(build("both.yaml").rewards) == ["exact", "own"]

@@ -66,7 +66,7 @@ def test_a_file_composes_with_the_bundled_groups(here: Path) -> None:
 
 
 def test_the_users_folder_comes_before_the_bundled_one(here: Path) -> None:
-    name = bundled_recipes.names()[0]
+    name = bundled_recipes.recipe_names()[0]
     write(here / f"{name}.yaml", "mine: 1\n")
     write(here / "run.yaml", f"defaults: [{name}, _self_]\n")
     assert compose("run.yaml").tree == {"mine": 1}
@@ -244,9 +244,9 @@ def test_interpolations_that_fail_are_problems_not_tracebacks(here: Path) -> Non
 def test_which_file(here: Path) -> None:
     write(here / "mine.yaml", "a: 1\n")
     write(here / "old.yml", "a: 1\n")
-    name = bundled_recipes.names()[0]
+    name = bundled_recipes.recipe_names()[0]
     assert locate("mine.yaml") == here / "mine.yaml"
-    assert locate(name) == locate(f"conf/{name}.yaml") == bundled_recipes.path_of(name), "as messages call it"
+    assert locate(name) == locate(f"conf/{name}.yaml") == bundled_recipes.recipe_path(name), "as messages call it"
     cases = {
         "old.yml": "mv old.yml old.yaml",
         "mime.yaml": "-c mine.yaml",
@@ -307,7 +307,7 @@ def test_a_replaced_limit_names_what_replaced_it(here: Path) -> None:
     assert "train.max_steps" in composed.origin("train.epochs") and "command line" in composed.origin("train.epochs")
 
 
-@pytest.mark.parametrize("name", bundled_recipes.names())
+@pytest.mark.parametrize("name", bundled_recipes.recipe_names())
 def test_the_line_that_a_finished_run_prints_replaces_the_limit_of_every_recipe(here: Path, name: str) -> None:
     write(here / "run/config.yaml", compose(name).to_yaml())
     limits = compose("run/config.yaml", ["train.max_steps=4400"], run_dir=here / "run").tree["train"]

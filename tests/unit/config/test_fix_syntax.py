@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config import fix_syntax
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.diagnostics import Problem
 from automodel_cli.config.errors import ConfigError
@@ -65,7 +65,7 @@ def test_the_watch_notices_a_fix_that_does_not_work(fix: str, complaint: str | N
 
     object.__setattr__(composed, "error", refuse)
     with pytest.raises(ConfigError):
-        check(composed)
+        check_config(composed)
     assert (complaint is None) == (not found.complaints)
     assert complaint is None or any(complaint in text for text in found.complaints)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.plain_text import visible
@@ -28,7 +28,7 @@ def test_no_error_contains_a_value_of_the_environment(tmp_path: Path, monkeypatc
     monkeypatch.setenv("MY_SECRET", SECRET)
     Path("x.yaml").write_text(CONFIG)
     with pytest.raises(ConfigError) as error:
-        check(compose("x.yaml", ["data.seq_len=${oc.env:MY_SECRET}"]))
+        check_config(compose("x.yaml", ["data.seq_len=${oc.env:MY_SECRET}"]))
     said = str(error.value) + error.value.message
     assert {"optimizer.lr", "seed", "data.seq_len", "model.dtype"} <= set(error.value.keys)
     assert not any(SECRET[:n] in said for n in range(4, len(SECRET))) and "${oc.env:MY_SECRET}" in said

@@ -47,7 +47,7 @@ HOSTILE = [
     "automodel_cli.config.check.__builtins__",
     "automodel_cli.config.instantiate._located",
     # ours, but no config node
-    "automodel_cli.config.check.check",
+    "automodel_cli.config.check.check_config",
     "automodel_cli.cli.main.main",
     "automodel_cli.launch.local_launcher.run",
     "automodel_cli.config.errors.ConfigError",
@@ -60,7 +60,7 @@ HOSTILE = [
     "os",
     "",
     "a..b",
-    "automodel_cli.config.check.check()",
+    "automodel_cli.config.check.check_config()",
     "__main__.x",
 ]
 
@@ -77,7 +77,7 @@ def test_hostile_targets_are_refused(target: str) -> None:
         ("automodel_cli.config.type_checking.targets.resolve", "invalid_target", "automodel_cli.config.targets"),
         ("automodel_cli.config.check._Node", "invalid_target", "private"),
         ("torch.optim.lr_scheduler.partial", "untrusted_code", "functools.partial"),
-        ("automodel_cli.config.check.check", "invalid_target", "function"),
+        ("automodel_cli.config.check.check_config", "invalid_target", "function"),
         ("automodel_cli.config.errors.ConfigError", "invalid_target", "frozen dataclass"),
         ("automodel_cli.config.check", "invalid_target", "module"),
         ("torch.optim.AdamW.step", "invalid_target", "torch.optim.AdamW is not a module"),

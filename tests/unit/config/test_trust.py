@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config import trust_store
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import Composed, compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import COMMAND, NOTHING, REMOTE_CODE, Need, Trust
 from automodel_cli.config.trust_store import FILE, remember
-from automodel_cli.rollout.engines.config import words_of
+from automodel_cli.rollout.engines.config import program_arguments
 from automodel_cli.run.checks.cross_section_checks import check_run_name
 
 HOSTILE = """
@@ -47,7 +47,7 @@ def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Composed:
 
 def test_a_config_cannot_allow_itself_anything(composed: Composed) -> None:
     with pytest.raises(ConfigError) as error:
-        check(composed)
+        check_config(composed)
     assert set(error.value.keys) == set(NEEDED)
     assert all(f"{option}   (if you trust it)" in str(error.value) for option in NEEDED.values())
 
@@ -57,32 +57,32 @@ def test_each_option_allows_its_own(composed: Composed, key: str) -> None:
     words = {word for word in (COMMAND, REMOTE_CODE) if not NEEDED[key].endswith(f" {word}")}
     packages = () if key == "parallelizer.tp_plan" else ("shutil",)
     with pytest.raises(ConfigError) as error:
-        check(composed, Trust(frozenset(words), packages))
+        check_config(composed, Trust(frozenset(words), packages))
     assert set(error.value.keys) == {k for k, option in NEEDED.items() if option == NEEDED[key]}
 
 
 def test_what_executes_nothing_says_what_would_and_builds_without_it(composed: Composed) -> None:
     untrusted: list[Need] = []
-    recipe = check(composed, NOTHING, untrusted)
+    recipe = check_config(composed, NOTHING, untrusted)
     assert {need.key: need.option for need in untrusted} == NEEDED
     assert not recipe.model.trust_remote_code and recipe.model.attention == "packed"
     assert recipe.rollout.engine.command is None and recipe.parallelizer.tp_plan is None
 
 
 def test_with_every_option_it_is_built_as_written(composed: Composed) -> None:
-    recipe = check(composed, ALL)
+    recipe = check_config(composed, ALL)
     assert recipe.model.trust_remote_code and recipe.rollout.engine.command == ["sh", "-c", "touch pwned"]
 
 
 def test_a_tokenizer_needs_it_too(composed: Composed) -> None:
     node = "{_target_: automodel_cli.models.tokenizer.PretrainedTokenizer, pretrained: a/b, trust_remote_code: true}"
     with pytest.raises(ConfigError) as error:
-        check(compose("x.yaml", [f"model.tokenizer={node}"]), Trust(frozenset({COMMAND}), ("shutil",)))
+        check_config(compose("x.yaml", [f"model.tokenizer={node}"]), Trust(frozenset({COMMAND}), ("shutil",)))
     assert "model.tokenizer.trust_remote_code" in error.value.keys
 
 
 def recall(folder: Path) -> Trust:
-    return trust_store.recall(folder, (folder / "config.yaml").read_bytes())
+    return trust_store.load_trust(folder, (folder / "config.yaml").read_bytes())
 
 
 def run_of(folder: Path, trust: Trust) -> Path:
@@ -138,12 +138,12 @@ def test_the_seal_is_compared_with_what_was_composed(
     hostile, sealed = HOSTILE.replace("pwned", "hostile"), composed.to_yaml()
     (run / "config.yaml").write_text(sealed)
     remember(run, ALL, sealed)
-    assert trust_store.recall(run, compose(run / "config.yaml", run_dir=run).content) == ALL
+    assert trust_store.load_trust(run, compose(run / "config.yaml", run_dir=run).content) == ALL
     (run / "config.yaml").write_text(hostile)
     found = compose(run / "config.yaml", run_dir=run)
     (run / "config.yaml").write_text(sealed)
     assert "hostile" in str(found.tree["rollout"]["engine"]["command"])
-    assert not trust_store.recall(run, found.content)
+    assert not trust_store.load_trust(run, found.content)
     assert found.path == run / "config.yaml" and run / "config.yaml" in found.files
     assert found.where("model.attention").file == "run/config.yaml"
 
@@ -190,7 +190,7 @@ def test_a_run_folder_brings_no_groups(tmp_path: Path, composed: Composed) -> No
     ],
 )
 def test_a_command_is_words(command: str | list[str], words: list[str]) -> None:
-    assert words_of(command) == words
+    assert program_arguments(command) == words
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_a_command_is_words(command: str | list[str], words: list[str]) -> None:
 )
 def test_a_command_for_a_shell_is_refused(command: str | list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        words_of(command)
+        program_arguments(command)
     if error.value.fix and "bash" in error.value.fix:
         fixed = json.loads(error.value.fix.partition("=")[2].strip("'"))
-        assert words_of(fixed) == ["bash", "-c", command]
+        assert program_arguments(fixed) == ["bash", "-c", command]
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "/etc", ".", "..", "", "a\nb", "-rf", ".hidden", "a\x00", "a" * 201])

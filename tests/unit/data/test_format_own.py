@@ -11,7 +11,7 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
 from tests.unit.data.helpers import tiny_tokenizer, turn, write_jsonl
 
@@ -95,7 +95,7 @@ def prepared(folder, rows, fmt="auto", name="rows.jsonl", **options):
     options = {"seq_len": 128, "num_workers": 0, "cache_dir": str(folder / "cache"), **options}
     preferences = options.pop("preferences", False)
     config = DataConfig(path=str(write_jsonl(folder / name, rows)), format=fmt, **options)
-    return prepare(config, tiny_tokenizer(), seed=0, preferences=preferences)
+    return prepare_data(config, tiny_tokenizer(), seed=0, preferences=preferences)
 
 
 def tokens(data):

@@ -17,7 +17,7 @@ from automodel_cli.data.formats.builtin import FORMATS, detect_format
 from automodel_cli.data.formats.column_mapping import columns_fix
 from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation
 from automodel_cli.data.formats.format_reader import RowReader
-from automodel_cli.data.formats.unused_columns import MEDIA, KnownKeys, unused_columns
+from automodel_cli.data.formats.unused_columns import MEDIA, AllowedKeys, unused_columns
 from automodel_cli.data.row_errors import Rejected, RowError, TableRow, rows_error
 from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.data.sources.file_readers import read_file
@@ -418,7 +418,7 @@ def test_weight_must_be_positive():
 
 
 def known(template="{{ message['prefix'] }}", *ignored):
-    return KnownKeys.of(template, ignored)
+    return AllowedKeys.of(template, ignored)
 
 
 SAID = [turn("user", "x"), turn("assistant", "y")]

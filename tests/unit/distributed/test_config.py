@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import (
@@ -210,10 +210,10 @@ def test_autocast_over_parameters_that_it_does_not_cast_is_refused_with_what_doe
 
 def test_the_precision_is_a_section_without_a_target_and_its_keys_are_found_from_one_level_up():
     sft = ["model.pretrained=x", "data.path=x"]
-    recipe = check(compose("sft", [*sft, "parallelizer.mp_policy.param_dtype=float32"]))
+    recipe = check_config(compose("sft", [*sft, "parallelizer.mp_policy.param_dtype=float32"]))
     assert recipe.parallelizer.mp_policy == MixedPrecision(param_dtype="float32")
     with pytest.raises(ConfigError) as refused:
-        check(compose("sft", [*sft, "parallelizer.param_dtype=float32"]))
+        check_config(compose("sft", [*sft, "parallelizer.param_dtype=float32"]))
     assert refused.value.fix == "parallelizer.mp_policy.param_dtype=float32"
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import automodel_cli
-from automodel_cli.data.preparation.dataloader import StepLoader
+from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.distributed.device_threads import on_this_device, threads_on_this_device
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.rollout.environments.event_loop import LoopThread, in_thread
@@ -102,14 +102,14 @@ def test_rows_are_pinned_on_the_ranks_device(devices: Any, monkeypatch: pytest.M
     rows = SimpleNamespace(first_rows=torch.tensor([0, 8]).numpy(), weights=[1.0], contents=[], collate=list)
     monkeypatch.setattr(trainer, "_pinned", lambda batch: seen.append(devices()))
     prepare = trainer.prepared_for(torch.device("cuda"))
-    loader: Any = StepLoader(rows, microbatch_size=1, global_batch_size=2, seed=0, shuffle=False, prepare=prepare)
+    loader: Any = BatchLoader(rows, microbatch_size=1, global_batch_size=2, seed=0, shuffle=False, prepare=prepare)
     loader.next_step()
     loader.next_step()
     assert seen == [MINE] * 4
 
 
 def test_kernels_are_probed_on_the_ranks_device(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_flex, "disagreement", lambda *_: float(devices() != MINE))
+    monkeypatch.setattr(attention_flex, "flex_error", lambda *_: float(devices() != MINE))
     assert attention_flex._disagrees(torch.device("cuda", MINE), torch.bfloat16, 24, 24, None) == ""
 
 

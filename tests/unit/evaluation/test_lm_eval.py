@@ -12,13 +12,13 @@ import pytest
 
 from automodel_cli.cli.main import run as command_line
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.evaluation.lm_eval import Harness, options_of, read
+from automodel_cli.evaluation.lm_eval import Harness, options_of, read_lm_eval_scores
 
 WRITTEN = Path(__file__).parents[2] / "vectors" / "harness"
 
 
 def test_a_value_a_question_in_the_order_of_the_questions() -> None:
-    found = read(WRITTEN)
+    found = read_lm_eval_scores(WRITTEN)
     assert sorted(found) == ["days_mc", "days_qa"]
     assert found["days_mc"].measures == {"acc": [1.0, 1.0, 0.0, 1.0]}  # the lines stand the other way round
     assert found["days_qa"].measures == {"exact_match": [1.0, 0.0, 0.0, 1.0]}
@@ -36,9 +36,12 @@ def test_filters_are_measures_of_their_own_and_pairs_are_left_out(tmp_path: Path
     ]
     rows[0]["word_perplexity"] = [-3.5, 4]
     (tmp_path / "samples_my_task_2026.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read(tmp_path)["my_task"].measures == {"exact_match, strict": [0.0], "exact_match, loose": [1.0]}
+    assert read_lm_eval_scores(tmp_path)["my_task"].measures == {
+        "exact_match, strict": [0.0],
+        "exact_match, loose": [1.0],
+    }
     with pytest.raises(RunError, match="no samples"):
-        read(tmp_path / "nothing")
+        read_lm_eval_scores(tmp_path / "nothing")
 
 
 def test_options_go_to_lm_eval_and_a_chat_template_is_used_where_there_is_one(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from automodel_cli.cli.main import run
 from automodel_cli.config import bundled_recipes
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation import reporting
 from automodel_cli.evaluation.config import EvalConfig, Generation
-from automodel_cli.evaluation.scores import Outcome, interval, paired_difference, pass_at_k
+from automodel_cli.evaluation.scores import TaskScores, interval, paired_difference, pass_at_k
 
 
 @pytest.mark.parametrize(("num_samples", "num_right"), [(5, 0), (5, 2), (5, 5), (4, 1)])
@@ -55,11 +55,11 @@ def test_the_difference_of_shares_has_the_published_score_interval() -> None:
 
 def test_questions_that_a_judge_failed_on_are_told_and_count_nowhere() -> None:
     ours, theirs = [1.0, None, 0.0, 1.0], [1.0, 1.0, None, 0.0]
-    outcome = Outcome({"accuracy": ours, "reward": [0.5, None, 0.0, 1.0]})
+    outcome = TaskScores({"accuracy": ours, "reward": [0.5, None, 0.0, 1.0]})
     assert outcome.means == {"accuracy": pytest.approx(2 / 3), "reward": 0.5}
     assert outcome.line("days") == "days: accuracy 66.7%, reward 0.500 of 3 questions (1 more could not be judged)"
     assert paired_difference(ours, theirs, 10)[0] == 0.5  # of the first and the last
-    nobody = Outcome({"accuracy": [None, None]})
+    nobody = TaskScores({"accuracy": [None, None]})
     assert nobody.line("days") == "days: accuracy n/a of 0 questions (2 more could not be judged)"
 
 
@@ -74,7 +74,7 @@ def test_a_paired_difference_does_not_widen_with_what_makes_questions_hard_for_b
     "path", sorted((bundled_recipes.conf_dir() / "eval").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_bundled_evaluations_check(path: Path) -> None:
-    assert isinstance(check(compose(path)), EvalConfig)
+    assert isinstance(check_config(compose(path)), EvalConfig)
 
 
 def test_samples_that_would_all_be_the_same_are_refused() -> None:
@@ -85,7 +85,7 @@ def test_samples_that_would_all_be_the_same_are_refused() -> None:
 
 
 def test_a_config_that_is_no_evaluation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["eval", "some/model", "-c", str(bundled_recipes.path_of("quickstart"))]) == 2
+    assert run(["eval", "some/model", "-c", str(bundled_recipes.recipe_path("quickstart"))]) == 2
     assert "which is no evaluation" in capsys.readouterr().err
 
 
@@ -107,17 +107,19 @@ def test_an_evaluation_prints_a_few_answers_beside_what_was_expected(
     ours = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, None, 0.5]
     said = ["\x1b[2Jred" + "x" * 10_000 if number == 4 else f"a\nb{number}" for number in range(8)]
 
-    def outcome(values: list[float | None], answers: list[str]) -> Outcome:
+    def outcome(values: list[float | None], answers: list[str]) -> TaskScores:
         together = zip(questions, answers, strict=True)
         items = [{"question": q, "answer": f"e{q[1:]}", "responses": [a, "other"]} for q, a in together]
-        return Outcome({"accuracy": values, "reward": values}, items)
+        return TaskScores({"accuracy": values, "reward": values}, items)
 
-    chosen = Outcome({"accuracy": [1.0]}, [{"question": "which?", "chosen": "B", "answer": "B", "scores": [0.0, 1.0]}])
+    chosen = TaskScores(
+        {"accuracy": [1.0]}, [{"question": "which?", "chosen": "B", "answer": "B", "scores": [0.0, 1.0]}]
+    )
     found = {
         "run": {"task": outcome(ours, said), "choices": chosen},
         "before": {"task": outcome([1.0] + [0.0] * 7, ["no"] * 7 + [" "]), "choices": chosen},
     }
-    reporting.tell(found, tmp_path, tmp_path / "out.json", "", 10)
+    reporting.report_results(found, tmp_path, tmp_path / "out.json", "", 10)
     printed = capsys.readouterr().out
     words = [line.split() for line in printed.splitlines()]
     asked = [line[1] for line in words if line[:1] == ["question"]]

@@ -1,4 +1,4 @@
-"""ProcessPlace from the environment, and what a request to stop is worth."""
+"""ProcessContext from the environment, and what a request to stop is worth."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch import signals
-from automodel_cli.launch.process_context import ProcessPlace, detect, first_host
+from automodel_cli.launch.process_context import ProcessContext, detect, first_host
 
 
 def test_a_typed_command_is_local() -> None:
-    assert detect({}) == ProcessPlace("local", 0, 1, 0)
+    assert detect({}) == ProcessContext("local", 0, 1, 0)
     batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
     assert detect(batch_script).kind == "local", "inside sbatch, without srun, nobody has started ranks"
     shell = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -23,7 +23,7 @@ def test_a_typed_command_is_local() -> None:
 
 def test_torchrun() -> None:
     env = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
-    assert detect(env) == ProcessPlace("torchrun", 3, 8, 1)
+    assert detect(env) == ProcessContext("torchrun", 3, 8, 1)
     with pytest.raises(ConfigError, match="LOCAL_RANK is not"):
         detect({"RANK": "3", "WORLD_SIZE": "8"})
 
@@ -43,7 +43,7 @@ def test_srun_fills_in_what_torch_reads() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "4,2",
         "SLURM_STEP_NODELIST": "gpu[07-08]",
     }
-    assert detect(env) == ProcessPlace("srun", 5, 6, 1)
+    assert detect(env) == ProcessContext("srun", 5, 6, 1)
     wanted = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"}
     assert wanted.items() <= env.items()
     assert 20_000 <= int(env["MASTER_PORT"]) < 32_000
@@ -73,14 +73,14 @@ def test_first_host(nodes: str, host: str) -> None:
 
 def test_a_stop_request_has_an_exit_code() -> None:
     assert signals.requested() is None and signals.exit_code() == 0
-    signals.install(launched=True)
+    signals.install_handlers(launched=True)
     try:
         for _ in range(2):  # the launcher decides what a second signal means
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.01)
         assert signals.requested() is signal.SIGTERM and signals.exit_code() == 75
         assert signals.exit_code(signal.SIGINT) == 130, "another rank's request"
-        signals.install()
+        signals.install_handlers()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)

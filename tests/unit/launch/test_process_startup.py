@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import RunError
 from automodel_cli.launch import environment, process_startup
@@ -17,7 +17,7 @@ from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention import kernels as attention_kernels
 from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.attention.ring import Setting
-from automodel_cli.models.attention.varlen_segments import Documents
+from automodel_cli.models.attention.varlen_segments import HostDocuments
 from automodel_cli.rollout.engines.servers.server_process import ServerProcess
 from automodel_cli.rollout.http import Server
 from tests.e2e.command import write_config
@@ -47,7 +47,7 @@ def test_buffers_registered_with_nccl_lie_in_segments_that_do_not_grow(tmp_path:
     path.write_text(without + after.partition("\n")[2].partition("\n")[2])
     for nccl_ub in (False, True):
         options = ("parallelizer=megatron_fsdp", f"parallelizer.nccl_ub={nccl_ub}", "parallelizer.backend=nccl")
-        assert check(compose(path, options)).grows_segments is not nccl_ub
+        assert check_config(compose(path, options)).grows_segments is not nccl_ub
 
 
 LAUNCHED = {
@@ -136,7 +136,7 @@ def test_dense_attention_on_a_device_is_said_once(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_the_warning_of_dense_attention_says_what_is_kept(caplog, dtype, with_sink: bool, softcap) -> None:
-    kernel_selection.choose("dense" if softcap is None else "auto", torch.device("cpu"))
+    kernel_selection.choose_kernel("dense" if softcap is None else "auto", torch.device("cpu"))
     attention_packed._said_dense.clear()
     query, key, value = (torch.randn(1, heads, 512, 16, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
     sink = torch.randn(4, dtype=dtype) if with_sink else None
@@ -152,9 +152,9 @@ def test_the_warning_of_dense_attention_says_what_is_kept(caplog, dtype, with_si
         out, _ = attention_packed.packed_attention(
             torch.nn.Module(), query, key, value, None, softcap=softcap, s_aux=sink, cu_seq_lens_q=cu
         )
-    kernel_selection.choose("auto", torch.device("cpu"))
+    kernel_selection.choose_kernel("auto", torch.device("cpu"))
     setting = Setting(0.25, None, softcap, "dense")
-    said = attention_packed._cost(query, setting, Documents((0, 256, 512)), None)
+    said = attention_packed._cost(query, setting, HostDocuments((0, 256, 512)), None)
     assert out.requires_grad and said == pytest.approx(sum(kept.values()), rel=0.01)
     assert [f"keeps {said / 2**20:.3g} MiB" in record.getMessage() for record in caplog.records] == [True] * (
         softcap is not None

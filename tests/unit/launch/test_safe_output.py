@@ -92,7 +92,7 @@ def test_a_second_hangup_is_no_second_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_request_after_a_hangup_is_the_first_of_its_kind(launched: bool) -> None:
-    signals.install(launched=launched)
+    signals.install_handlers(launched=launched)
     try:
         for signum in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), signum)
@@ -137,5 +137,5 @@ def test_the_streams_come_back() -> None:
     before = (sys.stdout, sys.stderr)
     safe_output.outlive_readers()
     assert sys.stdout is not before[0]
-    safe_output.restore()
+    safe_output.restore_streams()
     assert (sys.stdout, sys.stderr) == before

@@ -179,17 +179,26 @@ def test_a_lost_peer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     gloo = (
         "[/x/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.7]:41677: Connection reset by peer. This is typically"
     )
-    error = peer_failure.lost(RuntimeError(gloo))
+    error = peer_failure.peer_failure_error(RuntimeError(gloo))
     assert isinstance(error, RunError) and error.exit_code == 1
     assert "rank 3 of 8 on gpu07 has lost another rank" in str(error)
     assert "Read error [10.0.0.7]:41677: Connection reset by peer\n" in str(error)
     wrapped = RunError("checkpoint x could not be written")
     wrapped.__cause__ = RuntimeError(gloo)
-    assert "lost another rank" in str(peer_failure.lost(wrapped)) and peer_failure.lost(RunError("disk full")) is None
+    assert (
+        "lost another rank" in str(peer_failure.peer_failure_error(wrapped))
+        and peer_failure.peer_failure_error(RunError("disk full")) is None
+    )
     backend = type("DistBackendError", (RuntimeError,), {})
-    assert peer_failure.lost(backend("NCCL error: ncclRemoteError: A call failed possibly due to a network error"))
-    assert peer_failure.lost(backend("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0")) is None
-    assert peer_failure.lost(RuntimeError("Connection reset by peer")) is None, "of whom? not of a collective"
+    assert peer_failure.peer_failure_error(
+        backend("NCCL error: ncclRemoteError: A call failed possibly due to a network error")
+    )
+    assert (
+        peer_failure.peer_failure_error(backend("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0")) is None
+    )
+    assert peer_failure.peer_failure_error(RuntimeError("Connection reset by peer")) is None, (
+        "of whom? not of a collective"
+    )
 
 
 def test_nodes_that_generate_are_a_second_component(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_document_and_the_prefix_that_it_shares_are_that_document_whole(
     where rows are taken as they lie and where documents are put together."""
     monkeypatch.setattr(segments, "_SHORT_ROW", short_row)
     segments.row_mask.cache_clear()
-    kernel_selection.choose(kernel, CPU)
+    kernel_selection.choose_kernel(kernel, CPU)
     try:
         tensors = leaves() if sinks else leaves()[:3]
         sink = tensors[3] if sinks else None
@@ -72,7 +72,7 @@ def test_a_document_and_the_prefix_that_it_shares_are_that_document_whole(
             key_index=SEEN.index_M,
         )
     finally:
-        kernel_selection.choose("auto", CPU)
+        kernel_selection.choose_kernel("auto", CPU)
     want = whole_documents(tensors, sink, window, cap)
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     torch.testing.assert_close(got.flatten(0, 1), want, rtol=0, atol=tolerance)
@@ -84,7 +84,7 @@ def test_a_document_and_the_prefix_that_it_shares_are_that_document_whole(
 @pytest.mark.parametrize("window", [None, 1, 9])
 def test_the_mask_of_short_rows_shows_each_document_and_its_prefix_through_the_window(window):
     """Token by token, by the definition."""
-    mask_B1TT = segments.row_mask(segments.Documents(BOUNDS, PREFIXES), TOKENS, window, torch.float32, CPU)
+    mask_B1TT = segments.row_mask(segments.HostDocuments(BOUNDS, PREFIXES), TOKENS, window, torch.float32, CPU)
     assert mask_B1TT is not None
     sees = torch.zeros(ROWS, 1, TOKENS, TOKENS, dtype=torch.bool)
     for (start, end), (first, length) in zip(pairwise(BOUNDS), PREFIXES, strict=True):
@@ -96,7 +96,7 @@ def test_the_mask_of_short_rows_shows_each_document_and_its_prefix_through_the_w
 
 
 def test_long_rows_and_prefixes_in_another_row_have_no_mask():
-    long, half = segments.Documents((0, 100, 193)), segments.Documents((0, 40, 80), (NONE, (0, 40)))
+    long, half = segments.HostDocuments((0, 100, 193)), segments.HostDocuments((0, 40, 80), (NONE, (0, 40)))
     assert segments.row_mask(long, 193, None, torch.float32, CPU) is None
     assert segments.row_mask(half, 40, None, torch.float32, CPU) is None
     got, _ = packed_attention(

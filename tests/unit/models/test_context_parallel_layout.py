@@ -16,7 +16,7 @@ from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import ring as ring
 from automodel_cli.models.attention import varlen_segments as segments
-from automodel_cli.models.attention.packed import packed_attention, register
+from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
 from automodel_cli.models.context_parallel_layout import Context
 from automodel_cli.models.lm_head.head import HeadKind
 from automodel_cli.models.model_part import ModelPart
@@ -114,11 +114,11 @@ def test_shared_attention_is_the_definition(how: str, kind: str, window: int | N
 
 
 def test_a_ring_of_flex_attention_is_the_definition():
-    kernel_selection.choose("flex", torch.device("cpu"))
+    kernel_selection.choose_kernel("flex", torch.device("cpu"))
     try:
         _check_shared("ring", "both", 4, 4)
     finally:
-        kernel_selection.choose("auto", torch.device("cpu"))
+        kernel_selection.choose_kernel("auto", torch.device("cpu"))
 
 
 def _check_shared(how: str, kind: str, window: int | None, size: int) -> None:
@@ -236,7 +236,7 @@ def test_models_that_mix_tokens_elsewhere_are_refused(family: str):
 
 def test_a_part_gives_whole_rows_of_log_probs():
     """One rank that holds both chunks: rows of an odd length are padded inside, and nothing of it is seen outside."""
-    register()
+    register_packed_attention()
     model = build_hf("llama")
     model.set_attn_implementation("packed")
     part = ModelPart(model, HeadKind("plain"))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values, verify_export
-from automodel_cli.models.checkpoint_io.export_check import Precision, measure
+from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.model_part import ModelPart
@@ -88,7 +88,7 @@ def test_its_export_is_the_model_that_was_trained(dtype: torch.dtype, tmp_path: 
     export_hf([part], config, None, tmp_path / "out")
     prompts = [token_row(12, 4).tolist()]
     precision = Precision(part.model.dtype, rounds_weights=rounds_weights([part]))
-    found = measure(tmp_path / "out", prompts, trained_values([part], prompts), precision)
+    found = measure_export_error(tmp_path / "out", prompts, trained_values([part], prompts), precision)
     assert found.passed and (found.worst < 1e-5 or dtype == torch.bfloat16)
     assert verify_export(tmp_path / "base", [part], prompts) > 1e-3
     assert torch.equal(part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT, before), (

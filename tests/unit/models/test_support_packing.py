@@ -40,7 +40,7 @@ def _reference(model: PreTrainedModel, weights: Tensor) -> tuple[Tensor, dict[st
 
 @pytest.fixture(autouse=True)
 def _registered():
-    attention_packed.register()
+    attention_packed.register_packed_attention()
 
 
 @pytest.mark.parametrize("path", ["fused", "generic"])

@@ -6,7 +6,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from automodel_cli.models import packing_support
-from automodel_cli.models.attention.packed import register
+from automodel_cli.models.attention.packed import register_packed_attention
 from automodel_cli.models.packing_support import why_not_shared
 from tests.hybrids import HYBRIDS
 from tests.tiny import tiny_config
@@ -14,7 +14,7 @@ from tests.tiny import tiny_config
 
 def test_attention_of_every_kind_shares_a_prefix():
     """Plain; windows and soft caps; windows, sinks and experts; latent attention; tables that depend on the length."""
-    register()
+    register_packed_attention()
     long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     long["original_max_position_embeddings"] = 64
     phi = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}

@@ -16,7 +16,7 @@ from automodel_cli.models.packing_support import probe_packing
 from automodel_cli.models.probes.tiny_model import build_small, shrink
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.reference import logprobs_of, one_process
+from automodel_cli.parity.reference import one_process, reference_logprobs
 
 
 def published(family: str, **fields) -> PretrainedConfig:
@@ -35,7 +35,7 @@ def test_families_whose_head_needed_care_train_like_the_library(family: str):
     got = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     for row, length in enumerate((11, 20)):
         logits_TV = model(input_ids=batch.input_ids_BT[row : row + 1, :length], use_cache=False).logits[0]
-        assert (got[row, :length] - logprobs_of(logits_TV, batch.labels_BT[row, :length])).abs().max() < 1e-5
+        assert (got[row, :length] - reference_logprobs(logits_TV, batch.labels_BT[row, :length])).abs().max() < 1e-5
 
 
 def _library(config: PretrainedConfig):

@@ -11,19 +11,19 @@ from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MixedPrecis
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.config import Fp8Config, LoRAConfig
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.parity.case_selection import choose_rows, pick, small_pipeline
-from automodel_cli.parity.cases import Row
+from automodel_cli.parity.case_selection import choose_cases, pick, small_pipeline
+from automodel_cli.parity.cases import Case
 from automodel_cli.parity.option_cases import with_settings
 from automodel_cli.pipelining.config import PipelineConfig
 
 
-def layouts(rows: list[Row]) -> list[str]:
+def layouts(rows: list[Case]) -> list[str]:
     return [row.layout for row in rows if row.packed]
 
 
-def choose(parallelizer=None, schedule: str | None = None, **sizes: int) -> list[Row]:
+def choose(parallelizer=None, schedule: str | None = None, **sizes: int) -> list[Case]:
     pipeline = PipelineConfig(schedule=schedule) if schedule else None
-    return choose_rows(MeshConfig(**sizes), parallelizer or FSDP2Config(), pipeline, SFT())
+    return choose_cases(MeshConfig(**sizes), parallelizer or FSDP2Config(), pipeline, SFT())
 
 
 def test_one_rank_and_whatever_ranks_there_are():
@@ -107,7 +107,7 @@ def recipe(parallelizer=None, *, lora=None, pipeline=None, attention="packed", d
 
 
 def settings(of, num_layers: int = 30):
-    return with_settings(of, choose_rows(of.mesh, of.parallelizer, of.pipeline, SFT()), num_layers)
+    return with_settings(of, choose_cases(of.mesh, of.parallelizer, of.pipeline, SFT()), num_layers)
 
 
 def test_adapters_are_on_every_row_and_what_has_no_exact_value_is_named():

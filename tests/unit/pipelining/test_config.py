@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import alternatives
@@ -27,7 +27,7 @@ REFUSED = {
 
 def _refusal(words: list[str]) -> ConfigError | None:
     try:
-        check(compose("quickstart", ["mesh.pp_size=2", "mesh.dp_size=1", *RUN, *words]))
+        check_config(compose("quickstart", ["mesh.pp_size=2", "mesh.dp_size=1", *RUN, *words]))
     except ConfigError as error:
         return error
     return None

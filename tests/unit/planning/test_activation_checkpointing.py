@@ -10,14 +10,14 @@ import pytest
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing.apply import apply_activation_checkpointing
 from automodel_cli.distributed.mesh_config import Layout
-from automodel_cli.planning.activation_checkpointing import GIB, MARGIN, choose
-from automodel_cli.planning.plan import Request, make_plan
+from automodel_cli.planning.activation_checkpointing import GIB, MARGIN, choose_activation_checkpointing
+from automodel_cli.planning.plan import PlanRequest, make_plan
 from automodel_cli.planning.reserve import RESERVE_GIB
 from tests.e2e.command import automodel, write_config
 from tests.unit.planning.test_plan import request
 
 
-def _peak(asked: Request, mode: bool | str) -> float:
+def _peak(asked: PlanRequest, mode: bool | str) -> float:
     return make_plan(replace(asked, parallelizer=replace(asked.parallelizer, activation_checkpointing=mode))).heaviest
 
 
@@ -30,16 +30,16 @@ def test_as_little_is_recomputed_as_there_is_room_for():
     none, selective, full = (_peak(asked, mode) for mode in (False, "selective", "full"))
     assert full < selective < none
     for mode, peak in ((False, none), ("selective", selective), ("full", full)):
-        assert choose(asked, _memory_with_room_for(peak) + 1).mode == mode
-    assert choose(asked, _memory_with_room_for(none) - 1024).mode == "selective"
+        assert choose_activation_checkpointing(asked, _memory_with_room_for(peak) + 1).mode == mode
+    assert choose_activation_checkpointing(asked, _memory_with_room_for(none) - 1024).mode == "selective"
 
 
 def test_tokens_of_other_ranks_are_exchanged_again_only_where_nothing_else_has_room():
     asked = request("qwen3_moe", layout=Layout(dp_shard=2, ep=2), pipeline=None, seq_len=256)
-    least = choose(asked, 0.0)
+    least = choose_activation_checkpointing(asked, 0.0)
     assert [mode for mode, _ in least.tried] == [False, "selective", "full", "minimal"]
     assert least.mode == "minimal"
-    dense = choose(request(layout=Layout(), pipeline=None), 0.0)
+    dense = choose_activation_checkpointing(request(layout=Layout(), pipeline=None), 0.0)
     assert dense.mode == "full"
     assert "more than there is" in str(dense)
 
@@ -49,15 +49,20 @@ def test_experts_stay_cast_where_there_is_room_beside_what_is_recomputed():
     kept = replace(asked, parallelizer=replace(asked.parallelizer, keep_cast_experts=True))
     room = _memory_with_room_for(_peak(kept, False))
     assert _peak(kept, False) > _peak(asked, False)
-    assert choose(asked, room + 1).keeps_experts and not choose(asked, room - 1024).keeps_experts
-    assert "with experts cast once a step" in str(choose(asked, room + 1))
+    assert (
+        choose_activation_checkpointing(asked, room + 1).keeps_experts
+        and not choose_activation_checkpointing(asked, room - 1024).keeps_experts
+    )
+    assert "with experts cast once a step" in str(choose_activation_checkpointing(asked, room + 1))
     refused = replace(asked, parallelizer=replace(asked.parallelizer, keep_cast_experts=False))
-    assert choose(refused, room + 1) == replace(choose(refused, room + 1), mode=False, keeps_experts=False)
+    assert choose_activation_checkpointing(refused, room + 1) == replace(
+        choose_activation_checkpointing(refused, room + 1), mode=False, keeps_experts=False
+    )
 
 
 def test_the_choice_says_its_numbers_and_what_was_turned_down():
     asked = request(layout=Layout(), pipeline=None, seq_len=256)
-    choice = choose(asked, _memory_with_room_for(_peak(asked, "selective")) + 1)
+    choice = choose_activation_checkpointing(asked, _memory_with_room_for(_peak(asked, "selective")) + 1)
     assert str(choice) == "selective (planned peak 0 GiB of 0 to be used; none would need 0)"
 
 

@@ -26,8 +26,8 @@ from automodel_cli.pipelining.schedule.schedules import SCHEDULES
 from automodel_cli.planning.activation_memory import trace_activations
 from automodel_cli.planning.layer_costs import read_units
 from automodel_cli.planning.memory import sharded_rows, state_rule
-from automodel_cli.planning.plan import Request, make_plan
-from automodel_cli.planning.report import render, svg
+from automodel_cli.planning.plan import PlanRequest, make_plan
+from automodel_cli.planning.report import render_plan, svg
 from automodel_cli.training.optimizers.nodes import AdamW, Muon, build_optimizer
 from automodel_cli.training.optimizers.param_groups import TrainableParam
 from tests.e2e.command import automodel, write_config
@@ -37,7 +37,7 @@ ROWS, SEQ_LEN, HIDDEN = 2, 24, 64
 FLOAT32 = MixedPrecision(param_dtype="float32")
 
 
-def request(family: str = "llama", *, tied: bool = False, **changes: Any) -> Request:
+def request(family: str = "llama", *, tied: bool = False, **changes: Any) -> PlanRequest:
     model = ModelConfig(config=tiny_fields(family, tie_word_embeddings=tied))
     fields: dict[str, Any] = {
         "model": model,
@@ -49,7 +49,7 @@ def request(family: str = "llama", *, tied: bool = False, **changes: Any) -> Req
         "num_microbatches": 8,
         "seq_len": SEQ_LEN,
     }
-    return Request(**fields | changes)
+    return PlanRequest(**fields | changes)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -84,7 +84,7 @@ def test_stages_hold_the_layers_for_multi_token_prediction_and_what_they_embed_w
         depths = {"holds_depths": row.index == place, "follows_depths": row.index > place}
         stage = cut_stage(part, anatomy, layers=row.layers, **ends, **depths)
         assert row.num_parameters == sum(p.numel() for p in stage.parameters()), row
-    assert "1 MTP layer" in render(plan, memory_gib=80)
+    assert "1 MTP layer" in render_plan(plan, memory_gib=80)
 
 
 def test_memory_of_ddp_is_whole_copies_of_everything() -> None:
@@ -124,7 +124,7 @@ def test_offloaded_shards_are_in_host_memory() -> None:
     for row, memory in zip(plan.stages, plan.memory, strict=True):
         assert memory.optimizer == 0 and memory.parameters == 2 * row.num_parameters
         assert memory.host == (1 + 1 + 2) * row.num_parameters
-    assert "in host memory" in render(plan, memory_gib=1)
+    assert "in host memory" in render_plan(plan, memory_gib=1)
 
 
 def test_frozen_parameters_need_neither_gradients_nor_states() -> None:
@@ -133,7 +133,7 @@ def test_frozen_parameters_need_neither_gradients_nor_states() -> None:
     assert 0 < plan.num_trained < plan.num_parameters / 10
     assert plan.memory[0].gradients == 4 * plan.num_trained
     assert plan.memory[0].optimizer == 8 * plan.num_trained
-    assert f"{plan.num_trained:,} trained" in render(plan, memory_gib=1)
+    assert f"{plan.num_trained:,} trained" in render_plan(plan, memory_gib=1)
 
 
 class Own:
@@ -161,7 +161,7 @@ def test_a_frozen_model_is_counted_where_its_shards_are(layout: Layout) -> None:
     assert sum(memory.frozen for memory in plan.memory) == 2 * whole / 2
     for old, new in zip(before.memory, plan.memory, strict=True):
         assert new.total == old.total + new.frozen and new.frozen > 0
-    assert " frozen " in render(plan, memory_gib=80) and " frozen " not in render(before, memory_gib=80)
+    assert " frozen " in render_plan(plan, memory_gib=80) and " frozen " not in render_plan(before, memory_gib=80)
     assert not any(memory.frozen for memory in offloaded.memory)
 
 
@@ -256,7 +256,7 @@ def test_every_schedule_is_compared_and_refusals_say_the_rule() -> None:
     own = next(row for row, _ in plan.comparison if row.schedule.name == "1F1B")
     assert own.timeline is not None and plan.timeline is not None
     assert own.timeline.makespan == plan.timeline.makespan
-    text = render(plan, memory_gib=80)
+    text = render_plan(plan, memory_gib=80)
     assert (
         "DualPipeV                        2 refused: DualPipeV needs at least 2 * pp_size microbatches: 3 < 4" in text
     )
@@ -271,23 +271,25 @@ def test_uneven_costs_are_seen_and_a_better_cut_named() -> None:
     assert units.after.cost == (4000 + 1) * HIDDEN and units.before.cost == 0
     assert plan.timeline is not None and plan.balanced is not None
     assert plan.balanced.makespan < plan.timeline.makespan
-    assert "pipeline.balance=cost" in render(plan, memory_gib=80)
+    assert "pipeline.balance=cost" in render_plan(plan, memory_gib=80)
 
 
 def test_what_no_tensor_holds_is_set_aside_before_a_plan_fits() -> None:
     """On a GPU with 5 GiB more than the heaviest one needs, one row more a microbatch has no room; with 4, none has."""
     plan = make_plan(request())
     needed = plan.heaviest / 2**30
-    assert "\nfits: " in render(plan, memory_gib=needed + 5) and "so does" not in render(plan, memory_gib=needed + 5)
-    tight = render(plan, memory_gib=needed + 4)
+    assert "\nfits: " in render_plan(plan, memory_gib=needed + 5) and "so does" not in render_plan(
+        plan, memory_gib=needed + 5
+    )
+    tight = render_plan(plan, memory_gib=needed + 4)
     assert "does not fit: " in tight and "not even one row a microbatch does" in tight
     more = max(memory.activations for memory in plan.memory) / plan.request.rows / 2**30
-    assert "so does up to microbatch_size=" in render(plan, memory_gib=needed + 1.01 * more + 5)
+    assert "so does up to microbatch_size=" in render_plan(plan, memory_gib=needed + 1.01 * more + 5)
 
 
 def test_layout_table_and_pictures() -> None:
     plan = make_plan(request(pipeline=PipelineConfig(schedule="interleaved_1f1b", layout="Et||ttt|L")))
-    text = render(plan, memory_gib=80)
+    text = render_plan(plan, memory_gib=80)
     assert "layout Et||ttt|L" in text and "nothing: passes on" in text
     assert "rank 1" in text and "Interleaved1F1B: idle" in text
     drawing = ElementTree.fromstring(svg(plan))

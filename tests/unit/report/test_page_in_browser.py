@@ -14,7 +14,7 @@ import pytest
 from automodel_cli.pipelining.schedule.programs import build_program
 from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 from automodel_cli.pipelining.timeline.svg import draw_svg
-from automodel_cli.report.html_page import Dataset, Evaluation, ShownRun, ShownSample, page_html
+from automodel_cli.report.html_page import Dataset, ShownRun, ShownSample, TaskScore, page_html
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LONG = "x" * 300
@@ -42,7 +42,7 @@ def shown(name: str, factor: float) -> ShownRun:
         data=[Dataset("x", f"9 documents of {LONG}", [0, 5, 10], [3, 6], 0.5, 0.9)],
         layout={"pp": 4, "dp_shard": 8, "tp": 8, "ep": 8},
         schedule=draw_svg(simulate(program, even_costs(program)), title="1F1B"),
-        evaluations=[Evaluation(LONG, "after", "0.71", "0.6 to 0.8", LONG)],
+        evaluations=[TaskScore(LONG, "after", "0.71", "0.6 to 0.8", LONG)],
     )
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.trust import Trust
 from automodel_cli.data.batch import IGNORE_INDEX, Batch, one_document
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.rollout.rewards.base import Judged
+from automodel_cli.rollout.rewards.base import RewardInput
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 
@@ -109,8 +109,8 @@ def test_own_reward_environment_and_dataset() -> None:
     from own_environment import SayMore
     from own_reward import Vowels
 
-    assert Vowels().score(Judged("s", "A bee!", {})) == pytest.approx(3 / 4)
-    assert Vowels().score(Judged("s", "12", {})) == 0.0
+    assert Vowels().score(RewardInput("s", "A bee!", {})) == pytest.approx(3 / 4)
+    assert Vowels().score(RewardInput("s", "12", {})) == 0.0
     first = SayMore().step([{"role": "assistant", "content": "x"}], {}, None)
     assert first.reward == 1.0 and not first.done and first.observations[0]["content"] == "And?"
     assert SayMore().step([{"role": "assistant", "content": "x"}], {}, first.state).done
@@ -126,7 +126,7 @@ def test_own_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = "_target_: automodel_cli.rollout.environments.functions.FunctionTools, show_tools: false"
     function = "letters: {_target_: own_tools.letters, _partial_: true}"
     override = f"rollout.environment={{{node}, functions: {{{function}}}}}"
-    recipe = check(compose("quickstart_grpo", [override]), Trust(packages=("own_tools",)))
+    recipe = check_config(compose("quickstart_grpo", [override]), Trust(packages=("own_tools",)))
     tools = recipe.rollout.environment
     described = tools.definitions()[0]["function"]
     assert described["name"] == "letters" and described["description"] == "Spells a word."

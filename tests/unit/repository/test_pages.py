@@ -33,7 +33,7 @@ def wrong(line: str) -> list[str]:
             before in ("-c", "--conf")
             and word.islower()
             and not word.endswith(".yaml")
-            and word not in bundled_recipes.names()
+            and word not in bundled_recipes.recipe_names()
         ):
             bad.append(f"no recipe {word}")
         key = re.fullmatch(r"\+{0,2}([a-z_]\w*(?:\.\w+)*)=.*", word, re.S)

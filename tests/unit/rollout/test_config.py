@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 
@@ -26,27 +26,27 @@ GKD = [*BASE, "objective=gkd", "teacher.pretrained=org/teacher"]
     ids=lambda overrides: " ".join(overrides[2:]),
 )
 def test_what_the_objective_does_not_read_is_refused(overrides):
-    check(compose("grpo", overrides[:-1]))
+    check_config(compose("grpo", overrides[:-1]))
     with pytest.raises(ConfigError, match=overrides[-1].split("={")[0]):
-        check(compose("grpo", overrides))
+        check_config(compose("grpo", overrides))
 
 
 def test_what_it_reads_is_not():
-    check(compose("grpo", [*GKD, "rollout.dynamic_sampling={max_batches: 2}", "rollout.overlong.filter=true"]))
-    check(compose("grpo", [*BASE, "objective=best_of_n", "rollout.overlong.factor=0.5"]))
+    check_config(compose("grpo", [*GKD, "rollout.dynamic_sampling={max_batches: 2}", "rollout.overlong.filter=true"]))
+    check_config(compose("grpo", [*BASE, "objective=best_of_n", "rollout.overlong.factor=0.5"]))
 
 
 def test_groups_that_no_reward_tells_apart_are_refused_before_a_run_that_never_trains():
     distil = [*BASE, "teacher.pretrained=org/teacher", "objective.kl_in=reward", "objective.kl_coef=1.0"]
-    check(compose("grpo", distil))  # the default reward tells them apart
+    check_config(compose("grpo", distil))  # the default reward tells them apart
     with pytest.raises(ConfigError, match="no reward tells the responses of a group apart") as error:
-        check(compose("grpo", [*distil, "rewards=none"]))
+        check_config(compose("grpo", [*distil, "rewards=none"]))
     assert error.value.fix is not None
-    check(compose("grpo", [*distil, "rewards=none", *error.value.fix.split()]))
+    check_config(compose("grpo", [*distil, "rewards=none", *error.value.fix.split()]))
 
 
 def test_rewards_that_all_weigh_nothing_are_refused_at_check():
     with pytest.raises(ConfigError, match="every reward has weight 0") as error:
-        check(compose("grpo", [*BASE, "rewards.exact.weight=0"]))
+        check_config(compose("grpo", [*BASE, "rewards.exact.weight=0"]))
     assert error.value.fix == "rewards.exact.weight=1.0"
-    check(compose("grpo", [*GKD, "rewards.exact.weight=0"]))  # measured, and a teacher says what is good
+    check_config(compose("grpo", [*GKD, "rewards.exact.weight=0"]))  # measured, and a teacher says what is good

@@ -12,7 +12,7 @@ import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS
 from automodel_cli.data.preparation.prompts import Prompt
-from automodel_cli.rollout.samples import RowPlan, Update, plan_updates
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, pack_minibatches
 from automodel_cli.rollout.types import Sample, Score
 
 
@@ -29,12 +29,12 @@ def group(place: int, prompt: int, responses: Sequence[int]) -> list[Sample]:
 
 def update_of(samples: Sequence[Sample], seq_len: int, units: Sequence[tuple[int, ...]] | None = None, **options):
     units = units or [(number,) for number in range(len(samples))]
-    plan = RowPlan(seq_len, True, 1, microbatch_size=1, pad_id=9, **{"share_prompts": True, **options})
-    (update,) = plan_updates(samples, units, 1, plan, dp_rank=0, dp_size=1)
+    plan = PackingConfig(seq_len, True, 1, microbatch_size=1, pad_id=9, **{"share_prompts": True, **options})
+    (update,) = pack_minibatches(samples, units, 1, plan, dp_rank=0, dp_size=1)
     return update
 
 
-def documents_read(update: Update) -> Counter[tuple[int, ...]]:
+def documents_read(update: Minibatch) -> Counter[tuple[int, ...]]:
     """Every document that has a label, as its last token sees it, and that its positions count it through."""
     found: Counter[tuple[int, ...]] = Counter()
     for batch in update.batches:

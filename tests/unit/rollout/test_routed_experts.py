@@ -22,7 +22,7 @@ from automodel_cli.models.attention.packed import packed_attention
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.moe.router_hooks import Routing, install_routing, mark_selections, selectors_of
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.collection.queue_checkpoint import packed, unpacked
+from automodel_cli.rollout.collection.queue_checkpoint import pack_samples, unpacked
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.config_checks import check_routing_engine
 from automodel_cli.rollout.engines.config import VLLMConfig
@@ -35,15 +35,15 @@ from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
 from automodel_cli.rollout.routed_experts import (
-    compact,
+    compact_indices,
     experts_told,
     first_known,
     from_int32,
     from_text,
-    joined,
+    join_layers,
     to_text,
 )
-from automodel_cli.rollout.samples import RowPlan, plan_updates
+from automodel_cli.rollout.samples import PackingConfig, pack_minibatches
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
 from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests import tiny
@@ -126,13 +126,13 @@ def test_what_is_kept_of_a_token_is_the_choice_when_it_was_read_first():
 def test_stages_of_a_pipeline_are_joined_in_the_order_of_layers():
     even, odd = np.full((3, 2, 2), 4, np.int16), np.full((3, 1, 2), 7, np.int16)
     nothing = np.zeros((3, 0, 0), np.int16)
-    found = joined([((0, 2), even), ((1,), odd), ((), nothing)])
+    found = join_layers([((0, 2), even), ((1,), odd), ((), nothing)])
     assert found.shape == (3, 3, 2) and found[:, :, 0].tolist() == [[4, 7, 4]] * 3
 
 
 def test_a_byte_holds_an_expert_where_there_are_few():
-    assert compact(np.array([[[0, 255]]])).dtype == np.uint8
-    assert compact(np.array([[[0, 256]]])).dtype == compact(np.array([[[0, -1]]])).dtype == np.int16
+    assert compact_indices(np.array([[[0, 255]]])).dtype == np.uint8
+    assert compact_indices(np.array([[[0, 256]]])).dtype == compact_indices(np.array([[[0, -1]]])).dtype == np.int16
     wide = np.array([[[3, 511]]], np.int16)
     assert np.array_equal(from_text(to_text(wide)), wide)
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_keeps_the_experts_of_samples_that_wait():
         (3, 0): Completion([4, 5], [-0.5, -1.0], "stop", 2, routed_experts=chosen),
         (3, 1): Completion([4], [-0.5], "length", 2),
     }
-    found = unpacked(json.loads(json.dumps(packed(waiting))))
+    found = unpacked(json.loads(json.dumps(pack_samples(waiting))))
     assert found == waiting and found[3, 1].routed_experts is None
     assert np.array_equal(found[3, 0].routed_experts, chosen) and found[3, 0].routed_experts.dtype == np.uint8
 
@@ -156,8 +156,8 @@ def test_a_row_holds_the_experts_of_its_samples_and_nothing_elsewhere():
         Sample(0, 0, prompts[0], tokens=[21, 22], logprobs=[-1.0, -1.0], routed_experts=chosen, **known),
         Sample(1, 0, prompts[1], tokens=[23], logprobs=[-1.0], **known),
     ]
-    plan = RowPlan(seq_len=10, packed=True, pad_multiple=1, microbatch_size=1, pad_id=0)
-    (update,) = plan_updates(samples, [(0,), (1,)], 1, plan, dp_rank=0, dp_size=1)
+    plan = PackingConfig(seq_len=10, packed=True, pad_multiple=1, microbatch_size=1, pad_id=0)
+    (update,) = pack_minibatches(samples, [(0,), (1,)], 1, plan, dp_rank=0, dp_size=1)
     (batch,) = update.batches
     column_TC = batch.extra[ROUTED_EXPERTS][0]
     (start,) = (first - 2 for _, first, number in update.spread[0] if number == 0)
@@ -165,7 +165,7 @@ def test_a_row_holds_the_experts_of_its_samples_and_nothing_elsewhere():
     assert torch.equal(column_TC[start : start + 4], torch.from_numpy(chosen.astype(np.int16)).flatten(1))
     assert (column_TC >= 0).all(1).sum() == 4  # not the sample's last token, the other sample, or padding
     bare = [Sample(1, 0, prompts[1], tokens=[23], logprobs=[-1.0], **known)]
-    (update,) = plan_updates(bare, [(0,)], 1, plan, dp_rank=0, dp_size=1)
+    (update,) = pack_minibatches(bare, [(0,)], 1, plan, dp_rank=0, dp_size=1)
     assert ROUTED_EXPERTS not in update.batches[0].extra
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.trust import Trust
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.run.base_model_fingerprint import begun_from, other_weights
+from automodel_cli.run.base_model_fingerprint import base_model_fingerprint, check_base_model_unchanged
 from tests import tiny
 
 
 def _of(folder: Path) -> dict[str, str] | None:
-    return begun_from(ModelConfig(pretrained=str(folder)))
+    return base_model_fingerprint(ModelConfig(pretrained=str(folder)))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_fingerprint_is_of_the_weights_alone(folders: tuple[Path, Path], one_r
     assert before is not None and before["named"] == f"model.pretrained={mine}"
     assert _of(moved) == before | {"named": f"model.pretrained={moved}"}
     assert _of(other)["fingerprint"] != before["fingerprint"]
-    assert begun_from(ModelConfig(config={"model_type": "llama"})) is None
+    assert base_model_fingerprint(ModelConfig(config={"model_type": "llama"})) is None
 
 
 LORA, PLAIN = ("quickstart", "model.lora={rank: 4}"), ("quickstart",)
@@ -56,13 +56,13 @@ DPO, SIMPO = ("quickstart_dpo",), ("quickstart_dpo", "objective=simpo")
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_others_are_refused_where_they_would_be_read(words: tuple[str, ...], read: str | None) -> None:
-    recipe = check(compose(words[0], words[1:]), Trust())
+    recipe = check_config(compose(words[0], words[1:]), Trust())
     mine, theirs = ({"named": f"model.pretrained={name}", "fingerprint": name} for name in ("mine", "theirs"))
-    assert other_weights(recipe, mine, mine | {"named": "a link"}) is None
-    assert other_weights(recipe, None, theirs) is other_weights(recipe, mine, None) is None
+    assert check_base_model_unchanged(recipe, mine, mine | {"named": "a link"}) is None
+    assert check_base_model_unchanged(recipe, None, theirs) is check_base_model_unchanged(recipe, mine, None) is None
     if read is None:
-        assert "reads none of these" in (other_weights(recipe, mine, theirs) or "")
+        assert "reads none of these" in (check_base_model_unchanged(recipe, mine, theirs) or "")
         return
     with pytest.raises(RunError, match=f"its {read}") as caught:
-        other_weights(recipe, mine, theirs)
+        check_base_model_unchanged(recipe, mine, theirs)
     assert caught.value.fix == "model.pretrained=theirs"

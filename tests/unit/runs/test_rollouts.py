@@ -9,7 +9,7 @@ import pytest
 
 from automodel_cli.cli.main import run as command_line
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.runs.rollouts import Wanted, select
+from automodel_cli.runs.rollouts import RolloutFilter, select
 
 
 def sample(step: int, reward: float, prompt: str = "2 + 2?", completion: str = "4", **more: object) -> dict:
@@ -45,30 +45,30 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("wanted", "steps"),
     [
-        (Wanted(), [3, 2, 1, 1]),
-        (Wanted(steps=(2, None)), [3, 2]),
-        (Wanted(steps=(1, 2)), [2, 1, 1]),
-        (Wanted(least=0.5, most=0.5), [2]),
-        (Wanted(prompt="day"), [2]),
-        (Wanted(completion="monday"), [3, 2]),  # what the environment said counts
-        (Wanted(trained=True), [3, 2, 1]),
+        (RolloutFilter(), [3, 2, 1, 1]),
+        (RolloutFilter(steps=(2, None)), [3, 2]),
+        (RolloutFilter(steps=(1, 2)), [2, 1, 1]),
+        (RolloutFilter(least=0.5, most=0.5), [2]),
+        (RolloutFilter(prompt="day"), [2]),
+        (RolloutFilter(completion="monday"), [3, 2]),  # what the environment said counts
+        (RolloutFilter(trained=True), [3, 2, 1]),
     ],
 )
-def test_samples_are_chosen(folder: Path, wanted: Wanted, steps: list[int]) -> None:
+def test_samples_are_chosen(folder: Path, wanted: RolloutFilter, steps: list[int]) -> None:
     rows, total = select(folder, wanted, 10, "newest")
     assert [row["step"] for row in rows] == steps and total == len(steps)
 
 
 def test_order_and_number(folder: Path) -> None:
-    best, total = select(folder, Wanted(), 2, "best")
+    best, total = select(folder, RolloutFilter(), 2, "best")
     assert [(row["step"], row["reward"]) for row in best] == [(3, 1.0), (1, 1.0)] and total == 4
-    (worst,), _ = select(folder, Wanted(), 1, "worst")
+    (worst,), _ = select(folder, RolloutFilter(), 1, "worst")
     assert worst["completion"] == "5"
 
 
 def test_a_run_without_samples_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no rollouts\.jsonl"):
-        select(tmp_path, Wanted(), 1, "newest")
+        select(tmp_path, RolloutFilter(), 1, "newest")
 
 
 def test_what_a_model_said_does_not_reach_the_terminal_as_a_command(

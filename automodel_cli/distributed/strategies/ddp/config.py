@@ -8,7 +8,7 @@ from typing import ClassVar
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.strategies.base import (
     BuiltInStrategy,
-    Storage,
+    MemoryTraits,
 )
 
 
@@ -45,6 +45,6 @@ class DDPConfig(BuiltInStrategy):
                 fix="parallelizer.bucket_cap_mb=25",
             )
 
-    def storage(self) -> Storage:
+    def storage(self) -> MemoryTraits:
         """The wrapper's buckets are a second copy of the gradients, unless these live in the buckets."""
-        return Storage(gradient_copies=1 if self.gradient_as_bucket_view else 2)
+        return MemoryTraits(gradient_copies=1 if self.gradient_as_bucket_view else 2)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layer_wrapping import materialize, prepare_layers
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.sharded_module import Sharded, register
+from automodel_cli.distributed.sharded_module import Sharded, register_handle
 from automodel_cli.distributed.strategies.ddp.config import DDPConfig
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> nn.Module
         bucket_cap_mb=config.bucket_cap_mb,
     )
     wrapped.register_comm_hook(wrapped.process_group, _all_reduce_sum)
-    register(DDPSharded(part, wrapped), part, wrapped)
+    register_handle(DDPSharded(part, wrapped), part, wrapped)
     logger.info("ddp: %d layers on each of %d ranks", len(layers), mesh.dp_size)
     return wrapped
 

@@ -13,7 +13,7 @@ from automodel_cli.distributed.compile_modes import AUTO
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import (
     BuiltInStrategy,
-    Storage,
+    MemoryTraits,
     check_choice,
     check_dtype,
     check_tp_plan,
@@ -226,9 +226,9 @@ class FSDP2Config(BuiltInStrategy):
             self.expert_dispatch,
         )
 
-    def storage(self) -> Storage:
+    def storage(self) -> MemoryTraits:
         policy = self.build_mp_policy()
-        return Storage(
+        return MemoryTraits(
             frozenset({"parameters", "gradients", "optimizer"}),
             compute_dtype=policy.param_dtype,
             reduce_dtype=policy.reduce_dtype or policy.param_dtype,

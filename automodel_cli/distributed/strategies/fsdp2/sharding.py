@@ -18,11 +18,11 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layer_wrapping import prepare_layers
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
 from automodel_cli.distributed.mesh_config import AXES
-from automodel_cli.distributed.sharded_module import Sharded, register
+from automodel_cli.distributed.sharded_module import Sharded, register_handle
 from automodel_cli.distributed.strategies.fsdp2 import torch_compat
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
-from automodel_cli.distributed.wgrad_fusion.linear import whole_backward
+from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class FSDP2Sharded(Sharded):
         """`kept` stay gathered from their first use to the end of the last microbatch."""
         super().__init__(part)
         self._every_microbatch, self._kept = every_microbatch, kept
-        self._alone = alone(part)
+        self._alone = unsharded_units(part)
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
@@ -46,7 +46,7 @@ class FSDP2Sharded(Sharded):
         for unit in self._kept:
             unit.set_reshard_after_backward(is_last, recurse=False)
         try:
-            with whole_backward():
+            with single_backward():
                 yield
         finally:
             module.set_requires_gradient_sync(True)
@@ -68,7 +68,7 @@ class FSDP2Sharded(Sharded):
 
 def fsdp2_parallelize(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> nn.Module:
     """Shard a part by the node's options, on the meshes of the run. Returns `part`."""
-    if changes_nothing(part, mesh, config):
+    if is_noop(part, mesh, config):
         prepare_layers(part, config, mesh.device.type)
         return part
     return fsdp2_strategy_parallelize(
@@ -83,7 +83,7 @@ def fsdp2_parallelize(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> nn.Mo
     )
 
 
-def changes_nothing(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> bool:
+def is_noop(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> bool:
     """Whether FSDP2 would only cost time (a fifth of a step of a small model): one rank, which has nothing to shard,
     and a policy that casts nothing."""
     policy, stored = config.build_mp_policy(), {param.dtype for param in part.parameters()}
@@ -97,7 +97,7 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
-def alone(module: nn.Module) -> list[FSDPModule]:
+def unsharded_units(module: nn.Module) -> list[FSDPModule]:
     """The units whose parameters one rank has for itself, as experts often are: nothing is there to be summed, so
     reducing their gradients before the last microbatch would copy them and free nothing."""
     return [unit for unit in fsdp_modules(module) if unit in _alone]
@@ -117,7 +117,7 @@ def reduce_in_backward(root: FSDPModule, alone: Sequence[FSDPModule], *, is_last
 def sum_gradients(module: nn.Module) -> None:
     """Make FSDP2 sum gradients over ranks instead of averaging them, and not at all on one rank. Call once, after
     wrapping."""
-    by_itself = alone(module)
+    by_itself = unsharded_units(module)
     for submodule in fsdp_modules(module):
         if submodule in by_itself:
             torch_compat.copy_once(submodule)
@@ -128,19 +128,19 @@ def sum_gradients(module: nn.Module) -> None:
         submodule.set_force_sum_reduction_for_comms(True)
 
 
-def add_in_products(module: nn.Module) -> None:
+def enable_wgrad_fusion(module: nn.Module) -> None:
     """Let linear layers and experts add gradients of their weights to the sum over microbatches as they make them."""
     from automodel_cli.distributed.expert_parallel.apply import is_experts
 
-    of_owners: dict[nn.Module, dict[str, wgrad_fusion_linear.WeightSum]] = {}
+    of_owners: dict[nn.Module, dict[str, wgrad_fusion_linear.MainGrad]] = {}
     for unit in fsdp_modules(module):
         for owner, name, weight_sum in torch_compat.weight_sums(unit):
             of_owners.setdefault(owner, {})[name] = weight_sum
     for owner, sums in of_owners.items():
         if type(owner) is nn.Linear:
-            wgrad_fusion_linear.convert(owner, sums.get("weight"))
+            wgrad_fusion_linear.fuse_wgrad(owner, sums.get("weight"))
         elif is_experts(owner):
-            wgrad_fusion_linear.take_sums(owner, sums)
+            wgrad_fusion_linear.set_main_grad(owner, sums)
 
 
 def fsdp2_strategy_parallelize(
@@ -198,8 +198,8 @@ def fsdp2_strategy_parallelize(
         _alone.update(unit for unit in (*layers, model) if isinstance(unit, FSDPModule))
     sum_gradients(model)
     if config.adds_in_products:
-        add_in_products(model)
-    register(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch, kept=kept), model)
+        enable_wgrad_fusion(model)
+    register_handle(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch, kept=kept), model)
     if config.enable_fsdp2_prefetch:
         chain_prefetch(model, layers, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
     logger.info("fsdp2: %d layers over %s ranks, %s", len(layers), tuple(mesh.shape), policy)

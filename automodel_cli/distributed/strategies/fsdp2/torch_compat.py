@@ -76,7 +76,7 @@ def weight_sums(unit: FSDPModule) -> Iterator[tuple[nn.Module, str, UnreducedSum
 
 
 class UnreducedSum:
-    """What FSDP2 sums the gradients of one parameter over microbatches in, in the reduce dtype: a `WeightSum`."""
+    """What FSDP2 sums the gradients of one parameter over microbatches in, in the reduce dtype: a `MainGrad`."""
 
     def __init__(self, group: Any, param: FSDPParam):
         self._group, self._param = group, param

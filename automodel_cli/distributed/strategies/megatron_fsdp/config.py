@@ -9,7 +9,12 @@ from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.distributed.strategies.base import BuiltInStrategy, Storage, check_tp_plan, refuse_idle_tp_options
+from automodel_cli.distributed.strategies.base import (
+    BuiltInStrategy,
+    MemoryTraits,
+    check_tp_plan,
+    refuse_idle_tp_options,
+)
 
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -124,9 +129,9 @@ class MegatronFSDPConfig(BuiltInStrategy):
     def axis_options(self) -> AxisOptions:
         return AxisOptions(self.tp_plan)
 
-    def storage(self) -> Storage:
+    def storage(self) -> MemoryTraits:
         shards = ("optimizer", "gradients", "parameters")[: ZERO_STRATEGIES.index(zero_strategy(self.zero_dp_strategy))]
-        return Storage(frozenset(shards), defers="gradients" not in shards)
+        return MemoryTraits(frozenset(shards), defers="gradients" not in shards)
 
     def to_dict(self) -> dict[str, Any]:
         """Field -> value, without `tp_plan`: the documented node takes it at construction only."""

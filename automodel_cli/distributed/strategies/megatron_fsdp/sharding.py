@@ -33,7 +33,7 @@ from automodel_cli.distributed.import_classes import import_classes_from_paths
 from automodel_cli.distributed.layer_wrapping import materialize, prepare_layers
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
 from automodel_cli.distributed.mesh_config import AXES
-from automodel_cli.distributed.sharded_module import Sharded, follow_optimizer, register
+from automodel_cli.distributed.sharded_module import Sharded, follow_optimizer, register_handle
 from automodel_cli.distributed.strategies.megatron_fsdp import compat
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig, zero_strategy
 
@@ -51,7 +51,7 @@ class MegatronPart(nn.Module):
         self.wrapped = wrapped
         compat.state_chunks(wrapped)
         compat.align_gradients(wrapped)
-        register(MegatronSharded(self), self.part, self)
+        register_handle(MegatronSharded(self), self.part, self)
 
     @property
     def part(self) -> nn.Module:

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.document_masking.recurrent_layers import StateLayer
 from automodel_cli.pipelining.torch_runtime.torch_compat import forwards_of_gathered, fsdp_roots
-from automodel_cli.rollout.engines.sampler.sampling import choose, shaping_of
+from automodel_cli.rollout.engines.sampler.sampling import sample_tokens, shaping_of
 from automodel_cli.rollout.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class DecodeGraphs:
         return self._replays[bucket]()
 
     def _step(self, inputs_B3: Tensor, longest: int) -> Tensor:
-        tokens_B, logprobs_B = choose(self._logits(inputs_B3, longest), self._params, inputs_B3[:, 2])
+        tokens_B, logprobs_B = sample_tokens(self._logits(inputs_B3, longest), self._params, inputs_B3[:, 2])
         return torch.stack([tokens_B.double(), logprobs_B.double()])
 
     def _compare(self, drawn_2R: Tensor, bucket: tuple[int, int], longest: int) -> None:

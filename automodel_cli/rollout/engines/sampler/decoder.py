@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.probes import token_mixing
 from automodel_cli.rollout.engines.sampler.kv_cache import NAME
-from automodel_cli.rollout.routed_experts import joined
+from automodel_cli.rollout.routed_experts import join_layers
 
 
 class Part(Protocol):
@@ -144,7 +144,7 @@ class Decoder:
         if self.pp_group is not None:
             everywhere = everywhere * dist.get_world_size(self.pp_group)
             dist.all_gather_object(everywhere, everywhere[0], group=self.pp_group)
-        return {index: joined([(numbers, found[index]) for numbers, found in everywhere]) for index in mine}
+        return {index: join_layers([(numbers, found[index]) for numbers, found in everywhere]) for index in mine}
 
     def anyone(self, busy: bool) -> bool:
         """Whether a rank in lock-step with this one still has work. Collective over `lockstep_group`."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models.document_masking.recurrent_layers import Documents
+from automodel_cli.models.document_masking.recurrent_layers import DocumentBounds
 from automodel_cli.rollout.engines.sampler.kv_cache import Decode, Prefill
 
 NewCache = Callable[[], Any]
@@ -37,7 +37,7 @@ class StateSlots:
         self._states: dict[nn.Module, dict[_Path, Tensor]] = {}
         self._decoding: Any = None  # the cache of decoding steps: that of the first prompts, which knows it is filled
         self._forward: Prefill | Decode | None = None
-        self._documents: Documents | None = None
+        self._documents: DocumentBounds | None = None
         self._batches: list[list[int]] = []
         self._caches: list[Any] = []
 
@@ -78,7 +78,7 @@ class StateSlots:
         self, layer: nn.Module, forward: Callable[..., Any], name: str, keywords: dict[str, Any], of: Prefill
     ) -> Any:
         if self._documents is None:
-            self._documents, self._batches = Documents.equally_long(of.lengths, of.cu_seqlens.device)
+            self._documents, self._batches = DocumentBounds.equally_long(of.lengths, of.cu_seqlens.device)
             self._caches = [self._new_cache() for _ in self._batches]
             if self._decoding is None:
                 self._decoding = self._caches[0]

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.expert_parallel.router_replay import Recorder, choosing
+from automodel_cli.distributed.expert_parallel.router_replay import RouterRecorder, choosing
 from automodel_cli.rollout.engines.base import Capabilities, resolve_seeds
 from automodel_cli.rollout.engines.sampler.cuda_graphs import Capture, DecodeGraphs, GraphsFailed
 from automodel_cli.rollout.engines.sampler.decoder import Decoder
 from automodel_cli.rollout.engines.sampler.kv_cache import Decode, KVCache, Prefill, WholeAttention
 from automodel_cli.rollout.engines.sampler.recurrent_cache import StateSlots
-from automodel_cli.rollout.engines.sampler.sampling import choose, streams
+from automodel_cli.rollout.engines.sampler.sampling import sample_tokens, streams
 from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams, WeightStream
 
 _logger = logging.getLogger(__name__)
@@ -288,7 +288,7 @@ class Sampler:
         params: SamplingParams,
     ) -> Tensor | None:
         """`logits_SV` on the rank that draws."""
-        recorder = Recorder() if params.routing else None
+        recorder = RouterRecorder() if params.routing else None
         with self._cache.during(forward), self._states.during(forward), choosing(recorder):
             logits_SV = self.decoder.logits(input_ids_BT, position_ids_BT, wanted_S)
         if recorder is not None and sequences:
@@ -304,7 +304,7 @@ class Sampler:
         drawn_2S = None
         if logits_SV is not None:
             uniform_S = torch.tensor([s.uniform for s in sequences], dtype=torch.float64, device=self.decoder.device)
-            tokens_S, logprobs_S = choose(logits_SV, params, uniform_S)
+            tokens_S, logprobs_S = sample_tokens(logits_SV, params, uniform_S)
             drawn_2S = torch.stack([tokens_S.double(), logprobs_S.double()])
         self._take(drawn_2S, sequences)
 

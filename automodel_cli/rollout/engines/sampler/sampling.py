@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 
 if TYPE_CHECKING:
     from automodel_cli.rollout.types import SamplingParams
 
 
-def shaping_of(params: SamplingParams) -> Shaping:
+def shaping_of(params: SamplingParams) -> SamplingTransform:
     """What drawing with `params` does to logits. Greedy decoding reports the plain softmax."""
-    return Shaping() if params.greedy else Shaping(params.temperature, params.top_k, params.top_p)
+    return SamplingTransform() if params.greedy else SamplingTransform(params.temperature, params.top_k, params.top_p)
 
 
 def draw(logprobs_SV: Tensor, uniform_S: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def draw(logprobs_SV: Tensor, uniform_S: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_SV, target_S1, right=True)[:, 0].clamp(max=logprobs_SV.shape[-1] - 1)
 
 
-def choose(logits_SV: Tensor, params: SamplingParams, uniform_S: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits_SV: Tensor, params: SamplingParams, uniform_S: Tensor) -> tuple[Tensor, Tensor]:
     """`(tokens_S, logprobs_S)`: the next tokens, and their fp32 log-probs under the distribution drawn from."""
     logprobs_SV = shaping_of(params)(logits_SV).log_softmax(-1)
     tokens_S = logprobs_SV.argmax(-1) if params.greedy else draw(logprobs_SV, uniform_S)

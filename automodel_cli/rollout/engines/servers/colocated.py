@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from automodel_cli.rollout.engines.base import Engine
-from automodel_cli.rollout.engines.live_update import LiveWeights
+from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
 _AWAKE = frozenset({"weights", "kv_cache"})
@@ -25,7 +25,7 @@ class SharedGPUs:
     A server that does not answer to that ends the run: nobody would know whether it holds memory that training needs.
     """
 
-    def __init__(self, engine: Engine, servers: Sequence[LiveWeights]):
+    def __init__(self, engine: Engine, servers: Sequence[WeightUpdateMixin]):
         self._engine, self._servers = engine, servers
         self.capabilities, self.weight_version = engine.capabilities, 0
         self._awake, self._has_weights = _AWAKE, True
@@ -67,6 +67,6 @@ class SharedGPUs:
             self._each(lambda server: server.wake(what))
             self._awake |= {what}
 
-    def _each(self, ask: Callable[[LiveWeights], None]) -> None:
+    def _each(self, ask: Callable[[WeightUpdateMixin], None]) -> None:
         with ThreadPoolExecutor(len(self._servers)) as threads:
             list(threads.map(ask, self._servers))

@@ -19,7 +19,7 @@ T = TypeVar("T")
 _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
-class ServedEngine(ABC):
+class HTTPEngine(ABC):
     """One request for each prompt, `concurrency` at a time; batching is the server's.
 
     `stop_token_ids` end a completion besides the server's own end-of-sequence token.

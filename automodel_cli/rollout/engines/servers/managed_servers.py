@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ServerRequirements:
     """What a run needs of each of its servers: the model, room for `max_tokens` (the longest prompt with its response),
     weights that come by `transport`, GPUs `colocated` with the ranks', and, with `routing`, that it tells which experts
     tokens go to."""
@@ -29,13 +29,13 @@ class Wanted:
     routing: bool = False
 
 
-def unless(name: str) -> Mapping[str, Any]:
+def requires_trust_unless(name: str) -> Mapping[str, Any]:
     """The metadata of a program that is `name` unless the user trusts another."""
-    return trust.runs(trust.COMMAND, "is a program that the run starts", when=lambda value: value != name)
+    return trust.executes_code(trust.COMMAND, "is a program that the run starts", when=lambda value: value != name)
 
 
 @dataclass(frozen=True)
-class StartedServers(ABC):
+class ManagedServers(ABC):
     """Servers that the run starts and ends, each with the whole model.
 
     `number` of them over all machines, with `gpus` each (0: on the CPU). A copy of the model takes `tensor_parallel` of
@@ -75,7 +75,7 @@ class StartedServers(ABC):
     program: str | list[str] = ""
     options: list[str] = field(
         default_factory=list,
-        metadata=trust.runs(trust.COMMAND, "are options of a program that the run starts, and may name code"),
+        metadata=trust.executes_code(trust.COMMAND, "are options of a program that the run starts, and may name code"),
     )
     """Further words of the server's command; needs `--trust command`."""
 
@@ -116,7 +116,7 @@ class StartedServers(ABC):
         """The share of each GPU's memory; None is the server's own choice."""
         return 0.5 if self.memory_share is None and colocated else self.memory_share
 
-    def started_for(self, wanted: Wanted) -> GenerationServers:
+    def started_for(self, wanted: ServerRequirements) -> GenerationServers:
         """What a run starts. Raises ConfigError for a model that the server cannot be given by its name."""
         if wanted.model.pretrained is None:
             raise ConfigError(
@@ -129,6 +129,6 @@ class StartedServers(ABC):
         return GenerationServers(self.number, self.gpus, self.port, command, wanted.colocated, share)
 
     @abstractmethod
-    def command(self, model: str, wanted: Wanted) -> Sequence[str]:
+    def command(self, model: str, wanted: ServerRequirements) -> Sequence[str]:
         """The words that start a server of `model` (a folder, or a name on the hub), with `HOST` and `PORT` of
         `launch.servers` where it is to listen."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engines.base import Capabilities
-from automodel_cli.rollout.engines.servers.http_engine import ServedEngine
+from automodel_cli.rollout.engines.servers.http_engine import HTTPEngine
 from automodel_cli.rollout.engines.servers.launch_commands import VLLM_WITH_EXPERTS
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.routed_experts import experts_told, from_text
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _PATH = "/v1/completions"
 
 
-class OpenAIEngine(ServedEngine):
-    """A `ServedEngine` of the completions API.
+class OpenAIEngine(HTTPEngine):
+    """A `HTTPEngine` of the completions API.
 
     `model` None takes the only one that the server lists. Without token ids, prompts travel as text and a completion's
     tokens are its text tokenised again, with the end-of-sequence token when it ended by itself. Log-probs are those the
@@ -61,7 +61,7 @@ class OpenAIEngine(ServedEngine):
         )
 
     def check_params(self, params: SamplingParams) -> None:
-        """See `ServedEngine`: top_k is not in OpenAI's API, and a server without token ids may not know it."""
+        """See `HTTPEngine`: top_k is not in OpenAI's API, and a server without token ids may not know it."""
         if params.top_k and not self._token_ids:
             raise ConfigError(
                 f"top_k={params.top_k} is not in OpenAI's API, and {self.server.url} might ignore it",
@@ -80,7 +80,7 @@ class OpenAIEngine(ServedEngine):
         )
 
     def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
-        """See `ServedEngine`."""
+        """See `HTTPEngine`."""
         asked = self.weight_version
         choice, reason = self._finished(self._body(prompt, params, seed))
         tokens = choice.get("token_ids") if self._token_ids else self._tokens_of(choice.get("text") or "", reason)

@@ -48,7 +48,7 @@ class Machines:
         return self.rank % self.ranks == 0
 
 
-def start(servers: GenerationServers, log_dir: Path, at_exit: ExitStack, *, timeout: float) -> list[str]:
+def start_servers(servers: GenerationServers, log_dir: Path, at_exit: ExitStack, *, timeout: float) -> list[str]:
     """The addresses of all servers, once they answer; `at_exit` ends those that this rank has started. Collective.
 
     Separate ones are started by the first rank, on the GPUs of its machine that come after those of the ranks; or the

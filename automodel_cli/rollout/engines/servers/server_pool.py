@@ -21,13 +21,13 @@ from typing import Any, Generic, TypeVar
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engines.base import resolve_seeds
-from automodel_cli.rollout.engines.live_update import LiveWeights
-from automodel_cli.rollout.engines.servers.http_engine import ServedEngine
+from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
+from automodel_cli.rollout.engines.servers.http_engine import HTTPEngine
 from automodel_cli.rollout.http import ServerError
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 from automodel_cli.rollout.weight_sync.transports import FileTransfer, SharedTransfer
 
-E = TypeVar("E", bound=ServedEngine)
+E = TypeVar("E", bound=HTTPEngine)
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT = 5.0  # seconds
@@ -275,12 +275,12 @@ class ServerPool(Generic[E]):
         )
 
 
-class LivePool(ServerPool[LiveWeights]):
+class LivePool(ServerPool[WeightUpdateMixin]):
     """Servers that get new weights by one transfer: all read the files that are written once, or are in one group."""
 
     def __init__(
         self,
-        engines: Sequence[LiveWeights],
+        engines: Sequence[WeightUpdateMixin],
         transfer: FileTransfer | SharedTransfer,
         *,
         concurrency: int,
@@ -312,7 +312,7 @@ class LivePool(ServerPool[LiveWeights]):
         if not self._live():
             raise self._all_gone()
 
-    def _asked_for_update(self, *, sure: bool) -> list[_Member[LiveWeights]]:
+    def _asked_for_update(self, *, sure: bool) -> list[_Member[WeightUpdateMixin]]:
         """Who gets the next version, which is counted here; with `sure` only who answers now."""
         asked = []
         for member in self._members:
@@ -324,7 +324,7 @@ class LivePool(ServerPool[LiveWeights]):
             self.weight_version += 1  # from here on nobody is taken back without these
         return asked
 
-    def _given(self, member: _Member[LiveWeights], folder: Path) -> None:
+    def _given(self, member: _Member[WeightUpdateMixin], folder: Path) -> None:
         try:
             member.engine.read_weights(folder, self.weight_version)
         except ServerError as error:

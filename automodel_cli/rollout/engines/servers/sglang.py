@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engines.base import Capabilities
-from automodel_cli.rollout.engines.live_update import LiveWeights
+from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
 from automodel_cli.rollout.engines.servers.launch_commands import SGLANG, SGLANG_WITH_EXPERTS
 from automodel_cli.rollout.engines.servers.version_check import check_release
 from automodel_cli.rollout.http import Server, ServerError
@@ -30,7 +30,7 @@ OLDEST = (0, 5, 21)
 """The oldest release whose calls are these."""
 
 
-class SGLangEngine(LiveWeights):
+class SGLangEngine(WeightUpdateMixin):
     """Token ids in, token ids with log-probs out, and the weights that drew each token.
 
     SGLang's log-probs are those after temperature and before top-k; of what top-k leaves it tells the drawn token's
@@ -69,7 +69,7 @@ class SGLangEngine(LiveWeights):
         self._experts_of_token = self._shape_of_experts(first, num_layers) if num_layers and tells_experts else (0, 0)
 
     def check_params(self, params: SamplingParams) -> None:
-        """See `ServedEngine`."""
+        """See `HTTPEngine`."""
         most = int(self.info.get("sampling_mask_max_tokens", 4096))
         if params.top_k > most:
             raise ConfigError(
@@ -86,7 +86,7 @@ class SGLangEngine(LiveWeights):
             )
 
     def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
-        """See `ServedEngine`."""
+        """See `HTTPEngine`."""
         asked, body = self.weight_version, self._body(prompt, params, seed)
 
         def ask() -> tuple[dict[str, Any], str | None]:
@@ -159,11 +159,11 @@ class SGLangEngine(LiveWeights):
         """The calls that replace weights do so themselves."""
 
     def load_files(self, folder: Path) -> None:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         once(self.server, "/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
 
     def num_ranks(self) -> int:
-        """See `LiveWeights`. Raises ConfigError where SGLang has no such group."""
+        """See `WeightUpdateMixin`. Raises ConfigError where SGLang has no such group."""
         for key in ("dp_size", "pp_size"):
             if self.info.get(key, 1) != 1:
                 raise ConfigError(
@@ -177,7 +177,7 @@ class SGLangEngine(LiveWeights):
         self.server.post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
 
     def weights_name(self) -> str | None:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         return (self.server.get("/model_info") or {}).get("weight_version")
 
     def sleep(self, *, weights_follow: bool) -> None:
@@ -187,7 +187,7 @@ class SGLangEngine(LiveWeights):
         once(self.server, "/release_memory_occupation", {"tags": sorted(self._freed)})
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         if what in self._freed:
             once(self.server, "/resume_memory_occupation", {"tags": [what]})
             self._freed.remove(what)

@@ -11,8 +11,8 @@ from automodel_cli.rollout.engines.servers.launch_commands import SGLANG_WITH_EX
 from automodel_cli.rollout.engines.servers.sglang_servers import SGLangServers
 
 if TYPE_CHECKING:
-    from automodel_cli.rollout.engines.base import Engine, Host
-    from automodel_cli.rollout.engines.live_update import LiveWeights
+    from automodel_cli.rollout.engines.base import Engine, EngineContext
+    from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
     from automodel_cli.rollout.http import Server
     from automodel_cli.rollout.types import SamplingParams
     from automodel_cli.rollout.weight_sync.transports import Transfer
@@ -71,7 +71,7 @@ class SGLangConfig(LiveServerConfig):
                 fix="rollout.top_p=1.0",
             )
 
-    def build(self, host: Host) -> Engine:
+    def build(self, host: EngineContext) -> Engine:
         """See `EngineConfig`."""
         urls = self._started(host)
         if self.transport == "files":
@@ -81,7 +81,7 @@ class SGLangConfig(LiveServerConfig):
         address = self.address or address_for(urls[0])
         return host.on_first_rank(lambda: self._served(host, urls, GroupTransfer(address, self.port, host.device)))
 
-    def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
+    def _engine(self, server: Server, host: EngineContext, transfer: Transfer) -> WeightUpdateMixin:
         from automodel_cli.rollout.engines.servers.sglang import SGLangEngine
 
         return SGLangEngine(

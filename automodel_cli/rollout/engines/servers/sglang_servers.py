@@ -7,7 +7,11 @@ from typing import ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch.generation_servers import HOST, PORT
-from automodel_cli.rollout.engines.servers.managed_servers import StartedServers, Wanted, unless
+from automodel_cli.rollout.engines.servers.managed_servers import (
+    ManagedServers,
+    ServerRequirements,
+    requires_trust_unless,
+)
 
 _KEPT_BACK = 6
 """Tokens of its context that SGLang fills with no prompt, and two of them with no response either (0.5.23:
@@ -18,8 +22,8 @@ _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
 
 
 @dataclass(frozen=True)
-class SGLangServers(StartedServers):
-    """SGLang servers that the run starts and ends, each with the whole model (`sglang serve`, see `StartedServers`).
+class SGLangServers(ManagedServers):
+    """SGLang servers that the run starts and ends, each with the whole model (`sglang serve`, see `ManagedServers`).
 
     `expert_parallel` spreads the experts of a mixture over the GPUs of a copy, in the place of cutting each.
     """
@@ -28,7 +32,7 @@ class SGLangServers(StartedServers):
 
     port: int = 30_000
     """Port of a machine's first SGLang server. The others follow."""
-    program: str | list[str] = field(default="sglang", metadata=unless("sglang"))
+    program: str | list[str] = field(default="sglang", metadata=requires_trust_unless("sglang"))
     """First words of the server's command, for an engine in another environment; needs `--trust command`."""
 
     def __post_init__(self) -> None:
@@ -41,8 +45,8 @@ class SGLangServers(StartedServers):
                 fix=f"tensor_parallel={self.gpus}" if self.gpus > 1 else "expert_parallel=false",
             )
 
-    def command(self, model: str, wanted: Wanted) -> list[str]:
-        """See `StartedServers`."""
+    def command(self, model: str, wanted: ServerRequirements) -> list[str]:
+        """See `ManagedServers`."""
         words = ["env", _LONGER, *([] if self.gpus else ["SGLANG_USE_CPU_ENGINE=1"])]
         words += [*self.words(), "serve", "--model-path", model, "--host", HOST, "--port", PORT]
         words += ["--context-length", str(wanted.max_tokens + _KEPT_BACK), "--dtype", self.dtype]

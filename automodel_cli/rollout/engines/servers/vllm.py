@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engines.base import Capabilities
-from automodel_cli.rollout.engines.live_update import LiveWeights
+from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
 from automodel_cli.rollout.engines.servers.launch_commands import VLLM
 from automodel_cli.rollout.engines.servers.openai import OpenAIEngine
 from automodel_cli.rollout.engines.servers.version_check import check_release
@@ -30,7 +30,7 @@ OLDEST = (0, 31)
 _GENERATE = "/inference/v1/generate"
 
 
-class VLLMEngine(LiveWeights, OpenAIEngine):
+class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
     """An `OpenAIEngine` whose weights can be replaced.
 
     Raises ConfigError for a server that is no vLLM, or too old a one, or was started without what training needs.
@@ -81,22 +81,22 @@ class VLLMEngine(LiveWeights, OpenAIEngine):
         self.server.request("POST", "/resume", {}, retries=retries)
 
     def forget(self) -> None:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         self.server.post("/reset_prefix_cache?reset_running_requests=true")
 
     def load_files(self, folder: Path) -> None:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         once(self.server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
 
     def num_ranks(self) -> int:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         return int(self.server.get("/get_world_size")["world_size"])
 
     def name_weights(self, name: str) -> None:
         self.server.post("/update_weight_version", {"new_version": name})
 
     def weights_name(self) -> str | None:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         return (self.server.get("/weight_info") or {}).get("weight_version")
 
     def sleep(self, *, weights_follow: bool) -> None:
@@ -104,7 +104,7 @@ class VLLMEngine(LiveWeights, OpenAIEngine):
         once(self.server, f"/sleep?level={2 if weights_follow else 1}", {})
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """See `LiveWeights`."""
+        """See `WeightUpdateMixin`."""
         once(self.server, f"/wake_up?tags={what}", {})
 
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from automodel_cli.launch.generation_servers import HOST, PORT
-from automodel_cli.rollout.engines.servers.managed_servers import StartedServers, Wanted, unless
+from automodel_cli.rollout.engines.servers.managed_servers import (
+    ManagedServers,
+    ServerRequirements,
+    requires_trust_unless,
+)
 
 
 @dataclass(frozen=True)
-class VLLMServers(StartedServers):
-    """vLLM servers that the run starts and ends, each with the whole model (`vllm serve`, see `StartedServers`).
+class VLLMServers(ManagedServers):
+    """vLLM servers that the run starts and ends, each with the whole model (`vllm serve`, see `ManagedServers`).
 
     `expert_parallel` spreads the experts of a mixture over all GPUs of a server.
     """
@@ -20,11 +24,11 @@ class VLLMServers(StartedServers):
     engine: ClassVar[str] = "vLLM"
     routing_needs_gpus: ClassVar[str | None] = "its second model runner needs Triton"
 
-    program: str | list[str] = field(default="vllm", metadata=unless("vllm"))
+    program: str | list[str] = field(default="vllm", metadata=requires_trust_unless("vllm"))
     """First words of the server's command, for an engine in another environment; needs `--trust command`."""
 
-    def command(self, model: str, wanted: Wanted) -> list[str]:
-        """See `StartedServers`."""
+    def command(self, model: str, wanted: ServerRequirements) -> list[str]:
+        """See `ManagedServers`."""
         backend = None if wanted.transport == "files" else wanted.transport
         words = ["env", "VLLM_SERVER_DEV_MODE=1"]
         words += ["VLLM_USE_V2_MODEL_RUNNER=1"] if wanted.routing else []  # the only one that tells experts

@@ -49,7 +49,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SandboxOutcome:
     """How the code ended. `returncode` is 128 + n for signal n, None when time ran out. Outputs are cut off."""
 
     returncode: int | None
@@ -70,7 +70,7 @@ class Verdict:
     reason: str = ""
 
 
-def run_python(code: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+def run_python(code: str, stdin: str = "", limits: Limits | None = None) -> SandboxOutcome:
     """Run `code` as a script of its own in an empty working directory and environment.
 
     Raises OSError when the sandbox itself could not start.
@@ -79,7 +79,7 @@ def run_python(code: str, stdin: str = "", limits: Limits | None = None) -> Outc
     return _run({"code": _process([python, "-I", "-S", "-B", "code"], {"code": code, "stdin": stdin}, limits)})
 
 
-def judge(code: str, test: str, limits: Limits | None = None, entry_point: str | None = None) -> Verdict:
+def run_test(code: str, test: str, limits: Limits | None = None, entry_point: str | None = None) -> Verdict:
     """Whether `code` passes `test`, which is Python that raises if not; each in a process of its own.
 
     `entry_point` is a name that is the code's even if Python has a function of that name. Raises OSError when the
@@ -210,7 +210,7 @@ def _process(program: list[str], files: dict[str, str], limits: Limits | None) -
     }
 
 
-def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> Outcome:
+def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> SandboxOutcome:
     """Run the processes to the end of the last one, whose outcome it is. `raw`: name mechanisms, not what they cut
     off."""
     last = list(processes)[-1]
@@ -254,7 +254,9 @@ def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> Outcome:
         common = frozenset.intersection(*found)
         code = report.get(last, {}).get("returncode")
         expired = expired or code == -signal.SIGALRM
-        return Outcome(None if expired else code, _text(stdout), _text(stderr), common if raw else _cut_off(common))
+        return SandboxOutcome(
+            None if expired else code, _text(stdout), _text(stderr), common if raw else _cut_off(common)
+        )
 
 
 @contextlib.contextmanager

@@ -11,13 +11,13 @@ import pytest
 from automodel_cli.cli import completion_values
 from automodel_cli.cli.main import run
 from automodel_cli.config import bundled_recipes
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
-from automodel_cli.config.diagnostics import show
+from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.importer_registry import TABLES, recognise
-from automodel_cli.config.importers.framework import flatten
-from automodel_cli.config.importers.write import imported, read
+from automodel_cli.config.importers.framework import flatten_keys
+from automodel_cli.config.importers.write import imported, read_config
 from tests.errors import assert_error, raises
 
 VECTORS = Path(__file__).parents[3] / "vectors/import"
@@ -172,7 +172,7 @@ def test_a_config_becomes_one_of_ours_with_these_values(name: str, tmp_path: Pat
     decay = at(composed.tree, "optimizer.weight_decay")  # DEFAULT: ours, which is that of torch
     assert (at(composed.tree, "optimizer.decay_embeddings") is True) == (decay == DEFAULT or decay > 0)
     try:
-        recipe = check(composed, untrusted=[])  # as `automodel check` does
+        recipe = check_config(composed, untrusted=[])  # as `automodel check` does
     except ConfigError as error:
         assert re.search(NOT_HERE, str(error)), str(error)
         return
@@ -183,9 +183,9 @@ def test_a_config_becomes_one_of_ours_with_these_values(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", FILES)
 def test_every_key_of_the_source_is_translated_or_named_with_a_reason(name: str) -> None:
     text = imported(VECTORS / name)
-    source = flatten(read(VECTORS / name))
+    source = flatten_keys(read_config(VECTORS / name))
     for key, value in source.items():
-        translated = f"{key}={show(value, 60)}"
+        translated = f"{key}={format_value(value, 60)}"
         reason = re.search(rf"^#   {re.escape(key)}: .*   \S", text, flags=re.M)
         assert translated in text or reason, f"{key} of {name} is lost"
     assert "not known to this translation" not in text
@@ -193,7 +193,7 @@ def test_every_key_of_the_source_is_translated_or_named_with_a_reason(name: str)
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_tool_is_told_by_the_keys(name: str) -> None:
-    found = recognise(read(VECTORS / name))
+    found = recognise(read_config(VECTORS / name))
     assert found is not None and name.startswith(found.slug.replace("-", "_"))
 
 
@@ -360,7 +360,7 @@ def test_another_algorithm_of_theirs_is_that_algorithm_here(
     composed = compose(str(tmp_path / "ours.yaml"))
     assert {key: at(composed.tree, key) for key in wanted} == wanted
     with pytest.raises(ConfigError, match=NOT_HERE):  # nothing else is wrong with it
-        for missing in check(composed, untrusted=[]).missing_files():
+        for missing in check_config(composed, untrusted=[]).missing_files():
             raise missing
 
 

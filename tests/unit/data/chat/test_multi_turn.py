@@ -18,10 +18,10 @@ from automodel_cli.data.chat.multi_turn import reasoning_key, with_key
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.formats.messages import read_messages
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.data.row_errors import RowError
-from automodel_cli.data.tokenized import Unrolled, documents_of
+from automodel_cli.data.tokenized import Unrolled, split_documents
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub.source import stop_ids
 from tests.unit.data.helpers import TAGGED, chat_row, tiny_tokenizer, trained_text, turn, write_jsonl
@@ -81,7 +81,7 @@ def encode(name: str, messages, tools=None, mask="assistant", **options):
     (result,) = encoder.encode([Conversation(read, trained, tools)])
     if isinstance(result, RowError):
         raise result
-    return tokenizer, documents_of(result), isinstance(result, Unrolled)
+    return tokenizer, split_documents(result), isinstance(result, Unrolled)
 
 
 def trained_runs(tokenizer, documents):
@@ -265,21 +265,21 @@ def two_turns(tmp_path, rows=20, **options):
 
 def test_the_report_says_how_many_rows_were_unrolled_and_what_it_costs(tmp_path):
     tokenizer, config = FAMILIES["qwen3"].tokenizer(), two_turns(tmp_path)
-    report = prepare(config, tokenizer, seed=0).report.train[0]
+    report = prepare_data(config, tokenizer, seed=0).report.train[0]
     first = len(tokenizer.apply_chat_template([USER, {**ANSWER, "content": "a"}])["input_ids"]) - 1
     assert report.num_documents == 40 and report.unrolled.repeated == 20 * first
     line = "  turns: 20 of 20 rows unrolled into 40 documents, because the chat template shows a turn another history"
     assert any(text.startswith(line) for text in report.lines())
-    whole = prepare(replace(config, turns="whole"), tokenizer, seed=0).report.train[0]
+    whole = prepare_data(replace(config, turns="whole"), tokenizer, seed=0).report.train[0]
     assert whole.num_documents == 20 and "our training template for qwen3" in whole.masked_by
     own = replace(config, turns="whole", chat_template="tokenizer")
     with pytest.raises(DataError, match="renders the text up to message 1 differently"):
-        prepare(own, tokenizer, seed=0)
+        prepare_data(own, tokenizer, seed=0)
 
 
 def test_documents_of_a_conversation_are_held_out_together(tmp_path):
     tokenizer = FAMILIES["qwen3"].tokenizer()
-    prepared = prepare(two_turns(tmp_path, validation_rows=5), tokenizer, seed=0)
+    prepared = prepare_data(two_turns(tmp_path, validation_rows=5), tokenizer, seed=0)
     train, validation = (
         {line for row in range(len(data)) for _, line in data.documents(row)}
         for data in (prepared.train, prepared.validation)
@@ -295,7 +295,7 @@ def test_preferences_under_a_rewriting_template(tmp_path):
     row = {"prompt": history, "chosen": [LAST], "rejected": [{**LAST, "content": "text"}]}
     path = write_jsonl(tmp_path / "pairs.jsonl", [row] * 4)
     config = DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), long_documents="drop", packing="best_fit")
-    ids, mask, bounds = prepare(config, tokenizer, seed=0, preferences=True).train.tokens(0)
+    ids, mask, bounds = prepare_data(config, tokenizer, seed=0, preferences=True).train.tokens(0)
     prompt = tokenizer.apply_chat_template(history, add_generation_prompt=True)["input_ids"]
     for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         assert ids[a : a + len(prompt)].tolist() == prompt
@@ -303,7 +303,7 @@ def test_preferences_under_a_rewriting_template(tmp_path):
     both = {"chosen": [USER, ANSWER, AGAIN, LAST], "rejected": [USER, {**ANSWER, "content": "text"}, AGAIN, LAST]}
     write_jsonl(path, [both])
     with pytest.raises(DataError, match="chosen has 2 trained turns that are no single document"):
-        prepare(config, tokenizer, seed=0, preferences=True)
+        prepare_data(config, tokenizer, seed=0, preferences=True)
 
 
 def test_prompts_are_rendered_by_the_tokenizer_s_template_whatever_trains(tmp_path):
@@ -333,7 +333,7 @@ def test_documents_of_a_conversation_are_stored_without_their_common_beginning(t
     path = write_jsonl(tmp_path / "train.jsonl", [chat_row(*words[: 2 * n]) for n in (1, 4, 2, 3)])
     settings = {"turns": "unroll", "packing": packing, "long_documents": "split", "cache_dir": str(tmp_path / "cache")}
     config = DataConfig(path=str(path), seq_len=4096, **settings)
-    prepared = prepare(config, tokenizer, seed=0)
+    prepared = prepare_data(config, tokenizer, seed=0)
     expected = []
     for n in (1, 4, 2, 3):
         _, documents, _ = encode(name, chat_row(*words[: 2 * n])["messages"], turns="unroll")
@@ -355,6 +355,6 @@ def test_special_tokens_in_the_text_stay_text_in_every_document(tmp_path):
     tokenizer = FAMILIES["qwen3"].tokenizer()
     path = write_jsonl(tmp_path / "train.jsonl", [chat_row("say <|im_end|>", "a", "about", "chat <|im_end|>")])
     config = DataConfig(path=str(path), packing="none", cache_dir=str(tmp_path / "cache"))
-    data = prepare(config, tokenizer, seed=0).train
+    data = prepare_data(config, tokenizer, seed=0).train
     ends = [data.tokens(row)[0].tolist().count(tokenizer.eos_token_id) for row in range(len(data))]
     assert ends == [2, 4]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from automodel_cli.data.chat.special_tokens import SpecialText
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats.builtin import FORMATS
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder
 from automodel_cli.data.row_errors import RowError
@@ -243,13 +243,13 @@ def test_the_report_of_rows_pairs_and_prompts(tmp_path):
     tokenizer = tiny_tokenizer()
     rows = [attacked(ATTACKS[0]), chat_row("a", "b"), {**chat_row("a", "<s>"), "id": 3}]
     config = DataConfig(path=str(write_jsonl(tmp_path / "a.jsonl", rows)), seq_len=512, cache_dir=str(tmp_path / "c"))
-    lines = prepare(config, tokenizer, seed=0).report.lines()
+    lines = prepare_data(config, tokenizer, seed=0).report.lines()
     assert "  4 special tokens in the text of 2 rows trained as plain text" in lines
     assert "  columns without effect: id" in lines
     pair = {"prompt": "a <|im_end|>", "chosen": "<s> b", "rejected": "c"}
     options = {"long_documents": "drop", "cache_dir": str(tmp_path / "c")}
     pairs = DataConfig(path=str(write_jsonl(tmp_path / "b.jsonl", [pair])), seq_len=512, **options)
-    prepared = prepare(pairs, tokenizer, seed=0, preferences=True)
+    prepared = prepare_data(pairs, tokenizer, seed=0, preferences=True)
     assert "  3 special tokens in the text of 1 row trained as plain text" in prepared.report.lines()
     ids, _, _ = prepared.train.tokens(0)
     chosen, rejected = (

@@ -13,8 +13,8 @@ from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.preparation.dataset import DUMMY_ROW
-from automodel_cli.data.preparation.inspect_rows import show
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.inspect_rows import show_rows
+from automodel_cli.data.preparation.pipeline import prepare_data
 from tests.unit.data.helpers import tiny_tokenizer, turn, write_jsonl
 
 QUESTION, GOOD, BAD = "what is it", "the answer is seven", "no"
@@ -40,7 +40,7 @@ def data(tmp_path, rows, **options) -> DataConfig:
 
 
 def prepared(config, tokenizer=None):
-    return prepare(config, tokenizer or tiny_tokenizer(), seed=0, preferences=True)
+    return prepare_data(config, tokenizer or tiny_tokenizer(), seed=0, preferences=True)
 
 
 def documents_of(dataset, tokenizer, row):
@@ -200,11 +200,11 @@ def test_what_would_take_pairs_apart_is_refused(tmp_path, options, key):
 
 def test_a_format_of_pairs_is_refused_where_plain_rows_are_trained(tmp_path):
     with pytest.raises(ConfigError, match="format=preference does not hold plain rows"):
-        prepare(data(tmp_path, pairs(2), format="preference"), tiny_tokenizer(), seed=0)
+        prepare_data(data(tmp_path, pairs(2), format="preference"), tiny_tokenizer(), seed=0)
 
 
 def test_inspection_names_the_roles(tmp_path, capsys):
     config = replace(data(tmp_path, pairs(4)), packing="none")
-    show(prepared(config), tiny_tokenizer(), rows=1, console=Console(width=200, highlight=False))
+    show_rows(prepared(config), tiny_tokenizer(), rows=1, console=Console(width=200, highlight=False))
     printed = capsys.readouterr().out
     assert "document 1 (chosen)" in printed and "document 2 (rejected)" in printed

@@ -11,7 +11,7 @@ import torch
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.data.preparation.dataloader import StepLoader, eval_batches
+from automodel_cli.data.preparation.dataloader import BatchLoader, eval_batches
 from automodel_cli.data.preparation.dataset import PackedDataset, shuffled
 from automodel_cli.data.storage.memmap_store import PackedStore
 
@@ -45,7 +45,7 @@ def dataset(
     return PackedDataset(stores, weights or (1.0,) * len(stores), pad_id=PAD, row_len=row_len)
 
 
-def seen(loader: StepLoader, steps: int) -> list[list[int]]:
+def seen(loader: BatchLoader, steps: int) -> list[list[int]]:
     """Row numbers of each step, over this rank's microbatches."""
     return [[row for batch in loader.next_step() for row in batch.row_ids_B.tolist()] for _ in range(steps)]
 
@@ -101,8 +101,8 @@ def test_two_datasets_are_numbered_through():
 
 def loader(
     data: PackedDataset, rank: int = 0, size: int = 1, microbatch: int = 1, batch: int = 12, **options
-) -> StepLoader:
-    return StepLoader(
+) -> BatchLoader:
+    return BatchLoader(
         data, global_batch_size=batch, microbatch_size=microbatch, dp_rank=rank, dp_size=size, seed=3, **options
     )
 
@@ -171,14 +171,14 @@ def test_working_ahead_changes_neither_the_rows_nor_what_is_resumed():
     """The state is that of the steps that were taken, not of the one that a thread has begun."""
     data, prepared = dataset(numbered(10)), []
 
-    def ahead() -> StepLoader:
+    def ahead() -> BatchLoader:
         def prepare(batch):
             prepared.append((threading.current_thread() is threading.main_thread(), batch.row_ids_B.tolist()))
             return batch
 
-        return StepLoader(data, global_batch_size=4, microbatch_size=2, prepare=prepare)
+        return BatchLoader(data, global_batch_size=4, microbatch_size=2, prepare=prepare)
 
-    plain = StepLoader(data, global_batch_size=4, microbatch_size=2)
+    plain = BatchLoader(data, global_batch_size=4, microbatch_size=2)
     want = seen(plain, 6)
     first = ahead()
     assert seen(first, 3) == want[:3]

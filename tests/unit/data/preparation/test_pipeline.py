@@ -18,8 +18,8 @@ from rich.console import Console
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.config import DataConfig, SourceConfig
-from automodel_cli.data.preparation.inspect_rows import show
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.inspect_rows import show_rows
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.storage.cache import file_hash, get_or_build, tokenizer_fingerprint
 from tests.unit.data.helpers import NATIVE, TAGGED, chat_row, tiny_tokenizer, write_jsonl
 
@@ -55,7 +55,7 @@ def label_tokens(prepared):
 @pytest.mark.parametrize("template", [NATIVE, TAGGED])
 def test_labels_are_the_library_s_whatever_the_packing(config, packing, template):
     tokenizer = tiny_tokenizer(template)
-    prepared = prepare(replace(config, packing=packing), tokenizer, seed=0)
+    prepared = prepare_data(replace(config, packing=packing), tokenizer, seed=0)
     expected = []
     for row in CHATS:
         out = tiny_tokenizer(TAGGED).apply_chat_template(
@@ -69,19 +69,19 @@ def test_labels_are_the_library_s_whatever_the_packing(config, packing, template
 
 def test_split_documents_lose_only_the_labels_at_their_cuts_and_pieces_without_labels(config):
     short = replace(config, seq_len=32, long_documents="split")
-    whole, split = (prepare(c, tiny_tokenizer(), seed=0) for c in (config, short))
+    whole, split = (prepare_data(c, tiny_tokenizer(), seed=0) for c in (config, short))
     lost = len(label_tokens(whole)) - len(label_tokens(split))
     (report,) = split.report.train
     assert 0 <= lost <= report.long.num_documents * 3
     assert report.long.num_documents == len(CHATS) and report.num_packed_rows == len(split.train)
-    dropped = prepare(replace(config, seq_len=64, long_documents="drop"), tiny_tokenizer(), seed=0).report.train[0]
+    dropped = prepare_data(replace(config, seq_len=64, long_documents="drop"), tiny_tokenizer(), seed=0).report.train[0]
     assert 0 < dropped.long.num_documents < len(CHATS)
     assert dropped.long.tokens_lost == dropped.long.num_tokens > 0
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "wrapped", "none"])
 def test_cut_documents_predict_nothing_across_their_cuts(config, packing):
-    prepared = prepare(replace(config, seq_len=24, packing=packing, mask="all"), tiny_tokenizer(), seed=0)
+    prepared = prepare_data(replace(config, seq_len=24, packing=packing, mask="all"), tiny_tokenizer(), seed=0)
     data = prepared.train
     batch = data.collate(range(len(data)))
     labels, ids = batch.labels_BT.flatten(), batch.input_ids_BT.flatten()
@@ -97,7 +97,7 @@ def test_cut_documents_predict_nothing_across_their_cuts(config, packing):
 
 def test_truncation_to_nothing_is_refused_like_a_bad_row(config):
     with pytest.raises(DataError) as caught:
-        prepare(replace(config, seq_len=12, long_documents="truncate"), tiny_tokenizer(), seed=0)
+        prepare_data(replace(config, seq_len=12, long_documents="truncate"), tiny_tokenizer(), seed=0)
     assert caught.value.message.startswith(
         "40 of 40 rows cannot be used (100.0%, 1 cause)\n"
         "  train.jsonl:1: truncated to seq_len=12 it has no trained token left\n"
@@ -105,9 +105,9 @@ def test_truncation_to_nothing_is_refused_like_a_bad_row(config):
 
 
 def test_workers_give_what_one_process_gives(config, tmp_path):
-    alone = prepare(config, tiny_tokenizer(), seed=0)
+    alone = prepare_data(config, tiny_tokenizer(), seed=0)
     other = replace(config, num_workers=2, cache_dir=str(tmp_path / "other"))
-    pool = prepare(other, tiny_tokenizer(), seed=0)
+    pool = prepare_data(other, tiny_tokenizer(), seed=0)
     for row in range(len(alone.train)):
         for mine, theirs in zip(alone.train.tokens(row), pool.train.tokens(row), strict=True):
             assert np.array_equal(mine, theirs)
@@ -117,13 +117,13 @@ def test_workers_give_what_one_process_gives(config, tmp_path):
 
 
 def test_held_out_rows_are_not_trained_on(config):
-    prepared = prepare(replace(config, validation_rows=0.25, packing="none"), tiny_tokenizer(), seed=5)
+    prepared = prepare_data(replace(config, validation_rows=0.25, packing="none"), tiny_tokenizer(), seed=5)
     lines = [
         {line for row in range(len(part)) for _, line in part.documents(row)}
         for part in (prepared.train, prepared.validation)
     ]
     assert len(lines[1]) == 10 and lines[0] | lines[1] == set(range(1, 41)) and not lines[0] & lines[1]
-    again = prepare(replace(config, validation_rows=10, packing="none"), tiny_tokenizer(), seed=6)
+    again = prepare_data(replace(config, validation_rows=10, packing="none"), tiny_tokenizer(), seed=6)
     assert {line for row in range(10) for _, line in again.validation.documents(row)} != lines[1]
 
 
@@ -134,7 +134,7 @@ def test_several_datasets_of_different_shapes(config, tmp_path):
         SourceConfig(str(tmp_path / "b.jsonl"), weight=0.5, columns={"prompt": "q", "completion": "a"}),
     ]
     mixed = DataConfig(sources=sources, seq_len=128, cache_dir=config.cache_dir, validation_rows=6, packing="none")
-    prepared = prepare(mixed, tiny_tokenizer(), seed=0)
+    prepared = prepare_data(mixed, tiny_tokenizer(), seed=0)
     assert [store.num_rows for store in prepared.validation.stores] == [4, 2]
     assert prepared.train.weights == [1.0, 0.5] and len(prepared.train) == 54
     assert prepared.report.lines()[3] == "b.jsonl: 20 rows (prompt_completion, detected), each seen 0.5 times per epoch"
@@ -153,10 +153,10 @@ class Countdown:
 
 def test_a_task_brings_its_own_validation_rows(tmp_path):
     config = DataConfig(task=Countdown(), cache_dir=str(tmp_path), packing="none")
-    prepared = prepare(config, tiny_tokenizer(), seed=0)
+    prepared = prepare_data(config, tiny_tokenizer(), seed=0)
     assert len(prepared.train) == len(prepared.validation) == 3
     assert prepared.train.describe(1) == "Countdown/train:2"
-    assert prepare(replace(config, task=Countdown(4)), tiny_tokenizer(), seed=0).report.built
+    assert prepare_data(replace(config, task=Countdown(4)), tiny_tokenizer(), seed=0).report.built
 
 
 # -- bad rows
@@ -181,7 +181,7 @@ def test_bad_rows_stop_the_run_and_are_all_listed(config):
     )
     for _ in range(2):  # the second time from the cache
         with pytest.raises(DataError) as caught:
-            prepare(config, tiny_tokenizer(), seed=0)
+            prepare_data(config, tiny_tokenizer(), seed=0)
         assert str(caught.value) == expected
 
 
@@ -191,17 +191,17 @@ def test_a_name_to_ignore_that_no_row_has_is_refused(config):
     write_jsonl(Path(config.path), [*CHATS, row])
     for _ in range(2):
         with pytest.raises(DataError) as caught:
-            prepare(replace(config, ignore_columns=["id", "wieght"]), tiny_tokenizer(), seed=0)
+            prepare_data(replace(config, ignore_columns=["id", "wieght"]), tiny_tokenizer(), seed=0)
         assert caught.value.keys == ("data.ignore_columns",) and "'wieght'" in caught.value.message
         assert caught.value.fix.strip("'") == "data.ignore_columns=[id,weight]"
-    assert len(prepare(replace(config, ignore_columns=["id", "weight"]), tiny_tokenizer(), seed=0).train)
+    assert len(prepare_data(replace(config, ignore_columns=["id", "weight"]), tiny_tokenizer(), seed=0).train)
 
 
 def test_dropped_rows_are_kept_aside_and_counted(config):
     spoil(config)
     with pytest.raises(DataError, match=r"more rows are refused than data.max_bad=0.01 allows: 3 of 43 rows"):
-        prepare(replace(config, on_bad_row="drop"), tiny_tokenizer(), seed=0)
-    prepared = prepare(replace(config, on_bad_row="drop", max_bad=0.07), tiny_tokenizer(), seed=0)
+        prepare_data(replace(config, on_bad_row="drop"), tiny_tokenizer(), seed=0)
+    prepared = prepare_data(replace(config, on_bad_row="drop", max_bad=0.07), tiny_tokenizer(), seed=0)
     (report,) = prepared.report.train
     assert (report.num_rows, report.num_rejected, report.num_documents) == (43, 3, 40)
     with open(report.rejected_path) as file:
@@ -217,15 +217,15 @@ def test_dropped_rows_are_kept_aside_and_counted(config):
 def test_data_without_any_usable_row_is_refused(config, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"train\.jsonl has no rows"):
-        prepare(config, tiny_tokenizer(), seed=0)
+        prepare_data(config, tiny_tokenizer(), seed=0)
     write_jsonl(tmp_path / "train.jsonl", [chat_row("only a question")] * 3)
     with pytest.raises(DataError, match=r"no row of train\.jsonl is left: all 3 were refused"):
-        prepare(replace(config, on_bad_row="drop", max_bad=1.0), tiny_tokenizer(), seed=0)
+        prepare_data(replace(config, on_bad_row="drop", max_bad=1.0), tiny_tokenizer(), seed=0)
 
 
 def test_messages_without_a_template_are_refused_with_a_way_out(config):
     with pytest.raises(DataError, match="messages need a chat template and the tokenizer has none"):
-        prepare(config, tiny_tokenizer(None), seed=0)
+        prepare_data(config, tiny_tokenizer(None), seed=0)
 
 
 # -- the cache
@@ -233,13 +233,13 @@ def test_messages_without_a_template_are_refused_with_a_way_out(config):
 
 def test_every_ingredient_changes_the_key_and_nothing_else_does(config, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", [{**row, "chat": row["messages"]} for row in CHATS])
-    prepare(config, tiny_tokenizer(), seed=0)
+    prepare_data(config, tiny_tokenizer(), seed=0)
     known = entries(config)
     assert len(known) == 2
 
     def new(changed=config, tokenizer=None):
         nonlocal known
-        prepare(changed, tokenizer or tiny_tokenizer(), seed=0)
+        prepare_data(changed, tokenizer or tiny_tokenizer(), seed=0)
         before, known = known, entries(config)
         return len(known - before)
 
@@ -272,9 +272,9 @@ def test_every_ingredient_changes_the_key_and_nothing_else_does(config, tmp_path
 
 
 def test_the_code_of_the_package_is_part_of_the_key(config, monkeypatch):
-    prepare(config, tiny_tokenizer(), seed=0)
-    monkeypatch.setattr("automodel_cli.data.storage.cache.code_version", lambda: "other code")
-    assert prepare(config, tiny_tokenizer(), seed=0).report.built
+    prepare_data(config, tiny_tokenizer(), seed=0)
+    monkeypatch.setattr("automodel_cli.data.storage.cache.data_code_version", lambda: "other code")
+    assert prepare_data(config, tiny_tokenizer(), seed=0).report.built
 
 
 def test_earlier_calls_that_pad_or_truncate_do_not_change_the_tokenizer_s_key():
@@ -324,7 +324,7 @@ def test_a_killed_builder_leaves_nothing_half_made_and_the_next_one_cleans_up(tm
 @pytest.mark.parametrize("what", ["cut", "changed", "missing"])
 def test_a_damaged_entry_is_built_again_aloud(config, capsys, name, what):
     tokenizer = tiny_tokenizer(TAGGED)
-    before = label_tokens(prepare(config, tokenizer, seed=0))
+    before = label_tokens(prepare_data(config, tokenizer, seed=0))
     damaged = [Path(config.cache_dir) / entry / name for entry in entries(config)]
     assert len(damaged) == 2, "tokens and rows"
     for path in damaged:
@@ -333,10 +333,10 @@ def test_a_damaged_entry_is_built_again_aloud(config, capsys, name, what):
         path.unlink()  # a mapped file must not shrink
         if what != "missing":
             path.write_bytes(content[: -1 if what == "cut" else None])
-    after = prepare(config, tokenizer, seed=0)
+    after = prepare_data(config, tokenizer, seed=0)
     assert capsys.readouterr().err.count("the data cache is damaged and is built again") == 2
     assert label_tokens(after) == before and after.report.built
-    assert not prepare(config, tokenizer, seed=0).report.built
+    assert not prepare_data(config, tokenizer, seed=0).report.built
     assert capsys.readouterr().err == ""
 
 
@@ -379,14 +379,16 @@ def test_a_full_disk_is_named(tmp_path):
 def shown(prepared, tokenizer, **options):
     console = Console(width=200, color_system=options.pop("colour", None), force_terminal=True, highlight=False)
     with console.capture() as capture:
-        show(prepared, tokenizer, console=console, **options)
+        show_rows(prepared, tokenizer, console=console, **options)
     return capture.get()
 
 
 def test_inspect_marks_trained_masked_special_tokens_and_documents(tmp_path):
     tokenizer = tiny_tokenizer()
     path = write_jsonl(tmp_path / "train.jsonl", [chat_row("hé", "ünd €"), chat_row("about", "chat")])
-    prepared = prepare(DataConfig(path=str(path), seq_len=128, cache_dir=str(tmp_path / "cache")), tokenizer, seed=0)
+    prepared = prepare_data(
+        DataConfig(path=str(path), seq_len=128, cache_dir=str(tmp_path / "cache")), tokenizer, seed=0
+    )
     plain = shown(prepared, tokenizer, rows=1)
     assert "{ünd €<|im_end|>}[\n]" in plain and "[<|im_start|>user\nhé<|im_end|>\n<|im_start|>assistant\n]{" in plain
     assert "── document 2: train.jsonl:2, " in plain and "\x1b[" not in plain
@@ -398,7 +400,9 @@ def test_inspect_marks_trained_masked_special_tokens_and_documents(tmp_path):
 def test_inspect_writes_control_characters_out(tmp_path):
     tokenizer = tiny_tokenizer()
     path = write_jsonl(tmp_path / "train.jsonl", [chat_row("h\x1b[2J", "about")])
-    prepared = prepare(DataConfig(path=str(path), seq_len=128, cache_dir=str(tmp_path / "cache")), tokenizer, seed=0)
+    prepared = prepare_data(
+        DataConfig(path=str(path), seq_len=128, cache_dir=str(tmp_path / "cache")), tokenizer, seed=0
+    )
     plain = shown(prepared, tokenizer, rows=1)
     assert "\x1b" not in plain and r"h\x1b[2J" in plain
 
@@ -408,7 +412,7 @@ def test_inspect_shows_the_row_asked_for_or_the_worst(tmp_path):
     rows = [chat_row("x", "long answer " * 5), chat_row("long question " * 5, "y"), chat_row("x", "y")]
     path = write_jsonl(tmp_path / "train.jsonl", rows)
     config = DataConfig(path=str(path), packing="none", cache_dir=str(tmp_path / "cache"))
-    prepared = prepare(config, tokenizer, seed=0)
+    prepared = prepare_data(config, tokenizer, seed=0)
     assert "document 1: train.jsonl:2," in shown(prepared, tokenizer, rows=1, worst=True)
     assert shown(prepared, tokenizer, row=2).startswith("row 2 of 3:")
     with pytest.raises(DataError, match="row 3 does not exist: rows are 0 to 2"):
@@ -416,13 +420,15 @@ def test_inspect_shows_the_row_asked_for_or_the_worst(tmp_path):
 
 
 def test_the_report_says_what_was_done(config):
-    report = prepare(config, tiny_tokenizer(), seed=0).report
+    report = prepare_data(config, tiny_tokenizer(), seed=0).report
     lines = report.lines()
     assert lines[0] == "train.jsonl: 40 rows (messages, detected)"
     assert lines[1].endswith("mask by prefix difference, verified per row (assistant turns)")
     assert lines[2].startswith("  packed best_fit into ") and lines[2].endswith("no document longer than a row")
     assert lines[3].startswith("prepared in ")
-    assert prepare(config, tiny_tokenizer(), seed=0).report.lines()[3] == f"taken from the cache {config.cache_dir}"
+    assert (
+        prepare_data(config, tiny_tokenizer(), seed=0).report.lines()[3] == f"taken from the cache {config.cache_dir}"
+    )
 
 
 ENDLESS = (
@@ -433,20 +439,20 @@ ENDLESS = (
 
 def test_a_turn_that_the_template_leaves_open_is_trained_to_end_with_eos(config):
     tokenizer = tiny_tokenizer()
-    prepared = prepare(replace(config, chat_template=ENDLESS, packing="none"), tokenizer, seed=0)
+    prepared = prepare_data(replace(config, chat_template=ENDLESS, packing="none"), tokenizer, seed=0)
     for row in range(len(prepared.train)):
         ids, mask, _ = prepared.train.tokens(row)
         last = int(np.flatnonzero(mask)[-1])
         assert ids[last + 1] == tokenizer.eos_token_id and last + 2 == len(ids)
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="could not learn to stop"):
-        prepare(replace(config, chat_template=ENDLESS), tokenizer, seed=0)
+        prepare_data(replace(config, chat_template=ENDLESS), tokenizer, seed=0)
 
 
 def test_texts_without_an_end_are_warned_about(config, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", [{"text": "a small text"}] * 4)
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
-    lines = prepare(config, tokenizer, seed=0).report.lines()
+    lines = prepare_data(config, tokenizer, seed=0).report.lines()
     ends = "only 0% of the documents end their last trained turn with a special token"
     assert lines[3] == f"  warning: {ends}: the model may never learn to stop"

@@ -17,7 +17,7 @@ from tokenizers import processors
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
 from tests.unit.data import template_families
 from tests.unit.data.helpers import NATIVE, WITH_BOS, chat_row, tiny_tokenizer, turn, write_jsonl
@@ -45,7 +45,7 @@ def with_fix(config: DataConfig, error: DataError) -> DataConfig:
 
 
 def tokens(config: DataConfig, tokenizer: Any, **options: Any) -> list[tuple[list[int], list[int]]]:
-    data = prepare(config, tokenizer, seed=0, progress=lambda _: None, **options).train
+    data = prepare_data(config, tokenizer, seed=0, progress=lambda _: None, **options).train
     return [tuple(part.tolist() for part in data.tokens(row)[:2]) for row in range(len(data))]  # type: ignore[misc]
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.preparation.dataloader import StepLoader
+from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.data.synthetic.chat_tasks import ChatTasks
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.config import DynamicSampling, Overlong, RolloutConfig
+from automodel_cli.rollout.config import DynamicSampling, OverlongConfig, RolloutConfig
 from automodel_cli.rollout.engines.config import HFConfig, SamplerConfig, ServerConfig
 
 TOKENIZER = ByteTokenizer().build()
@@ -104,7 +104,7 @@ def test_every_rank_gets_its_share_of_one_stream():
 
     def steps(dp_size: int) -> list[list[int]]:
         loaders = [
-            StepLoader(data.train, global_batch_size=8, microbatch_size=1, dp_rank=rank, dp_size=dp_size)
+            BatchLoader(data.train, global_batch_size=8, microbatch_size=1, dp_rank=rank, dp_size=dp_size)
             for rank in range(dp_size)
         ]
         found = []
@@ -119,12 +119,12 @@ def test_every_rank_gets_its_share_of_one_stream():
 @pytest.mark.parametrize(
     ("overlong", "reward", "num_tokens", "truncated", "expected"),
     [
-        (Overlong(), 1.0, 100, True, 1.0),
-        (Overlong(buffer=20), 1.0, 80, False, 1.0),
-        (Overlong(buffer=20), 1.0, 90, False, 0.5),
-        (Overlong(buffer=20, penalty=2.0), 0.0, 100, True, -2.0),
-        (Overlong(factor=0.25), 1.0, 100, True, 0.25),
-        (Overlong(factor=0.25), 1.0, 100, False, 1.0),
+        (OverlongConfig(), 1.0, 100, True, 1.0),
+        (OverlongConfig(buffer=20), 1.0, 80, False, 1.0),
+        (OverlongConfig(buffer=20), 1.0, 90, False, 0.5),
+        (OverlongConfig(buffer=20, penalty=2.0), 0.0, 100, True, -2.0),
+        (OverlongConfig(factor=0.25), 1.0, 100, True, 0.25),
+        (OverlongConfig(factor=0.25), 1.0, 100, False, 1.0),
     ],
 )
 def test_overlong_responses(overlong, reward, num_tokens, truncated, expected):
@@ -137,12 +137,12 @@ def test_overlong_responses(overlong, reward, num_tokens, truncated, expected):
         lambda: RolloutConfig(temperature=0.0),
         lambda: RolloutConfig(group_size=1),
         lambda: RolloutConfig(max_mult_prob_error=1.0),
-        lambda: RolloutConfig(max_new_tokens=8, overlong=Overlong(buffer=9)),
+        lambda: RolloutConfig(max_new_tokens=8, overlong=OverlongConfig(buffer=9)),
         lambda: RolloutConfig(engine=ServerConfig(url="http://localhost:1")),
         lambda: RolloutConfig(max_staleness=1, engine=SamplerConfig()),
         lambda: RolloutConfig(max_staleness=-1, engine=HFConfig()),
-        lambda: Overlong(penalty=2.0),
-        lambda: Overlong(factor=1.5),
+        lambda: OverlongConfig(penalty=2.0),
+        lambda: OverlongConfig(factor=1.5),
         lambda: DynamicSampling(max_batches=0),
     ],
 )

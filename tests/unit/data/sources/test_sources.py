@@ -13,7 +13,7 @@ import pytest
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig, SourceConfig
 from automodel_cli.data.json_reader import BLOCK, read_array
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.row_errors import DAMAGED, RowError
 from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.data.sources.file_readers import read_file
@@ -45,7 +45,7 @@ def test_an_odd_row_is_refused_alone_and_by_its_line(tmp_path, name):
         assert rows[1][1].message == message
     config = DataConfig(path=str(lines), seq_len=64, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError) as caught:
-        prepare(config, tiny_tokenizer(), seed=0)
+        prepare_data(config, tiny_tokenizer(), seed=0)
     assert f"rows.jsonl:2: {message}" in caught.value.message
 
 
@@ -60,7 +60,7 @@ def test_odd_json_inside_a_column_is_named_too(tmp_path):
     row = {"messages": [{"role": "user", "content": "x"}, call]}
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(DataError, match=r"rows.jsonl:1: messages\[1\].tool_calls\[0\].function.arguments: .* 100 deep"):
-        prepare(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), tiny_tokenizer(), seed=0)
+        prepare_data(DataConfig(path=str(path), cache_dir=str(tmp_path / "cache")), tiny_tokenizer(), seed=0)
 
 
 @pytest.mark.parametrize("indent", [2, "\t"])
@@ -101,7 +101,7 @@ def test_damaged_gzip_is_named_by_its_line_and_never_dropped(tmp_path, damage):
     assert damage == "foreign" or number > 300
     config = DataConfig(path=str(path), on_bad_row="drop", max_bad=1.0, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=f"rows.jsonl.gz:{number}: the gzip data is damaged"):
-        prepare(config, tiny_tokenizer(), seed=0)
+        prepare_data(config, tiny_tokenizer(), seed=0)
 
 
 # -- arrays
@@ -211,7 +211,7 @@ def test_folders_that_datasets_saved(tmp_path):
 def test_a_split_of_a_saved_dict_validates(tmp_path):
     saved(tmp_path)
     config = DataConfig(path=str(tmp_path / "both"), validation_split="test", cache_dir=str(tmp_path / "cache"))
-    prepared = prepare(config, tiny_tokenizer(), seed=0)
+    prepared = prepare_data(config, tiny_tokenizer(), seed=0)
     assert (prepared.report.train[0].num_documents, prepared.report.validation[0].num_documents) == (5, 5)
     assert prepared.report.train[0].name.endswith("both")
 
@@ -238,7 +238,7 @@ def test_plain_text(tmp_path, txt_rows, expected, suffix):
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
     assert list(read_file(path, txt_rows)) == [(number, {"text": text}) for number, text in expected]
     config = DataConfig(path=str(path), txt_rows=txt_rows, cache_dir=str(tmp_path / "cache"))
-    report = prepare(config, tiny_tokenizer(), seed=0).report.train[0]
+    report = prepare_data(config, tiny_tokenizer(), seed=0).report.train[0]
     assert (report.fmt, report.num_documents) == ("text, detected", len(expected))
 
 
@@ -278,7 +278,7 @@ def test_the_files_of_one_split_of_a_folder_are_read(hub_folder, tmp_path):
     assert [p.name for p in local_files(str(hub_folder))] == list(HUB_NAMES[:2])
     assert [p.name for p in local_files(str(hub_folder), "test")] == ["test.jsonl"]
     config = DataConfig(path=str(hub_folder), validation_split="validation", cache_dir=str(tmp_path / "cache"))
-    data = prepare(config, tiny_tokenizer(), seed=0)
+    data = prepare_data(config, tiny_tokenizer(), seed=0)
     (train,), (validation,) = data.report.train, data.report.validation
     assert (train.num_rows, validation.num_rows) == (2, 1)
     left_out = "left out: test.jsonl, validation-00000-of-00001.jsonl"
@@ -362,7 +362,7 @@ def test_a_wrong_column_is_answered_with_the_right_one_and_never_with_a_guess(tm
     path = write_jsonl(tmp_path / "rows.jsonl", [row] * 20)
     config = DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), **options)
     with pytest.raises(DataError) as caught:
-        prepare(config, tiny_tokenizer(), seed=0)
+        prepare_data(config, tiny_tokenizer(), seed=0)
     assert caught.value.fix == fix
     if options:
         assert "which no row has (columns: " in caught.value.message
@@ -373,7 +373,7 @@ def test_an_optional_column_may_come_late(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [QA] * 40 + [late])
     columns = {"prompt": "question", "completion": "answer", "system": "persona"}
     config = DataConfig(path=str(path), columns=columns, cache_dir=str(tmp_path / "cache"))
-    assert prepare(config, tiny_tokenizer(), seed=0).report.train[0].num_documents == 41
+    assert prepare_data(config, tiny_tokenizer(), seed=0).report.train[0].num_documents == 41
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
@@ -389,7 +389,7 @@ def test_a_text_column_of_a_table(tmp_path, name):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     config = DataConfig(path=str(path), columns={"text": "content"}, cache_dir=str(tmp_path / "cache"))
     tokenizer = tiny_tokenizer()
-    prepared = prepare(config, tokenizer, seed=0)
+    prepared = prepare_data(config, tokenizer, seed=0)
     assert tokenizer.decode(prepared.train.tokens(0)[0]) == "some text<|im_end|>more text<|im_end|>"
 
 
@@ -403,7 +403,7 @@ def test_long_chats_are_truncated_and_long_texts_split_and_both_are_counted(tmp_
     sources = [SourceConfig(str(chats)), SourceConfig(str(texts))]
     config = DataConfig(sources=sources, seq_len=64, cache_dir=str(tmp_path / "cache"))
     tokenizer = tiny_tokenizer()
-    prepared = prepare(config, tokenizer, seed=0)
+    prepared = prepare_data(config, tokenizer, seed=0)
     of_chats, of_texts = prepared.report.train
     assert (of_chats.long.choice, of_texts.long.choice) == ("truncate", "split")
     whole = len(tokenizer.apply_chat_template(long_chat["messages"])["input_ids"])
@@ -423,7 +423,7 @@ def test_many_documents_left_out_are_a_warning_with_the_length_that_keeps_them(t
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     cache = str(tmp_path / "cache")
     config = DataConfig(path=str(path), seq_len=64, on_bad_row="drop", cache_dir=cache)
-    report = prepare(config, tiny_tokenizer(), seed=0, preferences=True).report.train[0]
+    report = prepare_data(config, tiny_tokenizer(), seed=0, preferences=True).report.train[0]
     (warning,) = [line for line in report.lines() if "are left out" in line]
     assert warning.startswith(
         "  warning: 70% of the documents (7 of 10) are left out, longer than a row of 64: data.seq_"
@@ -431,14 +431,14 @@ def test_many_documents_left_out_are_a_warning_with_the_length_that_keeps_them(t
     needed = int(warning.split("data.seq_len=")[1].split()[0])
     for seq_len, kept in ((needed, 10), (needed - 64, 9)):
         config = DataConfig(path=str(path), seq_len=seq_len, cache_dir=cache)
-        report = prepare(config, tiny_tokenizer(), seed=0, preferences=True).report.train[0]
+        report = prepare_data(config, tiny_tokenizer(), seed=0, preferences=True).report.train[0]
         assert report.num_documents - report.long.num_documents == kept
 
 
 def test_a_chat_truncated_to_its_prompt_is_counted_not_trained(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [chat_row("word " * 100, "x"), chat_row("a", "b")])
     config = DataConfig(path=str(path), seq_len=32, cache_dir=str(tmp_path / "cache"))
-    prepared = prepare(config, tiny_tokenizer(), seed=0)
+    prepared = prepare_data(config, tiny_tokenizer(), seed=0)
     assert prepared.report.train[0].long.pieces_without_labels == 1
     assert "warning: 50% of the documents (1 of 2) are left out, without a trained token in their first row of 32" in (
         "\n".join(prepared.report.lines())

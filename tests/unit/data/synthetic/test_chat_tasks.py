@@ -11,7 +11,7 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.synthetic.chat_tasks import KINDS, ChatTasks
 from automodel_cli.models.tokenizer import ByteTokenizer
 
@@ -171,7 +171,7 @@ def test_messages_of_the_context_stand_before_each_question_and_are_not_trained(
         assert [question, answer] == alone["messages"] and row["answer"] == alone["answer"]
     config = DataConfig(task=ChatTasks(num_train=20, num_validation=1, context=shown), seq_len=256)
     tokenizer = ByteTokenizer().build()
-    train = prepare(config, tokenizer, seed=0).train
+    train = prepare_data(config, tokenizer, seed=0).train
     trained = ""
     for row in range(len(train)):
         ids, mask, _ = train.tokens(row)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from automodel_cli.distributed.activation_checkpointing.saved_results import Kept, recomputed
+from automodel_cli.distributed.activation_checkpointing.saved_results import SaveLevel, recomputed
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
 from automodel_cli.models.builder import build_part
@@ -59,8 +59,8 @@ def test_results_and_gradients_are_those_of_the_familys_loop(family: str) -> Non
         assert (mine - want).abs().max() <= 1e-6 * want.abs().max()
 
 
-@pytest.mark.parametrize("most", list(Kept))
-def test_a_repeated_layer_gets_what_it_had_and_gives_the_same_gradients_twice(most: Kept) -> None:
+@pytest.mark.parametrize("most", list(SaveLevel))
+def test_a_repeated_layer_gets_what_it_had_and_gives_the_same_gradients_twice(most: SaveLevel) -> None:
     """Twice, as zero-bubble schedules run it; the caller adds to the result in place, as some families do."""
     experts = _experts("gpt_oss")
     known = GatedExperts.of(experts, int(experts.num_experts), None)

@@ -18,7 +18,7 @@ WAYS = ["as defined", pytest.param("by Triton", marks=interpreter.needs_triton)]
 
 def _functions(way: str):
     if way == "as defined":
-        return permute.pairs, permute.arrivals
+        return permute.permute_pairs, permute.permute_arrivals
     from automodel_cli.distributed.expert_parallel import permute_triton
 
     return permute_triton.pairs, permute_triton.arrivals

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from automodel_cli.distributed.expert_parallel import router_detection, topk_router
 from automodel_cli.distributed.expert_parallel.router_replay import choosing, selects_by
-from automodel_cli.distributed.expert_parallel.topk_router import Rule
+from automodel_cli.distributed.expert_parallel.topk_router import RouterRule
 from tests import tiny
 
 FAMILIES = {
@@ -91,7 +91,7 @@ def test_the_kernels_choose_and_weigh_as_the_family_does(family: str, dtype: tor
         router.e_score_correction_bias = router.e_score_correction_bias.float()
     hidden_ND = torch.randn(33, router.weight.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     want = _outcome(type(router).forward.__get__(router), hidden_ND, router)
-    monkeypatch.setattr(topk_router, "usable", lambda device_type: True)
+    monkeypatch.setattr(topk_router, "has_router_kernels", lambda device_type: True)
     model = nn.Module()
     model.add_module("block", _beside_experts(router))
     router_detection.fuse_routers(model, "cpu")
@@ -104,7 +104,7 @@ def test_the_kernels_choose_and_weigh_as_the_family_does(family: str, dtype: tor
 
 
 class _Backwards:
-    """`Choices`: the experts of the last token first."""
+    """`RouterDecisions`: the experts of the last token first."""
 
     def choose(self, layer: int, own_NK: Tensor) -> Tensor:
         return own_NK.flip(0)
@@ -117,7 +117,7 @@ def test_a_fused_router_takes_experts_that_are_chosen_for_it(monkeypatch) -> Non
     router = _router("qwen3_moe")
     hidden_ND = torch.randn(9, router.weight.shape[1], generator=torch.Generator().manual_seed(1))
     own_NK = router(hidden_ND)[2]
-    monkeypatch.setattr(topk_router, "usable", lambda device_type: True)
+    monkeypatch.setattr(topk_router, "has_router_kernels", lambda device_type: True)
     model = nn.Module()
     model.add_module("block", _beside_experts(router))
     router_detection.fuse_routers(model, "cpu")
@@ -136,7 +136,7 @@ def _beside_experts(router: nn.Module) -> nn.Module:
 
 @interpreter.needs_triton
 def test_numbers_that_are_none_choose_experts_that_exist() -> None:
-    weight_NK, index_NK = Rule(3, False, True)(torch.full((4, 5), torch.nan), None)
+    weight_NK, index_NK = RouterRule(3, False, True)(torch.full((4, 5), torch.nan), None)
     assert weight_NK.isnan().all() and ((index_NK >= 0) & (index_NK < 5)).all()
 
 
@@ -144,10 +144,10 @@ def test_numbers_that_are_none_choose_experts_that_exist() -> None:
 def test_the_comparison_that_decides_on_a_gpu_passes_here_and_sees_a_wrong_kernel(monkeypatch) -> None:
     from automodel_cli.distributed.expert_parallel import topk_router_triton
 
-    assert topk_router.disagreement(torch.device("cpu")) < topk_router._PROBE_ERROR
+    assert topk_router.router_kernel_error(torch.device("cpu")) < topk_router._PROBE_ERROR
     right = topk_router_triton.back
     monkeypatch.setattr(topk_router_triton, "back", lambda *given: right(*given) * 1.001)
-    assert topk_router.disagreement(torch.device("cpu")) > topk_router._PROBE_ERROR
+    assert topk_router.router_kernel_error(torch.device("cpu")) > topk_router._PROBE_ERROR
 
 
 @interpreter.needs_triton

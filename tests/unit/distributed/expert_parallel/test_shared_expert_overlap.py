@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.distributed.expert_parallel.apply import is_experts
-from automodel_cli.distributed.expert_parallel.shared_expert_overlap import SharedExperts, find
+from automodel_cli.distributed.expert_parallel.shared_expert_overlap import SharedExperts, find_shared_expert
 from tests import tiny
 
 _OTHERS = {
@@ -36,15 +36,15 @@ def _block(family: str) -> tuple[nn.Module, nn.Module]:
 def test_shared_experts_are_found_where_experts_are_called_first(family: str) -> None:
     block, experts = _block(family)
     before = {name: param.clone() for name, param in block.named_parameters()}
-    assert find(block, experts) is block.shared_experts
+    assert find_shared_expert(block, experts) is block.shared_experts
     assert all(torch.equal(param, before[name]) for name, param in block.named_parameters())
     assert not any("forward" in vars(module) for module in block.modules() if module is not experts)
-    assert find(block.to("meta"), experts) is block.shared_experts
+    assert find_shared_expert(block.to("meta"), experts) is block.shared_experts
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "ernie4_5_moe"])
 def test_there_are_none_or_they_come_first(family: str) -> None:
-    assert find(*_block(family)) is None
+    assert find_shared_expert(*_block(family)) is None
 
 
 class _Block(nn.Module):
@@ -70,9 +70,9 @@ class _Block(nn.Module):
 )
 def test_none_is_found_that_is_given_something_else(given) -> None:
     block = _Block(given)
-    assert find(block, block.experts) is None
+    assert find_shared_expert(block, block.experts) is None
     same = _Block(lambda x: x)
-    assert find(same, same.experts) is same.shared
+    assert find_shared_expert(same, same.experts) is same.shared
 
 
 def test_the_familys_call_is_handed_what_was_computed_once() -> None:

@@ -55,7 +55,7 @@ def groups() -> list[slice]:
 def test_rows_times_weights_are_those_of_the_definition(turned: bool) -> None:
     rows, weights = numbers(ROWS, INPUTS, seed=0), numbers(len(COUNTS), OUTPUTS, INPUTS, seed=1)
     given = weights.transpose(-2, -1).contiguous() if turned else weights
-    got = grouped_gemm.product(Arithmetic(RECIPES["rowwise"], True), rows, given, ENDS, turned=turned)
+    got = grouped_gemm.grouped_gemm(Arithmetic(RECIPES["rowwise"], True), rows, given, ENDS, turned=turned)
     pairs = [(rows[at], w) for at, w in zip(groups(), weights, strict=True) if len(rows[at])]
     want = torch.cat([cast_rows(x) @ cast_rows(w).t() for x, w in pairs])
     assert error(got, want) < 1e-6 and error(got[:6], want[:6]) < 1e-6, "small rows too"
@@ -81,7 +81,7 @@ def by_triton(x_NF: torch.Tensor, ends_L: torch.Tensor) -> tuple[torch.Tensor, .
     return values_FP.to(E4M3), *rest
 
 
-WAYS = [group_cast.cast, pytest.param(by_triton, marks=interpreter.needs_triton)]
+WAYS = [group_cast.cast_groups, pytest.param(by_triton, marks=interpreter.needs_triton)]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["as defined", "by Triton"])
@@ -102,7 +102,7 @@ def test_each_experts_rows_begin_at_a_multiple_of_16_with_zeros_behind(way) -> N
 def test_the_comparison_that_decides_on_a_gpu_passes_here_and_sees_a_wrong_kernel(monkeypatch) -> None:
     from automodel_cli.distributed.float8 import group_cast_triton
 
-    assert not group_cast.difference(torch.device("cpu"))
+    assert not group_cast.group_cast_difference(torch.device("cpu"))
     right = group_cast_triton.cast
 
     def wrong(*given):
@@ -110,7 +110,7 @@ def test_the_comparison_that_decides_on_a_gpu_passes_here_and_sees_a_wrong_kerne
         return values_FP, inverse_LF * 2, ends_L
 
     monkeypatch.setattr(group_cast_triton, "cast", wrong)
-    assert "differs" in group_cast.difference(torch.device("cpu"))
+    assert "differs" in group_cast.group_cast_difference(torch.device("cpu"))
 
 
 @interpreter.needs_triton
@@ -130,7 +130,7 @@ def test_casts_are_torchaos() -> None:
     x = numbers(64, INPUTS, seed=5)
     ends = torch.tensor([16, 32, 64], dtype=torch.int32)  # theirs wants multiples of 16, and rows of each
     values, scales = utils.torch_to_float8_per_group_colwise(x, ends, E4M3, round_scales_to_power_of_2=True)
-    values_FP, inverse_LF, _ = group_cast.cast(x, ends)
+    values_FP, inverse_LF, _ = group_cast.cast_groups(x, ends)
     assert torch.equal(values_FP[:, :64].t().float(), values.float())
     assert torch.equal(inverse_LF, scales.view(3, -1).reciprocal())
     weights = numbers(3, OUTPUTS, INPUTS, seed=6)
@@ -170,7 +170,7 @@ def test_a_layer_of_experts_has_these_products_and_nothing_else(family: str, mon
         asked.append("gradient")
         return grouped_mm(first.t(), second, offs=ends)
 
-    monkeypatch.setattr(grouped_gemm, "product", product)
+    monkeypatch.setattr(grouped_gemm, "grouped_gemm", product)
     monkeypatch.setattr(grouped_gemm, "weight_gradient", weight_gradient)
     assert all(torch.equal(a, b) for a, b in zip(layer("rowwise"), exact, strict=True))
     turned = bool(experts.is_transposed)

@@ -12,7 +12,7 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.float8 import linear as float8_linear
 from automodel_cli.distributed.float8 import mxfp8
-from automodel_cli.distributed.float8.quantization import RECIPES, Arithmetic, require
+from automodel_cli.distributed.float8.quantization import RECIPES, Arithmetic, require_float8
 from automodel_cli.distributed.fusion import compiled_regions
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -26,7 +26,7 @@ def layer(recipe: str, *, emulate: bool = True, bias: bool = False, dtype=torch.
     with torch.no_grad():  # rows of very different size, one of them zero
         linear.weight *= torch.logspace(-4, 3, OUTPUTS)[:, None].to(dtype)
         linear.weight[7] = 0
-    float8_linear.convert(linear, Arithmetic(RECIPES[recipe], emulate))
+    float8_linear.convert_to_float8(linear, Arithmetic(RECIPES[recipe], emulate))
     return linear
 
 
@@ -134,7 +134,7 @@ def test_blocks_and_layers_of_mxfp8_are_torchaos():
         x = x.to(dtype)
         scale, values = to_mx(x, E4M3, 32, formats.ScaleCalculationMode.RCEIL)
         for tiled, theirs in ((False, scale), (True, to_blocked(scale.view(torch.uint8)))):
-            ours, exponents = mxfp8.cast(x, False, tiled)
+            ours, exponents = mxfp8.cast_mxfp8(x, False, tiled)
             assert torch.equal(exponents.view(torch.uint8), theirs.view(torch.uint8))
             assert torch.equal(ours.view(torch.uint8), values.view(torch.uint8))
         ours = layer("mxfp8", dtype=dtype)
@@ -149,7 +149,7 @@ def test_blocks_and_layers_of_mxfp8_are_torchaos():
 def test_exponents_round_up_as_the_instruction_does_next_to_a_power_of_two():
     """torchao's emulation takes a logarithm, which does not tell 1 + 2^-23 from 1."""
     largest = torch.tensor([[448.0], [448 * (1 + 2.0**-23)], [2.0**-130 * 448], [0.0]]) * torch.ones(32)
-    _, scale = mxfp8.cast(largest, False, False)
+    _, scale = mxfp8.cast_mxfp8(largest, False, False)
     assert scale.view(torch.uint8).flatten().tolist() == [127, 128, 0, 0]
 
 
@@ -210,7 +210,7 @@ def test_casts_are_glue_and_compile_to_the_same_bits(recipe):
     want = run(layer(recipe), x, grad)
     linear = layer(recipe)
     fuser = compiled_regions.Compiled("aot_eager", torch.device("cpu"), torch.float32)
-    float8_linear.prepare(linear, torch.device("cpu"), fuser)
+    float8_linear.exclude_indivisible(linear, torch.device("cpu"), fuser)
     assert not fuser.refused, str(fuser)
     for tokens in (TOKENS, 21):
         before = len(compiled_regions.compilations)
@@ -234,15 +234,15 @@ def test_autocast_decides_what_the_layer_gives_and_not_what_it_adds_in():
 def test_devices_without_such_products_are_refused_by_name(monkeypatch):
     rowwise, blocks = RECIPES["rowwise"], RECIPES["mxfp8"]
     with pytest.raises(ConfigError, match=r"8\.9 or higher .*but this run is on cpu"):
-        require(torch.device("cpu"), rowwise)
+        require_float8(torch.device("cpu"), rowwise)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     with pytest.raises(ConfigError, match=r"but NVIDIA A100-SXM4-80GB has 8\.0") as caught:
-        require(torch.device("cuda"), rowwise)
+        require_float8(torch.device("cuda"), rowwise)
     assert "model.fp8.emulate=true" in caught.value.fix
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    require(torch.device("cuda"), rowwise)
+    require_float8(torch.device("cuda"), rowwise)
     with pytest.raises(ConfigError, match=r"mxfp8: .* capability 10\.0 or higher \(B200\), but .* has 9\.0"):
-        require(torch.device("cuda"), blocks)
+        require_float8(torch.device("cuda"), blocks)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    require(torch.device("cuda"), blocks)
+    require_float8(torch.device("cuda"), blocks)

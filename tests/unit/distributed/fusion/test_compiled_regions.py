@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
 from automodel_cli.distributed.fusion import compiled_regions
-from automodel_cli.distributed.fusion.compiled_regions import Compiled, Glue, as_one
+from automodel_cli.distributed.fusion.compiled_regions import Compiled, FusibleRegion, as_one
 from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.training.monitors.recompile_monitor import CompileWatch
 from tests import tiny
@@ -101,7 +101,7 @@ def _scaled(x: Tensor) -> Tensor:
     return torch.tanh(x) * 2 + 1
 
 
-SCALED = Glue("scaled", _scaled, (0,), lambda rows: (torch.ones(rows, 4),))
+SCALED = FusibleRegion("scaled", _scaled, (0,), lambda rows: (torch.ones(rows, 4),))
 
 
 @torch._dynamo.register_backend(name="off_by_one")
@@ -174,7 +174,7 @@ def test_tensors_without_values_are_counted_as_one_kernel_forward_and_one_for_ea
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for a CPU")
 def test_inductor_makes_no_more_kernels_than_are_counted() -> None:
-    found: dict[str, Glue] = {}
+    found: dict[str, FusibleRegion] = {}
     fuse_layers(tiny.build_hf("llama"), lambda glue: found.setdefault(glue.name, glue) and None)
     experts = next(m for m in tiny.build_hf("qwen3_moe").modules() if hasattr(m, "is_transposed"))
     biased = next(m for m in tiny.build_hf("gpt_oss").modules() if hasattr(m, "is_transposed"))

@@ -27,9 +27,9 @@ FIRST = (0, 7, 100, 150, 290, 300)
 
 @pytest.fixture
 def flex() -> Iterator[None]:
-    kernel_selection.choose("flex", CPU)
+    kernel_selection.choose_kernel("flex", CPU)
     yield
-    kernel_selection.choose("auto", CPU)
+    kernel_selection.choose_kernel("auto", CPU)
 
 
 def alone(
@@ -164,18 +164,18 @@ def test_layers_share_a_mask_for_as_long_as_its_microbatch_lives():
 
 
 def test_the_first_comparison_finds_a_kernel_that_forgets_the_soft_cap(monkeypatch: pytest.MonkeyPatch):
-    assert attention_flex.disagreement(CPU, torch.bfloat16, 16, 8, 2.0) < 1e-2
+    assert attention_flex.flex_error(CPU, torch.bfloat16, 16, 8, 2.0) < 1e-2
 
     def forgets(query, key, value, sink, visible, scale, softcap):
         return attention_flex.defined(query, key, value, sink, visible, scale, None), torch.empty(0)
 
     monkeypatch.setattr(attention_flex, "_stand_in", forgets)
-    assert attention_flex.disagreement(CPU, torch.bfloat16, 16, 8, 2.0) > 0.1
+    assert attention_flex.flex_error(CPU, torch.bfloat16, 16, 8, 2.0) > 0.1
 
 
 def test_flex_by_name_is_refused_without_a_kernel_for_the_device():
     with pytest.raises(ConfigError, match="attention_kernel=flex cannot run here: it is for CUDA, not for meta"):
-        kernel_selection.choose("flex", torch.device("meta"))
+        kernel_selection.choose_kernel("flex", torch.device("meta"))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    kernel_selection.choose("auto", CPU)
+    kernel_selection.choose_kernel("auto", CPU)
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ def as_before() -> Iterator[None]:
     ],
 )
 def test_a_newer_kernel_is_left_alone_for_a_reason(capability, module: str, reason: str):
-    said = kernel_selection.why_not("FA3", (9,), module, capability)
+    said = kernel_selection.why_kernel_unsupported("FA3", (9,), module, capability)
     assert (reason in said) if reason else not said
-    assert "does not know FA9" in kernel_selection.why_not("FA9", (9,), "torch", (9, 0))
+    assert "does not know FA9" in kernel_selection.why_kernel_unsupported("FA9", (9,), "torch", (9, 0))
 
 
 def test_a_kernel_by_name_is_refused_where_it_cannot_run():
     with pytest.raises(ConfigError, match="attention_kernel=fa3 cannot run here: there is no CUDA device"):
-        kernel_selection.choose("fa3", CPU)
+        kernel_selection.choose_kernel("fa3", CPU)
     with pytest.raises(ConfigError, match="packed attention, which does not run here"):
         ModelConfig(config={"model_type": "llama"}, attention="sdpa", attention_kernel="flash")
 
@@ -69,7 +69,7 @@ def _attend(softcap: float | None = None) -> tuple[torch.Tensor, int]:
 
 def test_dense_attention_can_be_asked_for_and_gives_the_same():
     flash, num_calls = _attend()
-    kernel_selection.choose("dense", CPU)
+    kernel_selection.choose_kernel("dense", CPU)
     dense, none = _attend()
     assert num_calls > 0
     assert none == 0
@@ -79,7 +79,7 @@ def test_dense_attention_can_be_asked_for_and_gives_the_same():
 def test_a_flash_kernel_by_name_is_never_silently_dense():
     _, num_calls = _attend(softcap=30.0)
     assert num_calls == 0
-    kernel_selection.choose("flash", CPU)
+    kernel_selection.choose_kernel("flash", CPU)
     with pytest.raises(ConfigError, match=r"attention_kernel=flash: no flash kernel takes soft caps \(here 30\)"):
         _attend(softcap=30.0)
 
@@ -124,7 +124,7 @@ def test_an_implementation_is_compared_with_the_definition_before_it_is_trusted(
     assert kernel_selection.pads_widths(CPU), "there is no such kernel yet"
     library = _operator(ignores_windows=ignores_windows)
     try:
-        error, pads = kernel_selection.disagreement(CPU), kernel_selection.pads_widths(CPU)
+        error, pads = kernel_selection.kernel_error(CPU), kernel_selection.pads_widths(CPU)
     finally:
         library._destroy()
     assert error > 0
@@ -133,7 +133,7 @@ def test_an_implementation_is_compared_with_the_definition_before_it_is_trusted(
 
 
 def test_a_run_on_gpus_probes_small_copies_by_the_cpus_kernels(monkeypatch: pytest.MonkeyPatch):
-    on_gpus = kernel_selection.Choice("flex", forced=True, device_type="cuda")
+    on_gpus = kernel_selection.KernelChoice("flex", forced=True, device_type="cuda")
     monkeypatch.setattr(kernel_selection, "_chosen", on_gpus)
     x = torch.zeros(1, 2, 8, 16)
     assert kernel_selection.way(x, x, None) == ("flash", "")

@@ -107,7 +107,7 @@ def stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
     monkeypatch.setitem(sys.modules, "transformer_engine.common", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes)
-    monkeypatch.setattr(adapter, "require", lambda: None)
+    monkeypatch.setattr(adapter, "require_transformer_engine", lambda: None)
     adapter._core.cache_clear()
     yield
     adapter._core.cache_clear()
@@ -172,7 +172,7 @@ def test_attention_is_that_of_packed_documents(stand_in, case):
     module = nn.Identity()
     want, _ = packed_attention(module, query, key, value, None, **options)
     wanted = torch.autograd.grad(want.square().sum(), (query, key, value))
-    got, _ = adapter.attention(module, query, key, value, None, **options)
+    got, _ = adapter.te_attention(module, query, key, value, None, **options)
     assert got.shape == want.shape and (got - want).abs().max() < 1e-6
     for a, b in zip(torch.autograd.grad(got.square().sum(), (query, key, value)), wanted, strict=True):
         assert (a - b).abs().max() < 1e-5
@@ -199,7 +199,7 @@ def test_attention_refuses_what_it_would_get_wrong(stand_in, reason):
     options = {"attention_mask": None, **REFUSED[reason]}
     query = torch.zeros(1, 4, 8, 16, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=reason) as caught:
-        adapter.attention(nn.Identity(), query, query, query, **options)
+        adapter.te_attention(nn.Identity(), query, query, query, **options)
     assert caught.value.fix == "model.transformer_engine.attention=false"
 
 

@@ -14,7 +14,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models import lora
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
-from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure
+from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.layerwise_casting import Cast, cast_layers, largest_forward
@@ -50,7 +50,7 @@ def adapted(folder: Path, dtype: torch.dtype, *, tied: bool = False, steps: int 
 
 def compared(part: ModelPart, folder: Path) -> Agreement:
     precision = Precision(part.model.dtype, rounds_weights([part]))
-    return measure(folder, PROMPTS, trained_values([part], PROMPTS), precision)
+    return measure_export_error(folder, PROMPTS, trained_values([part], PROMPTS), precision)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,7 +83,7 @@ def test_a_merge_of_twice_the_update_shows_below_the_noise_of_rounding(tmp_path:
     for factor in (1.0, 2.0):
         monkeypatch.setattr(lora, "delta", lambda *args, by=factor: by * true(*args))
         export_hf([part], config, None, tmp_path / f"times{factor}")
-        found = measure(tmp_path / f"times{factor}", PROMPTS, ours, precision, base=base)
+        found = measure_export_error(tmp_path / f"times{factor}", PROMPTS, ours, precision, base=base)
         assert found.passed == (factor == 1.0) and found.mean < found.mean_allowed, "single tokens show nothing"
         shares.append(found.share)
     assert shares == pytest.approx([1.0, 2.0], abs=0.3)
@@ -144,11 +144,11 @@ def test_16_bits_of_the_trained_side_pass_beside_a_float32_export(tmp_path: Path
     with torch.no_grad():
         logits = model.bfloat16()(torch.tensor(PROMPTS)).logits[:, :-1].float().log_softmax(-1)
     ours = list(logits.gather(-1, torch.tensor(PROMPTS)[:, 1:, None])[..., 0])
-    found = measure(tmp_path, PROMPTS, ours, Precision(torch.bfloat16, rounds_weights=True))
+    found = measure_export_error(tmp_path, PROMPTS, ours, Precision(torch.bfloat16, rounds_weights=True))
     assert found.passed and found.worst > 1e-3, "in float32 it would not pass"
-    assert not measure(tmp_path, PROMPTS, ours, Precision(torch.float32, rounds_weights=False)).passed
+    assert not measure_export_error(tmp_path, PROMPTS, ours, Precision(torch.float32, rounds_weights=False)).passed
     ours[0][3] = float("nan")
-    assert not measure(tmp_path, PROMPTS, ours, Precision(torch.bfloat16, rounds_weights=True)).passed
+    assert not measure_export_error(tmp_path, PROMPTS, ours, Precision(torch.bfloat16, rounds_weights=True)).passed
 
 
 def test_layers_are_cast_one_at_a_time_and_give_what_the_whole_cast_model_gives():
@@ -202,6 +202,6 @@ def test_what_does_not_fit_memory_or_time_is_left_out_with_its_reason(tmp_path: 
     ours = [torch.zeros(len(prompt) - 1) for prompt in PROMPTS]
     exact = Precision(torch.float32, rounds_weights=False)
     with pytest.raises(Unfinished, match="host memory"):
-        measure(tmp_path, PROMPTS, ours, exact, available_bytes=1000.0)
+        measure_export_error(tmp_path, PROMPTS, ours, exact, available_bytes=1000.0)
     with pytest.raises(Unfinished, match="export_check_minutes"):
-        measure(tmp_path, PROMPTS, ours, exact, seconds=0.0)
+        measure_export_error(tmp_path, PROMPTS, ours, exact, seconds=0.0)

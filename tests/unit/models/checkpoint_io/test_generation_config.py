@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
@@ -69,7 +69,7 @@ def test_what_ends_the_trained_turns_is_a_stop_token(tmp_path, row, preferences,
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     config = DataConfig(path=str(tmp_path / "rows.jsonl"), seq_len=64, cache_dir=str(tmp_path / "cache"))
     tokenizer = base_tokenizer()
-    rows = prepare(config, tokenizer, seed=0, preferences=preferences).train
+    rows = prepare_data(config, tokenizer, seed=0, preferences=preferences).train
     assert rows.taught_stops() == [tokenizer.convert_tokens_to_ids(stop)]
 
 
@@ -83,7 +83,7 @@ def test_a_token_that_ends_a_turn_in_two_hundred_is_none(tmp_path):
         path=str(tmp_path / "rows.jsonl"), seq_len=64, cache_dir=str(tmp_path / "cache"), chat_template=odd
     )
     tokenizer = base_tokenizer()
-    rows = prepare(config, tokenizer, seed=0).train
+    rows = prepare_data(config, tokenizer, seed=0).train
     assert [token for token, _ in rows.stores[0].meta["turn_ends"]] == tokenizer.convert_tokens_to_ids(
         [END, "<|tool|>"]
     )

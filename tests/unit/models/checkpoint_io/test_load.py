@@ -16,7 +16,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io import load as checkpoint_io_load
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values, verify_export
-from automodel_cli.models.checkpoint_io.export_check import Precision, measure
+from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.config import ModelConfig
@@ -92,7 +92,7 @@ def test_export_keeps_the_hubs_dtype_and_serves_older_readers(tmp_path: Path):
     trained = {name: param.detach().clone() for name, param in part.named_parameters()}
     export_hf([part], config, None, tmp_path / "out")
     precision = Precision(torch.float32, rounds_weights([part]))
-    found = measure(tmp_path / "out", PROMPTS, trained_values([part], PROMPTS), precision)
+    found = measure_export_error(tmp_path / "out", PROMPTS, trained_values([part], PROMPTS), precision)
     assert found.passed and found.worst > 1e-5, "rounding to bfloat16 shows, and no more"
     assert all(torch.equal(param, trained[name]) for name, param in part.named_parameters())
     assert not torch.equal(before["model.lm_head.weight"], trained["model.lm_head.weight"])

@@ -69,9 +69,9 @@ def alone(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 
 
 def ours(model: PreTrainedModel) -> ModelPart:
-    attention_packed.register()
+    attention_packed.register_packed_attention()
     model.set_attn_implementation("packed")
-    dynamic_rope.install(model)
+    dynamic_rope.install_document_rope(model)
     return ModelPart(model, HeadKind("generic"))
 
 
@@ -93,7 +93,7 @@ def test_the_librarys_own_tables_are_wrong_for_packed_rows(name: str):
     """What `install` is for: without it this comparison fails."""
     model, batch = case_model(name), packed_batch(ROWS)
     want, _ = alone(model)
-    attention_packed.register()
+    attention_packed.register_packed_attention()
     model.set_attn_implementation("packed")
     got = ModelPart(model, HeadKind("generic"))(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     assert (got - want).abs().max() > 1e-4
@@ -161,7 +161,7 @@ PUBLISHED = {
 def test_the_probe_measures_on_both_sides_of_a_published_models_threshold(name: str, rows: Rows, monkeypatch):
     probe_packing(PUBLISHED[name], rows=rows)
     probe_context(PUBLISHED[name])
-    monkeypatch.setattr(dynamic_rope, "install", lambda model: None)
+    monkeypatch.setattr(dynamic_rope, "install_document_rope", lambda model: None)
     with pytest.raises(ConfigError, match="cannot train on"):
         probe_packing(PUBLISHED[name], rows=rows)
     with pytest.raises(ConfigError, match="cannot share its rows"):

@@ -11,7 +11,7 @@ import torch
 
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
 from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind, Settings, fused_scores, plain_scores
-from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.lm_head.vocab_parallel import Vocabulary
 from tests import interpreter
 
@@ -34,7 +34,7 @@ def _inputs(vocabulary: int, columns: int, dtype: torch.dtype = torch.float32) -
 @pytest.mark.parametrize("vocabulary", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_log_probs_entropies_and_gradients_are_those_of_whole_logits(kind: HeadKind, vocabulary: int) -> None:
-    settings = Settings(kind, chunk=4, shaping=Shaping(temperature=0.7), entropy=True, kernels=True)
+    settings = Settings(kind, chunk=4, shaping=SamplingTransform(temperature=0.7), entropy=True, kernels=True)
     hidden_SD, weight_VD, ids_SN = _inputs(vocabulary, 3)
     got = fused_scores(hidden_SD, weight_VD, ids_SN, settings)
     leaves = [x.detach().double().requires_grad_() for x in (hidden_SD, weight_VD)]
@@ -91,12 +91,12 @@ def test_a_shard_of_the_vocabulary_gives_its_own_share() -> None:
 
 
 def test_the_comparison_that_decides_on_a_gpu_passes_here_and_sees_a_wrong_kernel(monkeypatch) -> None:
-    assert lm_head_kernels.disagreement(torch.device("cpu")) < lm_head_kernels._PROBE_ERROR
+    assert lm_head_kernels.head_kernel_error(torch.device("cpu")) < lm_head_kernels._PROBE_ERROR
     from automodel_cli.models.lm_head import triton_kernels
 
     right = triton_kernels.gradient_
     monkeypatch.setattr(triton_kernels, "gradient_", lambda *given: right(*given[:-2], given[-2] * 1.001, given[-1]))
-    assert lm_head_kernels.disagreement(torch.device("cpu")) > lm_head_kernels._PROBE_ERROR
+    assert lm_head_kernels.head_kernel_error(torch.device("cpu")) > lm_head_kernels._PROBE_ERROR
 
 
 def test_no_tokens_are_no_kernels() -> None:

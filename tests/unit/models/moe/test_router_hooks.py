@@ -17,7 +17,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS, Batch
 from automodel_cli.distributed.activation_checkpointing.apply import apply_activation_checkpointing
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
-from automodel_cli.distributed.expert_parallel.router_replay import Recorder, choosing
+from automodel_cli.distributed.expert_parallel.router_replay import RouterRecorder, choosing
 from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.moe.load_balancing import routers
@@ -119,7 +119,7 @@ def test_its_own_experts_replayed_change_no_bit(family):
     part = routed_part(family)
     batch = microbatch(1, packed=True)
     want_loss, want = loss_and_gradients(part, batch)
-    recorder = Recorder()
+    recorder = RouterRecorder()
     with torch.no_grad(), choosing(recorder):
         part(**batch.head_inputs(), **batch.model_inputs())
     column = recorder.stacked(batch.labels_BT.numel()).flatten(1).unflatten(0, batch.shape).to(torch.int16)
@@ -141,7 +141,7 @@ def test_a_token_of_which_nothing_is_known_goes_where_its_router_sends_it():
     seen: list[Tensor] = []
     for experts in experts_modules(part):
         experts.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
-    with choosing(Recorder()), torch.no_grad():
+    with choosing(RouterRecorder()), torch.no_grad():
         part(**batch.head_inputs(), **batch.model_inputs())
     own = seen.copy()
     seen.clear()
@@ -180,7 +180,7 @@ def test_a_layer_that_runs_again_goes_to_the_experts_of_its_first_run():
 def test_a_mismatch_is_a_token_and_layer_with_another_set_of_experts():
     part = routed_part("qwen3_moe")
     batch = microbatch(0, packed=True)
-    recorder = Recorder()
+    recorder = RouterRecorder()
     with torch.no_grad(), choosing(recorder):
         part(**batch.head_inputs(), **batch.model_inputs())
     chosen_NLK = recorder.stacked(batch.labels_BT.numel())

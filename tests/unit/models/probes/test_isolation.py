@@ -18,7 +18,7 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.packing_support import probe_context, probe_packing
 from automodel_cli.models.probes import isolation
-from automodel_cli.models.probes.isolation import Way, way_of
+from automodel_cli.models.probes.isolation import IsolationMethod, select_isolation
 from tests.hybrids import (
     OWN_ATTENTION,
     ROWS,
@@ -57,7 +57,7 @@ def test_the_way_is_found_once_wherever_the_model_lies(tmp_path: Path):
     searches = []
     for folder in ("here", "there"):
         model.save_pretrained(tmp_path / folder)
-        assert way_of(AutoConfig.from_pretrained(tmp_path / folder)) == Way(PACKED)
+        assert select_isolation(AutoConfig.from_pretrained(tmp_path / folder)) == IsolationMethod(PACKED)
         searches.append(isolation._way.cache_info().misses)
     assert searches[0] == searches[1]
 
@@ -80,7 +80,7 @@ def test_layers_hand_each_other_what_an_indexer_chose_within_a_document():
 
 def test_dropout_that_packed_attention_has_not_is_trained():
     config = CONFIG_MAPPING["gpt2"](n_layer=2, n_embd=64, n_head=4, vocab_size=160, attn_pdrop=0.4)
-    assert way_of(config).by_document
+    assert select_isolation(config).by_document
     part = part_of(copy.deepcopy(config), ModelConfig(pretrained="-"), device="cpu")
     batch = packed_batch(ROWS)
     once, again = (part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT for _ in range(2))
@@ -88,8 +88,8 @@ def test_dropout_that_packed_attention_has_not_is_trained():
 
 
 def test_what_packed_attention_computes_stays_with_it():
-    assert way_of(tiny_config("llama")) == Way(PACKED)
-    way = way_of(CONFIG_MAPPING["qwen3_next"]())
+    assert select_isolation(tiny_config("llama")) == IsolationMethod(PACKED)
+    way = select_isolation(CONFIG_MAPPING["qwen3_next"]())
     assert way.attention == PACKED and not way.by_document and way.classes
 
 

@@ -15,7 +15,7 @@ from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import shrink
 from automodel_cli.pipelining.cut import stage_module as stage_module
-from automodel_cli.pipelining.cut.model_structure import SplitError, find_layers, observe
+from automodel_cli.pipelining.cut.model_structure import SplitError, find_decoder_layers, observe
 from automodel_cli.pipelining.cut.split_check import check_split, probe
 from automodel_cli.pipelining.cut.stage_module import StagePart, cut_stage
 from tests.tiny import FAMILIES, build_hf, gradient_error, gradients, packed_batch, tiny_config, token_row
@@ -25,7 +25,7 @@ CUTS = ([0, 2, 3, 4], [0, 0, 1, 4], [0, 4, 4, 4], [0, 1, 1, 4], [0, 0, 0, 4], [0
 
 
 def _part(family: str, tied: bool) -> ModelPart:
-    attention_packed.register()
+    attention_packed.register_packed_attention()
     model = build_hf(family, tie_word_embeddings=tied)
     model.set_attn_implementation("packed")
     return ModelPart(model, detect_head(model.config), chunk_size=8)
@@ -170,7 +170,7 @@ def test_encoder_decoders_are_refused():
         CONFIG_MAPPING["t5"](d_model=64, d_ff=64, num_layers=2, num_heads=4, vocab_size=50)
     )
     with pytest.raises(SplitError, match="encoder-decoder"):
-        find_layers(model)
+        find_decoder_layers(model)
 
 
 def test_the_probe_names_the_first_layer_that_differs(monkeypatch: pytest.MonkeyPatch):

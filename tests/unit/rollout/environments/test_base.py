@@ -11,8 +11,8 @@ from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.engines.base import Capabilities
 from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.environments.calculator import Calculator, calculate
-from automodel_cli.rollout.environments.episode import Episode, Player
-from automodel_cli.rollout.environments.pool import EnvironmentPool, check_rows
+from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
+from automodel_cli.rollout.environments.pool import EnvironmentPool, check_environment_rows
 from automodel_cli.rollout.types import Completion, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=40)
@@ -53,7 +53,7 @@ def tokenizer():
 
 def play(engine, tokenizer, environment, episodes, params, *, seq_len, **options):
     with EnvironmentPool({"environment": environment}) as pool:
-        Player(engine, tokenizer, pool, params, seq_len).together(episodes, **options)
+        EpisodeRunner(engine, tokenizer, pool, params, seq_len).run_lockstep(episodes, **options)
 
 
 def episode_of(tokenizer, text, seed=None):
@@ -203,7 +203,7 @@ def test_wrong_options_are_refused(options):
 
 def test_every_environment_is_named_by_a_row():
     rows = [("a.jsonl:1", {"environment": "maths"})]
-    check_rows({"maths": TOOL}, "environment", rows)
+    check_environment_rows({"maths": TOOL}, "environment", rows)
     with pytest.raises(ConfigError) as error:
-        check_rows({"maths": TOOL, "code": TOOL}, "environment", rows)
+        check_environment_rows({"maths": TOOL, "code": TOOL}, "environment", rows)
     assert error.value.keys == ("rollout.environments.code",) and error.value.fix == "~rollout.environments.code"

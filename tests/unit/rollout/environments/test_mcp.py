@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
@@ -133,8 +133,8 @@ def test_a_config_may_not_start_a_server_by_itself(tmp_path: Path, monkeypatch: 
     (tmp_path / "runs/quickstart/export").mkdir(parents=True)
     node = "{_target_: automodel_cli.rollout.environments.mcp.MCPTools, servers: {one: python server.py}}"
     with pytest.raises(ConfigError, match="--trust command"):
-        check(compose("quickstart_grpo", [f"rollout.environment={node}"]), Trust())
-    recipe = check(compose("quickstart_grpo", [f"rollout.environment={node}"]), Trust(frozenset({"command"})))
+        check_config(compose("quickstart_grpo", [f"rollout.environment={node}"]), Trust())
+    recipe = check_config(compose("quickstart_grpo", [f"rollout.environment={node}"]), Trust(frozenset({"command"})))
     assert recipe.rollout.environment.servers == {"one": "python server.py"}
 
 

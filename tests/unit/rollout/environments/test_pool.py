@@ -16,8 +16,8 @@ from automodel_cli.config.errors import ConfigError, DataError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.engines.base import Capabilities
 from automodel_cli.rollout.environments.base import Environment, Turn
-from automodel_cli.rollout.environments.episode import Episode, Player
-from automodel_cli.rollout.environments.pool import EnvironmentPool, check_rows
+from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
+from automodel_cli.rollout.environments.pool import EnvironmentPool, check_environment_rows
 from automodel_cli.rollout.types import Completion, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -76,8 +76,8 @@ def new(tokenizer: Any, count: int, **row: Any) -> list[Episode]:
 
 def played(tokenizer: Any, environment: Any, episodes: list[Episode], *, freely: int = 0) -> list[Episode]:
     with EnvironmentPool({"environment": environment}) as pool:
-        player = Player(Drawn(tokenizer), tokenizer, pool, PARAMS, 400)
-        player.freely(episodes, freely) if freely else player.together(episodes)
+        player = EpisodeRunner(Drawn(tokenizer), tokenizer, pool, PARAMS, 400)
+        player.run_async(episodes, freely) if freely else player.run_lockstep(episodes)
     return episodes
 
 
@@ -93,7 +93,7 @@ def test_what_is_drawn_does_not_depend_on_which_conversation_is_ready_first(toke
     for delays in ((0.0, 0.02, 0.005, 0.03, 0.01), (0.03, 0.0, 0.01)):
         slow = Echo(max_turns=5, delays=delays)
         assert content(played(tokenizer, slow, new(tokenizer, 9))) == want
-        assert content(played(tokenizer, slow, new(tokenizer, 9), freely=4)) == want
+        assert content(played(tokenizer, slow, new(tokenizer, 9), run_async=4)) == want
 
 
 def test_conversations_that_go_at_their_own_pace_do_not_wait_for_the_slowest(tokenizer: Any) -> None:
@@ -110,7 +110,7 @@ def test_conversations_that_go_at_their_own_pace_do_not_wait_for_the_slowest(tok
             return Turn(({"role": "tool", "content": "on"},), done=count == 3, state=count)
 
     episodes = [*new(tokenizer, 1, slow=True), *new(tokenizer, 7)]
-    played(tokenizer, Slow(), episodes, freely=8)
+    played(tokenizer, Slow(), episodes, run_async=8)
     assert ended == ["fast"] * 7 + ["slow"]
 
 
@@ -214,7 +214,7 @@ def test_an_engine_that_fails_ends_the_conversations_with_its_own_error(tokenize
             raise RunError("the server is gone")
 
     with EnvironmentPool({"environment": Echo()}) as pool, pytest.raises(RunError, match="the server is gone"):
-        Player(Gone(tokenizer), tokenizer, pool, PARAMS, 400).freely(new(tokenizer, 3), 2)
+        EpisodeRunner(Gone(tokenizer), tokenizer, pool, PARAMS, 400).run_async(new(tokenizer, 3), 2)
 
 
 # Token in, token out
@@ -231,7 +231,7 @@ def test_an_engine_that_read_other_tokens_is_told_with_turn_and_tokens(tokenizer
 
     (episode,) = new(tokenizer, 1)
     with EnvironmentPool({"environment": Echo(end="")}) as pool, pytest.raises(RunError) as caught:
-        Player(Reads(tokenizer), tokenizer, pool, PARAMS, 400).together([episode])
+        EpisodeRunner(Reads(tokenizer), tokenizer, pool, PARAMS, 400).run_lockstep([episode])
     text, sent = str(caught.value), [*episode.prompt, *episode.tokens]
     assert "sample 0, turn 2: the engine read other tokens" in text
     place = len(sent) - 2
@@ -247,7 +247,7 @@ def test_a_template_that_rewrites_what_it_said_before_is_told_with_turn_and_toke
     )
     assert hiding in other.chat_template
     with EnvironmentPool({"environment": Echo(end="")}) as pool, pytest.raises(DataError) as caught:
-        Player(Drawn(other), other, pool, PARAMS, 400).together(new(tokenizer, 1))
+        EpisodeRunner(Drawn(other), other, pool, PARAMS, 400).run_lockstep(new(tokenizer, 1))
     assert "sample 0, turn 2: the chat template renders what stands before the model's message 2 other" in str(
         caught.value
     )
@@ -260,16 +260,16 @@ def test_a_template_that_rewrites_what_it_said_before_is_told_with_turn_and_toke
 def test_each_row_plays_in_the_environment_that_it_names(tokenizer: Any) -> None:
     episodes = [*new(tokenizer, 1, kind="echo"), *new(tokenizer, 1, kind="once")]
     with EnvironmentPool({"echo": Echo(end=""), "once": Counting(max_turns=1)}, "kind") as pool:
-        Player(Drawn(tokenizer), tokenizer, pool, PARAMS, 400).together(episodes)
+        EpisodeRunner(Drawn(tokenizer), tokenizer, pool, PARAMS, 400).run_lockstep(episodes)
         assert [pool.name_of(episode.row) for episode in episodes] == ["echo", "once"]
     assert [len(episode.rewards) for episode in episodes] == [4, 1]
 
 
 def test_a_row_without_an_environment_is_refused_with_its_place() -> None:
     nodes = {"echo": Echo(), "once": Counting()}
-    check_rows(nodes, "kind", [("a.jsonl:1", {"kind": "echo"}), ("a.jsonl:2", {"kind": "once"})])
+    check_environment_rows(nodes, "kind", [("a.jsonl:1", {"kind": "echo"}), ("a.jsonl:2", {"kind": "once"})])
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: kind='twice' names no environment; there are echo, once"):
-        check_rows(nodes, "kind", [("a.jsonl:2", {"kind": "twice"})])
+        check_environment_rows(nodes, "kind", [("a.jsonl:2", {"kind": "twice"})])
     with pytest.raises(ConfigError) as caught:
-        check_rows(nodes, "kind", [("a.jsonl:3", {"q": 1})])
+        check_environment_rows(nodes, "kind", [("a.jsonl:3", {"q": 1})])
     assert "rollout.environment_column=<" in str(caught.value)

@@ -14,7 +14,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.engines.base import Capabilities
-from automodel_cli.rollout.environments.episode import Episode, Player
+from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.environments.verifiers import VerifiersEnvironment, VerifiersTasks
 from automodel_cli.rollout.types import Completion, SamplingParams
@@ -99,7 +99,7 @@ def played(*turns: str, kind: str = "tools", reason: str = "stop", seq_len: int 
     node.check()
     with EnvironmentPool({"environment": node}) as pool:
         engine = Script(tokenizer, *turns, reason=reason)
-        Player(engine, tokenizer, pool, SamplingParams(max_new_tokens=100), seq_len).together([episode])
+        EpisodeRunner(engine, tokenizer, pool, SamplingParams(max_new_tokens=100), seq_len).run_lockstep([episode])
     return episode
 
 

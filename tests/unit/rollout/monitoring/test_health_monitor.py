@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from automodel_cli.rollout.monitoring.health_monitor import Alarms
+from automodel_cli.rollout.monitoring.health_monitor import HealthMonitor
 
 FINE = {
     "truncated": 0.1,
@@ -15,7 +15,7 @@ FINE = {
 
 
 def said(*steps: dict[str, float]) -> list[list[str]]:
-    alarms = Alarms(max_new_tokens=128)
+    alarms = HealthMonitor(max_new_tokens=128)
     return [alarms.of({**FINE, **values}, {}) for values in steps]
 
 
@@ -41,7 +41,7 @@ def test_groups_that_teach_nothing_are_said_with_their_reward():
 
 
 def failing(*steps: dict[str, tuple[int, int]]) -> list[list[str]]:
-    alarms = Alarms(max_new_tokens=128)
+    alarms = HealthMonitor(max_new_tokens=128)
     return [alarms.of(FINE, failures) for failures in steps]
 
 
@@ -70,13 +70,13 @@ def test_steps_without_an_update_neither_add_to_a_collapse_nor_end_it():
 
 
 def test_a_resumed_run_is_measured_against_its_beginning():
-    alarms = Alarms(max_new_tokens=128, first_entropies=[2.0] * 5 + [0.1] * 20)
+    alarms = HealthMonitor(max_new_tokens=128, first_entropies=[2.0] * 5 + [0.1] * 20)
     *_, (line,) = [alarms.of({**FINE, "entropy": 0.1}, {}) for _ in range(5)]
     assert "(2 nats, now 0.1)" in line
 
 
 def stops(*steps: dict[str, tuple[int, int]]) -> list[str | None]:
-    alarms = Alarms(max_new_tokens=128)
+    alarms = HealthMonitor(max_new_tokens=128)
     return [alarms.broken(failures) for failures in steps]
 
 

@@ -11,7 +11,7 @@ import torch
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.rollout.config import RolloutConfig
-from automodel_cli.rollout.monitoring.health_monitor import Alarms
+from automodel_cli.rollout.monitoring.health_monitor import HealthMonitor
 from automodel_cli.rollout.monitoring.reward_statistics import is_wrong, of_k_samples
 from automodel_cli.rollout.rollout_result import Rollout
 from automodel_cli.rollout.types import Account, Sample, Score
@@ -95,7 +95,7 @@ def test_an_environment_that_fails_is_told_once_and_not_as_a_reward_too():
         environment="environment",
     )
     rollout = Rollout(0, [lost], torch.zeros(1), torch.tensor([False]), [], [], 1, 1, 1, 1.0, 0.25, None, {})
-    alarms = Alarms(max_new_tokens=8)
+    alarms = HealthMonitor(max_new_tokens=8)
     *_, said = [alarms.of({**rollout.unshown, "truncated": 0.0}, rollout.failures) for _ in range(5)]
     assert len(said) == 1 and "failed in their environment" in said[0]
 

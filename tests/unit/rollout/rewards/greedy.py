@@ -6,7 +6,7 @@ import glob
 import os
 import tempfile
 
-from automodel_cli.rollout.rewards.sandbox.host import Limits, judge, run_python
+from automodel_cli.rollout.rewards.sandbox.host import Limits, run_python, run_test
 
 _TAKES = """
 import ctypes, os, time
@@ -81,8 +81,8 @@ def main() -> None:
         assert found.returncode == 1 and ("PermissionError" in found.stderr or "Assertion" in found.stderr), found
     found = run_python(HONEST)
     assert found.stdout == "1\n" and found.returncode == 0, found
-    assert judge("def f(x): return x + 1", "assert f(1) == 2").passed
-    assert not judge("def f(x): return x", "assert f(1) == 2").passed
+    assert run_test("def f(x): return x + 1", "assert f(1) == 2").passed
+    assert not run_test("def f(x): return x", "assert f(1) == 2").passed
     print("held")
 
 

@@ -15,22 +15,22 @@ from typing import Any, ClassVar
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.aggregate import RewardSum, check_rows
-from automodel_cli.rollout.rewards.base import Judged, Many, Reward, RewardOfMany
+from automodel_cli.rollout.rewards.aggregate import RewardSum, check_reward_rows
+from automodel_cli.rollout.rewards.base import BatchReward, Many, Reward, RewardInput
 from automodel_cli.rollout.rewards.text import ExactAnswer, FunctionReward, Length
 
 
-def judged(completion: str, group: int = 0, **row: object) -> Judged:
-    return Judged(f"{completion} of {group}", completion, dict(row), group=group)
+def judged(completion: str, group: int = 0, **row: object) -> RewardInput:
+    return RewardInput(f"{completion} of {group}", completion, dict(row), group=group)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank(RewardOfMany):
+class Rank(BatchReward):
     """The place of each among the completions it is compared with, the longest first."""
 
     calls: list[list[str]] = field(default_factory=list)
 
-    def scores(self, samples: Sequence[Judged]) -> list[float]:
+    def scores(self, samples: Sequence[RewardInput]) -> list[float]:
         self.calls.append([sample.completion for sample in samples])
         if any(sample.completion == "raise" for sample in samples):
             raise ValueError("cannot rank this")
@@ -66,8 +66,8 @@ def test_an_error_of_a_group_is_that_of_its_samples_alone():
 
 def test_a_number_for_each_sample_is_asked_for():
     @dataclass(frozen=True, kw_only=True)
-    class Short(RewardOfMany):
-        def scores(self, samples: Sequence[Judged]) -> list[float]:
+    class Short(BatchReward):
+        def scores(self, samples: Sequence[RewardInput]) -> list[float]:
             return [1.0]
 
     (first, _) = RewardSum({"short": Short()})([judged("a"), judged("b")])
@@ -77,8 +77,8 @@ def test_a_number_for_each_sample_is_asked_for():
 @pytest.mark.parametrize("per", ["group", "batch"])
 def test_one_value_that_is_no_number_is_an_error_of_its_sample_alone(per):
     @dataclass(frozen=True, kw_only=True)
-    class Some(RewardOfMany):
-        def scores(self, samples: Sequence[Judged]) -> list[Any]:
+    class Some(BatchReward):
+        def scores(self, samples: Sequence[RewardInput]) -> list[Any]:
             return [1, None, "0.5", "good", math.inf, 10**400, 10**6000]
 
     Some.per = per
@@ -93,7 +93,7 @@ def test_one_value_that_is_no_number_is_an_error_of_its_sample_alone(per):
 class Even(Reward):
     """Not for odd lengths."""
 
-    def score(self, sample: Judged) -> float | None:
+    def score(self, sample: RewardInput) -> float | None:
         return None if len(sample.completion) % 2 else 3.0
 
 
@@ -128,7 +128,7 @@ def test_a_reward_that_gives_none_for_everything_is_told_once(caplog):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NothingTogether(RewardOfMany):
+class NothingTogether(BatchReward):
     def scores(self, samples):
         return None
 
@@ -149,12 +149,12 @@ def test_the_same_error_is_said_once_in_a_run_and_counted_after_that(caplog):
 def test_a_reward_that_exits_costs_its_samples_only():
     @dataclass(frozen=True, kw_only=True)
     class Exits(Reward):
-        def score(self, sample: Judged) -> float:
+        def score(self, sample: RewardInput) -> float:
             sys.exit(3)
 
     @dataclass(frozen=True, kw_only=True)
     class ExitsLater(Reward):
-        async def score(self, sample: Judged) -> float:
+        async def score(self, sample: RewardInput) -> float:
             sys.exit("no")
 
     rewards = {"now": Exits(on_error="skip"), "later": ExitsLater(), "length": Length(max_tokens=4, free_tokens=0)}
@@ -165,7 +165,7 @@ def test_a_reward_that_exits_costs_its_samples_only():
 def test_a_long_error_is_kept_as_one_line_that_can_be_read():
     @dataclass(frozen=True, kw_only=True)
     class Long(Reward):
-        def score(self, sample: Judged) -> float:
+        def score(self, sample: RewardInput) -> float:
             raise ValueError("the page\n" * 1000)
 
     (score,) = RewardSum({"long": Long(timeout=None)})([judged("a")])
@@ -179,7 +179,7 @@ class Waits(Reward):
     seconds: float = 0.0
     most: list[int] = field(default_factory=lambda: [0, 0])
 
-    async def score(self, sample: Judged) -> float:  # type: ignore[override]
+    async def score(self, sample: RewardInput) -> float:  # type: ignore[override]
         self.most[0] += 1
         self.most[1] = max(self.most)
         await asyncio.sleep(self.seconds if sample.completion != "hang" else 60)
@@ -205,11 +205,11 @@ def test_rewards_do_not_wait_for_one_another():
     begun = {"a": threading.Event(), "b": threading.Event()}
 
     @dataclass(frozen=True, kw_only=True)
-    class Meets(RewardOfMany):
+    class Meets(BatchReward):
         mine: str
         other: str
 
-        def scores(self, samples: Sequence[Judged]) -> list[float]:
+        def scores(self, samples: Sequence[RewardInput]) -> list[float]:
             begun[self.mine].set()
             return [float(begun[self.other].wait(30)) for _ in samples]
 
@@ -241,33 +241,33 @@ ROWS = [("a.jsonl:1", {"answer": "4", "kind": "add"}), ("a.jsonl:2", {"kind": "c
 )
 def test_rows_and_rewards_that_are_not_for_each_other_are_refused_before_anything_is_drawn(rewards, said):
     with pytest.raises(ConfigError, match=said):
-        check_rows(rewards, ROWS, all_judged=True)
+        check_reward_rows(rewards, ROWS, all_judged=True)
 
 
 def test_a_misspelt_column_is_told_the_one_that_was_meant():
     for column, fix in (("answr", "answer"), ("solution", "<the column>")):
         with pytest.raises(ConfigError) as error:
-            check_rows({"exact": ExactAnswer(column=column)}, ROWS, all_judged=True)
+            check_reward_rows({"exact": ExactAnswer(column=column)}, ROWS, all_judged=True)
         assert error.value.fix == f"rewards.exact.column={fix}"
 
 
 def test_every_value_of_only_is_that_of_a_row():
     exact = ExactAnswer(only={"kind": ["add", "coed"]})
     with pytest.raises(ConfigError) as error:
-        check_rows({"exact": exact}, ROWS, all_judged=False)
+        check_reward_rows({"exact": exact}, ROWS, all_judged=False)
     assert error.value.keys == ("rewards.exact.only.kind",) and "'coed'" in error.value.message
     assert error.value.fix == "'rewards.exact.only.kind=[add,code]'"
 
 
 def test_a_row_needs_the_columns_of_the_rewards_that_judge_it_alone():
-    check_rows({"exact": ExactAnswer(only={"kind": "add"})}, ROWS, all_judged=False)
+    check_reward_rows({"exact": ExactAnswer(only={"kind": "add"})}, ROWS, all_judged=False)
     exact, code = ExactAnswer(only={"kind": "add"}), ExactAnswer(column="tests", only={"kind": "code"})
-    check_rows({"exact": exact, "code": code}, ROWS, all_judged=True)
+    check_reward_rows({"exact": exact, "code": code}, ROWS, all_judged=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotOfMany(Reward):
-    def scores(self, samples: Sequence[Judged]) -> list[float]:
+    def scores(self, samples: Sequence[RewardInput]) -> list[float]:
         return [0.0] * len(samples)
 
 
@@ -278,7 +278,7 @@ class Misspelt(Rank):
 
 @dataclass(frozen=True, kw_only=True)
 class AwaitedByNobody(Rank):
-    async def scores(self, samples: Sequence[Judged]) -> list[float]:  # type: ignore[override]
+    async def scores(self, samples: Sequence[RewardInput]) -> list[float]:  # type: ignore[override]
         return [0.0] * len(samples)
 
 
@@ -288,14 +288,14 @@ class Empty(Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmptyOfMany(RewardOfMany):
+class EmptyOfMany(BatchReward):
     pass
 
 
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (NotOfMany(), "a subclass of RewardOfMany"),
+        (NotOfMany(), "a subclass of BatchReward"),
         (Misspelt(), "`per` is 'prompt': it is one of group, batch"),
         (AwaitedByNobody(), "scores is async"),
         (Empty(), "Empty defines no `score`,"),
@@ -309,10 +309,10 @@ def test_a_class_that_could_not_be_called_is_refused(reward, said):
 
 def test_a_timeout_that_nobody_would_keep_is_refused():
     @dataclass(frozen=True, kw_only=True)
-    class Unlimited(RewardOfMany):
+    class Unlimited(BatchReward):
         limits_itself: ClassVar[bool] = False
 
-        def scores(self, samples: Sequence[Judged]) -> list[float]:
+        def scores(self, samples: Sequence[RewardInput]) -> list[float]:
             return []
 
     with pytest.raises(ConfigError, match="no helper process"):

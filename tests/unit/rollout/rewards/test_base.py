@@ -12,7 +12,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards import safe_eval
 from automodel_cli.rollout.rewards.aggregate import RewardSum
-from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.base import Reward, RewardInput
 from automodel_cli.rollout.rewards.code import CodeExecution
 from automodel_cli.rollout.rewards.math import MathEquivalence
 from automodel_cli.rollout.rewards.reasoning import ReasoningReward, ReasoningTasks
@@ -27,7 +27,7 @@ needs_isolation = pytest.mark.skipif(not ISOLATED, reason="this machine gives no
 
 def judged(completion="", answer="", name="sample 0", **fields):
     row = {"answer": answer, **fields.pop("row", {})}
-    return Judged(name, completion, row, **fields)
+    return RewardInput(name, completion, row, **fields)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ ROW = {"answer": "7", "kind": "k", "scale": 5}
     ],
 )
 def test_a_function_is_given_the_columns_that_its_parameters_name(function, row, completion, expected):
-    assert FunctionReward(function=function).score(Judged("s", completion, row)) == expected
+    assert FunctionReward(function=function).score(RewardInput("s", completion, row)) == expected
 
 
 def test_columns_without_a_default_are_those_that_every_row_must_have():
@@ -319,7 +319,7 @@ def test_sympy_reads_what_it_read(said):
 )
 def test_a_verifiers_own_eval_reads_literals_only(said):
     with pytest.raises(ValueError, match=r"code|expression"):
-        safe_eval.check(said, frozenset())
+        safe_eval.check_expression(said, frozenset())
     assert safe_eval.plain_eval("[['a', 1], -2, {'b': (3 << 2)}]") == [["a", 1], -2, {"b": 12}]
 
 

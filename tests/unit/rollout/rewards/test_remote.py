@@ -15,7 +15,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.http import ServerError
 from automodel_cli.rollout.rewards.aggregate import RewardSum
-from automodel_cli.rollout.rewards.base import Judged
+from automodel_cli.rollout.rewards.base import RewardInput
 from automodel_cli.rollout.rewards.remote import ModelJudge, ScoreServer
 
 ASKED: list[tuple[str, dict[str, Any], str | None]] = []
@@ -55,9 +55,9 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
-def judged(completion: str, group: int = 0, **row: object) -> Judged:
+def judged(completion: str, group: int = 0, **row: object) -> RewardInput:
     question = {"role": "user", "content": "2 + 2?"}
-    return Judged(f"sample of {group}", completion, dict(row), [question], group=group)
+    return RewardInput(f"sample of {group}", completion, dict(row), [question], group=group)
 
 
 def test_a_server_scores_batches_in_order(url: str, monkeypatch: pytest.MonkeyPatch):

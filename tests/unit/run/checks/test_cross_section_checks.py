@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import masking_utils, modeling_flash_attention_utils
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
@@ -177,13 +177,13 @@ def test_products_of_8_bits_refuse(case):
 
 def test_a_url_for_runs_needs_what_writes_to_it() -> None:
     with pytest.raises(ConfigError, match="output_dir=s4://bucket/runs: fsspec knows no s4://") as error:
-        check(compose("quickstart", ["output_dir=s4://bucket/runs"]))
+        check_config(compose("quickstart", ["output_dir=s4://bucket/runs"]))
     assert "fix   output_dir=runs" in str(error.value)
-    check(compose("quickstart", ["output_dir=runs:old/2026"]))
-    check(compose("quickstart", ["output_dir=file:///tmp/runs"]))
+    check_config(compose("quickstart", ["output_dir=runs:old/2026"]))
+    check_config(compose("quickstart", ["output_dir=file:///tmp/runs"]))
     if importlib.util.find_spec("s3fs") is None:
         with pytest.raises(ConfigError, match="needs a package that is not installed: Install s3fs") as error:
-            check(compose("quickstart", ["output_dir=s3://bucket/runs"]))
+            check_config(compose("quickstart", ["output_dir=s3://bucket/runs"]))
         assert "fix   pip install 'automodel-cli[s3]'" in str(error.value)
 
 
@@ -216,7 +216,7 @@ CHOSEN = {
 def test_objectives_that_choose_samples_refuse(case):
     overrides, said = CHOSEN[case]
     with pytest.raises(ConfigError) as refused:
-        check(compose("quickstart_grpo", overrides))
+        check_config(compose("quickstart_grpo", overrides))
     assert said in str(refused.value)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.preparation.dataloader import StepLoader
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.dataloader import BatchLoader
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.preview import most_rows
 from automodel_cli.models.tokenizer import ByteTokenizer
 
@@ -43,7 +43,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def problems(*overrides: str) -> list[ConfigError]:
-    return list(check(compose("mine.yaml", overrides)).data_problems())
+    return list(check_config(compose("mine.yaml", overrides)).data_problems())
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit", "wrapped"])
@@ -62,8 +62,10 @@ def test_no_preparation_makes_more_rows_than_the_bound(here: Path, packing: Any,
         max_bad=1,
     )
     bound = most_rows(config)
-    data = prepare(config, ByteTokenizer().build(), seed=0, progress=lambda _: None)
-    loader = StepLoader(data.train, global_batch_size=1, microbatch_size=1, dp_rank=0, dp_size=1, seed=0, shuffle=False)
+    data = prepare_data(config, ByteTokenizer().build(), seed=0, progress=lambda _: None)
+    loader = BatchLoader(
+        data.train, global_batch_size=1, microbatch_size=1, dp_rank=0, dp_size=1, seed=0, shuffle=False
+    )
     assert bound is not None and loader.steps_per_epoch <= bound
     if packing == "none" and rows != "long" and turns == "unroll":
         assert bound == len(data.train)  # not only above it

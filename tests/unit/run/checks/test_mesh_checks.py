@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import MeshConfig
@@ -15,7 +15,7 @@ from tests import tiny
 
 
 def _check(*overrides: str) -> None:
-    check(compose("quickstart", overrides))
+    check_config(compose("quickstart", overrides))
 
 
 REFUSED = {
@@ -85,7 +85,7 @@ def test_heads_are_refused_as_the_plan_of_the_model_has_them(family: str) -> Non
     from transformers import AutoConfig
 
     from automodel_cli.models.config import ModelConfig
-    from automodel_cli.run.checks.mesh_checks import check_sizes
+    from automodel_cli.run.checks.mesh_checks import check_mesh_sizes
 
     fields = tiny.tiny_fields(family)
     plan = getattr(AutoConfig.for_model(**fields).get_text_config(), "base_model_tp_plan", None) or {}
@@ -96,13 +96,13 @@ def test_heads_are_refused_as_the_plan_of_the_model_has_them(family: str) -> Non
     }
     indivisible = [name for name in sharded if fields[name] % 3]
     try:
-        check_sizes(ModelConfig(config=fields), MeshConfig(tp_size=3), None)
+        check_mesh_sizes(ModelConfig(config=fields), MeshConfig(tp_size=3), None)
     except ConfigError as error:
         assert indivisible and error.keys[0] == "mesh.tp_size"
         fixed = int((error.fix or "").partition("=")[2])
         assert all(fields[name] % fixed == 0 for name in sharded)
         return
-    check_sizes(ModelConfig(config=fields), MeshConfig(tp_size=3), None, has_own_plan=True)
+    check_mesh_sizes(ModelConfig(config=fields), MeshConfig(tp_size=3), None, has_own_plan=True)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from automodel_cli.run.checks.mixed_dtypes import explain
+from automodel_cli.run.checks.mixed_dtypes import explain_mixed_dtypes
 
 
 def raised(code: str, file: str) -> RuntimeError:
@@ -29,14 +29,14 @@ MIXED = (
 def test_operands_of_two_dtypes_in_a_models_code_are_answered_with_float32(code):
     half, full = (types.SimpleNamespace(compute_dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     of_model = raised(code, "/x/transformers/models/minimax/modeling_minimax.py")
-    explained = explain(of_model, half)
+    explained = explain_mixed_dtypes(of_model, half)
     assert explained.fix == "parallelizer.mp_policy.param_dtype=float32"
     assert "modeling_minimax.py:1" in explained.message and "bfloat16" in explained.message
-    assert explain(of_model, full) is None  # something else is wrong
+    assert explain_mixed_dtypes(of_model, full) is None  # something else is wrong
 
 
 def test_other_errors_are_left_as_they_are():
     half = types.SimpleNamespace(compute_dtype=torch.bfloat16)
-    assert explain(raised(MIXED[0], "/x/mine.py"), half) is None
+    assert explain_mixed_dtypes(raised(MIXED[0], "/x/mine.py"), half) is None
     shapes = raised("torch.zeros(2, 2) @ torch.zeros(3, 3)", "/x/transformers/models/minimax/modeling_minimax.py")
-    assert explain(shapes, half) is None
+    assert explain_mixed_dtypes(shapes, half) is None

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
@@ -37,7 +37,7 @@ def model(tokenizer, **options):
     return ModelConfig(config=fields, tokenizer=ByteTokenizer(words=()), **options)
 
 
-def prepared(tmp_path, tokenizer, *, train=(), validation=(), kind=prepare, **options):
+def prepared(tmp_path, tokenizer, *, train=(), validation=(), kind=prepare_data, **options):
     for name, texts in (("train", train), ("validation", validation)):
         lines = [json.dumps({"prompt": "add 1 and 2", "completion": f"3 {text}"}) for text in ("", *texts)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

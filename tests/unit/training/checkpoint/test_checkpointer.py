@@ -336,7 +336,7 @@ def test_generators_are_restored_and_metadata_is_readable(tmp_path):
     rng.seed(3, 1)
     saved = rng.capture()
     want = (random.random(), np.random.rand(), torch.rand(1))
-    rng.restore(saved)
+    rng.restore_rng(saved)
     assert (random.random(), np.random.rand(), torch.rand(1)) == want
     run = Run(tmp_path)
     run.steps(1)

@@ -13,7 +13,7 @@ import torch
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, ProfileConfig, TrainConfig, ValidationConfig
 from automodel_cli.training.metrics import metric_logger as meter_module
-from automodel_cli.training.metrics.metric_logger import Machine, Meter
+from automodel_cli.training.metrics.metric_logger import Machine, MetricLogger
 from automodel_cli.training.metrics.peak_memory import max_over_ranks, peak_memory_gib
 from automodel_cli.training.metrics.progress import (
     LiveDisplay,
@@ -26,7 +26,7 @@ from automodel_cli.training.metrics.progress import (
 )
 from automodel_cli.training.metrics_file import read_metrics
 from automodel_cli.training.monitors.profiling import StepProfiler
-from automodel_cli.training.trackers import TensorBoard, flatten
+from automodel_cli.training.trackers import TensorBoard, flatten_config
 
 KEYS = {
     "step",
@@ -59,7 +59,7 @@ def clock(monkeypatch):
     return clock
 
 
-def record(meter: Meter, step: int, **changed) -> None:
+def record(meter: MetricLogger, step: int, **changed) -> None:
     row = {"loss": torch.tensor(3.0 - 0.1 * step), "grad_norm": torch.tensor(0.5), "lr": 1e-3}
     row |= {"num_label_tokens": torch.tensor(100), "num_tokens": 600}
     meter.step(step, **{**row, **changed})
@@ -71,7 +71,7 @@ def rows_of(run_dir: Path) -> list[dict]:
 
 def test_rows_have_the_documented_keys_and_rates_start_with_the_second_step(tmp_path, clock, capsys):
     machine = Machine(num_ranks=2, flops_per_token=1e9, peak_flops=1e12)
-    meter = Meter(tmp_path, LoggingConfig(display="plain"), num_steps=3, machine=machine)
+    meter = MetricLogger(tmp_path, LoggingConfig(display="plain"), num_steps=3, machine=machine)
     meter.start()
     for step, seconds in ((1, 50.0), (2, 2.0), (3, 4.0)):
         clock.now += seconds
@@ -92,7 +92,7 @@ def test_rows_have_the_documented_keys_and_rates_start_with_the_second_step(tmp_
 
 
 def test_every_prints_less_but_writes_every_step(tmp_path, clock, capsys):
-    meter = Meter(tmp_path, LoggingConfig(every=3, display="plain"), num_steps=7)
+    meter = MetricLogger(tmp_path, LoggingConfig(every=3, display="plain"), num_steps=7)
     for step in range(1, 8):
         clock.now += 1.0
         record(meter, step)
@@ -103,7 +103,7 @@ def test_every_prints_less_but_writes_every_step(tmp_path, clock, capsys):
 
 
 def test_tensors_are_not_fetched_before_a_line_is_due(tmp_path, monkeypatch):
-    meter = Meter(tmp_path, LoggingConfig(every=4, display="plain"), num_steps=8)
+    meter = MetricLogger(tmp_path, LoggingConfig(every=4, display="plain"), num_steps=8)
     record(meter, 1)
     fetched = []
     monkeypatch.setattr(meter_module, "_fetch", lambda values: fetched.append(1) or {"num_tokens": 1})
@@ -115,7 +115,7 @@ def test_tensors_are_not_fetched_before_a_line_is_due(tmp_path, monkeypatch):
 
 
 def test_pauses_count_for_no_step_and_validation_has_its_own_row(tmp_path, clock, capsys):
-    meter = Meter(tmp_path, LoggingConfig(display="plain"), num_steps=2)
+    meter = MetricLogger(tmp_path, LoggingConfig(display="plain"), num_steps=2)
     clock.now += 1.0
     record(meter, 1)
     with meter.pause():
@@ -138,7 +138,7 @@ def test_resume_removes_the_rows_of_lost_steps_and_a_line_cut_short(tmp_path):
     lines = [json.dumps({"step": s, "loss": s / 3}) for s in (1, 2, 3, 4)]
     lines.insert(2, json.dumps({"step": 2, "val_loss": 9.0}))
     path.write_text("\n".join(lines) + '\n{"step": 5, "lo')
-    meter = Meter(tmp_path, LoggingConfig(display="plain"), num_steps=4, resume_step=2)
+    meter = MetricLogger(tmp_path, LoggingConfig(display="plain"), num_steps=4, resume_step=2)
     record(meter, 3)
     meter.close()
     rows = rows_of(tmp_path)
@@ -148,7 +148,7 @@ def test_resume_removes_the_rows_of_lost_steps_and_a_line_cut_short(tmp_path):
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path):
-    meter = Meter(tmp_path, LoggingConfig(display="plain"), num_steps=1)
+    meter = MetricLogger(tmp_path, LoggingConfig(display="plain"), num_steps=1)
     record(meter, 1, loss=torch.tensor(float("nan")), grad_norm=float("inf"))
     meter.close()
     row = read_metrics(tmp_path / "metrics.jsonl")[0]
@@ -156,7 +156,7 @@ def test_numbers_that_json_lacks_are_null(tmp_path):
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
-    meter = Meter(tmp_path / "run", LoggingConfig(trackers=["tensorboard"]), num_steps=2, is_main=False)
+    meter = MetricLogger(tmp_path / "run", LoggingConfig(trackers=["tensorboard"]), num_steps=2, is_main=False)
     record(meter, 1)
     meter.validation(1, val_loss=1.0)
     meter.header([("model", "x")])
@@ -228,7 +228,7 @@ def test_tensorboard_gets_every_number(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = LoggingConfig(trackers=["tensorboard"], display="plain")
-    meter = Meter(tmp_path, config, num_steps=2, tracked_config={"optimizer": {"lr": 1e-3}})
+    meter = MetricLogger(tmp_path, config, num_steps=2, tracked_config={"optimizer": {"lr": 1e-3}})
     for step in (1, 2):
         record(meter, step)
     meter.validation(2, val_loss=1.5)
@@ -239,7 +239,7 @@ def test_tensorboard_gets_every_number(tmp_path):
     assert losses == [(1, pytest.approx(2.9)), (2, pytest.approx(2.8))]
     assert events.Scalars("val_loss")[0].value == 1.5
     assert "mfu" not in events.Tags()["scalars"]
-    assert flatten({"a": {"b": 1}, "c": [2]}) == {"a.b": 1, "c": [2]}
+    assert flatten_config({"a": {"b": 1}, "c": [2]}) == {"a.b": 1, "c": [2]}
 
 
 def test_a_tracker_that_is_not_installed_says_what_to_install(monkeypatch):

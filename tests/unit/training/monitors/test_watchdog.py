@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from automodel_cli.distributed import process_group
 from automodel_cli.training.monitors import watchdog
-from automodel_cli.training.monitors.watchdog import FIRST_SECONDS, HangWatch, _waits, last_collective, sentence
+from automodel_cli.training.monitors.watchdog import FIRST_SECONDS, Watchdog, _waits, last_collective, sentence
 from automodel_cli.training.step import wait_for_device
 from tests.dist.harness import RankFailure, launch
 
@@ -84,7 +84,7 @@ def _hang_behind_a_cut_link(rank: int, world: int, logs: Path) -> None:
     link = Link(int(os.environ["MASTER_PORT"]))
     store = dist.TCPStore("127.0.0.1", link.port, is_master=False)
     process_group.own_store = lambda: store
-    watch = HangWatch(1, logs, lambda: "automodel resume RUN")
+    watch = Watchdog(1, logs, lambda: "automodel resume RUN")
     watch._world_size = 2
     watch.start()
     watch.step(1)
@@ -128,7 +128,7 @@ def test_a_rank_whose_step_waits_for_the_device_waits() -> None:
 def test_first_steps_and_long_phases_may_take_longer(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        watch = HangWatch(3, tmp_path, str)
+        watch = Watchdog(3, tmp_path, str)
         watch.step(1)
         assert watch.limit() == FIRST_SECONDS
         watch.step(2)
@@ -136,7 +136,7 @@ def test_first_steps_and_long_phases_may_take_longer(tmp_path: Path) -> None:
         with watch.long("a validation"):
             assert watch.limit() == FIRST_SECONDS
         assert watch.limit() == 3
-        auto = HangWatch("auto", tmp_path, str)
+        auto = Watchdog("auto", tmp_path, str)
         auto.step(1)
         auto._step_began = time.monotonic() - 100  # a step of 100 s
         auto.step(2)

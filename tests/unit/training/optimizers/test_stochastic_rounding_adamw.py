@@ -12,11 +12,11 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.fusion import compiled_regions
-from automodel_cli.distributed.fusion.compiled_regions import Compiled, Glue
+from automodel_cli.distributed.fusion.compiled_regions import Compiled, FusibleRegion
 from automodel_cli.training.optimizers import stochastic_rounding_adamw
 from automodel_cli.training.optimizers.nodes import AdamW, Muon, refuse_float16_moments
-from automodel_cli.training.optimizers.stochastic_rounding_adamw import rounded_at_random, update
-from automodel_cli.training.torch_compat import step_unless
+from automodel_cli.training.optimizers.stochastic_rounding_adamw import round_bf16_stochastically, update
+from automodel_cli.training.torch_compat import step_if_finite
 
 CPU = torch.device("cpu")
 KEYWORDS = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -120,21 +120,23 @@ def test_numbers_are_rounded_to_a_neighbour_with_the_mean_kept():
     for part in (0.1, 0.5, 0.93):
         value = 1.0 + part * distance
         for signed in (value, -value):
-            drawn = rounded_at_random(torch.full((many,), signed), torch.tensor(7.0), torch.tensor(3)).double()
+            drawn = round_bf16_stochastically(torch.full((many,), signed), torch.tensor(7.0), torch.tensor(3)).double()
             assert set(drawn.abs().tolist()) == {1.0, 1.0 + distance}
             deviation = distance * math.sqrt(part * (1 - part) / many)
             assert abs(drawn.mean().item() - torch.tensor(signed).item()) < 4 * deviation
     exact = torch.tensor([0.0, 1.5, -3.0, float("inf")])
-    assert torch.equal(rounded_at_random(exact, torch.tensor(1.0), torch.tensor(0)).float(), exact)
+    assert torch.equal(round_bf16_stochastically(exact, torch.tensor(1.0), torch.tensor(0)).float(), exact)
 
 
 def test_an_element_is_rounded_anew_in_each_step_and_parameter():
     value = torch.full((64,), 1.0 + 2.0**-8)  # half way
-    draws = [rounded_at_random(value, torch.tensor(float(s)), torch.tensor(k)) for s in range(100) for k in range(10)]
+    draws = [
+        round_bf16_stochastically(value, torch.tensor(float(s)), torch.tensor(k)) for s in range(100) for k in range(10)
+    ]
     ups = (torch.stack(draws) > 1).double()
     assert (ups.mean(0) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(len(draws))
     assert torch.corrcoef(ups.T).fill_diagonal_(0).abs().max() < 6 / math.sqrt(len(draws))
-    assert torch.equal(draws[3], rounded_at_random(value, torch.tensor(0.0), torch.tensor(3)))
+    assert torch.equal(draws[3], round_bf16_stochastically(value, torch.tensor(0.0), torch.tensor(3)))
 
 
 def moved(rounds: bool) -> float:
@@ -159,16 +161,16 @@ def test_a_refused_step_changes_nothing():
     before = copy.deepcopy((model.state_dict(), [*optimizer.state.values()]))
     for param in model.parameters():
         param.grad = torch.full_like(param, float("nan"))
-    assert step_unless(torch.tensor(True), optimizer, CPU)
+    assert step_if_finite(torch.tensor(True), optimizer, CPU)
     after = (model.state_dict(), [*optimizer.state.values()])
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
     assert all(torch.equal(a[key], b[key]) for a, b in zip(before[1], after[1], strict=True) for key in a)
-    assert step_unless(torch.tensor(False), optimizer, CPU)
+    assert step_if_finite(torch.tensor(False), optimizer, CPU)
     assert all(param.isnan().all() for param in model.parameters())
 
 
 def test_the_optimizer_that_rounds_compiles_once():
-    glue = Glue("AdamW", update, None, stochastic_rounding_adamw._sample, by_element=True)
+    glue = FusibleRegion("AdamW", update, None, stochastic_rounding_adamw._sample, by_element=True)
     fuser, before = Compiled("aot_eager", CPU, torch.float32), len(compiled_regions.compilations)
     assert fuser(glue) is not None, fuser.refused
     assert len(compiled_regions.compilations) == before + 1, "one graph for tensors of all sizes"

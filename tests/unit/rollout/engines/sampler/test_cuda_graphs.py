@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from automodel_cli.models.attention.packed import packed_attention, register
+from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
 from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.sampler import cuda_graphs
@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
 
 def make_part(family: str) -> ModelPart:
     torch.set_num_threads(1)
-    register()
+    register_packed_attention()
     model = tiny.build_hf(family, num_hidden_layers=2)
     model.set_attn_implementation("packed")
     return ModelPart(model, detect_head(model.config))

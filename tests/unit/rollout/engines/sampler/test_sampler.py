@@ -13,15 +13,15 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import one_document
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernel_selection
-from automodel_cli.models.attention.packed import packed_attention, register
+from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
 from automodel_cli.models.lm_head.head import detect_head
-from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.engines.policy_engine import check_decoding
 from automodel_cli.rollout.engines.sampler.decoder import Decoder
 from automodel_cli.rollout.engines.sampler.sampler import Sampler
-from automodel_cli.rollout.engines.sampler.sampling import choose, draw, shaping_of, streams, uniforms
+from automodel_cli.rollout.engines.sampler.sampling import draw, sample_tokens, shaping_of, streams, uniforms
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
@@ -34,7 +34,7 @@ FAMILIES = ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma2", "mistral",
 
 def make_part(family: str, **extra) -> ModelPart:
     torch.set_num_threads(1)
-    register()
+    register_packed_attention()
     model = tiny.build_hf(family, **extra)
     model.set_attn_implementation("packed")
     return ModelPart(model, detect_head(model.config))
@@ -98,7 +98,9 @@ def test_the_library_draws_the_same_tokens(part, prompts, temperature):
     assert [(c.tokens, c.finish_reason) for c in got] == [(c.tokens, c.finish_reason) for c in want]
 
 
-@pytest.mark.parametrize("options", [{"max_num_seqs": 1}, {"max_num_seqs": 16}, {"prefill_tokens": 1}, {"refill_share": 1.0}])
+@pytest.mark.parametrize(
+    "options", [{"max_num_seqs": 1}, {"max_num_seqs": 16}, {"prefill_tokens": 1}, {"refill_share": 1.0}]
+)
 def test_batching_changes_nothing(llama, prompts, options):
     params = SamplingParams(max_new_tokens=NEW, seed=5)
     want = make_sampler(llama).generate(prompts, params)
@@ -174,17 +176,17 @@ def test_prompts_of_soft_capped_families_run_on_compiled_flex_attention():
     part, params = make_part("gemma2", num_hidden_layers=2), SamplingParams(max_new_tokens=3, temperature=0.0)
     dense = make_sampler(part).generate([[7, 8, 9, 10], [11, 12]], params)
     before = len(attention_flex.compilations)
-    kernel_selection.choose("flex", torch.device("cpu"))
+    kernel_selection.choose_kernel("flex", torch.device("cpu"))
     try:
         flex = make_sampler(part).generate([[7, 8, 9, 10], [11, 12]], params)
     finally:
-        kernel_selection.choose("auto", torch.device("cpu"))
+        kernel_selection.choose_kernel("auto", torch.device("cpu"))
     assert len(attention_flex.compilations) > before
     assert [c.tokens for c in flex] == [c.tokens for c in dense]
 
 
 @pytest.mark.parametrize("kind", ["llama", "granite", "gemma2"])
-@pytest.mark.parametrize("shaping", [Shaping(0.7), Shaping(1.3, top_k=12, top_p=0.9)])
+@pytest.mark.parametrize("shaping", [SamplingTransform(0.7), SamplingTransform(1.3, top_k=12, top_p=0.9)])
 def test_gradients_of_shaped_logprobs(kind, shaping):
     """The head's fused gradients against autograd through full logits, for equal and unequal incoming gradients."""
     part = make_part(kind)
@@ -218,7 +220,7 @@ def test_draws_follow_the_distribution_and_never_what_is_filtered_out():
     logits_SV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)) * 2
     params = SamplingParams(temperature=0.8, top_k=10)
     uniform_S = uniforms(3, 20_000)
-    tokens_S, logprobs_S = choose(logits_SV.expand(20_000, -1), params, uniform_S)
+    tokens_S, logprobs_S = sample_tokens(logits_SV.expand(20_000, -1), params, uniform_S)
     kept = (logits_SV / 0.8).topk(10)
     expected = kept.values.softmax(-1)[0]
     counts = torch.stack([(tokens_S == t).sum() for t in kept.indices[0]])
@@ -234,5 +236,5 @@ def test_draws_follow_the_distribution_and_never_what_is_filtered_out():
 
 def test_a_drawn_token_stays_when_rounding_moves_the_edge_of_top_p():
     logits_SV = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    assert Shaping(top_p=0.6)(logits_SV).isinf().tolist() == [[False, True, True, True]]
-    assert Shaping(top_p=0.6)(logits_SV, torch.tensor([2])).isinf().tolist() == [[False, True, False, True]]
+    assert SamplingTransform(top_p=0.6)(logits_SV).isinf().tolist() == [[False, True, True, True]]
+    assert SamplingTransform(top_p=0.6)(logits_SV, torch.tensor([2])).isinf().tolist() == [[False, True, False, True]]

@@ -91,7 +91,9 @@ def falcon() -> ModelPart:
     return built("falcon_h1")[0]
 
 
-@pytest.mark.parametrize("options", [{"max_num_seqs": 1}, {"max_num_seqs": 16}, {"prefill_tokens": 1}, {"refill_share": 1.0}])
+@pytest.mark.parametrize(
+    "options", [{"max_num_seqs": 1}, {"max_num_seqs": 16}, {"prefill_tokens": 1}, {"refill_share": 1.0}]
+)
 def test_batching_changes_nothing(falcon: ModelPart, options: dict[str, Any]):
     want = make_sampler(falcon).generate(prompts(), DRAWN)
     got = make_sampler(falcon, **options).generate(prompts(), DRAWN)

@@ -36,7 +36,7 @@ from automodel_cli.rollout.engines.servers.openai import OpenAIEngine
 from automodel_cli.rollout.engines.servers.vllm import VLLMEngine
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.environments.base import Environment, Turn
-from automodel_cli.rollout.environments.episode import Episode, Player
+from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import SamplingParams
@@ -358,8 +358,8 @@ def test_conversations_at_their_own_pace_are_those_of_one_process(talker, tokeni
     engine = engine_at(talker, tokenizer)
     assert engine.capabilities.at_once > 1
     with EnvironmentPool({"environment": Again()}) as pool:
-        Player(engine, tokenizer, pool, CHAT, 300).freely(got, 3)
-        Player(brief(tokenizer), tokenizer, pool, CHAT, 300).together(want)
+        EpisodeRunner(engine, tokenizer, pool, CHAT, 300).run_async(got, 3)
+        EpisodeRunner(brief(tokenizer), tokenizer, pool, CHAT, 300).run_lockstep(want)
     for ours, theirs in zip(got, want, strict=True):
         assert ours.tokens == theirs.tokens and ours.rewards == theirs.rewards
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
@@ -369,7 +369,7 @@ def test_conversations_at_their_own_pace_are_those_of_one_process(talker, tokeni
 def test_a_server_that_reads_other_tokens_is_told_with_turn_and_tokens(talker, tokenizer):
     talker.reads = lambda prompt: prompt if len(prompt) < 5 else [*prompt[:-1], 9]
     with EnvironmentPool({"environment": Again()}) as pool, pytest.raises(RunError) as caught:
-        Player(engine_at(talker, tokenizer), tokenizer, pool, CHAT, 300).freely(episodes_of(tokenizer), 1)
+        EpisodeRunner(engine_at(talker, tokenizer), tokenizer, pool, CHAT, 300).run_async(episodes_of(tokenizer), 1)
     assert re.search(
         r"sample \d, turn 2: the engine read other tokens .* became .*, 9\] at position", str(caught.value)
     )

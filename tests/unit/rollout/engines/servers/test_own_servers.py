@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.config.check import check
+from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
@@ -44,7 +44,7 @@ def in_a_folder_with_a_recipe(tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def loaded(*overrides: str) -> Any:
-    return check(compose("mine.yaml", overrides), ALLOWED)
+    return check_config(compose("mine.yaml", overrides), ALLOWED)
 
 
 def after(words: Any, option: str) -> str:
@@ -93,7 +93,7 @@ def test_an_sglang_server_is_told_the_same_in_its_own_words() -> None:
     assert words[:5] == ("env", longer, "SGLANG_USE_CPU_ENGINE=1", "other/sglang", "serve")
     assert words[-3:] == ("--device", "cpu", "--disable-overlap-schedule") and "--tp-size" not in words
     with pytest.raises(ConfigError, match="--trust command"):
-        check(compose("mine.yaml", [*SGLANG, on_cpu]))
+        check_config(compose("mine.yaml", [*SGLANG, on_cpu]))
     on_nodes = RolloutNodes(servers, 1, 8).begin("")
     assert 'sglang serve --model-path Qwen/Qwen3-0.6B --host 0.0.0.0 --port "$PORT" --context-length' in on_nodes
     assert "PORT=$((30000 + SLURM_LOCALID))" in on_nodes
@@ -115,7 +115,7 @@ def test_what_the_user_adds_needs_leave_and_comes_last() -> None:
     assert words[2] == "other/vllm" and words[-2:] == ("--max-num-seqs", "64")
     assert "--tensor-parallel-size" not in words
     with pytest.raises(ConfigError, match="--trust command"):
-        check(compose("mine.yaml", [*VLLM, own]))
+        check_config(compose("mine.yaml", [*VLLM, own]))
 
 
 def test_gpus_of_servers_are_no_gpus_of_ranks() -> None:
@@ -198,7 +198,7 @@ def test_each_server_has_gpus_and_a_port_of_its_own_and_ends_with_the_run(
     port = free_port()
     servers = GenerationServers(2, 2, port, (sys.executable, "-c", LISTENS, "{host}", "{port}"))
     with ExitStack() as at_exit:
-        urls = own_servers.start(servers, tmp_path, at_exit, timeout=30)
+        urls = own_servers.start_servers(servers, tmp_path, at_exit, timeout=30)
         assert urls == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
         assert all(own_servers.answers(url) for url in urls)
     assert not any(own_servers.answers(url) for url in urls)
@@ -213,13 +213,13 @@ def test_errors_of_servers_that_the_run_starts_name_what_asked_for_them(tmp_path
     servers = GenerationServers(1, 0, port, (sys.executable, "-c", LISTENS.replace("CUDA_VISIBLE_DEVICES", "PATH")))
     servers = dataclasses.replace(servers, command=(*servers.command, "{host}", "{port}"))
     with ExitStack() as at_exit:
-        (url,) = own_servers.start(servers, tmp_path, at_exit, timeout=30)
+        (url,) = own_servers.start_servers(servers, tmp_path, at_exit, timeout=30)
         with pytest.raises(RunError) as error:
-            own_servers.start(servers, tmp_path, at_exit, timeout=30)
+            own_servers.start_servers(servers, tmp_path, at_exit, timeout=30)
         assert f"answers at {url} already, so no server of rollout.engine.servers was started" in str(error.value)
         assert error.value.fix == f"end the other server, or rollout.engine.servers.port={port + 1}"
     with pytest.raises(RunError, match=r"^rollout\.engine\.servers: `false` ended with code 1 before it answered"):
-        own_servers.start(dataclasses.replace(servers, command=("false",)), tmp_path, ExitStack(), timeout=30)
+        own_servers.start_servers(dataclasses.replace(servers, command=("false",)), tmp_path, ExitStack(), timeout=30)
     engine = dataclasses.replace(loaded(*SGLANG, TWO).rollout.engine, retries=0)
     with pytest.raises(ServerError) as gone:
         engine.at([url])[0].get("/health")
@@ -231,7 +231,7 @@ def test_servers_of_the_job_are_waited_for_and_none_is_started(tmp_path: Path, m
     monkeypatch.setenv(ADDRESSES, f"http://127.0.0.1:{free_port()}")
     servers = GenerationServers(1, 0, 8000, ("false",))
     with ExitStack() as at_exit, pytest.raises(RunError, match=r"1 generation servers did not answer within 0\.1 s"):
-        own_servers.start(servers, tmp_path, at_exit, timeout=0.1)
+        own_servers.start_servers(servers, tmp_path, at_exit, timeout=0.1)
     assert not list(tmp_path.iterdir())
 
 

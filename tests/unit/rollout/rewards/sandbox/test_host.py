@@ -15,7 +15,7 @@ import pytest
 
 from automodel_cli.rollout.rewards.code import CodeExecution
 from automodel_cli.rollout.rewards.sandbox import host
-from automodel_cli.rollout.rewards.sandbox.host import _CUT_OFF, Limits, isolation, judge, run_python, statement
+from automodel_cli.rollout.rewards.sandbox.host import _CUT_OFF, Limits, isolation, run_python, run_test, statement
 from tests.unit.rollout.rewards.test_base import judged
 
 needs_isolation = pytest.mark.skipif(not set(_CUT_OFF) <= isolation(), reason=f"the kernel enforces: {statement()}")
@@ -44,10 +44,10 @@ HONEST, FORGED, SEARCHES, ESCAPES = map(cases, ("honest", "forged", "searches", 
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_code_passes_and_its_tests_can_fail(name: str) -> None:
     code, test = HONEST[name]
-    assert judge(code, test) == host.Verdict(True)
+    assert run_test(code, test) == host.Verdict(True)
     if name == "unittest":
-        assert not judge(code.replace("a + b", "a - b"), test).passed
-    assert not judge(code, f"{test}\nassert False").passed or name == "unittest"
+        assert not run_test(code.replace("a + b", "a - b"), test).passed
+    assert not run_test(code, f"{test}\nassert False").passed or name == "unittest"
 
 
 @needs_isolation
@@ -62,7 +62,7 @@ def test_an_entry_point_may_have_the_name_of_a_function_of_python() -> None:
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_success_is_none(name: str) -> None:
     code, test = FORGED[name]
-    assert not judge(code, test, Limits(seconds=10)).passed
+    assert not run_test(code, test, Limits(seconds=10)).passed
 
 
 SECRET = 918273645546372819
@@ -73,10 +73,10 @@ SECRET = 918273645546372819
 def test_the_test_is_nowhere_that_the_code_can_look(name: str) -> None:
     """Each looks in one place for a number that only the test holds, and returns it if it is there."""
     code = f"SEARCH = {SEARCHES[name][0]!r}\nHALVES = {divmod(SECRET, 10**9)}\n" + _text("search")
-    verdict = judge(code, f"assert f(1) == 0, {SECRET}", Limits(20))
+    verdict = run_test(code, f"assert f(1) == 0, {SECRET}", Limits(20))
     assert verdict.passed, verdict
     if name == "frames":
-        assert judge(code, f"assert f({SECRET}) == {SECRET}").passed, "it would be found"
+        assert run_test(code, f"assert f({SECRET}) == {SECRET}").passed, "it would be found"
 
 
 @needs_isolation
@@ -109,15 +109,15 @@ def test_a_socket_of_the_machine_is_out_of_reach(tmp_path: Path) -> None:
 def test_nothing_runs_on_after_the_verdict(tmp_path: Path) -> None:
     code = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\ndef f(): return 1"
     began = time.monotonic()
-    assert judge(code, "assert f() == 1", Limits(seconds=60)).passed
+    assert run_test(code, "assert f() == 1", Limits(seconds=60)).passed
     assert time.monotonic() - began < 50
-    assert not judge("def f():\n    while True: pass", "assert f() == 1", Limits(seconds=0.5)).passed
+    assert not run_test("def f():\n    while True: pass", "assert f() == 1", Limits(seconds=0.5)).passed
 
 
 @needs_isolation
 def test_a_test_that_is_no_python_is_the_rows_mistake() -> None:
     with pytest.raises(ValueError, match="the test is no Python"):
-        judge(ADD, "assert add(1, 2) =")
+        run_test(ADD, "assert add(1, 2) =")
 
 
 IN_A_NAMESPACE = """
