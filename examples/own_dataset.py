@@ -1,7 +1,7 @@
 """A dataset of your own, made in code: the model learns to spell words backwards.
 
     automodel finetune llm -c quickstart \
-        '~data.task' 'data.task={_target_: own_dataset.Backwards, number: 200}' --trust-package own_dataset
+        '~data.generator' 'data.generator={_target_: own_dataset.Backwards, number: 200}' --trust-package own_dataset
 """
 
 from __future__ import annotations

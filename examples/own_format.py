@@ -2,7 +2,7 @@
 
     automodel finetune llm -c own_format.yaml --trust-package own_format         # trains on the best answer
     automodel data inspect -c own_format.yaml --trust-package own_format         # shows what it makes of the rows
-    automodel dpo llm -c quickstart_dpo '~data.task' data.path=threads.jsonl \
+    automodel dpo llm -c quickstart_dpo '~data.generator' data.path=threads.jsonl \
         'data.format={_target_: own_format.BestAndWorst}' --trust-package own_format
 """
 
@@ -51,5 +51,5 @@ def _answers(row: Fields, least: int) -> list[str]:
     answers: list[dict[str, Any]] = row["answers"]
     ranked = sorted((a for a in answers if a["score"] >= least), key=lambda answer: -answer["score"])
     if not ranked:
-        raise RowError("no_answer", f"no answer has a score of {least} or more", fix="data.on_bad_row=drop")
+        raise RowError("no_answer", f"no answer has a score of {least} or more", fix="data.on_invalid_row=drop")
     return [str(answer["text"]) for answer in ranked]

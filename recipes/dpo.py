@@ -10,7 +10,7 @@ from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import ReferenceSource
 from automodel_cli.recipes.preferences import PreferenceRecipe
-from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate, check_reference_update
+from automodel_cli.run.frozen_models.reference_sync import ReferenceSync, check_reference_update
 
 if TYPE_CHECKING:
     from automodel_cli.data.batch import Columns
@@ -21,22 +21,24 @@ if TYPE_CHECKING:
 class DPORecipe(PreferenceRecipe):
     """The story of `PreferenceRecipe`, measured against a reference.
 
-    `reference`: where the reference's log-probs come from, see `automodel_cli/run/frozen_models/reference_logprobs.py`:
-    `precomputed`, `adapters_off`, `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing
+    `reference_mode`: where the reference's log-probs come from, see
+    `automodel_cli/run/frozen_models/reference_logprobs.py`:
+    `precomputed`, `disable_adapter`, `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing
     for objectives without a reference (simpo, orpo).
     """
 
-    reference: ReferenceSource = "auto"
-    """Source of the reference's log-probs: `precomputed`, `adapters_off` or `frozen_copy`. `auto` is `adapters_off`
+    reference_mode: ReferenceSource = "auto"
+    """Source of the reference's log-probs: `precomputed`, `disable_adapter` or `frozen_copy`. `auto` is
+    `disable_adapter`
     with LoRA, else `precomputed`."""
-    reference_update: ReferenceUpdate | None = None
+    reference_sync: ReferenceSync | None = None
     """Let the reference follow the policy. null: it stays as it was loaded."""
 
     kind: ClassVar[str] = "dpo"
 
     @property
     def _copies(self) -> bool:
-        return self.reference == "frozen_copy" or self.reference_update is not None
+        return self.reference_mode == "frozen_copy" or self.reference_sync is not None
 
     @property
     def frozen_model(self) -> ModelConfig | None:
@@ -48,25 +50,25 @@ class DPORecipe(PreferenceRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reference == "adapters_off" and self.model.lora is None:
+        if self.reference_mode == "disable_adapter" and self.model.lora is None:
             raise ConfigError(
-                "reference=adapters_off switches adapters off, but the model has none",
-                keys=("reference",),
-                fix="reference=precomputed, or model.lora={rank: 16}",
+                "reference_mode=disable_adapter switches adapters off, but the model has none",
+                keys=("reference_mode",),
+                fix="reference_mode=precomputed, or model.lora={rank: 16}",
             )
-        if self.reference != "auto" and "ref_logprobs_BT" not in self.objective.columns:
+        if self.reference_mode != "auto" and "ref_logprobs_BT" not in self.objective.columns:
             raise ConfigError(
-                f"reference={self.reference}, but this objective compares with no reference",
-                keys=("reference", "objective"),
-                fix="reference=auto",
+                f"reference_mode={self.reference_mode}, but this objective compares with no reference",
+                keys=("reference_mode", "objective"),
+                fix="reference_mode=auto",
             )
         has_reference = "ref_logprobs_BT" in self.objective.columns
-        check_reference_update(self.model, self.parallelizer, self.reference_update, has_reference=has_reference)
-        if self.reference_update is not None and self.reference not in ("auto", "frozen_copy"):
+        check_reference_update(self.model, self.parallelizer, self.reference_sync, has_reference=has_reference)
+        if self.reference_sync is not None and self.reference_mode not in ("auto", "frozen_copy"):
             raise ConfigError(
-                f"reference={self.reference} is the model as it was loaded, which cannot follow the policy",
-                keys=("reference", "reference_update"),
-                fix="reference=frozen_copy, or reference_update=null",
+                f"reference_mode={self.reference_mode} is the model as it was loaded, which cannot follow the policy",
+                keys=("reference_mode", "reference_sync"),
+                fix="reference_mode=frozen_copy, or reference_sync=null",
             )
 
     def columns(self, session: Trainer) -> Columns:
@@ -85,7 +87,7 @@ class DPORecipe(PreferenceRecipe):
                 )
         measures: list[Columns] = []
         if "ref_logprobs_BT" in needed:
-            measures.append(reference_columns(session, self.reference, self.reference_update))
+            measures.append(reference_columns(session, self.reference_mode, self.reference_sync))
         of_policy = {
             "kl_baseline_1": reference_point,
             "partners_P2": partners,

@@ -13,7 +13,7 @@ from automodel_cli.rollout.config_checks import why_prompts_are_apart
 from automodel_cli.rollout.recipe_checks import CHECKS, check_prompts_per_rank, check_sampled_model
 from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.run.checks.cross_section_checks import check_exported
-from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
+from automodel_cli.run.frozen_models.reference_sync import ReferenceSync
 from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class GRPORecipe(Recipe):
     """Rewards by name. A sample's reward is the sum of weight x score."""
     teacher: TeacherConfig | None = None
     """Another model in the reference's place, to learn from (on-policy distillation); rewards may then be missing."""
-    reference_update: ReferenceUpdate | None = None
+    reference_sync: ReferenceSync | None = None
     """Let the reference follow the policy. null: it stays as it was loaded."""
 
     kind: ClassVar[str] = "grpo"
@@ -53,7 +53,7 @@ class GRPORecipe(Recipe):
             return None
         if self.teacher is not None:
             return self.teacher.as_model()
-        return self.model if self.model.lora is None or self.reference_update is not None else None
+        return self.model if self.model.lora is None or self.reference_sync is not None else None
 
     @property
     def compares_reference(self) -> bool:
@@ -79,7 +79,7 @@ class GRPORecipe(Recipe):
         """The samples of an update lie side by side in rows, a group's perhaps behind one copy of its prompt."""
         if self.data.packing == "none":
             return None
-        shared = "" if self.why_prompts_are_apart else ", and may read the prompt of a group once (share_prompts)"
+        shared = "" if self.why_prompts_are_apart else ", and may read the prompt of a group once (share_prompt_prefix)"
         size = self.train.global_batch_size
         return f"an update is counted as {size} full rows; a run packs its {size} samples into fewer{shared}"
 
@@ -132,9 +132,7 @@ class GRPORecipe(Recipe):
         from automodel_cli.run.trainer import build_trainer
 
         with build_trainer(self, source) as session:
-            rollouts = Rollouts(
-                session, self.rollout, self.rewards, self.objective, self.teacher, self.reference_update
-            )
+            rollouts = Rollouts(session, self.rollout, self.rewards, self.objective, self.teacher, self.reference_sync)
             session.callbacks.add(rollouts)
             add_tasks(session)
             show_header(session, rollouts.about)

@@ -22,7 +22,7 @@ class KDRecipe(SFTRecipe):
     """The distillation loss: `objective=distillation`."""
     teacher: TeacherConfig
     """The model that is learnt from: frozen, sharded like the student, with the same tokens."""
-    cache_teacher: bool = False
+    cache_teacher_logprobs: bool = False
     """Ask it before the first step, once for all rows that the run sees, and keep its answers with the cached data: it
     is in no memory while the student trains, and a further run does not need it."""
 
@@ -30,14 +30,14 @@ class KDRecipe(SFTRecipe):
 
     @property
     def frozen_model(self) -> ModelConfig | None:
-        return None if self.cache_teacher else self.teacher.as_model()
+        return None if self.cache_teacher_logprobs else self.teacher.as_model()
 
     def columns(self, session: Trainer) -> Columns:
         """The teacher's likeliest tokens in place of each label. Collective."""
         from automodel_cli.run.frozen_models.teacher import add_teacher_logprobs, build_teacher
         from automodel_cli.run.frozen_models.teacher_cache import cached_teacher
 
-        if self.cache_teacher:
+        if self.cache_teacher_logprobs:
             return cached_teacher(session, self.teacher, self.objective.top_k)
         stages = build_teacher(session, self.teacher).stages
         return lambda batches: add_teacher_logprobs(stages, batches, self.objective.top_k, session.mesh.device)

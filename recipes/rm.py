@@ -50,7 +50,7 @@ class RMRecipe(PreferenceRecipe):
         if "margins_P" in self.objective.columns and not session.data.train.has_margins:
             raise DataError(
                 "objective.margin=true, but no row of the data has a margin",
-                keys=("objective.margin", "data.columns"),
-                fix="objective.margin=false, or data.columns='{margin: <column>}'",
+                keys=("objective.margin", "data.column_mapping"),
+                fix="objective.margin=false, or data.column_mapping='{margin: <column>}'",
             )
         return lambda batches: batches

@@ -1,4 +1,5 @@
-"""What drawing samples ahead is worth: a recipe at several `rollout.max_staleness`, in turns, on one generation server.
+"""What drawing samples ahead is worth: a recipe at several `rollout.max_off_policy_steps`, in turns, on one
+generation server.
 
     ENV/bin/vllm serve MODEL --port 8000 ... (docs/rollout.md)
     python scripts/bench_ahead.py CONFIG --staleness 0 2 -- rollout=vllm rollout.engine.url=http://localhost:8000 ...
@@ -18,14 +19,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CORRECTED = ("objective.correction=truncate", "objective.correction_max=2.0")
+CORRECTED = ("objective.sampler_correction=truncate", "objective.sampler_correction_clip_max=2.0")
 
 
 def run(arguments: argparse.Namespace, staleness: int, number: int) -> list[dict[str, Any]]:
     """The rows of the run's steps."""
     name = f"round{number}-k{staleness}"
     command = [sys.executable, "-m", "automodel_cli", "grpo", "llm", "-c", str(arguments.config), *arguments.overrides]
-    own = [f"run_name={name}", f"output_dir={arguments.folder}", f"rollout.max_staleness={staleness}"]
+    own = [f"run_name={name}", f"output_dir={arguments.folder}", f"rollout.max_off_policy_steps={staleness}"]
     subprocess.run([*command, *CORRECTED, *own, "logging.every=1"], check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (arguments.folder / name / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "loss" in row]

@@ -10,7 +10,7 @@ on both sides (ours 32 rows of 128 tokens, since prompts are shared). Nothing is
 the model's end-of-sequence token is one that it never says, so every response has `--new-tokens` tokens; rewards
 alternate in every group, so each is trained on. What both say of it is printed beside. A step is the difference of a
 run of N steps and one of 3 N, over 2 N, in user and system seconds of the process. `--also` adds ours with one override
-more, in turns with the others: `--also rollout.share_prompts=false`.
+more, in turns with the others: `--also rollout.share_prompt_prefix=false`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 MODEL, REWARD = "runs/bench_grpo_model", "alternating"
 ALSO = "also"
 OURS = (
-    *("logging.report=false", "validation.at_end=false", "checkpoint.every=null", "rollout.show_every=null"),
+    *("logging.report=false", "validation.at_end=false", "checkpoint.every=null", "rollout.log_samples_every=null"),
     "train.microbatch_size=32",
 )
 ALTERNATING = """
@@ -130,7 +130,7 @@ def run_of(which: str, steps: int, arguments: argparse.Namespace) -> tuple[float
     spent, _ = seconds(command, folder)
     written = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, written) if "loss" in row][-steps:]
-    equal = statistics.fmean(row["num_equal_groups"] / row["num_groups"] for row in rows)
+    equal = statistics.fmean(row["num_zero_std_groups"] / row["num_groups"] for row in rows)
     return spent, {"response_length": statistics.fmean(row["response_length"] for row in rows), "equal_groups": equal}
 
 

@@ -77,7 +77,7 @@ def main() -> None:
     part, samples = model(), given_samples(arguments)
     updates, spent = {}, dict[bool, list[float]]({False: [], True: []})
     for share in spent:
-        plan = PackingConfig(arguments.seq_len, True, 1, microbatch_size=1, pad_id=0, share_prompts=share)
+        plan = PackingConfig(arguments.seq_len, True, 1, microbatch_size=1, pad_id=0, share_prompt_prefix=share)
         units = [(number,) for number in range(len(samples))]
         (updates[share],) = pack_minibatches(samples, units, 1, plan, dp_rank=0, dp_size=1)
     gradients = {}

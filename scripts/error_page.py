@@ -58,7 +58,7 @@ _ROWS = """\
 ## Rows
 
 A row that cannot be used has one of these codes. Errors with the code `bad_rows` and the file `rejected.jsonl` list
-them. `data.on_bad_row` and `data.max_bad` set how many rows may be skipped. The exit code is 3.
+them. `data.on_invalid_row` and `data.max_invalid_fraction` set how many rows may be skipped. The exit code is 3.
 """
 _LAYOUTS = """\
 ## Pipeline layouts

@@ -201,7 +201,7 @@ a layer keeps for its backward:
 - On other devices everything.
 
 FlexAttention works under recomputation, tensor, context (gathered or in a ring) and pipeline parallelism alike.
-`model.attention_kernel=dense` and `model.attention=eager` ask for dense attention, without a warning.
+`model.attention_kernel=dense` and `model.attn_implementation=eager` ask for dense attention, without a warning.
 
 ## Families
 """

@@ -18,7 +18,7 @@ KEPT = (
     "turns",
     "truncated",
     "response_length",
-    "num_equal_groups",
+    "num_zero_std_groups",
     "entropy",
     "step_seconds",
 )

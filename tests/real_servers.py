@@ -26,13 +26,14 @@ RUN = """
 defaults: [grpo, {data: chat_tasks}, {override rewards: none}, _self_]
 model: {pretrained: MODEL}
 data: {seq_len: 128}
-rollout: {prompts_per_step: 4, group_size: 4, max_new_tokens: 16, show_every: null, engine: {timeout: 60, retries: 1}}
+rollout: {prompts_per_step: 4, group_size: 4, max_new_tokens: 16, log_samples_every: null, engine: {timeout: 60,
+retries: 1}}
 rewards:
   digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
 parallelizer:
   mp_policy: {param_dtype: float32}
 optimizer: {lr: 3e-3}
-train: {global_batch_size: 16, microbatch_size: 1, max_steps: 8, epochs: null, cpu_threads: 1}
+train: {global_batch_size: 16, microbatch_size: 1, max_steps: 8, epochs: null, num_cpu_threads: 1}
 validation: {num_batches: 8}
 checkpoint: {every: 2}
 logging: {report: false}

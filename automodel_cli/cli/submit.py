@@ -233,7 +233,7 @@ def _rollout_nodes(
             number = -(-servers.own_gpus // (options["gpus_per_node"] or 8)) or 1
             elsewhere = "rollout.engine.servers=null rollout.engine.url=http://localhost:8000"
             raise ConfigError(
-                "rollout.engine.servers with placement=separate need GPUs besides those of the ranks, and each of "
+                "rollout.engine.servers with placement=disaggregated need GPUs besides those of the ranks, and each of "
                 "--gpus-per-node has a rank" + ("" if to == "slurm" else f"; --to {to} starts no servers"),
                 keys=("rollout.engine.servers", "rollout.placement"),
                 fix=f"--rollout-nodes {number}" if to == "slurm" else elsewhere,
@@ -251,7 +251,7 @@ def _rollout_nodes(
         raise ConfigError(
             f"--rollout-nodes {nodes}: this run starts no generation servers of its own there",
             keys=("rollout.engine.servers", "rollout.placement"),
-            fix=f"rollout=vllm rollout.placement=separate rollout.engine.servers='{{number: {nodes}}}' "
+            fix=f"rollout=vllm rollout.placement=disaggregated rollout.engine.servers='{{number: {nodes}}}' "
             "rollout.engine.transport=files, or remove --rollout-nodes",
         )
     gpus = given["--rollout-gpus-per-node"]

@@ -1,7 +1,7 @@
 """A dataset of the user's own in place of the one that a bundled group brings.
 
 `data: dolly` names a dataset and describes it: its columns, split, configuration. None of that is true of another
-dataset. A `data.path`, `data.sources` or `data.task` that the user gives takes the description with it.
+dataset. A `data.path`, `data.datasets` or `data.generator` that the user gives takes the description with it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from automodel_cli.config.diagnostics import Origin
 
-NAMES = {"path": "data.path", "sources": "data.sources", "task": "data.task._target_"}
+NAMES = {"path": "data.path", "sources": "data.datasets", "task": "data.generator._target_"}
 """Keys of `data` that name a dataset, and the key whose origin decides who named it."""
-DESCRIBES = ("name", "revision", "split", "format", "columns", "txt_rows", "validation_split")
+DESCRIBES = ("name", "revision", "split", "format", "columns", "text_unit", "validation_split")
 """Keys of `data` that say something about one dataset."""
-WHOLE = ("data.columns",)
-"""Maps that an override replaces; `data.columns.prompt=question` changes one entry."""
+WHOLE = ("data.column_mapping",)
+"""Maps that an override replaces; `data.column_mapping.prompt=question` changes one entry."""
 
 
 def forget_described(

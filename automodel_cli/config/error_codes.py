@@ -59,7 +59,7 @@ _CONFIG = {
     ),
     "sequence_length": ErrorCode(
         "A document or response is longer than its sequence, or a sequence exceeds the limit of the model.",
-        "Change `data.seq_len`, `data.long_documents` or the number of generated tokens.",
+        "Change `data.seq_len`, `data.truncation` or the number of generated tokens.",
     ),
     "nothing_to_train": ErrorCode(
         "No parameter or no loss term is left to train.", "Enable a loss term or make parameters trainable."
@@ -260,13 +260,13 @@ _DATA = {
     "invalid_data": ErrorCode("Custom code rejects the data without a code of its own.", "Read the message."),
     "bad_rows": ErrorCode(
         "Rows cannot be used. The message groups them by cause.",
-        "Correct the rows, or skip them with `data.on_bad_row=drop`.",
+        "Correct the rows, or skip them with `data.on_invalid_row=drop`.",
     ),
     "not_enough_rows": ErrorCode(
         "No rows, or fewer rows than requested, are left.", "Add data, or lower the requested number."
     ),
     "unknown_format": ErrorCode(
-        "The columns match no data format.", "Set `data.format` or map the columns with `data.columns`."
+        "The columns match no data format.", "Set `data.format` or map the columns with `data.column_mapping`."
     ),
     "wrong_data_kind": ErrorCode(
         "The recipe or objective trains on another kind of data.", "Use matching data, or another recipe."
@@ -285,7 +285,8 @@ ROW_CODES = {
         "The generation blocks of the template do not match the assistant messages.", "Correct the template."
     ),
     "not_a_prefix": ErrorCode(
-        "The template renders earlier messages differently once later messages follow.", "Set `data.turns=unroll`."
+        "The template renders earlier messages differently once later messages follow.",
+        "Set `data.multi_turn=per_turn`.",
     ),
     "no_stop": ErrorCode("The template writes no token that ends a message.", "Set another chat template."),
     "other_template": ErrorCode(
@@ -302,7 +303,7 @@ ROW_CODES = {
     "bad_role": ErrorCode("A message has a role that is unknown or not allowed there.", "Correct the role."),
     "no_role": ErrorCode("A message has no role.", "Add `role`."),
     "bad_train": ErrorCode("`train` is not a boolean, or not on an assistant message.", "Correct the row."),
-    "missing_column": ErrorCode("The row lacks a column.", "Add the column, or map it with `data.columns`."),
+    "missing_column": ErrorCode("The row lacks a column.", "Add the column, or map it with `data.column_mapping`."),
     "not_json": ErrorCode("The line is not valid JSON.", "Write one JSON object per line."),
     "lone_surrogate": ErrorCode("A text contains half of a surrogate pair.", "Correct the encoding of the text."),
     "too_deep": ErrorCode("Lists and objects are nested too deeply.", "Flatten the row."),
@@ -325,13 +326,13 @@ ROW_CODES = {
     "bad_tool_call": ErrorCode("A tool call is malformed.", "Write a name and an object of arguments."),
     "no_tool_call_id": ErrorCode("A tool result does not name its call.", "Add `tool_call_id`."),
     "special_token": ErrorCode(
-        "The text contains a special token.", "Set `data.special_tokens_in_text`, or remove the token."
+        "The text contains a special token.", "Set `data.special_tokens_policy`, or remove the token."
     ),
     "several_turns": ErrorCode("A preference row has several trained turns.", "Keep one response per side."),
     "format_error": ErrorCode("A custom format raised an error or returned a wrong type.", "Correct the format."),
     "unlisted_field": ErrorCode("A custom format reads a field that it does not declare.", "Add it to `fields`."),
     "unread_key": ErrorCode("No code or template reads a key of the message.", "Remove the key."),
-    "unread_column": ErrorCode("The format does not read a column.", "Remove the column or set `data.columns`."),
+    "unread_column": ErrorCode("The format does not read a column.", "Remove the column or set `data.column_mapping`."),
     "internal": ErrorCode("The row was not encoded.", "Report the row."),
 }
 """Codes of rejected rows, which `rejected.jsonl` and errors with the code `bad_rows` contain."""

@@ -107,7 +107,7 @@ FOREIGN: dict[str, Foreign] = {
     # data
     "dataset_path": Foreign("data.path"),
     "dataset_name": Foreign("data.path", "a hub id or a file"),
-    "datasets": Foreign("data.sources", "data.sources is a list of {path: ..., weight: ...}", other_value=True),
+    "datasets": Foreign("data.datasets", "data.datasets is a list of {path: ..., weight: ...}", other_value=True),
     "train_file": Foreign("data.path"),
     "sequence_len": Foreign("data.seq_len"),
     "seq_length": Foreign("data.seq_len"),
@@ -120,13 +120,21 @@ FOREIGN: dict[str, Foreign] = {
     "neat_packing": Foreign("data.packing", values=_PACKING),
     "packed": Foreign("data.packing", values=_PACKING),
     "packed_sequence_size": Foreign("data.seq_len", "with data.packing=best_fit"),
-    "train_on_inputs": Foreign("data.mask", values={"true": "data.mask=all", "false": "data.mask=assistant"}),
-    "assistant_only_loss": Foreign("data.mask", values={"true": "data.mask=assistant", "false": "data.mask=all"}),
-    "completion_only_loss": Foreign("data.mask", values={"true": "data.mask=assistant", "false": "data.mask=all"}),
-    "mask_history": Foreign("data.mask", values={"true": "data.mask=last_turn", "false": "data.mask=assistant"}),
+    "train_on_inputs": Foreign(
+        "data.loss_mask", values={"true": "data.loss_mask=all", "false": "data.loss_mask=assistant"}
+    ),
+    "assistant_only_loss": Foreign(
+        "data.loss_mask", values={"true": "data.loss_mask=assistant", "false": "data.loss_mask=all"}
+    ),
+    "completion_only_loss": Foreign(
+        "data.loss_mask", values={"true": "data.loss_mask=assistant", "false": "data.loss_mask=all"}
+    ),
+    "mask_history": Foreign(
+        "data.loss_mask", values={"true": "data.loss_mask=last_turn", "false": "data.loss_mask=assistant"}
+    ),
     "chat_template_path": Foreign("data.chat_template"),
     "template": Foreign("data.chat_template", "the tokenizer's own is the default", other_value=True),
-    "val_set_size": Foreign("data.validation_rows"),
+    "val_set_size": Foreign("data.validation_size"),
     "eval_steps": Foreign("validation.every"),
     "early_stopping_patience": Foreign("validation.patience", "it counts validations, every `validation.every` steps"),
     "metric_for_best_model": Foreign(
@@ -140,9 +148,9 @@ FOREIGN: dict[str, Foreign] = {
     "model_name_or_path": Foreign("model.pretrained"),
     "pretrained_model_name_or_path": Foreign("model.pretrained"),
     "torch_dtype": Foreign("model.dtype"),
-    "attn_implementation": Foreign("model.attention"),
-    "flash_attention": Foreign("model.attention=packed"),
-    "flash_attn": Foreign("model.attention=packed"),
+    "attn_implementation": Foreign("model.attn_implementation"),
+    "flash_attention": Foreign("model.attn_implementation=packed"),
+    "flash_attn": Foreign("model.attn_implementation=packed"),
     "lora_r": Foreign("model.lora.rank"),
     "lora_rank": Foreign("model.lora.rank"),
     "lora_alpha": Foreign("model.lora.alpha"),
@@ -168,7 +176,7 @@ FOREIGN: dict[str, Foreign] = {
     "repetition_penalty": Foreign("rollout.temperature", _DRAWN, other_value=True),
     # the run
     "save_steps": Foreign("checkpoint.every"),
-    "save_total_limit": Foreign("checkpoint.keep"),
+    "save_total_limit": Foreign("checkpoint.keep_latest_k"),
     "logging_steps": Foreign("logging.every"),
     "report_to": Foreign("logging.trackers"),
 }

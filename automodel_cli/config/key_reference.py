@@ -28,7 +28,7 @@ RECIPES = (
 )
 _OPEN = {
     "objective": ("automodel_cli.objectives.sft.SFT",),
-    "data.task": (
+    "data.generator": (
         "automodel_cli.data.synthetic.chat_tasks.ChatTasks",
         "automodel_cli.data.synthetic.preference_tasks.PreferenceTasks",
         "automodel_cli.rollout.rewards.reasoning.ReasoningTasks",
@@ -54,7 +54,7 @@ _OPEN = {
         *(
             f"automodel_cli.rollout.environments.{name}"
             for name in (
-                *("functions.FunctionTools", "python.PythonTool", "mcp.MCPTools"),
+                *("functions.FunctionTools", "python_tool.PythonTool", "mcp.MCPTools"),
                 "verifiers.VerifiersEnvironment",
             )
         ),
@@ -63,7 +63,7 @@ _OPEN = {
         f"automodel_cli.rollout.rewards.{name}"
         for name in (
             *("text.ExactAnswer", "text.FormatRegex", "text.Length", "text.FunctionReward"),
-            *("math.MathEquivalence", "code.CodeExecution", "reasoning.ReasoningReward", "model.RewardModel"),
+            *("math.MathEquivalence", "code.CodeExecution", "reasoning.ReasoningReward", "reward_model.RewardModel"),
             *("remote.ScoreServer", "remote.ModelJudge"),
         )
     ),
@@ -73,7 +73,7 @@ _OPEN = {
 _GROUPS = ("objective", "optimizer", "lr_scheduler", "parallelizer", "pipeline")
 """Groups of conf/ whose files name nodes."""
 
-_ELEMENT = {"rewards": "NAME", "validation.tasks": "NAME", "data.sources": "0"}
+_ELEMENT = {"rewards": "NAME", "validation.tasks": "NAME", "data.datasets": "0"}
 """Keys that hold several nodes: by names of the user's, or as a list, whose first one is shown."""
 
 

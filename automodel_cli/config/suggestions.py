@@ -10,6 +10,7 @@ from typing import NamedTuple
 from automodel_cli.config import foreign_keys
 from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.fix_syntax import override
+from automodel_cli.config.renamed_keys import renamed
 
 
 class Suggestion(NamedTuple):
@@ -20,8 +21,12 @@ class Suggestion(NamedTuple):
 
 
 def suggest(key: str, value: object, known: Collection[str]) -> Suggestion | None:
-    """The first that hits: another tool's name (exact), same leaf in another section, a close path, a close leaf."""
+    """Return the first match: a renamed key, another tool's name (exact), the same leaf in another section, a close
+    path, a close leaf."""
     leaf = key.rpartition(".")[2]
+    new = renamed(key)
+    if new is not None and new in known:
+        return _set(new, value)
     row = foreign_keys.lookup(key)
     if row is not None and row.key in known:
         return _translated(row, value)

@@ -246,7 +246,8 @@ class Binder:
             return  # what comes out is known when it is called
         if not node.partial and isinstance(made, type) and options and issubclass(made, options):
             return
-        message = f"expects {scalar_conversion.describe_alternatives(schema.members(hint))}, got {value['_target_']}{_what_it_makes(node)}"
+        expected = scalar_conversion.describe_alternatives(schema.members(hint))
+        message = f"expects {expected}, got {value['_target_']}{_what_it_makes(node)}"
         if protocols:
             lacking = {protocol: schema.missing_members(made, names) for protocol, names in protocols.items()}
             nearest = min(lacking, key=lambda protocol: len(lacking[protocol]))

@@ -18,10 +18,10 @@ else:
     FormatName = Literal["auto", *FORMATS]  # so that a new format is named in one place
 TxtRows = Literal["file", "paragraph", "line"]
 Packing = Literal["best_fit", "wrapped", "none"]
-LongDocuments = Literal["split", "truncate", "drop", "fail"]
-LongChoice = Literal["auto", "split", "truncate", "drop", "fail"]
+LongDocuments = Literal["split", "truncate", "drop", "error"]
+LongChoice = Literal["auto", "split", "truncate", "drop", "error"]
 Mask = Literal["assistant", "last_turn", "all"]
-Turns = Literal["auto", "whole", "unroll"]
+Turns = Literal["auto", "single", "per_turn"]
 SpecialTokensInText = Literal["auto", "as_text", "keep", "refuse"]
 
 
@@ -49,10 +49,10 @@ def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
     """Refuse a format that does not say what it makes, and a column map that names a field nothing reads."""
     if isinstance(fmt, str):
         known, reader = sorted({name for each in FORMATS.values() for name in each.fields}), "no format reads"
-        fix = "data.columns='{prompt: question, completion: answer}'"
+        fix = "data.column_mapping='{prompt: question, completion: answer}'"
     else:
         known, reader = list(fmt.fields), f"{format_name(fmt)} does not read"
-        fix = "~data.columns"
+        fix = "~data.column_mapping"
         if fmt.makes not in DOCUMENTS:
             choices = ", ".join(DOCUMENTS)
             raise ConfigError(f"{format_name(fmt)}.makes is {fmt.makes!r}, not one of {choices}", keys=("format",))
@@ -73,8 +73,9 @@ class SourceConfig:
 
     `path`: a file (json, jsonl, csv, parquet, arrow, txt; .gz of the text ones), a folder or glob of them, a folder
     that `datasets` saved (`save_to_disk`), or a hub id. `name` and `revision` belong to hub datasets, `split` also to a
-    saved DatasetDict. `txt_rows`: what is one document of a .txt file: the whole `file`, a `paragraph` (between blank
-    lines) or a `line`; the rows have the column `text`. `columns` maps a field of the format to a column, for example
+    saved DatasetDict. `text_unit`: what is one document of a .txt file: the whole `file`, a `paragraph` (between blank
+    lines) or a `line`; the rows have the column `text`. `column_mapping` maps a field of the format to a column, for
+    example
     `{prompt: question, completion: answer}`; an empty column name leaves an optional field out (`{tools: ""}`).
     `weight` is how often each row of this source is seen per epoch: 2 is twice, 0.5 is every second epoch.
     """
@@ -90,12 +91,12 @@ class SourceConfig:
     """Split of a hub dataset or of a saved DatasetDict."""
     format: FormatName | Format = "auto"
     """How a row is read: by a name, found from the columns (`auto`), or by a node of your own (docs/data.md)."""
-    columns: dict[str, str] = field(default_factory=dict)
+    column_mapping: dict[str, str] = field(default_factory=dict)
     """Maps a field of the format to its column: `{prompt: question}`. An empty column leaves an optional field
     out."""
     weight: float = 1.0
     """How often each row is seen per epoch: 2 is twice, 0.5 is every second epoch."""
-    txt_rows: TxtRows = "file"
+    text_unit: TxtRows = "file"
     """One document of a .txt file: the whole `file`, a `paragraph` (between blank lines) or a `line`."""
 
     def __post_init__(self) -> None:
@@ -105,34 +106,37 @@ class SourceConfig:
                 keys=("weight",),
                 fix="weight=1.0, or remove the source",
             )
-        check_format(self.format, self.columns)
+        check_format(self.format, self.column_mapping)
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Rows to train on, and how they become token rows. Exactly one of `path`, `sources` and `task` says where from.
+    """Rows to train on, and how they become token rows. Exactly one of `path`, `datasets` and `generator` says where
+    from.
 
-    Where from. `path, name, revision, split, format, columns, txt_rows` describe one dataset as in `SourceConfig`;
-    `sources` is a list of them with weights; `task` is a node that generates rows.
+    Where from. `path, name, revision, split, format, columns, text_unit` describe one dataset as in `SourceConfig`;
+    `datasets` is a list of them with weights; `generator` is a node that generates rows.
 
-    Validation, at most one of: `validation_rows` taken out of the training rows (below 1: a share; 1 or more: a
+    Validation, at most one of: `validation_size` taken out of the training rows (below 1: a share; 1 or more: a
     number), `validation_path` (a file, same format and columns), `validation_split` (of the same hub dataset). A task
     brings its own.
 
     Tokens. `seq_len`: tokens per row. `packing`: `best_fit` (whole documents, best-fit decreasing), `wrapped`
-    (documents one after the other, cut at every `seq_len`), `none` (one document per row, padded). `long_documents`:
+    (documents one after the other, cut at every `seq_len`), `none` (one document per row, padded). `truncation`:
     what happens to those longer than `seq_len`: `split` into pieces, `truncate`, `drop`, or `fail`; `auto` splits plain
     text, truncates chats and prompts with completions (the later pieces of a chat would be trained without its
-    beginning), and drops pairs and prompts for sampling. `wrapped` cuts everywhere and takes only `split`. `pad_to`:
+    beginning), and drops pairs and prompts for sampling. `wrapped` cuts everywhere and takes only `split`. `padding`:
     rows of unpacked data are padded to the `longest` of their microbatch or to `seq_len`; the length is rounded up to a
-    multiple of `pad_multiple`.
+    multiple of `pad_to_multiple_of`.
 
-    Loss mask. `mask`: `assistant` turns, the `last_turn` only, or `all` tokens. `chat_template`: `auto` (or null) and
+    Loss mask. `loss_mask`: `assistant` turns, the `last_turn` only, or `all` tokens. `chat_template`: `auto` (or
+    null) and
     `tokenizer` take the tokenizer's, `none` renders prompt and completion as they are, anything else is a file or the
     template's text.
 
     Turns. A turn is trained after what the model sees at inference: the chat template's rendering of the messages
-    before it, with its generation prompt. `turns`: `auto` keeps a conversation as one document where that holds for
+    before it, with its generation prompt. `multi_turn`: `auto` keeps a conversation as one document where that holds
+    for
     every turn of it, and else unrolls it: one document for each trained turn with its own history. `unroll` always
     does; `whole` never does, and under `chat_template=auto` takes a training template of this package where the
     tokenizer's rewrites earlier turns (docs/data.md). Rows with preferences hold two documents each, so there only the
@@ -144,14 +148,15 @@ class DataConfig:
     tokens itself. A row is refused where they cannot be told apart (a slow tokenizer). The report counts them.
 
     Columns and keys. What would change the training and is read by nothing (`label` or `rejected` in plain rows,
-    `images`, `loss_weight`, an unknown key of a message or content part) refuses its row; `ignore_columns` names those
+    `images`, `loss_weight`, an unknown key of a message or content part) refuses its row; `ignored_columns` names those
     that may be left out. Other columns (`id`, `source`) are listed in the report.
 
-    Bad rows. `on_bad_row`: `fail` lists all of them, `drop` goes on without them, up to the share `max_bad`.
+    Bad rows. `on_invalid_row`: `fail` lists all of them, `drop` goes on without them, up to the share
+    `max_invalid_fraction`.
     """
 
     path: str | None = None
-    """File, folder, glob or hub id of the rows. Give exactly one of `path`, `sources` and `task`."""
+    """File, folder, glob or hub id of the rows. Give exactly one of `path`, `datasets` and `generator`."""
     name: str | None = None
     """Configuration of the hub dataset in `path`."""
     revision: str | None = None
@@ -160,16 +165,16 @@ class DataConfig:
     """Split of the hub dataset or saved DatasetDict in `path`."""
     format: FormatName | Format = "auto"
     """How a row is read: by a name, found from the columns (`auto`), or by a node of your own (docs/data.md)."""
-    columns: dict[str, str] = field(default_factory=dict)
+    column_mapping: dict[str, str] = field(default_factory=dict)
     """Maps a field of the format to a column of `path`: `{prompt: question}`. An empty column leaves an optional
     field out."""
-    txt_rows: TxtRows = "file"
+    text_unit: TxtRows = "file"
     """One document of a .txt file in `path`: the whole `file`, a `paragraph` or a `line`."""
-    sources: list[SourceConfig] | None = None
+    datasets: list[SourceConfig] | None = None
     """Several datasets, each with a weight: `[{path: a.jsonl, weight: 2}, ...]`."""
-    task: DatasetGenerator | None = None
+    generator: DatasetGenerator | None = None
     """A node that generates rows."""
-    validation_rows: float = 0
+    validation_size: float = 0
     """Rows taken out of the training rows for validation. Below 1: a share; 1 or more: a number."""
     validation_path: str | None = None
     """A file of validation rows, with the format and columns of the training rows."""
@@ -180,28 +185,28 @@ class DataConfig:
     packing: Packing = "best_fit"
     """How documents fill rows: `best_fit` (whole ones), `wrapped` (one after the other, cut at `seq_len`) or `none`
     (one per row, padded)."""
-    long_documents: LongChoice = "auto"
+    truncation: LongChoice = "auto"
     """Documents longer than `seq_len`: `split`, `truncate`, `drop` or `fail`. `auto` splits text, truncates chats,
     drops pairs and prompts."""
-    pad_to: Literal["longest", "seq_len"] = "longest"
+    padding: Literal["longest", "seq_len"] = "longest"
     """Length of unpacked rows: the `longest` of their microbatch, or `seq_len`."""
-    pad_multiple: int = 1
+    pad_to_multiple_of: int = 1
     """Round the length of unpacked rows up to a multiple of this."""
-    mask: Mask = "assistant"
+    loss_mask: Mask = "assistant"
     """Tokens that are trained: those of `assistant` turns, of the `last_turn`, or `all`."""
-    turns: Turns = "auto"
+    multi_turn: Turns = "auto"
     """`whole` keeps a conversation in one document, `unroll` makes one per trained turn. `auto` unrolls where the
     template rewrites earlier turns."""
     chat_template: str | None = "auto"
     """`auto` and `tokenizer` use the tokenizer's template, `none` uses none. Other values are a file or the
     template text."""
-    on_bad_row: Literal["fail", "drop"] = "fail"
-    """`fail` lists all bad rows and stops. `drop` goes on without them, up to `max_bad`."""
-    max_bad: float = 0.01
-    """Largest share of bad rows that `on_bad_row=drop` accepts."""
-    special_tokens_in_text: SpecialTokensInText = "auto"
+    on_invalid_row: Literal["fail", "drop"] = "fail"
+    """`fail` lists all bad rows and stops. `drop` goes on without them, up to `max_invalid_fraction`."""
+    max_invalid_fraction: float = 0.01
+    """Largest share of bad rows that `on_invalid_row=drop` accepts."""
+    special_tokens_policy: SpecialTokensInText = "auto"
     """What becomes of a special token's spelling inside user text: plain text, the control token, or a refusal."""
-    ignore_columns: list[str] = field(default_factory=list)
+    ignored_columns: list[str] = field(default_factory=list)
     """Columns that may be left out although they would change the training."""
     add_bos: bool = True
     """Whether texts, and prompts without a chat template, get the BOS that the tokenizer adds; false: rows have it."""
@@ -220,10 +225,10 @@ class DataConfig:
         self._check_validation()
         self._check_numbers()
         self._check_turns()
-        check_format(self.format, self.columns)
+        check_format(self.format, self.column_mapping)
 
     def _check_origin(self) -> None:
-        given = [key for key in ("path", "sources", "task") if getattr(self, key) not in (None, [])]
+        given = [key for key in ("path", "datasets", "generator") if getattr(self, key) not in (None, [])]
         if len(given) != 1:
             said = "none is set" if not given else f"{' and '.join(given)} are set"
             raise ConfigError(
@@ -231,77 +236,88 @@ class DataConfig:
                 keys=tuple(given),
                 fix="data.path=train.jsonl",
             )
-        single: dict[str, Any] = {"name": None, "revision": None, "split": "train", "format": "auto", "columns": {}}
-        single["txt_rows"] = "file"
+        single: dict[str, Any] = {
+            "name": None,
+            "revision": None,
+            "split": "train",
+            "format": "auto",
+            "column_mapping": {},
+        }
+        single["text_unit"] = "file"
         stray = [key for key, default in single.items() if getattr(self, key) != default]
         if stray and self.path is None:
             raise ConfigError(
                 f"{', '.join(stray)} describe data.path, but data comes from {given[0]}",
                 keys=tuple(stray),
-                fix=f"move {stray[0]} into each entry of data.sources" if self.sources else f"remove data.{stray[0]}",
+                fix=f"move {stray[0]} into each entry of data.datasets" if self.datasets else f"remove data.{stray[0]}",
             )
 
     def _check_validation(self) -> None:
-        names = ("validation_rows", "validation_path", "validation_split")
+        names = ("validation_size", "validation_path", "validation_split")
         given = [key for key in names if getattr(self, key)]
-        if self.task is not None and given:
+        if self.generator is not None and given:
             raise ConfigError(
                 f"{given[0]} is set, but a task makes its own validation rows",
                 keys=(given[0],),
-                fix=f"data.{given[0]}={0 if given[0] == 'validation_rows' else 'null'}",
+                fix=f"data.{given[0]}={0 if given[0] == 'validation_size' else 'null'}",
             )
         if len(given) > 1:
             raise ConfigError(
                 f"validation comes from one place, but {' and '.join(given)} are set",
                 keys=tuple(given),
-                fix=" ".join(f"data.{name}={'0' if name == 'validation_rows' else 'null'}" for name in given[:-1]),
+                fix=" ".join(f"data.{name}={'0' if name == 'validation_size' else 'null'}" for name in given[:-1]),
             )
         if self.validation_split and self.path is None:
             raise ConfigError(
                 "validation_split names a split of data.path, which is not set", keys=("validation_split",)
             )
-        if self.validation_rows < 0 or (self.validation_rows > 1 and self.validation_rows != int(self.validation_rows)):
+        if self.validation_size < 0 or (self.validation_size > 1 and self.validation_size != int(self.validation_size)):
             raise ConfigError(
-                f"validation_rows={self.validation_rows} must be a share below 1 or a whole number of rows",
-                keys=("validation_rows",),
-                fix="data.validation_rows=0.02",
+                f"validation_size={self.validation_size} must be a share below 1 or a whole number of rows",
+                keys=("validation_size",),
+                fix="data.validation_size=0.02",
             )
 
     def _check_turns(self) -> None:
-        if self.turns == "unroll" and self.mask == "all":
+        if self.multi_turn == "per_turn" and self.loss_mask == "all":
             raise ConfigError(
-                "turns=unroll makes a document of each trained turn, but mask=all trains everything, histories too",
-                keys=("turns", "mask"),
-                fix="data.turns=whole, or data.mask=assistant",
+                "multi_turn=per_turn makes a document of each trained turn, but loss_mask=all trains everything, "
+                "histories too",
+                keys=("multi_turn", "loss_mask"),
+                fix="data.multi_turn=single, or data.loss_mask=assistant",
             )
 
     def _check_numbers(self) -> None:
         if self.seq_len < 2:
             raise ConfigError(f"seq_len={self.seq_len} must be at least 2", keys=("seq_len",), fix="data.seq_len=2048")
-        if self.pad_multiple < 1:
-            raise ConfigError(f"pad_multiple={self.pad_multiple} must be at least 1", keys=("pad_multiple",))
-        if self.packing != "none" and self.pad_to != "longest":
+        if self.pad_to_multiple_of < 1:
             raise ConfigError(
-                f"pad_to={self.pad_to} is for unpacked rows; packed rows always have seq_len tokens",
-                keys=("pad_to", "packing"),
-                fix="data.packing=none, or remove data.pad_to",
+                f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1", keys=("pad_to_multiple_of",)
             )
-        padded_to_seq_len = self.packing != "none" or self.pad_to == "seq_len"
-        if padded_to_seq_len and self.seq_len % self.pad_multiple:
+        if self.packing != "none" and self.padding != "longest":
             raise ConfigError(
-                f"seq_len={self.seq_len} is not a multiple of pad_multiple={self.pad_multiple}",
-                keys=("seq_len", "pad_multiple"),
-                fix=f"data.seq_len={-(-self.seq_len // self.pad_multiple) * self.pad_multiple}",
+                f"padding={self.padding} is for unpacked rows; packed rows always have seq_len tokens",
+                keys=("padding", "packing"),
+                fix="data.packing=none, or remove data.padding",
             )
-        if self.packing == "wrapped" and self.long_documents not in ("auto", "split"):
+        padded_to_seq_len = self.packing != "none" or self.padding == "seq_len"
+        if padded_to_seq_len and self.seq_len % self.pad_to_multiple_of:
             raise ConfigError(
-                f"packing=wrapped cuts documents at the row's end, so long_documents={self.long_documents} cannot hold",
-                keys=("packing", "long_documents"),
-                fix="data.long_documents=split, or data.packing=best_fit",
+                f"seq_len={self.seq_len} is not a multiple of pad_to_multiple_of={self.pad_to_multiple_of}",
+                keys=("seq_len", "pad_to_multiple_of"),
+                fix=f"data.seq_len={-(-self.seq_len // self.pad_to_multiple_of) * self.pad_to_multiple_of}",
             )
-        if not 0 <= self.max_bad <= 1:
+        if self.packing == "wrapped" and self.truncation not in ("auto", "split"):
             raise ConfigError(
-                f"max_bad={self.max_bad} is a share of the rows, 0 to 1", keys=("max_bad",), fix="data.max_bad=0.01"
+                f"packing=wrapped cuts documents at the row's end, so truncation={self.truncation} cannot hold",
+                keys=("packing", "truncation"),
+                fix="data.truncation=split, or data.packing=best_fit",
+            )
+        if not 0 <= self.max_invalid_fraction <= 1:
+            raise ConfigError(
+                f"max_invalid_fraction={self.max_invalid_fraction} is a share of the rows, 0 to 1",
+                keys=("max_invalid_fraction",),
+                fix="data.max_invalid_fraction=0.01",
             )
         if self.num_workers is not None and self.num_workers < 0:
             raise ConfigError(
@@ -310,7 +326,7 @@ class DataConfig:
 
     def check_kind(self, *, preferences: bool) -> None:
         """Refuse what does not fit rows with preferences, or formats of preferences where plain rows are trained."""
-        for fmt in (self.format, *(source.format for source in self.sources or ())):
+        for fmt in (self.format, *(source.format for source in self.datasets or ())):
             if fmt != "auto" and (find_format(fmt).makes in PREFERENCES) != preferences:
                 kind = "rows with preferences" if preferences else "plain rows"
                 raise ConfigError(
@@ -320,37 +336,43 @@ class DataConfig:
                 )
         if not preferences:
             return
-        if self.packing == "wrapped" or self.long_documents in ("split", "truncate"):
+        if self.packing == "wrapped" or self.truncation in ("split", "truncate"):
             raise ConfigError(
-                f"packing={self.packing} with long_documents={self.long_documents} cuts responses, but the two of a "
+                f"packing={self.packing} with truncation={self.truncation} cuts responses, but the two of a "
                 "pair are compared whole and in one row",
-                keys=("data.packing", "data.long_documents"),
-                fix="data.packing=best_fit data.long_documents=drop",
+                keys=("data.packing", "data.truncation"),
+                fix="data.packing=best_fit data.truncation=drop",
             )
-        if self.mask == "all":
+        if self.loss_mask == "all":
             raise ConfigError(
-                "mask=all would compare prompts; only responses are",
-                keys=("data.mask",),
-                fix="data.mask=assistant",
+                "loss_mask=all would compare prompts; only responses are",
+                keys=("data.loss_mask",),
+                fix="data.loss_mask=assistant",
             )
 
     def long_choice(self, *, is_text: bool, preferences: bool) -> LongDocuments:
-        """What `long_documents` means for plain text, for other rows, and for rows with preferences."""
-        if self.long_documents != "auto":
-            return self.long_documents
+        """What `truncation` means for plain text, for other rows, and for rows with preferences."""
+        if self.truncation != "auto":
+            return self.truncation
         if preferences:
             return "drop"
         return "split" if is_text or self.packing == "wrapped" else "truncate"
 
     def train_sources(self) -> list[SourceConfig]:
         """The datasets to read, `path` and its companions as a list of one; empty for a task."""
-        if self.sources:
-            return list(self.sources)
+        if self.datasets:
+            return list(self.datasets)
         if self.path is None:
             return []
         return [
             SourceConfig(
-                self.path, self.name, self.revision, self.split, self.format, self.columns, txt_rows=self.txt_rows
+                self.path,
+                self.name,
+                self.revision,
+                self.split,
+                self.format,
+                self.column_mapping,
+                text_unit=self.text_unit,
             )
         ]
 
@@ -358,5 +380,5 @@ class DataConfig:
         """What `validation_path` or `validation_split` names, read like the first of the training data."""
         if self.validation_path:
             path = self.validation_path
-            return SourceConfig(path, format=self.format, columns=self.columns, txt_rows=self.txt_rows)
+            return SourceConfig(path, format=self.format, column_mapping=self.column_mapping, text_unit=self.text_unit)
         return replace(self.train_sources()[0], split=self.validation_split) if self.validation_split else None

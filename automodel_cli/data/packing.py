@@ -56,11 +56,11 @@ def cut_long(lengths: np.ndarray, seq_len: int, choice: LongDocuments, instead: 
     document = np.arange(len(lengths), dtype=np.int64)
     lengths = lengths.astype(np.int64)
     is_long = lengths > seq_len
-    if choice == "fail" and is_long.any():
+    if choice == "error" and is_long.any():
         raise DataError(
             f"{int(is_long.sum()):,} of {len(lengths):,} documents are longer than seq_len={seq_len} (the longest has "
             f"{int(lengths.max()):,} tokens)",
-            fix=f"data.seq_len={int(lengths.max())}, or data.long_documents={instead}",
+            fix=f"data.seq_len={int(lengths.max())}, or data.truncation={instead}",
         )
     if choice == "drop":
         document = document[~is_long]

@@ -2,5 +2,5 @@
 
 AUTO = "auto"
 """The choice depends on the device, or on the memory."""
-GLUE = "glue"
+FUSED_OPS = "fused_ops"
 """Only functions of elementwise operations are compiled, not whole layers."""

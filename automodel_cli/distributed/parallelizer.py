@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automodel_cli.distributed.compile_modes import GLUE
+from automodel_cli.distributed.compile_modes import FUSED_OPS
 from automodel_cli.distributed.expert_parallel.apply import apply_expert_parallel, multiply_in_fp8
 from automodel_cli.distributed.expert_parallel.router_detection import fuse_routers
 from automodel_cli.distributed.float8 import linear as float8_linear
@@ -73,7 +73,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
     else:
         multiply_in_fp8(part, mesh, fuser)
     if isinstance(fuser, compiled_regions.Compiled):
-        fuser.settle(by_name=strategy.enable_compile == GLUE)
+        fuser.settle(by_name=strategy.enable_compile == FUSED_OPS)
     if mesh.layout.cp > 1:
         from automodel_cli.distributed.context_parallel import apply_context_parallel
 

@@ -31,7 +31,7 @@ def gather_from_group(share: Tensor, num: int, group: dist.ProcessGroup, dim: in
     return whole
 
 
-def pad_to(tensor: Tensor, length: int, dim: int) -> Tensor:
+def padding(tensor: Tensor, length: int, dim: int) -> Tensor:
     """`tensor` with zeros at the end of `dim`, up to `length`."""
     missing = length - tensor.shape[dim]
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
@@ -69,12 +69,12 @@ def _cut(whole: Tensor, length: int, group: dist.ProcessGroup, dim: int) -> Tens
     num = whole.shape[dim]
     first = min(num, _size(num, group) * dist.get_rank(group))
     own = whole.narrow(dim, first, min(length, num - first))
-    return pad_to(own, length, dim).clone(memory_format=torch.contiguous_format)
+    return padding(own, length, dim).clone(memory_format=torch.contiguous_format)
 
 
 def _gathered(share: Tensor, num: int, group: dist.ProcessGroup, dim: int) -> Tensor:
     ranks = dist.get_world_size(group)
-    share = pad_to(share, _size(num, group), dim).contiguous()
+    share = padding(share, _size(num, group), dim).contiguous()
     of_ranks = share.new_empty(ranks * share.shape[0], *share.shape[1:])
     dist.all_gather_into_tensor(of_ranks, share, group=group)
     whole = of_ranks if dim == 0 else torch.cat(of_ranks.chunk(ranks), dim)

@@ -1,4 +1,4 @@
-"""torch's `scaled_dot_product_attention` as a CUDA device would run it, for `model.attention=sdpa`.
+"""torch's `scaled_dot_product_attention` as a CUDA device would run it, for `model.attn_implementation=sdpa`.
 
 For torch's C++ tensors without values are on the meta device, where it knows one way: products with a softmax between
 them, tokens x tokens for every head. On CUDA it takes FlashAttention where there is no mask, else the memory-efficient

@@ -109,7 +109,11 @@ def _unpacked(recipe: Any, documents: DocumentLengths) -> Iterator[tuple[Rows, i
     while True:
         rows = [list(next(given)) for _ in range(recipe.train.microbatch_size)]
         longest = max(map(sum, rows))
-        tokens = data.seq_len if data.pad_to == "seq_len" else -(-longest // data.pad_multiple) * data.pad_multiple
+        tokens = (
+            data.seq_len
+            if data.padding == "seq_len"
+            else -(-longest // data.pad_to_multiple_of) * data.pad_to_multiple_of
+        )
         yield rows, tokens
 
 

@@ -231,7 +231,7 @@ def number_to_run(recipe: Any, plan: Plan, asked: int | None, *, alike: bool = T
     if not _can_run(plan, asked):
         near = next((n for n in range(asked, count) if _can_run(plan, n)), count)
         raise ConfigError(
-            f"--microbatches {asked}: {recipe.pipeline.schedule or recipe.pipeline.csv} cannot run so many",
+            f"--microbatches {asked}: {recipe.pipeline.schedule or recipe.pipeline.schedule_csv} cannot run so many",
             fix=f"--microbatches {near}",
         )
     return asked
@@ -265,8 +265,8 @@ def check_covered(recipe: Any) -> None:
          "model.transformer_engine=null"),
         (recipe.parallelizer.axis_options().expert_dispatch == "deepep", "parallelizer.expert_dispatch", "DeepEP",
          "parallelizer.expert_dispatch=all_to_all"),
-        (recipe.model.lora is not None and recipe.model.lora.base_quantization != "none",
-         "model.lora.base_quantization", "a 4-bit base", "model.lora.base_quantization=none"),
+        (recipe.model.lora is not None and recipe.model.lora.quantization != "none",
+         "model.lora.quantization", "a 4-bit base", "model.lora.quantization=none"),
     ]  # fmt: skip
     for is_it, key, what, fix in refused:
         if is_it:

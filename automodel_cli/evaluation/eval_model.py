@@ -68,10 +68,10 @@ class EvalModel:
         config, model = self.model.parts[0].source_config, self.recipe.model
         try:
             check_lengths(config, self.recipe.data.seq_len)
-            check_decoding(config, attention=model.attention, trust_remote_code=model.trust_remote_code)
+            check_decoding(config, attention=model.attn_implementation, trust_remote_code=model.trust_remote_code)
         except ConfigError as error:
             raise ConfigError(f"{error.message}; tasks of multiple choice need no sampler", keys=error.keys) from error
-        return EngineHost(self).sampler(max_num_seqs=None, prefill_tokens=8192, refill_share=0.125)
+        return EngineHost(self).sampler(max_num_seqs=None, max_num_batched_tokens=8192, refill_threshold=0.125)
 
     @property
     def plays(self) -> RolloutConfig | None:

@@ -70,9 +70,9 @@ def _questions(task: MultipleChoiceSettings, candidate: EvalModel) -> list[_Ques
 
 
 def _size(task: MultipleChoiceSettings, question: _Question, choice: int) -> int:
-    if task.normalise == "tokens":
+    if task.normalize == "tokens":
         return len(question.continuations[choice])
-    return max(1, len(question.choices[choice])) if task.normalise == "characters" else 1
+    return max(1, len(question.choices[choice])) if task.normalize == "characters" else 1
 
 
 def _lines(task: MultipleChoiceSettings) -> list[tuple[str, Any]]:

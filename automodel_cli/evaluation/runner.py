@@ -67,8 +67,8 @@ def evaluate(config: EvalConfig, targets: Sequence[Target], run_dir: Path, out: 
     Returns the exit code. Collective: every rank of the layout calls it.
     """
     recipe = targets[0].recipe
-    if recipe.train.cpu_threads is not None:
-        torch.set_num_threads(recipe.train.cpu_threads)
+    if recipe.train.num_cpu_threads is not None:
+        torch.set_num_threads(recipe.train.num_cpu_threads)
     with process_group.process_group(recipe.parallelizer.backend) as device:
         mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
         is_main = dist.get_rank() == 0

@@ -71,7 +71,7 @@ class MultipleChoiceSettings:
     path: str
     """JSON lines with `question` (or `messages`), `choices` (texts) and `answer` (a number from 0, or the text of a
     choice). Through the chat template where the tokenizer has one."""
-    normalise: Literal["none", "tokens", "characters"] = "none"
+    normalize: Literal["none", "tokens", "characters"] = "none"
     """What the log-prob of a choice is divided by: nothing, its tokens or its characters."""
     limit: int | None = None
     """Questions at most, the first ones."""

@@ -20,7 +20,7 @@ class GenerationServers:
     port: int
     command: tuple[str, ...]
     colocated: bool = False
-    memory_share: float | None = None
+    gpu_memory_utilization: float | None = None
     """Of each GPU, that a server takes; None is its own choice."""
 
     @property

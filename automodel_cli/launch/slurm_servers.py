@@ -69,19 +69,20 @@ class RolloutNodes:
 
     def __post_init__(self) -> None:
         number, gpus = self.servers.number, self.servers.gpus
-        keys = ("rollout.engine.servers.number", "rollout.engine.servers.gpus")
+        keys = ("rollout.engine.servers.num_servers", "rollout.engine.servers.gpus_per_server")
         if number % self.nodes:
             raise ConfigError(
-                f"rollout.engine.servers.number={number} servers cannot be shared by --rollout-nodes {self.nodes}",
+                f"rollout.engine.servers.num_servers={number} servers cannot be shared by --rollout-nodes {self.nodes}",
                 keys=keys[:1],
-                fix=f"rollout.engine.servers.number={self.nodes}",
+                fix=f"rollout.engine.servers.num_servers={self.nodes}",
             )
         if self.on_each * gpus != self.gpus_per_node:
             raise ConfigError(
-                f"{self.on_each} server(s) of rollout.engine.servers.gpus={gpus} on a node are not its "
+                f"{self.on_each} server(s) of rollout.engine.servers.gpus_per_server={gpus} on a node are not its "
                 f"{self.gpus_per_node} GPUs",
                 keys=keys,
-                fix=f"rollout.engine.servers.number={self.nodes} rollout.engine.servers.gpus={self.gpus_per_node}",
+                fix=f"rollout.engine.servers.num_servers={self.nodes} "
+                f"rollout.engine.servers.gpus_per_server={self.gpus_per_node}",
             )
 
     @property

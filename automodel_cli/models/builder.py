@@ -53,11 +53,13 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
         transformer_engine.require_transformer_engine()
     original = copy.deepcopy(hf_config)
     kind = detect_head(hf_config, trust_remote_code=config.trust_remote_code)
-    way = isolation.select_isolation(original, attention=config.attention, trust_remote_code=config.trust_remote_code)
+    way = isolation.select_isolation(
+        original, attention=config.attn_implementation, trust_remote_code=config.trust_remote_code
+    )
     model = _prepared_model(hf_config, config, way, device)
     if config.lora is not None:
         lora.inject(model, config.lora)
-    part = ModelPart(model, kind, chunk_size=config.head_chunk_size, source_config=original)
+    part = ModelPart(model, kind, chunk_size=config.lm_head_chunk_size, source_config=original)
     if config.lora is not None and lora.sharing(model):
         part.unties_head = True
         _check_untied(part, config)
@@ -125,23 +127,25 @@ def _library_model(hf_config: PretrainedConfig, config: ModelConfig, name: str) 
         unknown = isinstance(error, KeyError) and error.args == (name,)  # a class with attention of its own kinds
         reason = f"it knows no attention of that name ({error})" if unknown else error
         raise ConfigError(
-            f"{type(hf_config).__name__} with attention={config.attention!r} cannot be built: {reason}",
+            f"{type(hf_config).__name__} with attention={config.attn_implementation!r} cannot be built: {reason}",
             keys=("attention",),
-            fix="model.attention=eager" if config.attention == attention_packed.PACKED else "model.attention=packed",
+            fix="model.attn_implementation=eager"
+            if config.attn_implementation == attention_packed.PACKED
+            else "model.attn_implementation=packed",
         ) from error
 
 
 def _choose_experts_kernel(model: PreTrainedModel, config: ModelConfig) -> None:
     """grouped_mm is the library's own choice, where it can make one."""
-    kernel = config.moe.experts
-    if kernel == MoEConfig.experts:
+    kernel = config.moe.experts_implementation
+    if kernel == MoEConfig.experts_implementation:
         return
     if not any(is_experts(module) for module in model.modules()):
         raise ConfigError(
             f"moe.experts={kernel}, but {type(model).__name__} has no experts that the library calls through its "
             "interface",
             keys=("moe.experts",),
-            fix=f"model.moe.experts={MoEConfig.experts}",
+            fix=f"model.moe.experts_implementation={MoEConfig.experts_implementation}",
         )
     model.set_experts_implementation(kernel)
 

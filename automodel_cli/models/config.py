@@ -34,7 +34,7 @@ class LoRAConfig:
     layer (GPT-2's Conv1D is one) but the head. "all-linear" leaves out what an adapter cannot change: the output
     projections of state-space layers, which fused kernels read directly, routers, layers that share their weight
     (Zamba's blocks), and the linear layers of mixtures of experts whose names peft reads as the experts. Each entry of
-    a list must match a layer. `base_quantization: nf4` is QLoRA: the weights of those layers in 4 bits through
+    a list must match a layer. `quantization: nf4` is QLoRA: the weights of those layers in 4 bits through
     bitsandbytes, whole on every data-parallel rank.
     """
 
@@ -49,7 +49,7 @@ class LoRAConfig:
     `all-linear`."""
     use_rslora: bool = False
     """Scale the update by `alpha / sqrt(rank)` instead."""
-    base_quantization: Literal["none", "nf4"] = "none"
+    quantization: Literal["none", "nf4"] = "none"
     """`nf4` keeps the adapted layers' frozen weights in 4 bits through bitsandbytes (QLoRA)."""
 
     def __post_init__(self) -> None:
@@ -71,21 +71,22 @@ class LoRAConfig:
 class MoEConfig:
     """Mixtures of experts; `models/moe/load_balancing.py` has the formulas.
 
-    experts: how the library multiplies tokens with their experts. "grouped_mm" is one kernel for all, "eager" a loop.
-    aux_loss_coef: weight of the load-balancing loss, 0 for none. bias_update_speed: step of the selection bias of
+    experts_implementation: how the library multiplies tokens with their experts. "grouped_mm" is one kernel for all,
+    "eager" a loop.
+    aux_loss_coef: weight of the load-balancing loss, 0 for none. bias_update_rate: step of the selection bias of
     routers that have one (DeepSeek-V3 trained with 0.001), 0 leaves it alone. Both are off by default: a fine-tune
     should not move what balances the experts unless it is asked to.
     """
 
-    experts: Literal["grouped_mm", "eager"] = "grouped_mm"
+    experts_implementation: Literal["grouped_mm", "eager"] = "grouped_mm"
     """How tokens are multiplied with their experts: `grouped_mm` is one kernel for all, `eager` a loop."""
     aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss. 0: none."""
-    bias_update_speed: float = 0.0
+    bias_update_rate: float = 0.0
     """Step of the routers' selection bias, where they have one (DeepSeek-V3: 0.001). 0: the bias stays."""
 
     def __post_init__(self) -> None:
-        for name in ("aux_loss_coef", "bias_update_speed"):
+        for name in ("aux_loss_coef", "bias_update_rate"):
             if getattr(self, name) < 0:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} must not be negative", keys=(name,), fix=f"model.moe.{name}=0"
@@ -167,7 +168,7 @@ class Fp8Config:
     recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"] = "rowwise"
     """Scales of the products: `rowwise`, `tensorwise` (faster, less exact), `rowwise_with_gw_hp` (gradients of
     weights unquantized) or `mxfp8` (B200)."""
-    skip: list[str] = field(default_factory=list)
+    exclude_modules: list[str] = field(default_factory=list)
     """Endings of names of linear layers to leave alone, as `[o_proj, mlp.down_proj]`; each must match one."""
     experts: bool = False
     """The experts of a mixture too, where the recipe has a scale for each row; it pays where experts are wide."""
@@ -192,7 +193,8 @@ class ModelConfig:
 
     dtype: storage dtype of the parameters; the optimizer updates these. Computation in bf16 over fp32 parameters is the
         parallelizer's mixed precision policy.
-    attention: "packed" isolates the documents of a packed row, exactly, on any device. Any other name is handed to the
+    attn_implementation: "packed" isolates the documents of a packed row, exactly, on any device. Any other name is
+    handed to the
         library ("eager", "sdpa", "flash_attention_2", ...), which must then isolate them itself; the packing probe
         decides.
     attention_kernel: what computes packed attention. "auto": on CUDA in bfloat16 or float16 FlashAttention-3 (compute
@@ -205,7 +207,7 @@ class ModelConfig:
         `--trust remote-code`.
     tokenizer: None takes the one beside the weights; else a hub id, a folder, or a tokenizer node.
     transformer_engine: attention, linear layers and norms by Transformer Engine; None: torch's.
-    head_chunk_size: tokens whose logits exist at once; None chooses so that one chunk of fp32 logits stays in the
+    lm_head_chunk_size: tokens whose logits exist at once; None chooses so that one chunk of fp32 logits stays in the
         caches of a CPU (1 MiB for each thread, up to 24 MiB for 256 tokens) and near 512 MiB elsewhere.
     """
 
@@ -224,7 +226,7 @@ class ModelConfig:
     dtype: DType = "float32"
     """Storage dtype of the parameters, which the optimizer updates. The parallelizer's `mp_policy` sets the compute
     dtype."""
-    attention: str = field(
+    attn_implementation: str = field(
         default="packed",
         metadata=trust.executes_code(
             trust.REMOTE_CODE, "loads a kernel from the hub, which is code", lambda name: "/" in name
@@ -247,7 +249,7 @@ class ModelConfig:
     """Attention, linear layers and norms of NVIDIA's Transformer Engine. null: torch's."""
     fp8: Fp8Config | None = None
     """Linear layers and experts multiply in 8-bit floats; null: in what the run computes in."""
-    head_chunk_size: int | None = None
+    lm_head_chunk_size: int | None = None
     """Tokens whose logits exist at once. null: chosen for the caches of a CPU, or near 512 MiB on a GPU."""
 
     def __post_init__(self) -> None:
@@ -255,20 +257,22 @@ class ModelConfig:
         self._check_transformer_engine()
         self._check_fp8()
         self._check_mtp()
-        if self.head_chunk_size is not None and self.head_chunk_size < 1:
+        if self.lm_head_chunk_size is not None and self.lm_head_chunk_size < 1:
             raise ConfigError(
-                f"head_chunk_size={self.head_chunk_size} must be at least 1 token",
-                keys=("head_chunk_size",),
-                fix="model.head_chunk_size=null",
+                f"lm_head_chunk_size={self.lm_head_chunk_size} must be at least 1 token",
+                keys=("lm_head_chunk_size",),
+                fix="model.lm_head_chunk_size=null",
             )
-        if self.attention_kernel != "auto" and (self.attention != "packed" or self._engine_attends):
+        if self.attention_kernel != "auto" and (self.attn_implementation != "packed" or self._engine_attends):
             raise ConfigError(
                 f"attention_kernel={self.attention_kernel} is for packed attention, which does not run here",
-                keys=("attention_kernel", "attention"),
+                keys=("attention_kernel", "attn_implementation"),
                 fix="model.attention_kernel=auto",
             )
-        if not self.attention:
-            raise ConfigError("attention is empty", keys=("attention",), fix="model.attention=packed")
+        if not self.attn_implementation:
+            raise ConfigError(
+                "attention is empty", keys=("attn_implementation",), fix="model.attn_implementation=packed"
+            )
 
     @property
     def _engine_attends(self) -> bool:
@@ -278,11 +282,12 @@ class ModelConfig:
         engine = self.transformer_engine
         if engine is None:
             return
-        if engine.attention and self.attention != "packed":
+        if engine.attention and self.attn_implementation != "packed":
             raise ConfigError(
-                f"attention={self.attention} and transformer_engine.attention=true name two kinds of attention",
-                keys=("attention", "transformer_engine.attention"),
-                fix="model.attention=packed, or model.transformer_engine.attention=false",
+                f"attn_implementation={self.attn_implementation} and transformer_engine.attention=true name two "
+                "kinds of attention",
+                keys=("attn_implementation", "transformer_engine.attention"),
+                fix="model.attn_implementation=packed, or model.transformer_engine.attention=false",
             )
         if engine.linear and self.lora is not None:
             raise ConfigError(
@@ -300,12 +305,11 @@ class ModelConfig:
                 keys=("fp8", "transformer_engine.linear"),
                 fix="model.fp8=null, or model.transformer_engine.linear=false",
             )
-        if self.lora is not None and self.lora.base_quantization != "none":
+        if self.lora is not None and self.lora.quantization != "none":
             raise ConfigError(
-                f"fp8 casts weights at every use, but lora.base_quantization={self.lora.base_quantization} has packed "
-                "them",
-                keys=("fp8", "lora.base_quantization"),
-                fix="model.fp8=null, or model.lora.base_quantization=none",
+                f"fp8 casts weights at every use, but lora.quantization={self.lora.quantization} has packed them",
+                keys=("fp8", "lora.quantization"),
+                fix="model.fp8=null, or model.lora.quantization=none",
             )
 
     def _check_mtp(self) -> None:
@@ -381,7 +385,7 @@ class TeacherConfig:
     """A frozen model to learn from.
 
     `pretrained`: a hub id or a folder, of the same tokens as the model that is trained. `revision`: of the hub id.
-    `dtype`: what it is stored in; it computes as the parallelizer says. `attention` as in the model section.
+    `dtype`: what it is stored in; it computes as the parallelizer says. `attn_implementation` as in the model section.
     """
 
     pretrained: str
@@ -390,11 +394,14 @@ class TeacherConfig:
     """Branch, tag or commit of the teacher's hub id."""
     dtype: DType = "float32"
     """Storage dtype of the teacher. It computes in the parallelizer's compute dtype."""
-    attention: str = "packed"
-    """Attention of the teacher, as in `model.attention`."""
+    attn_implementation: str = "packed"
+    """Attention of the teacher, as in `model.attn_implementation`."""
 
     def as_model(self) -> ModelConfig:
         """The same as a section of a model."""
         return ModelConfig(
-            pretrained=self.pretrained, revision=self.revision, dtype=self.dtype, attention=self.attention
+            pretrained=self.pretrained,
+            revision=self.revision,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
         )

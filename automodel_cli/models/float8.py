@@ -80,8 +80,8 @@ def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arit
         return "fp8.experts is false"
     if lacking := grouped_gemm.why_unsupported(arithmetic.recipe):
         return lacking
-    if moe.experts != MoEConfig.experts:
-        return f"model.moe.experts={moe.experts} multiplies them"
+    if moe.experts_implementation != MoEConfig.experts_implementation:
+        return f"model.moe.experts_implementation={moe.experts_implementation} multiplies them"
     if any(size % MULTIPLE for size in sizes):
         return f"sizes of {', '.join(map(str, sorted(sizes)))}, not all multiples of {MULTIPLE}"
     if GatedExperts.of(experts, int(experts.num_experts), None) is None:  # type: ignore[arg-type]
@@ -91,14 +91,14 @@ def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arit
 
 def _check_skipped(config: Fp8Config, linear: dict[str, nn.Module]) -> None:
     if linear:
-        listed = NameList("model.fp8.skip", config.skip, "no linear layer's name ends in")
+        listed = NameList("model.fp8.exclude_modules", config.exclude_modules, "no linear layer's name ends in")
         check_entries(listed, lambda ending: any(_ends(name, ending) for name in linear), endings(linear))
 
 
 def _why_not(model: nn.Module, name: str, module: nn.Module, config: Fp8Config) -> str:
     """Empty for a layer that is converted."""
     assert isinstance(module, nn.Linear)
-    if any(_ends(name, ending) for ending in config.skip):
+    if any(_ends(name, ending) for ending in config.exclude_modules):
         return "skipped"
     siblings = model.get_submodule(name.rpartition(".")[0]).children()
     counts = [child.num_experts for child in siblings if is_experts(child)]

@@ -33,9 +33,9 @@ _ADAPTER = "default"  # peft's own name for the only adapter
 def inject(model: nn.Module, config: LoRAConfig) -> None:
     """Wrap the target layers in place and freeze everything else. Works on the meta device."""
     _need("model.lora", "peft", key="lora", fix="pip install 'automodel-cli[peft]'")
-    if config.base_quantization == "nf4":
-        fix = "pip install bitsandbytes, or model.lora.base_quantization=none"
-        _need("lora.base_quantization=nf4 (QLoRA)", "bitsandbytes", key="lora.base_quantization", fix=fix)
+    if config.quantization == "nf4":
+        fix = "pip install bitsandbytes, or model.lora.quantization=none"
+        _need("lora.quantization=nf4 (QLoRA)", "bitsandbytes", key="lora.quantization", fix=fix)
     import peft
 
     if isinstance(config.target_modules, list):
@@ -54,7 +54,7 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
             raise _fits_no_layer(model, config, f"it reaches {name}, whose weight the model reads without the layer")
         if name in shared:
             raise _fits_no_layer(model, config, f"it reaches {name}, whose weight is another layer's too")
-    if config.base_quantization == "nf4":
+    if config.quantization == "nf4":
         _check_4bit_heads(model, config)
         _pack_bases(model)
 
@@ -81,9 +81,9 @@ def _pack_bases(model: nn.Module) -> None:
         base = wrapper.get_base_layer()
         if not isinstance(base, nn.Linear):
             raise ConfigError(
-                f"lora.base_quantization=nf4 packs torch's linear layers, and {name} is a {type(base).__name__}",
-                keys=("lora.base_quantization",),
-                fix="model.lora.base_quantization=none",
+                f"lora.quantization=nf4 packs torch's linear layers, and {name} is a {type(base).__name__}",
+                keys=("lora.quantization",),
+                fix="model.lora.quantization=none",
             )
         wrapper.base_layer = nf4.NF4Linear(base)
 

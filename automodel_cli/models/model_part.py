@@ -181,8 +181,8 @@ class ModelPart(nn.Module):
             raise ConfigError(
                 f"attention={attention!r} knows nothing of tokens on other ranks, but mesh.cp_size={group.size} shares "
                 "rows between ranks",
-                keys=("model.attention", "mesh.cp_size"),
-                fix="model.attention=packed",
+                keys=("model.attn_implementation", "mesh.cp_size"),
+                fix="model.attn_implementation=packed",
             )
         self._context_group = group
 

@@ -73,7 +73,7 @@ def probe_packing(
         fix = _fix(hf_config, attention, rows, trust_remote_code)
     raise ConfigError(
         f"{hf_config.model_type} with attention={attention!r} cannot train on {rows} rows: {reason}",
-        keys=("data.packing", "model.attention"),
+        keys=("data.packing", "model.attn_implementation"),
         fix=fix,
     )
 
@@ -83,7 +83,7 @@ def _fix(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_c
     for simpler, how in ((rows, ""), *_SIMPLER[rows]):
         for name in dict.fromkeys((attention, "sdpa", "eager")):
             if (simpler, name) != (rows, attention) and not _objection(hf_config, name, simpler, trust_remote_code):
-                return f"{how} model.attention={name}".strip() if name != attention else how
+                return f"{how} model.attn_implementation={name}".strip() if name != attention else how
     return None
 
 
@@ -241,7 +241,7 @@ def _refuse_dropped_layers(hf_config: PretrainedConfig) -> None:
 
 def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_code: bool) -> str | None:
     """Why a part, built and run as in training, does not give on a small copy what the library gives, if so."""
-    choice = ModelConfig(pretrained="-", attention=attention, trust_remote_code=trust_remote_code)
+    choice = ModelConfig(pretrained="-", attn_implementation=attention, trust_remote_code=trust_remote_code)
     try:
         small = shrink(hf_config)
         model = _small(small, trust_remote_code)

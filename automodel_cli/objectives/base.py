@@ -15,13 +15,14 @@ its prompt; tokens whose label is ignored are not read):
 - `sampler_logprobs_BT` fp32 (GRPO): log-probs under the distribution that the tokens were drawn from
 - `old_logprobs_BT` fp32 (GRPO): log-probs under the trainer's weights at the time of the rollout; left out of the only
   update of a rollout, whose own log-probs they are
-- `uncertain_BT` fp32 (GRPO with `top_entropy`): 1 for the tokens that the policy loss is of, 0 for the others
+- `uncertain_BT` fp32 (GRPO with `top_entropy_fraction`): 1 for the tokens that the policy loss is of, 0 for the others
 - `old_values_BT`, `returns_BT` fp32 (PPO): what the critic made of each label token at the time of the rollout, and
   what it should have made of it
 - `teacher_ids_BTN` int64, `teacher_logprobs_BTN` fp32 (Distillation): the tokens that a teacher thinks likeliest in
   each label's place, largest first, and their log-probs
-- `rewards_BT` fp32 (GRPO with `positive_nll`): the reward of the token's document
-- `positive_scale_1` fp32 (GRPO with `positive_nll`; the step fills it): the step's `weight` over its label tokens with
+- `rewards_BT` fp32 (GRPO with `positive_nll_coef`): the reward of the token's document
+- `positive_scale_1` fp32 (GRPO with `positive_nll_coef`; the step fills it): the step's `weight` over its label
+tokens with
   a reward above 0, and 0 without any
 """
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from automodel_cli.data.batch import Batch
     from automodel_cli.data.head_output import HeadOutput
 
-ReferenceSource = Literal["auto", "precomputed", "adapters_off", "frozen_copy"]
+ReferenceSource = Literal["auto", "precomputed", "disable_adapter", "frozen_copy"]
 """Where the log-probs of the reference model come from: see `automodel_cli/run/frozen_models/reference_logprobs.py`."""
 
 
@@ -124,7 +125,7 @@ class PolicyObjective(Objective, Protocol):
 
     @property
     def corrects_staleness(self) -> bool:
-        """Whether samples of older weights are weighed, so that `rollout.max_staleness` may be above 0."""
+        """Whether samples of older weights are weighed, so that `rollout.max_off_policy_steps` may be above 0."""
         ...
 
 

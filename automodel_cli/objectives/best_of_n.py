@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BestOfN:
-    """Loss = mean NLL of the label tokens of each group's `keep` best responses (RAFT, arXiv:2304.06767, algorithm 1).
+    """Loss = mean NLL of the label tokens of each group's `num_kept` best responses (RAFT, arXiv:2304.06767,
+    algorithm 1).
 
     Of responses with equal rewards those drawn first are taken. `threshold`: only responses with a larger reward count
     (null: any), so that a group without a good response teaches nothing. Rewards are those after `rollout.overlong`.
@@ -31,14 +32,16 @@ class BestOfN:
     corrects_staleness: ClassVar[bool] = True
     """See `PolicyObjective`: a good response is worth imitating whoever has drawn it."""
 
-    keep: int = 1
+    num_kept: int = 1
     """Best responses of each group to train on (RAFT, arXiv:2304.06767)."""
     threshold: float | None = None
     """Train only on responses with a reward above this. null: no bound."""
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ConfigError(f"keep={self.keep} must be at least 1", keys=("keep",), fix="objective.keep=1")
+        if self.num_kept < 1:
+            raise ConfigError(
+                f"num_kept={self.num_kept} must be at least 1", keys=("num_kept",), fix="objective.num_kept=1"
+            )
 
     @property
     def columns(self) -> frozenset[str]:
@@ -48,7 +51,7 @@ class BestOfN:
     @property
     def samples_of_group(self) -> int:
         """See `SelectingObjective`."""
-        return self.keep
+        return self.num_kept
 
     def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
         """See `SelectingObjective`: each sample by itself."""
@@ -57,7 +60,7 @@ class BestOfN:
         chosen = []
         for numbers in ranked_groups(rewards_N, groups_N, valid_N):
             good = [n for n in numbers if self.threshold is None or rewards_N[n].item() > self.threshold]
-            chosen += sorted(good[: self.keep])
+            chosen += sorted(good[: self.num_kept])
         return [(number,) for number in chosen]
 
     @property

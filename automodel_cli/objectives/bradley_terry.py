@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """Loss = mean over pairs of -log sigmoid(c - r - m) + `center` x (c + r)^2; c and r are the values of the chosen
+    """Loss = mean over pairs of -log sigmoid(c - r - m) + `center_rewards_coef` x (c + r)^2; c and r are the values
+    of the chosen
     and the rejected conversation's last token (arXiv:2203.02155, eq. 1; the centre arXiv:2312.09244).
 
     m is the pair's `margin` in the data, where `margin` says so (arXiv:2307.09288, eq. 2): how much better the chosen
-    response is, in units of the score. `center` keeps scores near 0, which pairs alone leave open.
+    response is, in units of the score. `center_rewards_coef` keeps scores near 0, which pairs alone leave open.
 
     Metrics are means over pairs of all ranks: `accuracy` (chosen above rejected; a tie is a miss), `score_chosen`,
     `score_rejected`, `score_margin` their difference.
@@ -31,12 +32,16 @@ class BradleyTerry:
 
     margin: bool = False
     """Subtract each pair's `margin` column from the score difference (arXiv:2307.09288, eq. 2)."""
-    center: float = 0.0
+    center_rewards_coef: float = 0.0
     """Weight of (chosen + rejected score)^2, which keeps scores near 0 (arXiv:2312.09244)."""
 
     def __post_init__(self) -> None:
-        if not self.center >= 0:
-            raise ConfigError(f"center={self.center} must be at least 0", keys=("center",), fix="objective.center=0.01")
+        if not self.center_rewards_coef >= 0:
+            raise ConfigError(
+                f"center_rewards_coef={self.center_rewards_coef} must be at least 0",
+                keys=("center_rewards_coef",),
+                fix="objective.center_rewards_coef=0.01",
+            )
 
     @property
     def needs(self) -> HeadRequest:
@@ -72,7 +77,7 @@ class BradleyTerry:
         above_P = c_P - r_P
         if self.margin:
             above_P = above_P - batch.extra["margins_P"]
-        losses_P = -logsigmoid(above_P) + self.center * (c_P + r_P).square()
+        losses_P = -logsigmoid(above_P) + self.center_rewards_coef * (c_P + r_P).square()
         return (losses_P * valid_P).sum()
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ _MOST = 1 - 1e-6
 
 @dataclass(frozen=True)
 class Distillation:
-    """Loss = mean over label tokens of `kd_weight` x D(teacher, student) + `sft_weight` x NLL of the label.
+    """Loss = mean over label tokens of `kd_weight` x D(teacher, student) + `nll_weight` x NLL of the label.
 
     D is the generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649, eq. 1): with M = `beta` x teacher +
     (1 - `beta`) x student it is beta KL(teacher || M) + (1 - beta) KL(student || M). 0: KL(teacher || student),
@@ -49,7 +49,7 @@ class Distillation:
     """Tokens of the teacher's distribution that are kept; all others count as one. null: the whole vocabulary."""
     kd_weight: float = 1.0
     """Weight of the divergence from the teacher."""
-    sft_weight: float = 0.0
+    nll_weight: float = 0.0
     """Weight of the NLL of the labels."""
 
     def __post_init__(self) -> None:
@@ -63,9 +63,9 @@ class Distillation:
                 keys=("kd_weight",),
                 fix="objective.kd_weight=1.0",
             )
-        if not self.sft_weight >= 0:
+        if not self.nll_weight >= 0:
             raise ConfigError(
-                f"sft_weight={self.sft_weight} must be at least 0", keys=("sft_weight",), fix="objective.sft_weight=0.0"
+                f"nll_weight={self.nll_weight} must be at least 0", keys=("nll_weight",), fix="objective.nll_weight=0.0"
             )
 
     @property
@@ -90,7 +90,7 @@ class Distillation:
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         loss = self.kd_weight * self._divergence(output, batch).sum()
-        return loss - self.sft_weight * output.logprobs_BT.sum() if self.sft_weight else loss
+        return loss - self.nll_weight * output.logprobs_BT.sum() if self.nll_weight else loss
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
         """See `MeasuredObjective`."""

@@ -50,7 +50,7 @@ _SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo", *SORTED)
 
 @dataclass(frozen=True)
 class DPO:
-    """Loss = mean over pairs of `preference_weight` x preference loss + `sft_weight` x NLL of the chosen response.
+    """Loss = mean over pairs of `preference_weight` x preference loss + `nll_weight` x NLL of the chosen response.
 
     `loss`: which preference loss. `beta`: its temperature (for orpo the weight of the odds ratio). `label_smoothing`:
     the share of pairs taken to be labelled the wrong way round (sigmoid, sigmoid_norm, simpo, robust, exo_pair,
@@ -59,8 +59,8 @@ class DPO:
     and sigmoid_norm average). `average_sft`: the same for the NLL. `gamma`: the target margin of simpo, 0.5 if not
     given. `tau`: the temperature of discopop's blend, 0.05 if not given.
 
-    `more_losses`: further losses by name, each with its weight, added to `preference_weight` x `loss` (MPO,
-    arXiv:2411.10442: sigmoid 0.8, bco_pair 0.2, and an `sft_weight`). `ld_alpha`: what tokens weigh in c and r that
+    `extra_losses`: further losses by name, each with its weight, added to `preference_weight` x `loss` (MPO,
+    arXiv:2411.10442: sigmoid 0.8, bco_pair 0.2, and an `nll_weight`). `ld_alpha`: what tokens weigh in c and r that
     the shorter response of the pair has no counterpart of, 0 to 1 (LD-DPO, arXiv:2409.06411). `f_divergence`: what
     keeps the policy near the reference (f-DPO, arXiv:2309.16240): c and r become f'(t) of their probability ratio t,
     log t for reverse_kl, 1 - 1/t for forward_kl, log(2t / (t + 1)) for js, (t^(a - 1) - 1) / (a - 1) for alpha with
@@ -85,7 +85,7 @@ class DPO:
     """Average a response's log-probs over its tokens instead of summing them. null: as the loss defines it."""
     preference_weight: float = 1.0
     """Weight of the preference loss."""
-    sft_weight: float = 0.0
+    nll_weight: float = 0.0
     """Weight of the NLL of the chosen response."""
     average_sft: bool = False
     """Average the NLL over tokens instead of summing it. null: as the loss defines it."""
@@ -93,7 +93,7 @@ class DPO:
     """Target margin of simpo."""
     tau: float | None = None
     """Temperature of discopop's blend."""
-    more_losses: dict[Loss, float] = field(default_factory=dict)
+    extra_losses: dict[Loss, float] = field(default_factory=dict)
     """Further losses by name, each with its weight (MPO, arXiv:2411.10442)."""
     ld_alpha: float | None = None
     """Weight, 0 to 1, of tokens beyond the shorter response's length (LD-DPO, arXiv:2409.06411)."""
@@ -101,7 +101,7 @@ class DPO:
     """Divergence that keeps the policy near the reference (f-DPO, arXiv:2309.16240)."""
     f_alpha: float | None = None
     """Order of `f_divergence=alpha`."""
-    wpo: bool = False
+    use_wpo_weighting: bool = False
     """Weigh each pair's losses (not the NLL) by how likely the policy finds both responses now: e to the mean over
     tokens of log p - log sum p^2 (WPO, arXiv:2406.11827), without gradient. One more forward pass a step."""
 
@@ -123,20 +123,20 @@ class DPO:
         if self.tau is not None and not self.tau > 0:
             raise ConfigError(f"tau={self.tau} must be greater than 0", keys=("tau",), fix="objective.tau=0.05")
         self._check_more()
-        for name in ("preference_weight", "sft_weight"):
+        for name in ("preference_weight", "nll_weight"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 0", keys=(name,))
-        if not self.preference_weight + self.sft_weight > 0:
+        if not self.preference_weight + self.nll_weight > 0:
             raise ConfigError(
-                "preference_weight and sft_weight are both 0, so nothing is trained",
-                keys=("preference_weight", "sft_weight"),
+                "preference_weight and nll_weight are both 0, so nothing is trained",
+                keys=("preference_weight", "nll_weight"),
                 fix="objective.preference_weight=1.0",
             )
-        if self.loss == "orpo" and self.sft_weight == 0:
+        if self.loss == "orpo" and self.nll_weight == 0:
             raise ConfigError(
-                "orpo is an SFT loss with an odds-ratio penalty, but sft_weight=0",
-                keys=("sft_weight", "loss"),
-                fix="objective.sft_weight=1.0 objective.average_sft=true",
+                "orpo is an SFT loss with an odds-ratio penalty, but nll_weight=0",
+                keys=("nll_weight", "loss"),
+                fix="objective.nll_weight=1.0 objective.average_sft=true",
             )
         if self.average_log_probs is False and self.loss in ("sigmoid_norm", "simpo", "orpo"):
             raise ConfigError(
@@ -144,11 +144,11 @@ class DPO:
                 keys=("average_log_probs", "loss"),
                 fix="remove objective.average_log_probs",
             )
-        if self.average_sft and self.sft_weight == 0:
+        if self.average_sft and self.nll_weight == 0:
             raise ConfigError(
-                "average_sft=true does nothing with sft_weight=0",
-                keys=("average_sft", "sft_weight"),
-                fix="objective.sft_weight=0.1",
+                "average_sft=true does nothing with nll_weight=0",
+                keys=("average_sft", "nll_weight"),
+                fix="objective.nll_weight=0.1",
             )
 
     def _check_more(self) -> None:
@@ -157,20 +157,20 @@ class DPO:
                 f"{' with '.join(f'{key}={getattr(self, key)}' for key in keys)}: {what}", keys=keys, fix=fix
             )
 
-        plain = "objective.more_losses={}"
-        for name, weight in self.more_losses.items():
+        plain = "objective.extra_losses={}"
+        for name, weight in self.extra_losses.items():
             if (
                 name not in get_args(Loss)
                 or name == self.loss
                 or name in ("robust", "exo_pair", "discopop", "simpo", *SORTED)
             ):
-                refuse("no loss that can be added with the settings of another", "more_losses", fix=plain)
+                refuse("no loss that can be added with the settings of another", "extra_losses", fix=plain)
             if (name in REFERENCE_FREE) != (self.loss in REFERENCE_FREE):
-                refuse("one has a reference and the other has none", "more_losses", "loss", fix=plain)
+                refuse("one has a reference and the other has none", "extra_losses", "loss", fix=plain)
             if not weight > 0:
-                refuse("a weight is above 0", "more_losses", fix=plain)
-        if self.more_losses and self.average_log_probs is not None:
-            refuse("each loss averages as it is defined", "more_losses", "average_log_probs", fix=plain)
+                refuse("a weight is above 0", "extra_losses", fix=plain)
+        if self.extra_losses and self.average_log_probs is not None:
+            refuse("each loss averages as it is defined", "extra_losses", "average_log_probs", fix=plain)
         if self.loss in SORTED:
             if self.averages:
                 refuse(
@@ -178,12 +178,17 @@ class DPO:
                 )
             if self.ld_alpha is not None:
                 refuse("a matched response is of another pair", "ld_alpha", "loss", fix="objective.ld_alpha=null")
-            if self.wpo:
-                refuse("a loss of matched responses is no pair's", "wpo", "loss", fix="objective.wpo=false")
+            if self.use_wpo_weighting:
+                refuse(
+                    "a loss of matched responses is no pair's",
+                    "use_wpo_weighting",
+                    "loss",
+                    fix="objective.use_wpo_weighting=false",
+                )
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             refuse("a weight of 0 to 1", "ld_alpha", fix="objective.ld_alpha=0.5")
         if self.f_divergence != "reverse_kl":
-            losses = (self.loss, *self.more_losses)
+            losses = (self.loss, *self.extra_losses)
             if self.averages or any(name not in _OF_DIFFERENCES for name in losses):
                 what = f"a divergence is for {', '.join(_OF_DIFFERENCES)} on sums"
                 refuse(what, "f_divergence", "loss", fix="objective.f_divergence=reverse_kl")
@@ -222,7 +227,7 @@ class DPO:
         """See `PreferenceObjective`."""
         found = {"pairs_P2", "ref_logprobs_BT"} if self.uses_reference else {"pairs_P2"}
         found |= {"partners_P2"} if self.loss in SORTED else set()
-        return frozenset(found | ({"sharpened_logprobs_BT"} if self.wpo else set()))
+        return frozenset(found | ({"sharpened_logprobs_BT"} if self.use_wpo_weighting else set()))
 
     @property
     def averages(self) -> bool:
@@ -240,9 +245,9 @@ class DPO:
             "rewards_margin": Metric("num_pairs", shown=True),
             "likelier": Metric("num_pairs"),
         }
-        if self.wpo:
+        if self.use_wpo_weighting:
             of_pairs["wpo_weight"] = Metric("num_pairs")
-        if self.sft_weight:
+        if self.nll_weight:
             of_pairs["sft_loss"] = Metric("num_pairs")
         return {**of_pairs, "num_pairs": Metric()}
 
@@ -254,12 +259,12 @@ class DPO:
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         pairs = self._pairs(output.logprobs_BT, batch)
-        weight_P = pairs.valid_P * self._weights(output.logprobs_BT, batch) if self.wpo else pairs.valid_P
+        weight_P = pairs.valid_P * self._weights(output.logprobs_BT, batch) if self.use_wpo_weighting else pairs.valid_P
         loss = self.preference_weight * (self._losses(pairs) * weight_P).sum()
-        for name, weight in self.more_losses.items():
+        for name, weight in self.extra_losses.items():
             loss = loss + weight * (self._of(name).losses_of(output.logprobs_BT, batch) * weight_P).sum()
-        if self.sft_weight:
-            loss = loss + self.sft_weight * (self._nll(pairs) * pairs.valid_P).sum()
+        if self.nll_weight:
+            loss = loss + self.nll_weight * (self._nll(pairs) * pairs.valid_P).sum()
         return loss
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
@@ -273,9 +278,9 @@ class DPO:
             "rewards_margin": pairs.c_P - pairs.r_P,
             "likelier": (pairs.chosen_logprob_P > pairs.rejected_logprob_P).float(),
         }
-        if self.wpo:
+        if self.use_wpo_weighting:
             values["wpo_weight"] = self._weights(output.logprobs_BT, batch)
-        if self.sft_weight:
+        if self.nll_weight:
             values["sft_loss"] = self._nll(pairs)
         sums = {name: (value_P * pairs.valid_P).sum() for name, value_P in values.items()}
         return {**sums, "num_pairs": pairs.valid_P.sum()}
@@ -292,8 +297,8 @@ class DPO:
         """The same settings for another loss."""
         smoothing = self.label_smoothing if name in _SMOOTHED else 0.0
         return replace(
-            self, loss=name, more_losses={}, label_smoothing=smoothing, gamma=None, tau=None,
-            sft_weight=self.sft_weight or 1.0,
+            self, loss=name, extra_losses={}, label_smoothing=smoothing, gamma=None, tau=None,
+            nll_weight=self.nll_weight or 1.0,
         )  # fmt: skip
 
     def losses_of(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:

@@ -32,12 +32,13 @@ class OnlineDPO(DPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss in SORTED or self.wpo:
+        if self.loss in SORTED or self.use_wpo_weighting:
             raise ConfigError(
-                f"loss={self.loss} with wpo={self.wpo}: what they measure before an update is measured for pairs of a "
+                f"loss={self.loss} with wpo={self.use_wpo_weighting}: what they measure before an update is "
+                "measured for pairs of a "
                 "dataset only",
                 keys=("loss", "wpo"),
-                fix="objective.loss=sigmoid objective.wpo=false",
+                fix="objective.loss=sigmoid objective.use_wpo_weighting=false",
             )
 
     def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:

@@ -9,7 +9,8 @@ exact, and `approx_entropy` its estimate from the drawn tokens alone;
 of them, since there the gradient ends, `clip_low_fraction` below with A < 0 and `clip_high_fraction` above with A > 0;
 `clip_dual_fraction` tokens that dual clip bounds;
 `kl_penalty` the KL, in the loss or in the reward, as the loss aggregates it, without its coefficient; `is_oob_ratio`
-what the correction's bounds touch (tokens; sequence_mask: responses); `uncertain_fraction` tokens that `top_entropy`
+what the correction's bounds touch (tokens; sequence_mask: responses); `top_entropy_fraction` tokens that
+`top_entropy_fraction`
 trains; `positive_nll_loss` the NLL of responses with a reward above 0, a mean over their label tokens
 (`num_positive_tokens`); `num_valid_samples` responses with a label token.
 """
@@ -66,15 +67,15 @@ def policy_metrics(objective: PolicySettings) -> Mapping[str, Metric]:
         found |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
     found["logprob_gap_max"] = Metric(combine="max")
     found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.corrects_by_sequence else _TOKENS)
-    if objective.dual_clip is not None:
+    if objective.dual_clip_ratio is not None:
         found["clip_dual_fraction"] = Metric(_TOKENS)
     if objective.kl_coef:
-        found["kl_penalty"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES, shown=True)
-    if objective.correction_max is not None:
-        found["is_oob_ratio"] = Metric(_SEQUENCES if objective.correction == "sequence_mask" else _TOKENS)
-    if objective.top_entropy is not None:
-        found["uncertain_fraction"] = Metric(_TOKENS)
-    if objective.positive_nll:
+        found["kl_penalty"] = Metric(_TOKENS if objective.loss_aggregation == "token" else _SEQUENCES, shown=True)
+    if objective.sampler_correction_clip_max is not None:
+        found["is_oob_ratio"] = Metric(_SEQUENCES if objective.sampler_correction == "sequence_mask" else _TOKENS)
+    if objective.top_entropy_fraction is not None:
+        found["top_entropy_fraction"] = Metric(_TOKENS)
+    if objective.positive_nll_coef:
         found |= {"positive_nll_loss": Metric(_POSITIVE), _POSITIVE: Metric()}
     return {**found, _TOKENS: Metric(), _SEQUENCES: Metric()}
 
@@ -121,17 +122,17 @@ class PolicyTerms:
         """The SUM that `GRPO.weight` divides."""
         objective = self.objective
         losses_BT = self._policy_losses()
-        if objective.correction != "none":
+        if objective.sampler_correction != "none":
             losses_BT = losses_BT * self._correction[0]
-        if objective.top_entropy is not None:
+        if objective.top_entropy_fraction is not None:
             losses_BT = losses_BT * self.batch.extra["uncertain_BT"]
         if objective.loss_kl_coef:
             losses_BT = losses_BT + objective.loss_kl_coef * self._kl()
         if objective.entropy_coef:
             losses_BT = losses_BT - objective.entropy_coef * self.entropy_BT
         total = self.aggregate(losses_BT)
-        if objective.positive_nll:
-            total = total + objective.positive_nll * self._sum(self._positive_nll()) * self._positive_scale()
+        if objective.positive_nll_coef:
+            total = total + objective.positive_nll_coef * self._sum(self._positive_nll()) * self._positive_scale()
         return total
 
     def metrics(self) -> dict[str, Tensor]:
@@ -161,16 +162,16 @@ class PolicyTerms:
         weight_BT, outside = self._correction
         by_sequence = objective.corrects_by_sequence
         found["sampling_importance_ratio"] = self._by_sequence(weight_BT) if by_sequence else self._sum(weight_BT)
-        if objective.dual_clip is not None:
-            bounded_BT = (q_BT > objective.dual_clip) & (self.advantages_BT < 0)
+        if objective.dual_clip_ratio is not None:
+            bounded_BT = (q_BT > objective.dual_clip_ratio) & (self.advantages_BT < 0)
             found["clip_dual_fraction"] = self._sum(bounded_BT.float())
         if objective.kl_coef:
             found["kl_penalty"] = self.aggregate(self._kl())
         if outside is not None:
             found["is_oob_ratio"] = outside
-        if objective.top_entropy is not None:
-            found["uncertain_fraction"] = self._sum(self.batch.extra["uncertain_BT"])
-        if objective.positive_nll:
+        if objective.top_entropy_fraction is not None:
+            found["top_entropy_fraction"] = self._sum(self.batch.extra["uncertain_BT"])
+        if objective.positive_nll_coef:
             found["positive_nll_loss"] = self._sum(self._positive_nll())
             found[_POSITIVE] = num_positive_tokens(self.batch).float()
         return {**found, _TOKENS: mask_BT.sum().float(), _SEQUENCES: num_sequences(self.batch).float()}
@@ -182,7 +183,7 @@ class PolicyTerms:
         if not self.objective.by_sequence:
             return change_BT.exp()
         mean_BT = self._mean_by_sequence(change_BT)
-        if self.objective.ratio == "sequence_token":
+        if self.objective.importance_sampling_level == "sequence_token":
             mean_BT = mean_BT.detach() + (self.now_BT - self.now_BT.detach())
         return mean_BT.exp()
 
@@ -191,17 +192,17 @@ class PolicyTerms:
 
     def _policy_losses(self) -> Tensor:
         objective, a_BT = self.objective, self.advantages_BT
-        if objective.surrogate == "reinforce":
+        if objective.policy_loss == "reinforce":
             return -a_BT * self.now_BT
-        if objective.surrogate == "cispo":
+        if objective.policy_loss == "cispo":
             return -a_BT * self._clamped().detach() * self.now_BT
-        if objective.surrogate == "sapo":
+        if objective.policy_loss == "sapo":
             t_BT = torch.where(a_BT > 0, objective.sapo_positive, objective.sapo_negative)
             return -a_BT * (t_BT * (self._ratio - 1)).sigmoid() * 4 / t_BT
         losses_BT = torch.maximum(-a_BT * self._ratio, -a_BT * self._clamped())
-        if objective.dual_clip is None:
+        if objective.dual_clip_ratio is None:
             return losses_BT
-        return torch.where(a_BT < 0, torch.minimum(losses_BT, -a_BT * objective.dual_clip), losses_BT)
+        return torch.where(a_BT < 0, torch.minimum(losses_BT, -a_BT * objective.dual_clip_ratio), losses_BT)
 
     @cached_property
     def _correction(self) -> tuple[Tensor, Tensor | None]:
@@ -211,16 +212,16 @@ class PolicyTerms:
         by_sequence = objective.corrects_by_sequence
         log_BT = to_tokens(sum_by_document(gap_BT, self.batch), self.batch) if by_sequence else gap_BT
         weight_BT = log_BT.exp()
-        low, high = objective.correction_min or 0.0, objective.correction_max
+        low, high = objective.sampler_correction_clip_min or 0.0, objective.sampler_correction_clip_max
         if high is None:
             return _finite(weight_BT), None
-        if objective.correction == "sequence_mask":
+        if objective.sampler_correction == "sequence_mask":
             mean_BT = self._mean_by_sequence(gap_BT).exp()
             out_BT = ~((mean_BT >= low) & (mean_BT <= high))
             return _finite(weight_BT.masked_fill(out_BT, 0.0)), self._by_sequence(out_BT.float())
         out_BT = ~((weight_BT >= low) & (weight_BT <= high))
         outside = self._sum(out_BT.float())
-        if objective.correction == "icepop":
+        if objective.sampler_correction == "icepop":
             return _finite(weight_BT.masked_fill(out_BT, 0.0)), outside
         # a product of many ratios may overflow and is clamped like the rest; an impossible token counts for nothing
         return torch.where(log_BT.isfinite(), weight_BT.clamp(low, high), 0.0).detach(), outside
@@ -234,7 +235,7 @@ class PolicyTerms:
             objective.kl_type,
             input_clamp=objective.kl_input_clamp,
             output_clamp=objective.kl_output_clamp,
-            importance=(self.now_BT - self.sampler_BT).exp() if objective.kl_importance else None,
+            importance=(self.now_BT - self.sampler_BT).exp() if objective.kl_bias_correction else None,
             score_term=objective.kl_score_term,
         )
 
@@ -250,10 +251,10 @@ class PolicyTerms:
 
     def aggregate(self, values_BT: Tensor) -> Tensor:
         """Values of tokens as the sum that `GRPO.weight` divides."""
-        if self.objective.aggregation == "sequence":
+        if self.objective.loss_aggregation == "sequence":
             return self._by_sequence(values_BT)
         total = self._sum(values_BT)
-        return total if self.objective.max_tokens is None else total / self.objective.max_tokens
+        return total if self.objective.normalization_length is None else total / self.objective.normalization_length
 
     def _by_sequence(self, values_BT: Tensor) -> Tensor:
         """Sum over responses of the mean over their label tokens."""

@@ -13,29 +13,29 @@ from automodel_cli.objectives.kl import KLType
 class PolicySettings:
     """The fields of `GRPO` and the rules between them. `GRPO` documents their meaning."""
 
-    surrogate: Literal["clip", "cispo", "reinforce", "sapo"] = "clip"
+    policy_loss: Literal["clip", "cispo", "reinforce", "sapo"] = "clip"
     """Policy loss: `clip` (PPO's), `cispo`, `reinforce` or `sapo` (a soft gate). Formulas: docs/algorithms.md."""
-    ratio: Literal["token", "sequence", "sequence_token", "on_policy"] = "token"
+    importance_sampling_level: Literal["token", "sequence", "sequence_token", "on_policy"] = "token"
     """Importance ratio of a `token`, of the `sequence` (GSPO), `sequence_token` (GSPO-token), or `on_policy` (1,
     for one update per rollout)."""
     clip_low: float = 0.2
     """The ratio is clamped from below at 1 - `clip_low`."""
     clip_high: float = 0.2
     """The ratio is clamped from above at 1 + `clip_high`."""
-    dual_clip: float | None = None
-    """Bounds the loss of negative advantages by -A x `dual_clip`; above 1. null: no bound."""
-    aggregation: Literal["token", "sequence", "max_tokens"] = "token"
+    dual_clip_ratio: float | None = None
+    """Bounds the loss of negative advantages by -A x `dual_clip_ratio`; above 1. null: no bound."""
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """Divide by the label tokens of the step (`token`), average per response first (`sequence`), or divide by
-    responses x `max_tokens`."""
-    max_tokens: int | None = None
-    """The constant divisor per response of `aggregation=max_tokens` (Dr. GRPO)."""
+    responses x `normalization_length`."""
+    normalization_length: int | None = None
+    """The constant divisor per response of `loss_aggregation=constant` (Dr. GRPO)."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference."""
     kl_type: KLType = "k3"
     """Estimator of the KL, with d = reference - policy log-prob: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_placement: Literal["loss", "reward"] = "loss"
     """Add the KL to the `loss`, or subtract it from the `reward`."""
-    kl_importance: bool = False
+    kl_bias_correction: bool = False
     """Weigh the KL by policy / sampler probability."""
     kl_score_term: bool = True
     """Give the KL the gradient of its expectation, with the score-function term. false: of its value alone."""
@@ -43,20 +43,20 @@ class PolicySettings:
     """Clamp of d in the KL, at plus and minus this. null: no clamp."""
     kl_output_clamp: float | None = 10.0
     """Clamp of the KL of a token, at plus and minus this. null: no clamp."""
-    correction: Literal["none", "plain", "truncate", "icepop", "sequence_mask"] = "none"
+    sampler_correction: Literal["none", "importance", "truncate", "icepop", "sequence_mask"] = "none"
     """Weight w of a token for the difference between trainer and sampler: `none`, `plain`, `truncate` (TIS),
     `icepop` (MIS) or `sequence_mask`."""
     sampler_correction_level: Literal["token", "sequence"] | None = None
-    """Weight w per `token`, or its product over the response (`sequence`). null: as `ratio`."""
-    correction_max: float | None = None
+    """Weight w per `token`, or its product over the response (`sequence`). null: as `importance_sampling_level`."""
+    sampler_correction_clip_max: float | None = None
     """Largest w. `truncate` clamps there, `icepop` and `sequence_mask` drop what lies above."""
-    correction_min: float | None = None
+    sampler_correction_clip_min: float | None = None
     """Smallest w. `truncate` clamps there, `icepop` and `sequence_mask` drop what lies below."""
-    positive_nll: float = 0.0
+    positive_nll_coef: float = 0.0
     """Weight of the NLL of responses with a reward above 0."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    top_entropy: float | None = None
+    top_entropy_fraction: float | None = None
     """Share of an update's tokens that have a policy loss: those of highest entropy before the first update
     (arXiv:2506.01939). null: all."""
     sapo_positive: float = 1.0
@@ -69,13 +69,19 @@ class PolicySettings:
         self._check_aggregation()
         self._check_kl()
         self._check_correction()
-        if not self.positive_nll >= 0:
-            raise ConfigError(f"positive_nll={self.positive_nll} must be at least 0", keys=("positive_nll",))
+        if not self.positive_nll_coef >= 0:
+            raise ConfigError(
+                f"positive_nll_coef={self.positive_nll_coef} must be at least 0", keys=("positive_nll_coef",)
+            )
         if not self.entropy_coef >= 0:
             self._refuse("a bonus is at least 0", "entropy_coef", fix="objective.entropy_coef=0.001")
 
-        if self.top_entropy is not None and not 0 < self.top_entropy < 1:
-            self._refuse("a share of the tokens, between 0 and 1", "top_entropy", fix="objective.top_entropy=0.2")
+        if self.top_entropy_fraction is not None and not 0 < self.top_entropy_fraction < 1:
+            self._refuse(
+                "a share of the tokens, between 0 and 1",
+                "top_entropy_fraction",
+                fix="objective.top_entropy_fraction=0.2",
+            )
 
     def _refuse(self, what: str, *keys: str, fix: str) -> None:
         said = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
@@ -88,54 +94,74 @@ class PolicySettings:
             )
         if not self.clip_high >= 0:
             self._refuse("must be at least 0", "clip_high", fix="objective.clip_high=0.2")
-        if self.dual_clip is not None:
-            if not self.dual_clip > 1:
-                self._refuse("must be above 1", "dual_clip", fix="objective.dual_clip=3.0")
-            if self.surrogate != "clip":
+        if self.dual_clip_ratio is not None:
+            if not self.dual_clip_ratio > 1:
+                self._refuse("must be above 1", "dual_clip_ratio", fix="objective.dual_clip_ratio=3.0")
+            if self.policy_loss != "clip":
                 self._refuse(
-                    "dual clip bounds the clipped loss only", "dual_clip", "surrogate", fix="objective.dual_clip=null"
+                    "dual clip bounds the clipped loss only",
+                    "dual_clip_ratio",
+                    "policy_loss",
+                    fix="objective.dual_clip_ratio=null",
                 )
-            if self.ratio == "on_policy":
+            if self.importance_sampling_level == "on_policy":
                 self._refuse(
-                    "the ratio is 1, so nothing is ever bounded", "dual_clip", "ratio", fix="objective.dual_clip=null"
+                    "the ratio is 1, so nothing is ever bounded",
+                    "dual_clip_ratio",
+                    "importance_sampling_level",
+                    fix="objective.dual_clip_ratio=null",
                 )
-        clips = self.surrogate in ("clip", "cispo") and self.ratio != "on_policy"
+        clips = self.policy_loss in ("clip", "cispo") and self.importance_sampling_level != "on_policy"
         for name, default in (("clip_low", 0.2), ("clip_high", 0.2)):
             if getattr(self, name) != default and not clips:
                 self._refuse(
-                    "this loss has no ratio to clamp", name, "surrogate", "ratio", fix=f"objective.{name}={default}"
+                    "this loss has no ratio to clamp",
+                    name,
+                    "policy_loss",
+                    "importance_sampling_level",
+                    fix=f"objective.{name}={default}",
                 )
         for name, default in (("sapo_positive", 1.0), ("sapo_negative", 1.05)):
             if not getattr(self, name) > 0:
                 self._refuse("must be above 0", name, fix=f"objective.{name}={default}")
-            if getattr(self, name) != default and self.surrogate != "sapo":
-                self._refuse("only sapo has a gate", name, "surrogate", fix=f"objective.{name}={default}")
-        if self.surrogate != "clip" and self.by_sequence:
-            self._refuse("sequence ratios are for the clipped loss", "surrogate", "ratio", fix="objective.ratio=token")
-        if self.surrogate == "cispo" and self.ratio == "on_policy":
+            if getattr(self, name) != default and self.policy_loss != "sapo":
+                self._refuse("only sapo has a gate", name, "policy_loss", fix=f"objective.{name}={default}")
+        if self.policy_loss != "clip" and self.by_sequence:
             self._refuse(
-                "cispo weighs by the token ratio, which would be 1", "surrogate", "ratio", fix="objective.ratio=token"
+                "sequence ratios are for the clipped loss",
+                "policy_loss",
+                "importance_sampling_level",
+                fix="objective.importance_sampling_level=token",
+            )
+        if self.policy_loss == "cispo" and self.importance_sampling_level == "on_policy":
+            self._refuse(
+                "cispo weighs by the token ratio, which would be 1",
+                "policy_loss",
+                "importance_sampling_level",
+                fix="objective.importance_sampling_level=token",
             )
 
     def _check_aggregation(self) -> None:
-        if self.by_sequence and self.aggregation != "sequence":
+        if self.by_sequence and self.loss_aggregation != "sequence":
             self._refuse(
                 "a ratio of sequences needs means over sequences",
-                "ratio",
-                "aggregation",
-                fix="objective.aggregation=sequence",
+                "importance_sampling_level",
+                "loss_aggregation",
+                fix="objective.loss_aggregation=sequence",
             )
-        if self.surrogate == "cispo" and self.aggregation == "sequence":
-            self._refuse("cispo is a sum over tokens", "surrogate", "aggregation", fix="objective.aggregation=token")
-        if (self.aggregation == "max_tokens") != (self.max_tokens is not None):
+        if self.policy_loss == "cispo" and self.loss_aggregation == "sequence":
+            self._refuse(
+                "cispo is a sum over tokens", "policy_loss", "loss_aggregation", fix="objective.loss_aggregation=token"
+            )
+        if (self.loss_aggregation == "constant") != (self.normalization_length is not None):
             self._refuse(
                 "the two belong together",
-                "aggregation",
-                "max_tokens",
-                fix="objective.aggregation=max_tokens objective.max_tokens=1024",
+                "loss_aggregation",
+                "normalization_length",
+                fix="objective.loss_aggregation=constant objective.normalization_length=1024",
             )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            self._refuse("must be at least 1", "max_tokens", fix="objective.max_tokens=1024")
+        if self.normalization_length is not None and self.normalization_length < 1:
+            self._refuse("must be at least 1", "normalization_length", fix="objective.normalization_length=1024")
 
     def _check_kl(self) -> None:
         if not self.kl_coef >= 0:
@@ -145,7 +171,7 @@ class PolicySettings:
                 self._refuse("must be above 0, or null for no clamp", name, fix=f"objective.{name}=null")
         of_kl = {
             "kl_type": "k3",
-            "kl_in": "loss",
+            "kl_placement": "loss",
             "kl_input_clamp": 20.0,
             "kl_output_clamp": 10.0,
             "kl_score_term": True,
@@ -154,51 +180,72 @@ class PolicySettings:
         if self.kl_coef == 0 and unread:
             back = " ".join(f"objective.{name}={str(of_kl[name]).lower()}" for name in unread)
             self._refuse("there is no KL", *unread, "kl_coef", fix=f"objective.kl_coef=0.01, or {back}")
-        if not self.kl_score_term and (self.kl_in == "reward" or self.kl_importance):
-            other = "kl_in" if self.kl_in == "reward" else "kl_importance"
-            reason = "the loss has no KL" if other == "kl_in" else "the weight brings a gradient of its own"
+        if not self.kl_score_term and (self.kl_placement == "reward" or self.kl_bias_correction):
+            other = "kl_placement" if self.kl_placement == "reward" else "kl_bias_correction"
+            reason = "the loss has no KL" if other == "kl_placement" else "the weight brings a gradient of its own"
             self._refuse(reason, "kl_score_term", other, fix="objective.kl_score_term=true")
-        if self.kl_importance and (self.kl_coef == 0 or self.kl_in == "reward"):
+        if self.kl_bias_correction and (self.kl_coef == 0 or self.kl_placement == "reward"):
             self._refuse(
-                "the loss has no KL to weigh", "kl_importance", "kl_coef", "kl_in", fix="objective.kl_importance=false"
+                "the loss has no KL to weigh",
+                "kl_bias_correction",
+                "kl_coef",
+                "kl_placement",
+                fix="objective.kl_bias_correction=false",
             )
 
     def _check_correction(self) -> None:
-        low, high = self.correction_min, self.correction_max
-        bounded = self.correction in ("truncate", "icepop", "sequence_mask")
-        if self.sampler_correction_level is not None and self.correction in ("none", "sequence_mask"):
+        low, high = self.sampler_correction_clip_min, self.sampler_correction_clip_max
+        bounded = self.sampler_correction in ("truncate", "icepop", "sequence_mask")
+        if self.sampler_correction_level is not None and self.sampler_correction in ("none", "sequence_mask"):
             self._refuse(
                 "only the weights of plain, truncate and icepop have a level",
                 "sampler_correction_level",
-                "correction",
+                "sampler_correction",
                 fix="objective.sampler_correction_level=null",
             )
         if not bounded and (low is not None or high is not None):
             self._refuse(
-                "has no bounds", "correction", "correction_min", "correction_max", fix="objective.correction=truncate"
+                "has no bounds",
+                "sampler_correction",
+                "sampler_correction_clip_min",
+                "sampler_correction_clip_max",
+                fix="objective.sampler_correction=truncate",
             )
         if not bounded:
             return
         if high is None or not high > 0:
             self._refuse(
-                "needs an upper bound above 0", "correction", "correction_max", fix="objective.correction_max=2.0"
+                "needs an upper bound above 0",
+                "sampler_correction",
+                "sampler_correction_clip_max",
+                fix="objective.sampler_correction_clip_max=2.0",
             )
-        if low is None and self.correction != "truncate":
-            self._refuse("needs a lower bound", "correction", "correction_min", fix="objective.correction_min=0.5")
+        if low is None and self.sampler_correction != "truncate":
+            self._refuse(
+                "needs a lower bound",
+                "sampler_correction",
+                "sampler_correction_clip_min",
+                fix="objective.sampler_correction_clip_min=0.5",
+            )
         if low is not None and high is not None and low > high:
             self._refuse(
                 "the lower bound is above the upper one",
-                "correction_min",
-                "correction_max",
-                fix=f"objective.correction_min={high}",
+                "sampler_correction_clip_min",
+                "sampler_correction_clip_max",
+                fix=f"objective.sampler_correction_clip_min={high}",
             )
-        if self.correction == "sequence_mask" and self.by_sequence:
-            self._refuse("masks by token ratios", "correction", "ratio", fix="objective.correction=truncate")
+        if self.sampler_correction == "sequence_mask" and self.by_sequence:
+            self._refuse(
+                "masks by token ratios",
+                "sampler_correction",
+                "importance_sampling_level",
+                fix="objective.sampler_correction=truncate",
+            )
 
     @property
     def by_sequence(self) -> bool:
         """Whether a response has one ratio."""
-        return self.ratio in ("sequence", "sequence_token")
+        return self.importance_sampling_level in ("sequence", "sequence_token")
 
     @property
     def corrects_by_sequence(self) -> bool:
@@ -210,9 +257,9 @@ class PolicySettings:
     @property
     def loss_kl_coef(self) -> float:
         """The weight of the KL in the loss: 0 where it is taken off the rewards."""
-        return self.kl_coef if self.kl_in == "loss" else 0.0
+        return self.kl_coef if self.kl_placement == "loss" else 0.0
 
     @property
     def uses_old_logprobs(self) -> bool:
         """Whether batches of several updates on one rollout must carry `old_logprobs_BT`, measured before the first."""
-        return self.ratio != "on_policy"
+        return self.importance_sampling_level != "on_policy"

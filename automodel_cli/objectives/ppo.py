@@ -22,26 +22,29 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PPO(GRPO):
     """The loss of `GRPO` + `value_coef` x 1/2 max((V - R)^2, (V' - R)^2), aggregated alike; V' is the value V clipped
-    to within `value_clip` of the rollout's (arXiv:1707.06347; the clipped value loss as in TRL and openai/baselines).
+    to within `value_clip_range` of the rollout's (arXiv:1707.06347; the clipped value loss as in TRL and
+    openai/baselines).
 
     The critic is a value head on the policy's own last hidden states. Advantages and returns R come of
-    `rollout.baseline=critic`; with `kl_in=reward` each token's reward has its own KL taken off.
+    `rollout.advantage_estimator=critic`; with `kl_placement=reward` each token's reward has its own KL taken off.
 
-    `value_clip`: null for no clip. Metrics besides those of GRPO: `value_loss`, `value_mean`, `return_mean`, and
+    `value_clip_range`: null for no clip. Metrics besides those of GRPO: `value_loss`, `value_mean`, `return_mean`, and
     `value_clip_fraction`, the tokens where the clipped error is the larger one.
     """
 
     value_coef: float = 0.1
     """Weight of the value loss."""
-    value_clip: float | None = 0.2
+    value_clip_range: float | None = 0.2
     """Clip of the value around the rollout's value (arXiv:1707.06347). null: no clip."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.value_coef > 0:
             self._refuse("a critic that learns nothing", "value_coef", fix="objective.value_coef=0.1")
-        if self.value_clip is not None and not self.value_clip > 0:
-            self._refuse("must be above 0, or null for no clip", "value_clip", fix="objective.value_clip=null")
+        if self.value_clip_range is not None and not self.value_clip_range > 0:
+            self._refuse(
+                "must be above 0, or null for no clip", "value_clip_range", fix="objective.value_clip_range=null"
+            )
 
     @property
     def columns(self) -> frozenset[str]:
@@ -57,7 +60,7 @@ class PPO(GRPO):
     def metrics(self) -> Mapping[str, Metric]:
         """See `MeasuredObjective`."""
         means = {name: Metric("num_response_tokens") for name in ("value_mean", "return_mean", "value_clip_fraction")}
-        per = "num_response_tokens" if self.aggregation == "token" else "num_valid_samples"
+        per = "num_response_tokens" if self.loss_aggregation == "token" else "num_valid_samples"
         return {"value_loss": Metric(per, shown=True), **means, **super().metrics}
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
@@ -90,8 +93,10 @@ class PPO(GRPO):
         now_BT = output.values_BT.masked_fill(~mask_BT, 0.0)
         old_BT, returns_BT = (extra[name].masked_fill(~mask_BT, 0.0) for name in ("old_values_BT", "returns_BT"))
         errors_BT = (now_BT - returns_BT).square()
-        if self.value_clip is None:
+        if self.value_clip_range is None:
             return errors_BT / 2, torch.zeros_like(mask_BT)
-        clipped_BT = now_BT.clamp(old_BT - self.value_clip, old_BT + self.value_clip)  # the same number where inside
+        clipped_BT = now_BT.clamp(
+            old_BT - self.value_clip_range, old_BT + self.value_clip_range
+        )  # the same number where inside
         bounded_BT = (clipped_BT - returns_BT).square()
         return torch.maximum(errors_BT, bounded_BT) / 2, bounded_BT > errors_BT

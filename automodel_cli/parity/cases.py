@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_cli.distributed.compile_modes import GLUE
+from automodel_cli.distributed.compile_modes import FUSED_OPS
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
@@ -62,7 +62,7 @@ class Case:
         settings = {
             "recompute": self.parallelizer.activation_checkpointing,
             f"compiled:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile is True,
-            f"glue:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile == GLUE,
+            f"glue:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile == FUSED_OPS,
             "lora": self.lora is not None,
             f"own-stages:{self.mesh.pp_size}": self.own_layers,
             str(self.compute_dtype): self.compute_dtype is not None,

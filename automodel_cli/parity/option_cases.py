@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.compile_modes import GLUE
+from automodel_cli.distributed.compile_modes import FUSED_OPS
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.parity.case_selection import MAX_RANKS, small_attention, small_pipeline
 from automodel_cli.parity.cases import Case
@@ -45,7 +45,9 @@ def with_settings(recipe: Any, rows: Sequence[Case], num_layers: int) -> Chosen:
         missing += reasons
     attention = recipe.model.attention
     if small_attention(attention) != attention:
-        missing.append(f"model.attention={attention}: a kernel of CUDA devices; the rows have packed attention")
+        missing.append(
+            f"model.attn_implementation={attention}: a kernel of CUDA devices; the rows have packed attention"
+        )
     if recipe.model.mtp is not None:
         missing.append("model.mtp: the copy has no layers for multi-token prediction")
     if recipe.model.transformer_engine is not None:
@@ -58,11 +60,11 @@ def _adapted(recipe: Any, rows: list[Case]) -> tuple[list[Case], list[str]]:
     if lora is None:
         return rows, []
     missing = []
-    if lora.base_quantization != "none":
-        missing.append(f"model.lora.base_quantization={lora.base_quantization}: the rows have the base in float32")
+    if lora.quantization != "none":
+        missing.append(f"model.lora.quantization={lora.quantization}: the rows have the base in float32")
     if lora.dropout:
         missing.append(f"model.lora.dropout={lora.dropout}: random, the rows have none")
-    exact = replace(lora, dropout=0.0, base_quantization="none")
+    exact = replace(lora, dropout=0.0, quantization="none")
     return [replace(row, lora=exact) for row in rows], missing
 
 
@@ -97,7 +99,7 @@ def _first_and_widest(rows: Sequence[Case]) -> list[Case]:
 
 def _compiled(recipe: Any, rows: Sequence[Case]) -> tuple[list[Case], list[str]]:
     parallelizer = recipe.parallelizer
-    if parallelizer.enable_compile not in (True, GLUE):
+    if parallelizer.enable_compile not in (True, FUSED_OPS):
         return [], []
     key = f"parallelizer.compile_backend={parallelizer.compile_backend}"
     if parallelizer.compile_backend == "inductor" and not (shutil.which("c++") or shutil.which("g++")):

@@ -183,9 +183,9 @@ class Original:
         """The head works in chunks of a few tokens, so that chunks end inside rows."""
         return ModelConfig(
             pretrained=str(self.folder),
-            attention=self.attention,
+            attn_implementation=self.attention,
             trust_remote_code=self.trust_remote_code,
-            head_chunk_size=16,
+            lm_head_chunk_size=16,
         )
 
     @staticmethod

@@ -115,7 +115,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
             )
             config = PipelineConfig(
                 schedule=pp_schedule,
-                csv=pp_schedule_csv,
+                schedule_csv=pp_schedule_csv,
                 layers_per_stage=layers_per_stage,
                 round_virtual_stages_to_pp_multiple=round_virtual_stages_to_pp_multiple,  # type: ignore[arg-type]
                 layout=layout if layout is None or isinstance(layout, str) else _lists(layout),

@@ -17,7 +17,7 @@ class PipelineConfig:
     """How the model is cut over `mesh.pp_size` ranks and in which order the microbatches run.
 
     schedule: gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, interleaved_zb, zbv, dualpipev, ... (or torch's names).
-    csv: a program in torch's compute-only format, in place of a schedule.
+    schedule_csv: a program in torch's compute-only format, in place of a schedule.
     layers_per_stage: fixes the number of stages; `round_virtual_stages_to_pp_multiple` repairs one that does not
         divide.
     layout: the layout language, for example `Et*3|(tt|)*29,m|L`.
@@ -30,7 +30,7 @@ class PipelineConfig:
     schedule: str | None = "1f1b"
     """Schedule by name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, interleaved_zb, zbv, dualpipev, or
     torch's names."""
-    csv: str | None = None
+    schedule_csv: str | None = None
     """A file with a program in torch's compute-only format, in place of `schedule`."""
     layers_per_stage: int | None = None
     """Decoder layers per stage, which fixes the number of stages."""
@@ -48,10 +48,10 @@ class PipelineConfig:
     """Dtype of the tensors between stages. null: the compute dtype."""
 
     def __post_init__(self) -> None:
-        if self.schedule is None and self.csv is None:
+        if self.schedule is None and self.schedule_csv is None:
             raise ConfigError(
-                "schedule=null and csv=null: nothing says in which order the microbatches run",
-                keys=("schedule", "csv"),
+                "schedule=null and schedule_csv=null: nothing says in which order the microbatches run",
+                keys=("schedule", "schedule_csv"),
                 fix="schedule=1f1b",
             )
         if self.schedule is not None:
@@ -61,14 +61,14 @@ class PipelineConfig:
     @property
     def named_schedule(self) -> Schedule | None:
         """The schedule by name; None when a CSV file says everything."""
-        if self.csv is not None:
+        if self.schedule_csv is not None:
             return None
         assert self.schedule is not None
         return find_schedule(self.schedule)
 
     def read_program(self) -> Program | None:
         """The program of the CSV file, if that is what runs. Raises ConfigError."""
-        return None if self.csv is None else read_csv(self.csv)
+        return None if self.schedule_csv is None else read_csv(self.schedule_csv)
 
     def check(self, pp_size: int, num_microbatches: int, num_chunks: int | None = None) -> None:
         """Refuse, before anything is launched, a number of microbatches that the schedule cannot run.

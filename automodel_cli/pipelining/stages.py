@@ -157,7 +157,8 @@ class PipelineStages:
         if plan.splits_backward and (not self._defer_sync or nested_sync):
             switch = "patch_stage_backward_maybe_with_nosync" if nested_sync else "defer_fsdp_grad_sync"
             raise ConfigError(
-                f"{self._config.csv or self._config.schedule} splits the backward: FSDP must reduce after a step's "
+                f"{self._config.schedule_csv or self._config.schedule} splits the backward: FSDP must reduce "
+                "after a step's "
                 "last weight gradient",
                 keys=(switch,),
                 fix=f"{switch}=true",

@@ -103,7 +103,7 @@ def trace_activations(
     except (RuntimeError, NotImplementedError) as error:  # control flow that depends on values
         raise ConfigError(
             f"activations of {type(part.model).__name__} cannot be counted without running it: {error}",
-            keys=("model.attention",),
+            keys=("model.attn_implementation",),
         ) from error
     every = recomputed_every(checkpointing)
     exchanges = _Tallies() if checkpointing == "minimal" else watch.exchanges

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
-from automodel_cli.distributed.compile_modes import AUTO, GLUE
+from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.distributed.strategies.base import Strategy
@@ -133,7 +133,7 @@ def _make_plan(request: PlanRequest) -> Plan:
         seq_len=tokens,
         exchanges_tokens=request.layout.ep > 1,
         masks=request.masks,
-        fuses_glue=request.parallelizer.enable_compile in (AUTO, GLUE),  # what is planned is for GPUs
+        fuses_glue=request.parallelizer.enable_compile in (AUTO, FUSED_OPS),  # what is planned is for GPUs
     )
     if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)

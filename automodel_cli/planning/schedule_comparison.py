@@ -64,7 +64,7 @@ class StagePlanner:
             other = replace(
                 base,
                 schedule=schedule.name,
-                csv=None,
+                schedule_csv=None,
                 microbatch_group_size=config.microbatch_group_size if keeps_group else None,
             )
             chunks = 1 if schedule.kind == "single" else 2

@@ -21,17 +21,20 @@ from automodel_cli.rollout.types import SamplingParams
 class DynamicSampling:
     """Sample further prompts until `prompts_per_step` groups have different rewards (DAPO, arXiv:2503.14476).
 
-    Groups are kept or dropped whole. After `max_batches` batches of prompts the step trains on such groups as it has
+    Groups are kept or dropped whole. After `max_gen_batches` batches of prompts the step trains on such groups as it
+    has
     found (none: no update), and the run goes on; it warns once. A model that has become good meets this late in a run.
     """
 
-    max_batches: int = 10
+    max_gen_batches: int = 10
     """Most batches of prompts per step. After them the step trains on the groups that it has."""
 
     def __post_init__(self) -> None:
-        if self.max_batches < 1:
+        if self.max_gen_batches < 1:
             raise ConfigError(
-                f"max_batches={self.max_batches} must be at least 1", keys=("max_batches",), fix="max_batches=10"
+                f"max_gen_batches={self.max_gen_batches} must be at least 1",
+                keys=("max_gen_batches",),
+                fix="max_gen_batches=10",
             )
 
 
@@ -76,30 +79,36 @@ class OverlongConfig:
 class RolloutConfig:
     """How samples are drawn, and what becomes of them. A step is one rollout and the updates on it.
 
-    `passes`: how often each sample is trained on; each pass has `prompts_per_step x group_size /
-    train.global_batch_size` updates. Advantages are rewards minus the group's mean, divided where `normalise` by the
-    deviation of the whole group (GRPO, arXiv:2402.03300; without `normalise` Dr. GRPO, arXiv:2503.20783); with
+    `num_iterations`: how often each sample is trained on; each pass has `prompts_per_step x group_size /
+    train.global_batch_size` updates. Advantages are rewards minus the group's mean, divided where
+    `normalize_advantages` by the
+    deviation of the whole group (GRPO, arXiv:2402.03300; without `normalize_advantages` Dr. GRPO, arXiv:2503.20783);
+    with
     `leave_one_out` minus the mean of the group's n - 1 other samples, which multiplies both by n / (n - 1) (RLOO,
     arXiv:2402.14740). Groups whose rewards are all equal (a deviation of at most 1e-6 of the largest) teach nothing:
-    they are skipped and counted, or with `dynamic_sampling` replaced. `scale`: what `normalise` divides by: the
+    they are skipped and counted, or with `dynamic_sampling` replaced. `reward_scaling`: what `normalize_advantages`
+    divides by: the
     deviation of the `group`; of all rewards of the step (`batch`, arXiv:2508.08221); or the group's `mean` reward
     (MaxRL, arXiv:2602.02710).
 
-    `baseline`: what a reward is compared with. `group` as above. `batch`: nothing but all tokens of the step, whose
-    discounted rewards to come are whitened where `normalise` (REINFORCE++, arXiv:2501.03262). `critic`: the values of
-    objective=ppo, by generalised advantages (arXiv:1506.02438), whitened where `normalise`. Both judge each token, take
+    `advantage_estimator`: what a reward is compared with. `group` as above. `batch`: nothing but all tokens of the
+    step, whose
+    discounted rewards to come are whitened where `normalize_advantages` (REINFORCE++, arXiv:2501.03262). `critic`:
+    the values of
+    objective=ppo, by generalised advantages (arXiv:1506.02438), whitened where `normalize_advantages`. Both judge
+    each token, take
     a KL in the reward off token by token, and may have a `group_size` of 1. `gamma` discounts rewards to come,
     `gae_lambda` is the critic's.
 
     An episode of an environment has several messages of up to `max_new_tokens` each, all together with the prompt of
-    up to `data.seq_len`. With `max_staleness` k, up to k rollouts are drawn while steps before them train
-    (docs/grpo.md). `share_prompts` changes no numbers; the header shows where it is off (docs/rollout.md).
-    `max_logprob_gap` is measured before the first step, on tokens that an engine with weights of its own draws.
+    up to `data.seq_len`. With `max_off_policy_steps` k, up to k rollouts are drawn while steps before them train
+    (docs/grpo.md). `share_prompt_prefix` changes no numbers; the header shows where it is off (docs/rollout.md).
+    `max_initial_logprob_gap` is measured before the first step, on tokens that an engine with weights of its own draws.
     """
 
     engine: EngineConfig = field(default_factory=SamplerConfig)
     """What generates: `rollout=sampler`, `hf`, `vllm` or `sglang`, or a node of your own (examples/own_engine.py)."""
-    placement: Literal["colocated", "separate"] | None = None
+    placement: Literal["colocated", "disaggregated"] | None = None
     """GPUs of generation servers: `separate` from the trainer's, or `colocated` on them in turns. null: as the
     engine requires."""
     prompts_per_step: int = 32
@@ -114,22 +123,22 @@ class RolloutConfig:
     """Sample from the likeliest tokens that have this much probability together. 1: all."""
     top_k: int = 0
     """Sample from this many of the likeliest tokens. 0: all."""
-    passes: int = 1
+    num_iterations: int = 1
     """How often each sample is trained on. Each pass has prompts_per_step x group_size / train.global_batch_size
     updates."""
-    baseline: Literal["group", "batch", "critic"] = "group"
+    advantage_estimator: Literal["group", "batch", "critic"] = "group"
     """What rewards are compared with: their `group`, the `batch` (REINFORCE++), or a `critic` (PPO)."""
     leave_one_out: bool = False
     """Leave the sample itself out of its group's mean (RLOO, arXiv:2402.14740)."""
-    normalise: bool = True
-    """Divide advantages by the deviation that `scale` selects. false is Dr. GRPO."""
-    scale: Literal["group", "batch", "mean"] = "group"
-    """Divisor of `normalise`: the deviation of the `group`, of the `batch`, or the group's `mean` reward
+    normalize_advantages: bool = True
+    """Divide advantages by the deviation that `reward_scaling` selects. false is Dr. GRPO."""
+    reward_scaling: Literal["group", "batch", "mean"] = "group"
+    """Divisor of `normalize_advantages`: the deviation of the `group`, of the `batch`, or the group's `mean` reward
     (MaxRL)."""
     gamma: float = 1.0
-    """Discount of later rewards, for `baseline=batch` and `critic`."""
+    """Discount of later rewards, for `advantage_estimator=batch` and `critic`."""
     gae_lambda: float = 0.95
-    """Lambda of generalized advantage estimation, for `baseline=critic`."""
+    """Lambda of generalized advantage estimation, for `advantage_estimator=critic`."""
     dynamic_sampling: DynamicSampling | None = None
     """Replace groups whose rewards are all equal by further samples (DAPO). null: skip and count them."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
@@ -140,26 +149,26 @@ class RolloutConfig:
     """Several environments by name, of which a row's `environment_column` selects one."""
     environment_column: str = "environment"
     """Column with the name of a row's environment."""
-    max_staleness: int = 0
+    max_off_policy_steps: int = 0
     """Most steps between the weights that sampled a token and those that train on it. 0: sampling and training
     alternate."""
     replay_routing: bool = False
     """In the update, send each token to the experts that it used when sampled (arXiv:2510.11370)."""
-    share_prompts: bool | Literal["auto"] = "auto"
+    share_prompt_prefix: bool | Literal["auto"] = "auto"
     """Compute a group's prompt once for all its responses in a row. `auto`: wherever possible."""
-    max_mult_prob_error: float = 1.05
+    warn_token_mult_prob_error: float = 1.05
     """Warn where sampler and trainer probabilities differ by more than this factor on average."""
-    max_logprob_gap: float = 0.1
+    max_initial_logprob_gap: float = 0.1
     """Refuse the run where the engine's log-probs and the trainer's differ by more nats on average."""
-    reward_helpers: int = 2
+    num_reward_workers: int = 2
     """Helper processes per rank for rewards with a timeout."""
     validation_samples: int = 0
     """Samples per held-out prompt besides the greedy one, for `val_avg_at_k` and `val_pass_at_k`."""
     validation_temperature: float | None = None
     """Temperature of the validation samples. null: `temperature`."""
-    show_every: int | None = 10
+    log_samples_every: int | None = 10
     """Steps between printed tables of samples. null: none."""
-    show: int = 4
+    num_samples_logged: int = 4
     """Samples in a printed table."""
 
     def __post_init__(self) -> None:
@@ -173,19 +182,19 @@ class RolloutConfig:
         for name, least in (
             ("prompts_per_step", 1),
             ("group_size", 1),
-            ("passes", 1),
-            ("show", 1),
-            ("show_every", 1),
-            ("reward_helpers", 1),
+            ("num_iterations", 1),
+            ("num_samples_logged", 1),
+            ("log_samples_every", 1),
+            ("num_reward_workers", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}", keys=(name,), fix=f"{name}={least}")
-        if not self.max_mult_prob_error > 1:
+        if not self.warn_token_mult_prob_error > 1:
             raise ConfigError(
-                f"max_mult_prob_error={self.max_mult_prob_error} must be above 1, which is agreement",
-                keys=("max_mult_prob_error",),
-                fix="max_mult_prob_error=1.05",
+                f"warn_token_mult_prob_error={self.warn_token_mult_prob_error} must be above 1, which is agreement",
+                keys=("warn_token_mult_prob_error",),
+                fix="warn_token_mult_prob_error=1.05",
             )
         if self.validation_samples < 0:
             raise ConfigError(
@@ -202,11 +211,11 @@ class RolloutConfig:
                 keys=("validation_temperature", "validation_samples"),
                 fix="validation_temperature=null",
             )
-        if not self.max_logprob_gap > 0:
+        if not self.max_initial_logprob_gap > 0:
             raise ConfigError(
-                f"max_logprob_gap={self.max_logprob_gap} nats must be above 0",
-                keys=("max_logprob_gap",),
-                fix="max_logprob_gap=0.1",
+                f"max_initial_logprob_gap={self.max_initial_logprob_gap} nats must be above 0",
+                keys=("max_initial_logprob_gap",),
+                fix="max_initial_logprob_gap=0.1",
             )
         self._check_baseline()
         self._check_staleness()
@@ -232,24 +241,25 @@ class RolloutConfig:
 
     def _check_placement(self) -> None:
         serves = isinstance(self.engine, LiveServerConfig)
-        if self.placement not in (None, "colocated", "separate"):
+        if self.placement not in (None, "colocated", "disaggregated"):
             raise ConfigError(
-                f"placement={self.placement!r} is neither colocated nor separate",
+                f"placement={self.placement!r} is neither colocated nor disaggregated",
                 keys=("placement",),
                 fix="placement=null",
             )
-        if self.placement == "separate" and not serves:
+        if self.placement == "disaggregated" and not serves:
             raise ConfigError(
-                f"placement=separate: {type(self.engine).__name__} generates in the processes that train",
+                f"placement=disaggregated: {type(self.engine).__name__} generates in the processes that train",
                 keys=("placement", "engine"),
                 fix="rollout.placement=null, or rollout=vllm",
             )
-        if self.shares_gpus and self.max_staleness:
+        if self.shares_gpus and self.max_off_policy_steps:
             raise ConfigError(
-                f"max_staleness={self.max_staleness} samples while a step trains, and with placement=colocated "
+                f"max_off_policy_steps={self.max_off_policy_steps} samples while a step trains, and with "
+                "placement=colocated "
                 "the same GPUs do both in turns",
-                keys=("max_staleness", "placement"),
-                fix="rollout.max_staleness=0, or rollout.placement=separate",
+                keys=("max_off_policy_steps", "placement"),
+                fix="rollout.max_off_policy_steps=0, or rollout.placement=disaggregated",
             )
         if isinstance(self.engine, LiveServerConfig) and self.engine.way == "ipc" and not self.shares_gpus:
             raise ConfigError(
@@ -282,24 +292,30 @@ class RolloutConfig:
     def _check_baseline(self) -> None:
         def refuse(key: str, what: str, fix: str) -> None:
             value = getattr(self, key)
-            raise ConfigError(f"{key}={value} with baseline={self.baseline}: {what}", keys=(key, "baseline"), fix=fix)
+            raise ConfigError(
+                f"{key}={value} with advantage_estimator={self.advantage_estimator}: {what}",
+                keys=(key, "advantage_estimator"),
+                fix=fix,
+            )
 
-        if self.baseline == "group":
+        if self.advantage_estimator == "group":
             if self.group_size < 2:
                 refuse("group_size", "a response is compared with the others to its prompt", "group_size=2")
             if self.gamma != 1:
                 refuse("gamma", "a sample has one advantage, so nothing is discounted", "gamma=1.0")
         elif self.leave_one_out:
             refuse("leave_one_out", "no reward is compared with its group", "leave_one_out=false")
-        elif self.scale != "group":
-            refuse("scale", "advantages are whitened over all tokens", "scale=group")
+        elif self.reward_scaling != "group":
+            refuse("reward_scaling", "advantages are whitened over all tokens", "reward_scaling=group")
         elif self.dynamic_sampling is not None:
             refuse("dynamic_sampling", "groups that are all equal teach something here", "dynamic_sampling=null")
-        if self.scale != "group" and not self.normalise:
+        if self.reward_scaling != "group" and not self.normalize_advantages:
             raise ConfigError(
-                f"scale={self.scale} does nothing with normalise=false", keys=("scale", "normalise"), fix="scale=group"
+                f"reward_scaling={self.reward_scaling} does nothing with normalize_advantages=false",
+                keys=("reward_scaling", "normalize_advantages"),
+                fix="reward_scaling=group",
             )
-        if self.gae_lambda != 0.95 and self.baseline != "critic":
+        if self.gae_lambda != 0.95 and self.advantage_estimator != "critic":
             refuse("gae_lambda", "there is no critic to trust", "gae_lambda=0.95")
         for key in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, key) <= 1:
@@ -329,7 +345,7 @@ class RolloutConfig:
                 fix="replay_routing=false",
             )
         servers = self.engine.servers if isinstance(self.engine, LiveServerConfig) else None
-        if self.replay_routing and servers is not None and not servers.gpus and servers.routing_needs_gpus:
+        if self.replay_routing and servers is not None and not servers.gpus_per_server and servers.routing_needs_gpus:
             raise ConfigError(
                 f"replay_routing=true: {servers.engine} tells experts on GPUs only ({servers.routing_needs_gpus}), and "
                 "engine.servers.gpus=0",
@@ -338,19 +354,20 @@ class RolloutConfig:
             )
 
     def _check_staleness(self) -> None:
-        if self.max_staleness < 0:
+        if self.max_off_policy_steps < 0:
             raise ConfigError(
-                f"max_staleness={self.max_staleness} steps must be at least 0",
-                keys=("max_staleness",),
-                fix="max_staleness=0",
+                f"max_off_policy_steps={self.max_off_policy_steps} steps must be at least 0",
+                keys=("max_off_policy_steps",),
+                fix="max_off_policy_steps=0",
             )
-        if self.max_staleness and self.engine.capabilities.live_weights:
+        if self.max_off_policy_steps and self.engine.capabilities.live_weights:
             name = type(self.engine).__name__
             raise ConfigError(
-                f"max_staleness={self.max_staleness} samples while weights are updated, but {name} reads the very "
+                f"max_off_policy_steps={self.max_off_policy_steps} samples while weights are updated, but {name} "
+                "reads the very "
                 "weights that are",
-                keys=("max_staleness", "engine"),
-                fix="rollout=hf, or rollout.max_staleness=0",
+                keys=("max_off_policy_steps", "engine"),
+                fix="rollout=hf, or rollout.max_off_policy_steps=0",
             )
 
     def _check_environments(self) -> None:

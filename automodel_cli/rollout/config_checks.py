@@ -80,7 +80,7 @@ def check_routing(rollout: RolloutConfig, parallelizer: Strategy, *, compares: b
             "rollout.replay_routing=true asks for experts in the middle of a layer, and "
             "parallelizer.enable_compile=true compiles whole ones",
             keys=("rollout.replay_routing", "parallelizer.enable_compile"),
-            fix="parallelizer.enable_compile=glue",
+            fix="parallelizer.enable_compile=fused_ops",
         )
 
 
@@ -104,41 +104,44 @@ def why_prompts_are_apart(
     reasons = (
         (rollout.group_size == 1, "rollout.group_size=1, so a prompt has one response"),
         (data.packing == "none", "data.packing=none, so a row holds one sample"),
-        (model.attention != "packed", f"model.attention={model.attention} knows no shared prefix, as packed does"),
+        (
+            model.attn_implementation != "packed",
+            f"model.attn_implementation={model.attn_implementation} knows no shared prefix, as packed does",
+        ),
         (engine is not None and engine.attention, "Transformer Engine's attention knows no shared prefix"),
         ((mesh.cp_size or 1) > 1, f"mesh.cp_size={mesh.cp_size}, and ranks that share rows share no prefixes"),
         (parallelizer.enable_compile is True, "whole compiled layers (enable_compile=true) were not measured with it"),
         (bool(moe.aux_loss_coef), "model.moe.aux_loss_coef balances experts over every copy of a prompt"),
-        (bool(moe.bias_update_speed), "model.moe.bias_update_speed balances experts over every copy of a prompt"),
+        (bool(moe.bias_update_rate), "model.moe.bias_update_rate balances experts over every copy of a prompt"),
     )
     return next((reason for holds, reason in reasons if holds), "")
 
 
 def refuse_shared_prompts(rollout: RolloutConfig, reason: str) -> None:
-    """Raise ConfigError where `rollout.share_prompts=true` asks for what `reason` says cannot be."""
-    if reason and rollout.share_prompts is True:
+    """Raise ConfigError where `rollout.share_prompt_prefix=true` asks for what `reason` says cannot be."""
+    if reason and rollout.share_prompt_prefix is True:
         raise ConfigError(
-            f"rollout.share_prompts=true: responses cannot share their prompt: {reason}",
-            keys=("rollout.share_prompts",),
-            fix="rollout.share_prompts=auto",
+            f"rollout.share_prompt_prefix=true: responses cannot share their prompt: {reason}",
+            keys=("rollout.share_prompt_prefix",),
+            fix="rollout.share_prompt_prefix=auto",
         )
 
 
 def check_prompt_data(data: DataConfig) -> None:
     """Refuse settings of the data section that have no meaning for prompts. Raises ConfigError."""
-    if data.mask != "assistant":
+    if data.loss_mask != "assistant":
         raise ConfigError(
-            f"data.mask={data.mask}: prompts have no answer to learn from; what the model says is trained",
-            keys=("data.mask",),
-            fix="data.mask=assistant",
+            f"data.loss_mask={data.loss_mask}: prompts have no answer to learn from; what the model says is trained",
+            keys=("data.loss_mask",),
+            fix="data.loss_mask=assistant",
         )
-    if data.packing == "wrapped" or data.long_documents in ("split", "truncate"):
+    if data.packing == "wrapped" or data.truncation in ("split", "truncate"):
         raise ConfigError(
-            f"packing={data.packing} with long_documents={data.long_documents} cuts prompts and responses",
-            keys=("data.packing", "data.long_documents"),
-            fix="data.packing=best_fit data.long_documents=drop",
+            f"packing={data.packing} with truncation={data.truncation} cuts prompts and responses",
+            keys=("data.packing", "data.truncation"),
+            fix="data.packing=best_fit data.truncation=drop",
         )
-    for node in (data, *(data.sources or ())):
+    for node in (data, *(data.datasets or ())):
         fmt = prompt_format(node.format)
         if fmt.makes != "conversations":
             raise ConfigError(
@@ -149,8 +152,9 @@ def check_prompt_data(data: DataConfig) -> None:
         for field in node.columns:
             if field not in fmt.fields:
                 raise ConfigError(
-                    f"data.columns.{field} is not read from prompts, only {', '.join(fmt.fields)}; rewards name the "
+                    f"data.column_mapping.{field} is not read from prompts, only {', '.join(fmt.fields)}; rewards "
+                    "name the "
                     "columns that they read",
-                    keys=("data.columns",),
-                    fix="data.columns='{prompt: question}' rewards.<name>.column=<the answer's column>",
+                    keys=("data.column_mapping",),
+                    fix="data.column_mapping='{prompt: question}' rewards.<name>.column=<the answer's column>",
                 )

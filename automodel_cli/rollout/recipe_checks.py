@@ -18,7 +18,7 @@ from automodel_cli.rollout.config_checks import (
 )
 from automodel_cli.rollout.rewards.aggregate import check_nodes
 from automodel_cli.rollout.rewards.base import RewardFunction
-from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate, check_reference_update
+from automodel_cli.run.frozen_models.reference_sync import ReferenceSync, check_reference_update
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,7 +55,7 @@ class PolicyRecipe(Protocol):
     @property
     def teacher(self) -> TeacherConfig | None: ...
     @property
-    def reference_update(self) -> ReferenceUpdate | None: ...
+    def reference_sync(self) -> ReferenceSync | None: ...
     @property
     def compares_reference(self) -> bool: ...
     @property
@@ -75,26 +75,28 @@ def check_rollout(recipe: PolicyRecipe) -> None:
             fix=f"train.global_batch_size={rollout.samples_per_step}",
         )
     weighs_once = "advantages_BT" in recipe.objective.columns and "old_logprobs_BT" not in recipe.objective.columns
-    if weighs_once and rollout.samples_per_step * rollout.passes > per_update:
+    if weighs_once and rollout.samples_per_step * rollout.num_iterations > per_update:
         raise ConfigError(
             "this objective compares with no earlier log-probs (ratio=on_policy): it is right for one update per "
             "rollout only",
-            keys=("objective", "rollout.passes", "train.global_batch_size"),
-            fix=f"rollout.passes=1 train.global_batch_size={rollout.samples_per_step}",
+            keys=("objective", "rollout.num_iterations", "train.global_batch_size"),
+            fix=f"rollout.num_iterations=1 train.global_batch_size={rollout.samples_per_step}",
         )
     critic = "old_values_BT" in recipe.objective.columns
-    if critic != (rollout.baseline == "critic"):
+    if critic != (rollout.advantage_estimator == "critic"):
         raise ConfigError(
-            f"rollout.baseline={rollout.baseline}, but this objective trains {'a' if critic else 'no'} critic",
-            keys=("rollout.baseline", "objective"),
-            fix="rollout.baseline=critic" if critic else "objective=ppo",
+            f"rollout.advantage_estimator={rollout.advantage_estimator}, but this objective trains "
+            f"{'a' if critic else 'no'} critic",
+            keys=("rollout.advantage_estimator", "objective"),
+            fix="rollout.advantage_estimator=critic" if critic else "objective=ppo",
         )
-    if rollout.max_staleness and not recipe.objective.corrects_staleness:
+    if rollout.max_off_policy_steps and not recipe.objective.corrects_staleness:
         raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, and this objective "
+            f"rollout.max_off_policy_steps={rollout.max_off_policy_steps} trains on samples of older weights, and "
+            "this objective "
             "(correction=none) takes them for the policy's own",
-            keys=("rollout.max_staleness", "objective"),
-            fix="objective.correction=truncate objective.correction_max=2.0",
+            keys=("rollout.max_off_policy_steps", "objective"),
+            fix="objective.sampler_correction=truncate objective.sampler_correction_clip_max=2.0",
         )
     if rollout.max_new_tokens >= recipe.sample_len:
         samples = recipe.data.seq_len // recipe.sample_len
@@ -135,13 +137,13 @@ def check_teacher(recipe: PolicyRecipe) -> None:
 
 
 def check_reference(recipe: PolicyRecipe) -> None:
-    update, compares = recipe.reference_update, recipe.compares_reference
+    update, compares = recipe.reference_sync, recipe.compares_reference
     check_reference_update(recipe.model, recipe.parallelizer, update, has_reference=compares)
     if update is not None and recipe.teacher is not None:
         raise ConfigError(
             "the teacher is another model, which does not follow the policy",
-            keys=("reference_update", "teacher"),
-            fix="reference_update=null",
+            keys=("reference_sync", "teacher"),
+            fix="reference_sync=null",
         )
 
 
@@ -206,14 +208,15 @@ def check_judged(recipe: PolicyRecipe) -> None:
 
 def check_groups_differ(recipe: PolicyRecipe) -> None:
     """With a teacher and without rewards all responses of a group are worth the same, so none would be trained."""
-    by_group = "advantages_BT" in recipe.objective.columns and recipe.rollout.baseline == "group"
+    by_group = "advantages_BT" in recipe.objective.columns and recipe.rollout.advantage_estimator == "group"
     judged = recipe.rollout.played or any(node.weight for node in recipe.rewards.values())
     if recipe.teacher is not None and by_group and not judged:
         raise ConfigError(
-            "rollout.baseline=group: no reward tells the responses of a group apart, so none of them would be "
+            "rollout.advantage_estimator=group: no reward tells the responses of a group apart, so none of them "
+            "would be "
             "trained on, whatever the teacher says of their tokens",
-            keys=("rollout.baseline", "rewards", "teacher"),
-            fix="rollout.baseline=batch rollout.gamma=0.0 rollout.normalise=false",
+            keys=("rollout.advantage_estimator", "rewards", "teacher"),
+            fix="rollout.advantage_estimator=batch rollout.gamma=0.0 rollout.normalize_advantages=false",
         )
 
 
@@ -267,8 +270,8 @@ def check_sampled_model(recipe: PolicyRecipe, hf_config: PretrainedConfig) -> No
     model, rollout = recipe.model, recipe.rollout
     check_lengths(hf_config, recipe.data.seq_len)
     if rollout.engine.capabilities.live_weights:
-        check_decoding(hf_config, attention=model.attention, trust_remote_code=model.trust_remote_code)
-    if rollout.share_prompts is True:
+        check_decoding(hf_config, attention=model.attn_implementation, trust_remote_code=model.trust_remote_code)
+    if rollout.share_prompt_prefix is True:
         from automodel_cli.models.packing_support import why_not_shared
 
         refuse_shared_prompts(rollout, why_not_shared(hf_config, trust_remote_code=model.trust_remote_code))

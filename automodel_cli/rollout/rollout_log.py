@@ -107,7 +107,7 @@ def disagreement_warning(value: float, limit: float) -> str | None:
         return None
     return (
         f"WARNING: sampler and trainer disagree: sampled tokens are {value:.3f} times as likely to one as to the other "
-        f"on average (rollout.max_mult_prob_error={limit}); ratios and KL are off by as much"
+        f"on average (rollout.warn_token_mult_prob_error={limit}); ratios and KL are off by as much"
     )
 
 
@@ -120,9 +120,11 @@ def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], confi
         "the others were left out after errors" if math.isnan(mean) else f"the mean reward of the others is {mean:.3g}"
     )
     return (
-        f"WARNING: step {step}: after {dynamic.max_batches} batches of prompts {found} of {config.prompts_per_step} "
+        f"WARNING: step {step}: after {dynamic.max_gen_batches} batches of prompts {found} of "
+        f"{config.prompts_per_step} "
         f"groups have different rewards ({others}). The step trains on those there "
-        "are, and so will later ones: num_equal_groups and num_sampled in metrics.jsonl say how many. More come from "
+        "are, and so will later ones: num_zero_std_groups and num_sampled in metrics.jsonl say how many. More "
+        "come from "
         "prompts that are neither too easy nor too hard, a larger rollout.group_size or a higher rollout.temperature"
     )
 

@@ -46,7 +46,7 @@ from automodel_cli.rollout.timers import Idle, StepTimers
 from automodel_cli.rollout.types import Sample
 from automodel_cli.run.checks.token_ids import num_embeddings, pad_id
 from automodel_cli.run.frozen_models.reference_model import batch_logprobs, sampling_distribution
-from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
+from automodel_cli.run.frozen_models.reference_sync import ReferenceSync
 from automodel_cli.run.heldout_accuracy import Accuracy
 from automodel_cli.training.callback import Callback, Run
 
@@ -70,7 +70,7 @@ class Rollouts(Callback):
         rewards: Mapping[str, RewardFunction],
         objective: PolicyObjective,
         teacher: TeacherConfig | None = None,
-        reference_update: ReferenceUpdate | None = None,
+        reference_sync: ReferenceSync | None = None,
     ):
         self.session, self.recipe, self.config = session, session.recipe, config
         self.mesh, self.model = session.mesh, session.model
@@ -82,16 +82,16 @@ class Rollouts(Callback):
         judged = teacher is None and not config.played
         self._rewards = rewards
         self._source = SampleCollector(session, config, rewards, all_judged=judged, selectors=selectors, replay=replay)
-        self._scorer = Scorer(session, config, objective, teacher, reference_update)
+        self._scorer = Scorer(session, config, objective, teacher, reference_sync)
         self._prompts_are_apart = why_apart(session, config, teacher)
         self._plan = PackingConfig(
             seq_len=self.recipe.data.seq_len,
             packed=self.recipe.data.packing != "none",
-            pad_multiple=self.recipe.data.pad_multiple,
+            pad_to_multiple_of=self.recipe.data.pad_to_multiple_of,
             microbatch_size=self.recipe.train.microbatch_size,
             pad_id=pad_id(session.tokenizer, num_embeddings(self.recipe.model)),
             fits=session.model.stages.takes,
-            share_prompts=not self._prompts_are_apart,
+            share_prompt_prefix=not self._prompts_are_apart,
         )
         self._credit = AdvantageEstimator(session, config, objective, self._plan, self._scorer, replay)
         self.accuracy: dict[str, Accuracy] = {}
@@ -130,11 +130,11 @@ class Rollouts(Callback):
         seconds_of = dict(self._phases.taken())
         idle = self._idle.of_step(seconds_of.pop("step_seconds") + seconds_of["sync_seconds"])
         found: dict[str, Number] = {**seconds_of, **idle}
-        if (share := self._source.idle_share()) is not None:
-            found["engine_idle_share"] = share
+        if (share := self._source.idle_fraction()) is not None:
+            found["engine_idle_fraction"] = share
         passes = {"train": 1}
         if self._scored:
-            passes["score"] = self.config.passes  # training reads the rows in each pass, scoring in one
+            passes["score"] = self.config.num_iterations  # training reads the rows in each pass, scoring in one
         for name, times in passes.items():
             if seconds := found.get(f"{name}_seconds"):
                 found[f"{name}_tokens_per_second"] = values["num_tokens"] / (times * seconds)
@@ -162,7 +162,7 @@ class Rollouts(Callback):
         found = {
             **drawn,
             "val_reward": mean_reward(answers),
-            **({"val_num_left_out": left_out} if left_out else {}),
+            **({"val_num_excluded": left_out} if left_out else {}),
             "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
         }
         return {name: value for name, value in found.items() if not math.isnan(value)}
@@ -177,7 +177,8 @@ class Rollouts(Callback):
     def collect(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Rollout:
         """Samples to the prompts of this rank and, with dynamic sampling, to more of them; and their updates.
 
-        With `max_staleness` the former were drawn while steps before this one trained, and as many rollouts ahead are
+        With `max_off_policy_steps` the former were drawn while steps before this one trained, and as many rollouts
+        ahead are
         begun as it allows. Further prompts are those of the next rollout drawn ahead; where there is none, the newest
         weights answer. Collective over all ranks.
         """
@@ -189,7 +190,7 @@ class Rollouts(Callback):
         drawn, num_batches = list(samples), 1
         if dynamic is not None:
             samples, equal = self._credit.filter_groups(samples)
-            while len(samples) < self.config.samples_per_step and num_batches < dynamic.max_batches:
+            while len(samples) < self.config.samples_per_step and num_batches < dynamic.max_gen_batches:
                 more = source.sample(step, self.session.loader.next_step())
                 drawn, num_batches = drawn + more, num_batches + 1
                 different, rest = self._credit.filter_groups(more)
@@ -213,7 +214,7 @@ class Rollouts(Callback):
             differs_N=learnt.differs_N,
             trained=learnt.trained,
             updates=learnt.updates,
-            num_passes=self.config.passes,
+            num_passes=self.config.num_iterations,
             num_sampled=len(drawn),
             num_drawn_tokens=sum(sample.num_generated for sample in drawn),
             seconds=seconds,
@@ -267,12 +268,12 @@ class Rollouts(Callback):
             with sampling_distribution(self.model, shaping):
                 return batch_logprobs(stages, update.batches, mesh.device)
 
-        limit = self.config.max_logprob_gap
+        limit = self.config.max_initial_logprob_gap
         check_agreement(update, samples, score, shaping_of(params), limit=limit, tokenizer=session.tokenizer)
 
     def print_validation(self, when: str) -> None:
         """The line about held-out prompts before and after training. Collective where they are not yet measured."""
-        session, task = self.session, self.recipe.data.task
+        session, task = self.session, self.recipe.data.generator
         step = 0 if when == "before" else session.last_step
         if session.data.validation is None or (when == "before" and session.first_step > 0):
             return
@@ -301,8 +302,8 @@ class Rollouts(Callback):
         where something has gone wrong for some steps."""
         self._log.write(step, rollout)
         meter, config = self.session.meter, self.config
-        if config.show_every is not None and (step == 1 or step % config.show_every == 0):
-            meter.print(sample_table(step, rollout, config.show))
+        if config.log_samples_every is not None and (step == 1 or step % config.log_samples_every == 0):
+            meter.print(sample_table(step, rollout, config.num_samples_logged))
         values = dict(rollout.unshown)
         if "entropy" in measured:
             values["entropy"] = measured["entropy"].item()
@@ -312,9 +313,11 @@ class Rollouts(Callback):
         if (name := self._alarms.broken(counted)) is not None:
             self._stop_for(name, step, rollout)
         if "token_mult_prob_error" in measured:
-            warning = disagreement_warning(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)
+            warning = disagreement_warning(measured["token_mult_prob_error"].item(), config.warn_token_mult_prob_error)
             if warning is not None and not rollout.staleness:
                 meter.print(f"step {step}: {warning}")
             elif warning is not None:  # stale samples always differ by what the weights have moved
-                reason = "the samples are drawn by older weights, as rollout.max_staleness allows; not said again"
+                reason = (
+                    "the samples are drawn by older weights, as rollout.max_off_policy_steps allows; not said again"
+                )
                 self._tell_once("staleness", f"step {step}: {warning} ({reason})")

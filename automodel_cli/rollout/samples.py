@@ -29,16 +29,16 @@ SamplePosition = tuple[int, int, int]
 @dataclass(frozen=True)
 class PackingConfig:
     """How rows are made: `seq_len` tokens each, several samples in one if `packed`, else as long as the longest sample
-    or pair (a multiple of `pad_multiple`). `fits` says whether a rank can run so many microbatches. With
-    `share_prompts` samples in a packed row that have the same prompt stand behind one copy of it."""
+    or pair (a multiple of `pad_to_multiple_of`). `fits` says whether a rank can run so many microbatches. With
+    `share_prompt_prefix` samples in a packed row that have the same prompt stand behind one copy of it."""
 
     seq_len: int
     packed: bool
-    pad_multiple: int
+    pad_to_multiple_of: int
     microbatch_size: int
     pad_id: int
     fits: Callable[[int], bool] = lambda count: True
-    share_prompts: bool = False
+    share_prompt_prefix: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _update(
 ) -> Minibatch:
     rows = _rows(samples, chosen, plan)
     longest = max(sum(_length(samples, block) for block in row) for row in rows)
-    num_tokens = plan.seq_len if plan.packed else -(-longest // plan.pad_multiple) * plan.pad_multiple
+    num_tokens = plan.seq_len if plan.packed else -(-longest // plan.pad_to_multiple_of) * plan.pad_to_multiple_of
     unit = plan.microbatch_size * dp_size
     count = -(-len(rows) // unit)
     while not plan.fits(count):
@@ -119,7 +119,7 @@ def _rows(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: Pack
     if not plan.packed:
         return apart
     found = [_packed(samples, apart, plan.seq_len)]
-    if plan.share_prompts:
+    if plan.share_prompt_prefix:
         groups = _sharing(samples, chosen)
         limits = [plan.seq_len // parts for parts in _PARTS]
         found = [_packed(samples, _shared(samples, groups, limit), plan.seq_len) for limit in limits] + found

@@ -53,7 +53,7 @@ class ConfigRoot(ABC):
             raise ConfigError(
                 f"{servers.number} generation server(s) of {servers.gpus} GPU(s) each leave none of {num_gpus} "
                 "to train on",
-                keys=("rollout.engine.servers.number", "rollout.engine.servers.gpus"),
+                keys=("rollout.engine.servers.num_servers", "rollout.engine.servers.gpus_per_server"),
                 fix=f"{taken + 1} GPUs or more, or rollout.placement=colocated",
             )
         return num_gpus - taken

@@ -116,13 +116,13 @@ def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
     ConfigError."""
     config = recipe.model
     _check_compile(recipe, mesh)
-    if config.attention == PACKED:
+    if config.attn_implementation == PACKED:
         kernel_selection.choose_kernel(config.attention_kernel, mesh.device)
     if recipe.parallelizer.assumes_unpacked:
         transformers_compat.assume_unpacked()
     probe_packing(
         hf_config(config),
-        attention=config.attention,
+        attention=config.attn_implementation,
         rows=row_layout(recipe),
         trust_remote_code=config.trust_remote_code,
     )
@@ -154,18 +154,18 @@ def row_layout(recipe: Recipe) -> Rows:
     """What a microbatch's rows hold. A row alone needs no padding, unless all are made equally long."""
     if recipe.data.packing != "none":
         return "packed"
-    return "whole" if recipe.train.microbatch_size == 1 and recipe.data.pad_to == "longest" else "padded"
+    return "whole" if recipe.train.microbatch_size == 1 and recipe.data.padding == "longest" else "padded"
 
 
 _ONE_GRAPH = "enable_compile=true with activation_checkpointing=selective is one graph for each layer, and "
-_ONE_GRAPH_KEYS = ("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention")
+_ONE_GRAPH_KEYS = ("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attn_implementation")
 
 
 def _layers_are_one_graph(recipe: Recipe) -> bool:
     """Each, with packed attention inside."""
     parallelizer = recipe.parallelizer
     one_graph = parallelizer.enable_compile is True and parallelizer.activation_checkpointing == "selective"
-    return one_graph and recipe.model.attention == PACKED
+    return one_graph and recipe.model.attn_implementation == PACKED
 
 
 def _check_one_graph(recipe: Recipe, device: torch.device, part: ModelPart) -> None:
@@ -177,7 +177,7 @@ def _check_one_graph(recipe: Recipe, device: torch.device, part: ModelPart) -> N
         raise ConfigError(
             f"{_ONE_GRAPH}no flash kernel takes {reason}, so that attention is a graph of its own (FlexAttention)",
             keys=_ONE_GRAPH_KEYS,
-            fix="parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=glue",
+            fix="parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=fused_ops",
         )
 
 
@@ -196,7 +196,7 @@ def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
         raise ConfigError(
             "enable_compile=true with activation_checkpointing=selective cannot run packed attention on the CPU",
             keys=keys,
-            fix="parallelizer.activation_checkpointing=full, or model.attention=sdpa",
+            fix="parallelizer.activation_checkpointing=full, or model.attn_implementation=sdpa",
         )
 
 
@@ -207,7 +207,7 @@ def _whole(recipe: Recipe) -> bool:
 def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[StepHook]:
     """None for a dense model. Compiled layers are left whole unless the hooks are there to act on training."""
     moe = recipe.model.moe
-    if _whole(recipe) and not (moe.aux_loss_coef or moe.bias_update_speed):
+    if _whole(recipe) and not (moe.aux_loss_coef or moe.bias_update_rate):
         return []
     watch = LoadBalancer(parts, moe, mesh)
     return [] if watch.is_empty else [watch]

@@ -28,5 +28,5 @@ def plan_request(recipe: Recipe, layout: Layout) -> PlanRequest:
         seq_len=recipe.data.seq_len,
         head=request_of(recipe.trained_objective),
         frozen=recipe.frozen_model,
-        masks=recipe.model.attention == "sdpa" and row_layout(recipe) != "whole",
+        masks=recipe.model.attn_implementation == "sdpa" and row_layout(recipe) != "whole",
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def _of_cuda(recipe: Recipe) -> list[tuple[str, str]]:
     """What was settled for this GPU."""
-    packed = recipe.model.attention == PACKED
+    packed = recipe.model.attn_implementation == PACKED
     attention = [("attention", str(kernel_selection.chosen_kernel()))] if packed else []
     return [*attention, ("allocator", process_startup.allocator())]
 
@@ -64,7 +64,7 @@ def _header_rows(session: Trainer) -> list[tuple[str, str]]:
         ),
         ("layout", f"{ranks}   {_layout(recipe, session.mesh)}"),
         *([("recompute", session.recomputed)] if session.recomputed else []),
-        *([("glue", compiled_regions.last())] if compiled_regions.last() else []),
+        *([("fused_ops", compiled_regions.last())] if compiled_regions.last() else []),
         *(_of_cuda(recipe) if session.mesh.device.type == "cuda" else []),
         ("data", "\n".join(session.data.report.lines())),
         ("steps", f"{steps}   {step_size(session)} a step{begin}"),

@@ -136,7 +136,7 @@ class Trainer:
             resume_step=self.first_step,
             tracked_config=source.public(),
         )
-        self.watch = Watchdog(recipe.train.step_timeout, run_dir / "logs", lambda: signals.resume_hint(run_dir))
+        self.watch = Watchdog(recipe.train.step_timeout_seconds, run_dir / "logs", lambda: signals.resume_hint(run_dir))
         self.slow_rank = SlowRank()
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
         self.callbacks = Callbacks(self, self._callback_states)
@@ -376,8 +376,8 @@ def build_trainer(recipe: Recipe, source: Composed) -> Iterator[Trainer]:
     """Prepare the data, start the process group, build everything; take it down again whatever happens."""
     if recipe.train.deterministic:
         rng.make_deterministic()
-    if recipe.train.cpu_threads is not None:
-        torch.set_num_threads(recipe.train.cpu_threads)
+    if recipe.train.num_cpu_threads is not None:
+        torch.set_num_threads(recipe.train.num_cpu_threads)
     with rank_errors.by_one_of_a_host():
         tokenizer = load_tokenizer(recipe.model)
         data = recipe.prepared(tokenizer)
@@ -405,7 +405,7 @@ def _opened(
             url = copy_of(recipe, run_dir)
             require_shared(run_dir, url)
             rank_process.redirect_output(run_dir / "logs")
-            copied = mirrored(run_dir, url if dist.get_rank() == 0 else None, recipe.checkpoint.keep)
+            copied = mirrored(run_dir, url if dist.get_rank() == 0 else None, recipe.checkpoint.keep_latest_k)
             with copied as notify, _recorded(run_dir, source) as record:
                 session = Trainer(recipe, source, data, tokenizer, mesh, run_dir, record)
                 session.checkpointer.published = notify

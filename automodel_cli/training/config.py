@@ -32,7 +32,8 @@ class TrainConfig:
     after its defaults) replaces the other. Where one place gives both, the one that is reached first ends the run.
     `max_grad_norm=None` does not clip (the norm is still measured). `deterministic` makes torch refuse kernels
     without a reproducible result.
-    `step_timeout`: seconds after which a rank that comes no further is named, with the stacks of all, and the run ends;
+    `step_timeout_seconds`: seconds after which a rank that comes no further is named, with the stacks of all, and the
+    run ends;
     `auto` is ten times the slowest step so far, at least 300; null does not watch. First steps (compilation),
     validations and checkpoints may always take 25 minutes.
     """
@@ -50,9 +51,9 @@ class TrainConfig:
     """Clip the gradient norm to this. null: no clipping; the norm is still measured."""
     deterministic: bool = False
     """Refuse kernels without a reproducible result, and give cuBLAS a workspace of a fixed size."""
-    cpu_threads: int | None = None
+    num_cpu_threads: int | None = None
     """Threads of torch on each rank's CPU; null: what the launcher gives it."""
-    step_timeout: float | Literal["auto"] | None = "auto"
+    step_timeout_seconds: float | Literal["auto"] | None = "auto"
     """Seconds without progress after which the run ends and prints the stacks of all ranks. null: no limit."""
     extend_schedule: Literal["continue", "restart", "stretch"] | None = None
     """Learning rate of a run that is resumed with another number of steps: `continue` keeps the last rate, `restart`
@@ -63,13 +64,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _positive(
             "train",
-            cpu_threads=self.cpu_threads,
+            num_cpu_threads=self.num_cpu_threads,
             global_batch_size=self.global_batch_size,
             microbatch_size=self.microbatch_size,
             max_steps=self.max_steps,
             epochs=self.epochs,
             max_grad_norm=self.max_grad_norm,
-            step_timeout=None if self.step_timeout == "auto" else self.step_timeout,
+            step_timeout_seconds=None if self.step_timeout_seconds == "auto" else self.step_timeout_seconds,
         )
         if self.extend_schedule not in (None, "continue", "restart", "stretch"):
             raise ConfigError(
@@ -216,7 +217,8 @@ class ValidationConfig:
 class CheckpointConfig:
     """When checkpoints are written and which are kept.
 
-    `every` steps (None: only at the end), the newest `keep` stay (None: all) and the one with the best validation
+    `every` steps (None: only at the end), the newest `keep_latest_k` stay (None: all) and the one with the best
+    validation
     stays too. `async_save` copies the state and writes it while training goes on. `resume`: None starts at step
     0, "auto" continues from the newest whole checkpoint of the run directory if there is one, anything else is the
     folder of a checkpoint. `save_final` also saves after the last step. A run that is interrupted saves always.
@@ -224,7 +226,7 @@ class CheckpointConfig:
 
     every: int | None = None
     """Steps between checkpoints. null: only at the end."""
-    keep: int | None = 3
+    keep_latest_k: int | None = 3
     """Newest checkpoints that are kept, besides the one with the best validation. null: all."""
     async_save: bool = False
     """Copy the state and write it while training goes on."""
@@ -237,7 +239,7 @@ class CheckpointConfig:
     """Longest time in which rank 0 compares the export with the trained model; 0 leaves it out."""
 
     def __post_init__(self) -> None:
-        _positive("checkpoint", every=self.every, keep=self.keep)
+        _positive("checkpoint", every=self.every, keep_latest_k=self.keep_latest_k)
         if not 0 <= self.export_check_minutes < math.inf:
             raise ConfigError(
                 f"export_check_minutes={self.export_check_minutes} must be 0 or more, and finite",
@@ -288,7 +290,7 @@ class LoggingConfig:
     """What a run shows and records.
 
     `metrics.jsonl` gets one row per step whatever `every` is; `every` is how often step lines are printed, and how
-    often numbers are fetched from the device. `display`: "auto" draws a live line on a terminal and prints plain
+    often numbers are fetched from the device. `console`: "auto" draws a live line on a terminal and prints plain
     lines elsewhere; "live" and "plain" force one. `trackers` is a list of names (tensorboard, wandb, mlflow, trackio)
     or nodes of `automodel_cli.training.trackers`. `profile` records a profiler trace. `report` writes report.html and
     loss.svg at the end.
@@ -296,7 +298,7 @@ class LoggingConfig:
 
     every: int = 1
     """Steps between printed lines. `metrics.jsonl` gets a row per step in any case."""
-    display: Literal["auto", "live", "plain"] = "auto"
+    console: Literal["auto", "live", "plain"] = "auto"
     """`live` redraws one line, `plain` prints lines. `auto` is `live` on a terminal."""
     trackers: list[TrackerName | TrackerNode] = field(default_factory=list)
     """Trackers by name (tensorboard, wandb, mlflow, trackio) or nodes of `automodel_cli.training.trackers`."""

@@ -33,12 +33,12 @@ from tests.dist.test_grpo import given_samples, updates_of
 from tests.marks import slow
 
 OBJECTIVES = {
-    "reward model": BradleyTerry(margin=True, center=0.1),
-    "distillation": Distillation(beta=0.3, top_k=4, sft_weight=0.3),
-    "several preference losses": DPO(ld_alpha=0.3, more_losses={"bco_pair": 0.5}, sft_weight=0.1),
-    "gspo-token": GRPO(ratio="sequence_token", aggregation="sequence"),
-    "least certain tokens": GRPO(top_entropy=0.2, kl_coef=0.4),
-    "sapo": GRPO(surrogate="sapo", aggregation="sequence"),
+    "reward model": BradleyTerry(margin=True, center_rewards_coef=0.1),
+    "distillation": Distillation(beta=0.3, top_k=4, nll_weight=0.3),
+    "several preference losses": DPO(ld_alpha=0.3, extra_losses={"bco_pair": 0.5}, nll_weight=0.1),
+    "gspo-token": GRPO(importance_sampling_level="sequence_token", loss_aggregation="sequence"),
+    "least certain tokens": GRPO(top_entropy_fraction=0.2, kl_coef=0.4),
+    "sapo": GRPO(policy_loss="sapo", loss_aggregation="sequence"),
     "ppo": PPO(kl_coef=0.1, value_coef=0.5),
 }
 

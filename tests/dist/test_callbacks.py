@@ -17,7 +17,7 @@ from tests.e2e.command import TINY, metrics
 
 SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
 FEW = ("train.max_steps=4", "checkpoint.every=2", "validation.every=2", "validation.at_start=false")
-QUIET = ("logging.report=false", "logging.display=plain")
+QUIET = ("logging.report=false", "logging.console=plain")
 MINE = '''
 import json, os
 from automodel_cli.training.callback import Callback

@@ -160,8 +160,8 @@ def _resume(rank, world, layout, node, folder, last):
 def test_resume_on_the_same_layout_is_bitwise(tmp_path, layout, world, node):
     straight = launch_all(_train, world, layout, node, str(tmp_path), 2, 4)
     resumed = launch_all(_resume, world, layout, node, str(tmp_path), 4)
-    for (losses, state, random), (more_losses, more_state, more_random) in zip(straight, resumed, strict=True):
-        assert more_losses == losses[2:]
+    for (losses, state, random), (extra_losses, more_state, more_random) in zip(straight, resumed, strict=True):
+        assert extra_losses == losses[2:]
         assert state.keys() == more_state.keys()
         assert [key for key in state if not torch.equal(state[key], more_state[key])] == []
         assert torch.equal(random, more_random)

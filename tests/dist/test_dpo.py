@@ -35,14 +35,19 @@ from tests.marks import slow
 from tests.rounding import tolerance
 
 OBJECTIVES: dict[str, Any] = {
-    "dpo": DPO(sft_weight=0.5),
+    "dpo": DPO(nll_weight=0.5),
     "ipo": DPO(loss="ipo", beta=0.5),
     "kto": KTO(undesirable_weight=2.0),
     # a term that does not cancel: advantages alone sum to nearly 0, and the error of a sum near 0 is only rounding
     "grpo": GRPO(
-        kl_coef=0.1, clip_high=0.28, correction="truncate", correction_max=2.0, positive_nll=0.2, entropy_coef=0.01
+        kl_coef=0.1,
+        clip_high=0.28,
+        sampler_correction="truncate",
+        sampler_correction_clip_max=2.0,
+        positive_nll_coef=0.2,
+        entropy_coef=0.01,
     ),
-    "gspo": GRPO(ratio="sequence", aggregation="sequence"),
+    "gspo": GRPO(importance_sampling_level="sequence", loss_aggregation="sequence"),
 }
 
 

@@ -335,7 +335,7 @@ def _compiled(rank, world, family):
     mesh = build_mesh(EP2.resolve(world), "cpu")
     compiled = replace(FSDP2, enable_compile=True, compile_backend="aot_eager")
     configs = [FSDP2, *(replace(compiled, activation_checkpointing=mode) for mode in (False, "full", "minimal"))]
-    configs.append(replace(compiled, enable_compile="glue", activation_checkpointing="selective"))
+    configs.append(replace(compiled, enable_compile="fused_ops", activation_checkpointing="selective"))
     found = []
     for config in configs:
         torch._dynamo.reset()

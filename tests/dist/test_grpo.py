@@ -35,7 +35,7 @@ from tests import tiny
 from tests.dist.harness import launch, launch_all
 
 SEQ_LEN = 26  # no multiple of what context parallelism cuts rows into
-OBJECTIVE = GRPO(kl_coef=0.1, clip_high=0.28, correction="truncate", correction_max=2.0)
+OBJECTIVE = GRPO(kl_coef=0.1, clip_high=0.28, sampler_correction="truncate", sampler_correction_clip_max=2.0)
 ADVANTAGES = torch.tensor([0.5, -1.0, 2.0, 1.5, -0.25, 0.75, 1.0, -0.5, 0.25, 1.25])
 
 
@@ -56,7 +56,7 @@ def given_samples() -> list[Sample]:
 def row_plan(packed: bool) -> PackingConfig:
     """Two microbatches at least: what two pipeline stages need."""
     return PackingConfig(
-        SEQ_LEN, packed, pad_multiple=1, microbatch_size=2, pad_id=0, fits=lambda count: count % 2 == 0
+        SEQ_LEN, packed, pad_to_multiple_of=1, microbatch_size=2, pad_id=0, fits=lambda count: count % 2 == 0
     )
 
 

@@ -36,7 +36,7 @@ from tests.dist.test_grpo import OBJECTIVE, built, everyones, row, with_columns
 
 VOCAB, SEQ_LEN = 354, 100  # of the byte tokenizer, which must read what the model says
 STOPS = [1, *range(100, 260)]  # so many that random weights end their messages
-TOOL = Calculator(pattern="([a-zA-Z0-9])", max_turns=3, call_reward=0.5, error_reward=-0.25)
+TOOL = Calculator(pattern="([a-zA-Z0-9])", max_turns=3, tool_call_reward=0.5, error_reward=-0.25)
 PARAMS = SamplingParams(max_new_tokens=9, temperature=0.9, top_p=0.95)
 
 
@@ -68,7 +68,7 @@ def drawn_samples(rank: int, world: int, folder: Path, family: str, which: Case)
 
 def update_of(samples: Sequence[Sample], packed: bool, dp_rank: int = 0, dp_size: int = 1) -> Minibatch:
     plan = PackingConfig(
-        SEQ_LEN, packed, pad_multiple=1, microbatch_size=2, pad_id=0, fits=lambda count: count % 2 == 0
+        SEQ_LEN, packed, pad_to_multiple_of=1, microbatch_size=2, pad_id=0, fits=lambda count: count % 2 == 0
     )
     (update,) = pack_minibatches(
         samples, [(i,) for i in range(len(samples))], 1, plan, dp_rank=dp_rank, dp_size=dp_size
@@ -141,7 +141,7 @@ def test_labels_are_what_the_model_drew_and_nothing_else():
     logprobs = [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0]
     prompt = Prompt(0, [50, 51, 52], [], {}, "by hand")
     one = Sample(0, 0, prompt, tokens, logprobs, "", "stop", 0, Score(4.0, {}, {}), generated, said)
-    plan = PackingConfig(12, packed=True, pad_multiple=1, microbatch_size=1, pad_id=9)
+    plan = PackingConfig(12, packed=True, pad_to_multiple_of=1, microbatch_size=1, pad_id=9)
     (update,) = pack_minibatches([one], [(0,)], 1, plan, dp_rank=0, dp_size=1)
     (batch,) = update.with_values("advantages_BT", torch.tensor([0.5]), [one]).batches
     no = IGNORE_INDEX

@@ -38,7 +38,7 @@ LAYOUTS = {
 def _run(rank, world, sizes, parallelizer, family):
     """Losses and norms of three steps, and the weights that are exported then."""
     mesh = build_mesh(sizes.resolve(world), "cpu")
-    lora = LoRAConfig(rank=4, alpha=8.0, base_quantization="nf4")
+    lora = LoRAConfig(rank=4, alpha=8.0, quantization="nf4")
     config = ModelConfig(config=tiny.tiny_fields(family), lora=lora)
     every = step_batches(packed=True)
     mine = every[mesh.dp_rank :: mesh.dp_size]

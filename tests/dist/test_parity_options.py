@@ -47,10 +47,10 @@ COMPILED = {
     ),
     "ddp, checkpointing": DDPConfig(enable_compile=True, compile_backend="aot_eager", activation_checkpointing=True),
 }
-GLUE = {"enable_compile": "glue", "compile_backend": "aot_eager"}
+FUSED_OPS = {"enable_compile": "fused_ops", "compile_backend": "aot_eager"}
 COMPILED |= {
-    "fsdp2, glue": replace(FSDP2, activation_checkpointing=2, **GLUE),
-    "tp, glue": replace(FSDP2, sequence_parallel=True, **GLUE),
+    "fsdp2, glue": replace(FSDP2, activation_checkpointing=2, **FUSED_OPS),
+    "tp, glue": replace(FSDP2, sequence_parallel=True, **FUSED_OPS),
 }
 REDUCED = {
     "bfloat16": replace(FSDP2, mp_policy=MixedPrecision()),

@@ -14,16 +14,16 @@ from torch.distributed.checkpoint import FileSystemReader
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig
 from automodel_cli.models.config import LoRAConfig, ModelConfig
-from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate, check_reference_update
+from automodel_cli.run.frozen_models.reference_sync import ReferenceSync, check_reference_update
 from tests.dist.harness import launch
 from tests.dist.sessions import session, train
 from tests.dist.test_sessions import DPO
 from tests.e2e.command import metrics
 from tests.e2e.test_grpo import TINY
 
-QUIET = ("logging.report=false", "logging.display=plain")
-EVERY_STEP = ("checkpoint.every=1", "checkpoint.keep=10", "data.seq_len=96", "train.max_steps=5", *QUIET)
-SOFT = "reference_update={every: 2, alpha: 0.6}"
+QUIET = ("logging.report=false", "logging.console=plain")
+EVERY_STEP = ("checkpoint.every=1", "checkpoint.keep_latest_k=10", "data.seq_len=96", "train.max_steps=5", *QUIET)
+SOFT = "reference_sync={every: 2, alpha: 0.6}"
 
 
 def _dpo(rank, world, folder, *overrides, stop_at=0, run=None):
@@ -44,12 +44,12 @@ def _grpo(rank, world, folder, *overrides):
 
     with session(folder, TINY.format(family="llama"), *QUIET, *overrides) as opened:
         recipe = opened.recipe
-        rollouts = Rollouts(opened, recipe.rollout, recipe.rewards, recipe.objective, None, recipe.reference_update)
+        rollouts = Rollouts(opened, recipe.rollout, recipe.rewards, recipe.objective, None, recipe.reference_sync)
         opened.callbacks.add(rollouts)
         for step, prompts in opened.steps():
             rollout = rollouts.collect(step, prompts)
             with rollouts.scoring():
-                opened.train(step, *rollout.passes())
+                opened.train(step, *rollout.num_iterations())
             rollouts.sync(step)
 
 
@@ -95,7 +95,7 @@ def test_a_stopped_run_goes_on_with_the_reference_of_its_checkpoint(folder):
 
 
 def test_after_a_hard_update_at_each_step_no_pair_is_preferred_to_the_reference(folder):
-    launch(_dpo, 1, folder, "run_name=hard", "reference_update.every=1", process_group=False)
+    launch(_dpo, 1, folder, "run_name=hard", "reference_sync.every_steps=1", process_group=False)
     rows = [row for row in metrics(folder / "runs" / "hard") if "loss" in row]
     assert [row["loss"] for row in rows] == pytest.approx([0.6931472] * 5, abs=1e-6)
     assert all(row["rewards_chosen"] == 0 and row["grad_norm"] > 0 for row in rows)
@@ -107,13 +107,13 @@ def test_the_reference_of_samples_follows_too_also_with_adapters(tmp_path, model
     one = (
         "train.global_batch_size=16",
         "objective.kl_coef=0.1",
-        "objective.top_entropy=null",
+        "objective.top_entropy_fraction=null",
         "train.max_steps=3",
         model,
         "rollout.top_p=1.0",
     )
     launch(_grpo, 1, tmp_path, *one, "run_name=still", process_group=False)
-    launch(_grpo, 1, tmp_path, *one, "run_name=follows", "reference_update.every=2", process_group=False)
+    launch(_grpo, 1, tmp_path, *one, "run_name=follows", "reference_sync.every_steps=2", process_group=False)
     runs = (metrics(tmp_path / "runs" / name) for name in ("still", "follows"))
     still, follows = ([row["kl_penalty"] for row in run if "loss" in row] for run in runs)
     assert follows[:2] == still[:2] and still[1] > 0
@@ -141,9 +141,9 @@ class _Recipe:
 @pytest.mark.parametrize(
     ("change", "has_reference", "update", "key"),
     [
-        ({}, False, ReferenceUpdate(1), "objective"),
-        ({"model": ModelConfig(pretrained="x", lora=LoRAConfig(rank=4))}, True, ReferenceUpdate(1, 0.5), "model.lora"),
-        ({"parallelizer": MegatronFSDPConfig()}, True, ReferenceUpdate(1), "parallelizer"),
+        ({}, False, ReferenceSync(1), "objective"),
+        ({"model": ModelConfig(pretrained="x", lora=LoRAConfig(rank=4))}, True, ReferenceSync(1, 0.5), "model.lora"),
+        ({"parallelizer": MegatronFSDPConfig()}, True, ReferenceSync(1), "parallelizer"),
     ],
 )
 def test_what_a_reference_cannot_follow_is_refused(change, has_reference, update, key):

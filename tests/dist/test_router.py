@@ -121,7 +121,7 @@ def run(rank: int, world: int, case: Case):
     else:
         pipeline = PipelineConfig(schedule=case.schedule)
         stages = build_stages(part, mesh, pipeline, case.config, num_microbatches=count)
-    watch = LoadBalancer(stages.parts, MoEConfig(aux_loss_coef=case.coef, bias_update_speed=speed(case)), mesh)
+    watch = LoadBalancer(stages.parts, MoEConfig(aux_loss_coef=case.coef, bias_update_rate=speed(case)), mesh)
     recorder = Recorder(stages.parts)
     batches = batches_of(mesh.dp_rank, count)
     result = train_step(stages, batches, SFT(), recorder, mesh, max_grad_norm=None, hooks=[watch])
@@ -216,7 +216,7 @@ def _refused_step(rank, world):
     mesh = build_mesh(EP2.resolve(world), "cpu")
     part = tiny_part("deepseek_v3")
     stages = SingleStage(parallelize(part, mesh, FSDP2))
-    watch = LoadBalancer(stages.parts, MoEConfig(bias_update_speed=SPEED), mesh)
+    watch = LoadBalancer(stages.parts, MoEConfig(bias_update_rate=SPEED), mesh)
     biases = [b for n, b in part.named_buffers() if "correction_bias" in n]
     before = [b.clone() for b in biases]
     batches = batches_of(rank, 2)
@@ -247,7 +247,7 @@ def _refusals(rank, world):
     messages = []
     for family, options in (
         ("llama", {"aux_loss_coef": COEF}),
-        ("qwen3_moe", {"bias_update_speed": SPEED}),
+        ("qwen3_moe", {"bias_update_rate": SPEED}),
     ):
         with pytest.raises(ConfigError) as caught:
             LoadBalancer([tiny_part(family)], MoEConfig(**options), mesh)

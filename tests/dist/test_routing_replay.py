@@ -164,12 +164,12 @@ model: {pretrained: null, config: {model_type: qwen3_moe, hidden_size: 32, inter
   moe_intermediate_size: 24, decoder_sparse_step: 1, vocab_size: 512},
   tokenizer: {_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
 data: {seq_len: 128}
-rollout: {prompts_per_step: 2, group_size: 2, max_new_tokens: 6, baseline: batch, show_every: null,
+rollout: {prompts_per_step: 2, group_size: 2, max_new_tokens: 6, advantage_estimator: batch, log_samples_every: null,
   replay_routing: true}
 rewards:
   digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
 parallelizer: {mp_policy: {param_dtype: float32}}
-train: {global_batch_size: 4, microbatch_size: 1, max_steps: 2, epochs: null, cpu_threads: 1}
+train: {global_batch_size: 4, microbatch_size: 1, max_steps: 2, epochs: null, num_cpu_threads: 1}
 validation: {every: null, num_batches: null, at_start: false}
 logging: {report: false}
 """
@@ -188,9 +188,9 @@ def replayed_run(rank: int, world: int, folder: Path, overrides: Sequence[str]) 
         for step, prompts in opened.steps():
             rollout = rollouts.collect(step, prompts)
             with rollouts.scoring():
-                measured = opened.train(step, *rollout.passes(), shown=rollout.shown, unshown=rollout.unshown)
+                measured = opened.train(step, *rollout.num_iterations(), shown=rollout.shown, unshown=rollout.unshown)
             rollouts.sync(step)
-            names = ("logprob_gap", "logprob_gap_unreplayed")
+            names = ("logprob_abs_diff", "logprob_abs_diff_without_replay")
             found.append({"mismatch": measured["routing_mismatch"].item(), **{n: rollout.unshown[n] for n in names}})
     return found
 
@@ -198,7 +198,7 @@ def replayed_run(rank: int, world: int, folder: Path, overrides: Sequence[str]) 
 def test_a_run_that_samples_its_own_weights_has_no_mismatch(tmp_path):
     live = launch(replayed_run, 1, tmp_path, (), process_group=False)
     assert [step["mismatch"] for step in live] == [0, 0]
-    assert all(max(step["logprob_gap"], step["logprob_gap_unreplayed"]) < 1e-5 for step in live)
+    assert all(max(step["logprob_abs_diff"], step["logprob_abs_diff_without_replay"]) < 1e-5 for step in live)
 
 
 def refused_run(rank: int, world: int, folder: Path, overrides: Sequence[str]) -> str:
@@ -229,7 +229,12 @@ def test_an_engine_that_does_not_know_of_a_layer_is_refused_before_the_first_ste
 
 @pytest.mark.slow
 def test_a_run_on_stale_samples_has_a_mismatch(tmp_path):
-    stale = ("rollout=hf", "rollout.max_staleness=1", "objective.correction=truncate", "objective.correction_max=2.0")
+    stale = (
+        "rollout=hf",
+        "rollout.max_off_policy_steps=1",
+        "objective.sampler_correction=truncate",
+        "objective.sampler_correction_clip_max=2.0",
+    )
     first, second = launch(replayed_run, 1, tmp_path, (*stale, "optimizer.lr=0.03"), process_group=False)
     assert first["mismatch"] == 0 and second["mismatch"] > 0.01
-    assert second["logprob_gap"] > 1e-3 and second["logprob_gap"] != second["logprob_gap_unreplayed"]
+    assert second["logprob_abs_diff"] > 1e-3 and second["logprob_abs_diff"] != second["logprob_abs_diff_without_replay"]

@@ -32,7 +32,9 @@ def update_of(objective: Any, samples: Sequence[Sample], packed: bool, dp_rank: 
     rewards_N = torch.tensor([sample.score.total for sample in samples], dtype=torch.float64)
     places_N = torch.tensor([sample.place for sample in samples])
     chosen = objective.select(rewards_N, places_N, torch.ones(len(samples), dtype=torch.bool))
-    plan = PackingConfig(52, packed, pad_multiple=1, microbatch_size=1, pad_id=0, fits=lambda count: count % 2 == 0)
+    plan = PackingConfig(
+        52, packed, pad_to_multiple_of=1, microbatch_size=1, pad_id=0, fits=lambda count: count % 2 == 0
+    )
     (update,) = pack_minibatches(samples, chosen, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
     if "pairs_P2" not in objective.columns:
         return update

@@ -22,7 +22,7 @@ from tests.e2e.test_dpo import PAIRS
 
 SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
 DPO = PAIRS.format(family="llama").replace("num_train: 200, num_validation: 16", "num_train: 24, num_validation: 4")
-FEW = ("train.max_steps=4", "logging.report=false", "logging.display=plain", "checkpoint.every=null")
+FEW = ("train.max_steps=4", "logging.report=false", "logging.console=plain", "checkpoint.every=null")
 
 
 def _train(rank, world, folder, *overrides, stop_at=0, run=None):
@@ -99,7 +99,8 @@ def _pairs(rank, world, folder, *overrides):
 
 
 @pytest.mark.parametrize(
-    "objective", ["objective.loss=aot_unpaired", pytest.param("objective.wpo=true", marks=pytest.mark.slow)]
+    "objective",
+    ["objective.loss=aot_unpaired", pytest.param("objective.use_wpo_weighting=true", marks=pytest.mark.slow)],
 )
 def test_what_a_loss_reads_of_the_policy_before_an_update_is_that_of_all_ranks(tmp_path: Path, objective: str) -> None:
     """Whole numbers, not their parts: one rank sorts the pairs that two ranks share."""

@@ -35,9 +35,15 @@ from tests.dist.harness import launch
 
 SEQ_LEN = 32
 OBJECTIVES: dict[str, Any] = {
-    "grpo": GRPO(kl_coef=0.1, clip_high=0.28, correction="truncate", correction_max=2.0, aggregation="sequence"),
+    "grpo": GRPO(
+        kl_coef=0.1,
+        clip_high=0.28,
+        sampler_correction="truncate",
+        sampler_correction_clip_max=2.0,
+        loss_aggregation="sequence",
+    ),
     "critic": PPO(kl_coef=0.1, value_coef=0.5),
-    "teacher": Distillation(beta=0.3, top_k=2, sft_weight=0.3),
+    "teacher": Distillation(beta=0.3, top_k=2, nll_weight=0.3),
 }
 # (tokens of the prompt, of each response): a group, one that has nothing to share, one with a response of several
 # turns, and one that no row holds whole
@@ -62,7 +68,9 @@ def update_of(samples: Sequence[Sample], *, share: bool, dp_rank: int = 0, dp_si
     """Old and reference log-probs that differ from the policy's, and an advantage of each sample; one is left out.
     What a critic and a teacher say follows from a token's label.
     """
-    plan = PackingConfig(SEQ_LEN, True, 1, microbatch_size=2, pad_id=0, fits=lambda n: n % 2 == 0, share_prompts=share)
+    plan = PackingConfig(
+        SEQ_LEN, True, 1, microbatch_size=2, pad_id=0, fits=lambda n: n % 2 == 0, share_prompt_prefix=share
+    )
     trained = [(i,) for i in range(len(samples)) if i != 3]
     (update,) = pack_minibatches(samples, trained, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
     advantages_N = torch.randn(len(samples), generator=torch.Generator().manual_seed(5))
@@ -214,12 +222,12 @@ model: {pretrained: null, config: {model_type: llama, hidden_size: 32, intermedi
   num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, vocab_size: 512},
   tokenizer: {_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
 data: {seq_len: 48}
-rollout: {prompts_per_step: 2, group_size: 4, max_new_tokens: 6, baseline: batch, show_every: null}
+rollout: {prompts_per_step: 2, group_size: 4, max_new_tokens: 6, advantage_estimator: batch, log_samples_every: null}
 rewards:
   digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
 optimizer: {lr: 1.0e-3}
 parallelizer: {mp_policy: {param_dtype: float32}}
-train: {global_batch_size: 4, microbatch_size: 1, max_steps: 2, epochs: null, cpu_threads: 1}
+train: {global_batch_size: 4, microbatch_size: 1, max_steps: 2, epochs: null, num_cpu_threads: 1}
 validation: {every: null, num_batches: null, at_start: false}
 logging: {report: false}
 """
@@ -234,7 +242,9 @@ def two_steps(
 
     found = {}
     for share in ("auto", "false"):
-        with session(folder, RUN, f"rollout.share_prompts={share}", f"run_name=share_{share}", *overrides) as opened:
+        with session(
+            folder, RUN, f"rollout.share_prompt_prefix={share}", f"run_name=share_{share}", *overrides
+        ) as opened:
             recipe, steps = opened.recipe, []
             rollouts = Rollouts(opened, recipe.rollout, recipe.rewards, recipe.objective, recipe.teacher)
             opened.callbacks.add(rollouts)
@@ -242,7 +252,9 @@ def two_steps(
                 rollout = rollouts.collect(step, prompts)
                 batches = [batch for update in rollout.updates for batch in update.batches]
                 with rollouts.scoring():
-                    measured = opened.train(step, *rollout.passes(), shown=rollout.shown, unshown=rollout.unshown)
+                    measured = opened.train(
+                        step, *rollout.num_iterations(), shown=rollout.shown, unshown=rollout.unshown
+                    )
                 rollouts.sync(step)
                 rows = sum(len(batch.input_ids_BT) for batch in batches)
                 steps.append({"rows": rows, **{name: value.item() for name, value in measured.items()}})
@@ -252,8 +264,8 @@ def two_steps(
 
 VARIANTS = {
     "reference": ("objective.kl_coef=0.1",),
-    "critic": ("objective=ppo", "rollout.baseline=critic", "objective.value_coef=1.0"),
-    "teacher": ("objective=gkd", "teacher={pretrained: teacher}", "rollout.baseline=group"),
+    "critic": ("objective=ppo", "rollout.advantage_estimator=critic", "objective.value_coef=1.0"),
+    "teacher": ("objective=gkd", "teacher={pretrained: teacher}", "rollout.advantage_estimator=group"),
 }
 
 
@@ -265,7 +277,7 @@ def test_a_run_measures_the_same_in_fewer_rows(tmp_path, variant):
     found = launch(two_steps, 1, tmp_path, VARIANTS[variant], process_group=False)
     (shared, said), (apart, said_apart) = found["auto"], found["false"]
     assert said == "in the update read once for all responses of a group in a row"
-    assert said_apart.endswith("once for each response: rollout.share_prompts=false")
+    assert said_apart.endswith("once for each response: rollout.share_prompt_prefix=false")
     for ours, theirs in zip(shared, apart, strict=True):
         assert ours.pop("rows") < theirs.pop("rows")
         assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-6)

@@ -105,7 +105,7 @@ def test_rows_that_do_not_divide_over_the_ranks(originals):
 
 def test_routers_refuse_to_count_padding(originals):
     original = originals("qwen3_moe 4 kv heads", num_key_value_heads=4)
-    with pytest.raises(Exception, match=r"data\.pad_multiple=4"):
+    with pytest.raises(Exception, match=r"data\.pad_to_multiple_of=4"):
         launch(run_rows, 4, original, [row(SP, tp_size=4)])
 
 
@@ -153,7 +153,7 @@ def _logprobs_of_each(rank, world, several, kernel):
 def _logprobs(world, fields, kernel):
     kernel_selection.choose_kernel(kernel, torch.device("cpu"))
     mesh = build_mesh(MeshConfig(tp_size=world).resolve(world), "cpu")
-    config = ModelConfig(config=fields, head_chunk_size=7)
+    config = ModelConfig(config=fields, lm_head_chunk_size=7)
     part = build_part(config)
     parallelize(part, mesh, TP)
     load_weights(part, config, device="cpu", seed=3)

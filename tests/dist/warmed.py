@@ -30,7 +30,7 @@ def warm() -> None:
         with tempfile.TemporaryDirectory() as folder:
             with transformers_compat.quiet():
                 tiny.build_hf(family).save_pretrained(folder)
-            config = ModelConfig(pretrained=folder, head_chunk_size=16)
+            config = ModelConfig(pretrained=folder, lm_head_chunk_size=16)
             part = build_part(config)
             check_split(part.model)
             load_weights(part, config, device="cpu", seed=0)

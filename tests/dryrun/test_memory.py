@@ -40,7 +40,7 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_the_peak_of_a_real_step_is_that_of_the_allocator_within_ten_percent(family: str) -> None:
     torch.manual_seed(0)
-    part = build_part(ModelConfig(config=tiny_fields(family), attention="sdpa"), device="cpu")
+    part = build_part(ModelConfig(config=tiny_fields(family), attn_implementation="sdpa"), device="cpu")
     model: nn.Module = part.model
     for p in model.parameters():
         nn.init.normal_(p, std=0.02)

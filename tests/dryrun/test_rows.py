@@ -23,14 +23,14 @@ def _recipe(conf: str, *overrides: str) -> Any:
     ("conf", "overrides"),
     [
         ("quickstart", ()),
-        ("quickstart", ("data.pad_to=seq_len",)),
-        ("quickstart", ("data.pad_multiple=64",)),
+        ("quickstart", ("data.padding=seq_len",)),
+        ("quickstart", ("data.pad_to_multiple_of=64",)),
         ("quickstart_dpo", ()),
     ],
 )
 def test_unpacked_rows_are_padded_and_cut_as_the_loader_collates_them(conf: str, overrides: tuple[str, ...]) -> None:
     # a dry run reads the first 64
-    few = "data.task.num_train=100" if conf == "quickstart" else "data.task.tasks.num_train=100"
+    few = "data.generator.num_train=100" if conf == "quickstart" else "data.generator.tasks.num_train=100"
     recipe = _recipe(conf, few, *overrides)
     loaded = recipe.prepared(load_tokenizer(recipe.model)).train
     documents = document_lengths(recipe, None)

@@ -1,4 +1,4 @@
-"""`model.attention=sdpa` in a dry run: the kernels that a CUDA device takes, and what they keep."""
+"""`model.attn_implementation=sdpa` in a dry run: the kernels that a CUDA device takes, and what they keep."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from tests.dryrun.test_tiny import _BF16, _LAYERS, _PLAIN
 from tests.dryrun.traces import trace_in_fork
 
 _TOKENS, _HEADS, _MICROBATCHES = 2048, 4, 2
-_DATA = (f"data.seq_len={_TOKENS}", "data.task=null", "data.path=none.jsonl", "train.microbatch_size=1")
+_DATA = (f"data.seq_len={_TOKENS}", "data.generator=null", "data.path=none.jsonl", "train.microbatch_size=1")
 _MASK = 2 * _TOKENS**2  # bytes of one in bfloat16
 
 
 @cache
 def _traced(attention: str, document: int) -> RankResult:
-    given = (*_PLAIN, *_BF16, *_DATA, f"model.attention={attention}", "parallelizer.activation_checkpointing=false")
+    given = (
+        *_PLAIN,
+        *_BF16,
+        *_DATA,
+        f"model.attn_implementation={attention}",
+        "parallelizer.activation_checkpointing=false",
+    )
     options: dict[str, Any] = {"document": document, "microbatches": _MICROBATCHES}
     return trace_in_fork(TraceRequest("llama3_8b_tp2cp2_tiny", given, 1, **options))
 

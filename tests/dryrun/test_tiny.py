@@ -372,7 +372,7 @@ def test_microbatches_that_the_schedule_cannot_run_are_refused_with_some_that_it
     assert refused.value.fix == "--microbatches 6"
 
 
-_TAUGHT = ("teacher.pretrained=Qwen/Qwen3-0.6B", "data.task.num_train=100")
+_TAUGHT = ("teacher.pretrained=Qwen/Qwen3-0.6B", "data.generator.num_train=100")
 
 
 @pytest.mark.parametrize(

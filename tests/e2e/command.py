@@ -28,7 +28,7 @@ model:
     tie_word_embeddings: true
   tokenizer: {{_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
 data:
-  task: {{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 400, num_validation: 16}}
+  generator: {{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 400, num_validation: 16}}
   seq_len: 64
 parallelizer:
   mp_policy: {{_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}}

@@ -99,12 +99,14 @@ def test_a_resumed_run_compares_with_the_first_model(folder, losses):
 
 
 def test_judged_responses(folder):
-    losses = train(folder, "kto", "objective=kto", "data.task=null", "data.path=judged.jsonl", "data.validation_rows=8")
+    losses = train(
+        folder, "kto", "objective=kto", "data.generator=null", "data.path=judged.jsonl", "data.validation_size=8"
+    )
     assert losses[0] == pytest.approx(0.5, abs=1e-6)
     assert metrics(folder / "runs" / "kto")[-1]["val_num_desirable"] > 0
     rows = [{"prompt": f"{i} + 1", "completion": str(i + 1), "label": True} for i in range(60)]
     (folder / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    alike = ("objective=kto", "data.task=null", "data.path=good.jsonl", "train.max_steps=1", "run_name=good")
+    alike = ("objective=kto", "data.generator=null", "data.path=good.jsonl", "train.max_steps=1", "run_name=good")
     done = automodel(folder, "dpo", "llm", "-c", "pairs.yaml", *STEPS, *alike)
     assert "warning: all responses are judged good" in done.stdout, done.stdout + done.stderr
 

@@ -23,7 +23,7 @@ def weights(folder: Path) -> bytes:
 def test_the_best_checkpoint_is_exported_and_named(tmp_path: Path) -> None:
     (tmp_path / "scores.py").write_text(SCORES)
     words = ["validation.metric=val_score", "validation.direction=max", "validation.every=1", "validation.patience=2"]
-    words += ["train.max_steps=6", "checkpoint.every=null", "data.task.num_validation=4", "logging.report=false"]
+    words += ["train.max_steps=6", "checkpoint.every=null", "data.generator.num_validation=4", "logging.report=false"]
     words += ["callbacks=[{_target_: scores.Scores}]", "--trust-package", "scores", "lr_scheduler=constant"]
     done = automodel(tmp_path, str(write_config(tmp_path)), *words)
     assert done.returncode == 0, done.stderr

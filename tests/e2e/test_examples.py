@@ -64,12 +64,12 @@ def test_own_policy_objective_learns_on_its_own_samples(folder: Path) -> None:
 
 def test_own_dataset_optimizer_schedule_and_callback_in_one_run(folder: Path) -> None:
     own = {
-        "data.task": "{_target_: own_dataset.Backwards, number: 60}",
+        "data.generator": "{_target_: own_dataset.Backwards, number: 60}",
         "optimizer": "{_target_: own_optimizer.Lion, lr: 2e-3}",
         "lr_scheduler": "{_target_: own_schedule.Milestones, at: [0.5]}",
         "callbacks": "[{_target_: own_callback.BestLoss}]",
     }
-    overrides = ["~data.task", "~optimizer", "~lr_scheduler", *(f"{key}={value}" for key, value in own.items())]
+    overrides = ["~data.generator", "~optimizer", "~lr_scheduler", *(f"{key}={value}" for key, value in own.items())]
     trust = [f"--trust-package=own_{name}" for name in ("dataset", "optimizer", "schedule", "callback")]
     done = automodel(folder, "finetune", "llm", "-c", "tiny.yaml", "run_name=four", *SHORT, *overrides, *trust)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,8 +96,8 @@ def test_own_format_and_tracker_in_one_run(folder: Path) -> None:
 
 
 def test_own_format_of_pairs(folder: Path) -> None:
-    own = ("~data.task", "data.path=threads.jsonl", "data.format={_target_: own_format.BestAndWorst}")
-    few = ("train.max_steps=2", "logging.report=false", "data.seq_len=128", "data.columns={body: text}")
+    own = ("~data.generator", "data.path=threads.jsonl", "data.format={_target_: own_format.BestAndWorst}")
+    few = ("train.max_steps=2", "logging.report=false", "data.seq_len=128", "data.column_mapping={body: text}")
     (folder / "pairs.yaml").write_text(PAIRS.format(family="llama"))
     run = ("dpo", "llm", "-c", "pairs.yaml", "run_name=threads_dpo", *few, *own, "--trust-package", "own_format")
     done = automodel(folder, *run)

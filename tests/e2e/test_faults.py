@@ -36,7 +36,7 @@ from tests.dist.sessions import session
 from tests.e2e.command import TINY, automodel, curve, environment, metrics, start_cold, write_config
 
 SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
-FEW = ("train.max_steps=4", "logging.report=false", "logging.display=plain", "checkpoint.every=null")
+FEW = ("train.max_steps=4", "logging.report=false", "logging.console=plain", "checkpoint.every=null")
 Mount = Callable[[str], Path]
 
 
@@ -293,7 +293,7 @@ def _sleep_on_rank_1(rank, world, folder):
             if rank == 1:
                 time.sleep(60)
 
-    return _train(rank, world, folder, "mesh.dp_size=2", "train.step_timeout=1", then=then)
+    return _train(rank, world, folder, "mesh.dp_size=2", "train.step_timeout_seconds=1", then=then)
 
 
 def test_a_rank_that_hangs_is_named_with_what_the_others_wait_in(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_rank_that_is_always_slower_is_named_once(tmp_path: Path) -> None:
     ), said
     assert not of_rank_1
     rows = [row for row in metrics(tmp_path / "runs/config") if "loss" in row][2:]
-    assert statistics.median(row["rank_seconds_max"] - row["rank_seconds_min"] for row in rows) > 0.07
+    assert statistics.median(row["rank_busy_seconds_max"] - row["rank_busy_seconds_min"] for row in rows) > 0.07
     assert sum(row["slowest_rank"] == 1 for row in rows) > len(rows) / 2
 
 
@@ -343,7 +343,7 @@ def test_a_rank_that_is_always_slower_is_named_once(tmp_path: Path) -> None:
 def test_a_frozen_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     """SIGSTOP: nothing comes from it any more, no stack either; the launcher ends it with the others."""
     write_config(tmp_path)
-    more = ("mesh.dp_size=2", "train.max_steps=4000", "data.num_workers=1", "train.step_timeout=3")
+    more = ("mesh.dp_size=2", "train.max_steps=4000", "data.num_workers=1", "train.step_timeout_seconds=3")
     process = start_cold(tmp_path, "tiny.yaml", *more)
     os.kill(frozen := _rank_1_of(process, tmp_path, rows=12), signal.SIGSTOP)
     output, _ = process.communicate(timeout=120)

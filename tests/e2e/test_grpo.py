@@ -33,10 +33,10 @@ model:
     tie_word_embeddings: true
   tokenizer: {{_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
 data:
-  task: {{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 400, num_validation: 8}}
+  generator: {{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 400, num_validation: 8}}
   seq_len: 64
 rollout:
-  {{prompts_per_step: 4, group_size: 4, max_new_tokens: 8, temperature: 0.9, top_p: 0.95, show_every: 3,
+  {{prompts_per_step: 4, group_size: 4, max_new_tokens: 8, temperature: 0.9, top_p: 0.95, log_samples_every: 3,
     validation_samples: 2}}
 rewards:
   digit:
@@ -52,7 +52,7 @@ objective: {{kl_coef: 0.02}}
 parallelizer:
   mp_policy: {{_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}}
 optimizer: {{lr: 1e-3, eps: 1e-5}}  # by far less, Adam makes steps of rounding errors, and ranks differ by theirs
-train: {{global_batch_size: 8, microbatch_size: 2, max_steps: 6, epochs: null, cpu_threads: 1}}
+train: {{global_batch_size: 8, microbatch_size: 2, max_steps: 6, epochs: null, num_cpu_threads: 1}}
 checkpoint: {{every: 2}}
 """
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -61,7 +61,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 def write_config(folder: Path, family: str = "llama") -> None:
     """TINY, trained on its least certain tokens: a column more that runs must carry through all they do."""
     (folder / "tiny.yaml").write_text(
-        TINY.format(family=family).replace("kl_coef: 0.02", "kl_coef: 0.02, top_entropy: 0.7")
+        TINY.format(family=family).replace("kl_coef: 0.02", "kl_coef: 0.02, top_entropy_fraction: 0.7")
     )
 
 
@@ -89,7 +89,7 @@ def test_run_folder_holds_every_sample_and_every_number(whole: Path) -> None:
     rows = [row for row in metrics(folder) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     promised = {"reward", "response_length", "kl_penalty", "clip_fraction", "gen_kl_error", "token_mult_prob_error"}
-    promised |= {"reward_digit", "reward_other", "num_equal_groups", "truncated", "weight_version"}
+    promised |= {"reward_digit", "reward_other", "num_zero_std_groups", "truncated", "weight_version"}
     assert all(promised <= set(row) for row in rows)
     (held_out,) = [row for row in metrics(folder) if "val_reward" in row and row["step"] == STEPS]
     assert held_out["val_avg_at_k"] <= held_out["val_best_at_k"] <= 1.5 and 0 <= held_out["val_pass_at_k"] <= 1
@@ -119,7 +119,7 @@ def test_run_folder_holds_every_sample_and_every_number(whole: Path) -> None:
         for name in ("min", "max", "mean", "std"):
             assert row[f"advantage_{name}"] == pytest.approx(getattr(advantages, name)(), abs=1e-9)
         others = [s["reward"] for s in mine if not s["trained"]]
-        assert row.get("reward_equal_groups") == (pytest.approx(np.mean(others)) if others else None)
+        assert row.get("reward_zero_std_groups") == (pytest.approx(np.mean(others)) if others else None)
         assert row["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
 
 
@@ -165,9 +165,9 @@ def test_export_loads_in_transformers(whole: Path) -> None:
 @pytest.mark.smoke
 def test_one_update_on_policy_is_exactly_that(tmp_path: Path) -> None:
     write_config(tmp_path)
-    alarm = "rollout.max_mult_prob_error=1.0000000001"  # less than what rounding makes
+    alarm = "rollout.warn_token_mult_prob_error=1.0000000001"  # less than what rounding makes
     more = ["train.global_batch_size=16", "train.max_steps=1", "logging.report=false", alarm]
-    more += ["objective.kl_coef=0", "objective.top_entropy=null"]
+    more += ["objective.kl_coef=0", "objective.top_entropy_fraction=null"]
     assert "WARNING: sampler and trainer disagree" in run(tmp_path, *more)
     folder = tmp_path / "runs" / "tiny"
     (row,) = [row for row in metrics(folder) if "loss" in row]
@@ -239,10 +239,10 @@ def test_pipeline_of_expert_parallel_stages_from_end_to_end(tmp_path: Path) -> N
 def test_dynamic_sampling_fills_steps_with_groups_that_teach(tmp_path: Path) -> None:
     write_config(tmp_path)
     dynamic = "rollout.dynamic_sampling={max_batches: 8}"
-    run(tmp_path, dynamic, "train.max_steps=2", "objective.kl_in=reward")
+    run(tmp_path, dynamic, "train.max_steps=2", "objective.kl_placement=reward")
     folder = tmp_path / "runs" / "tiny"
     for row in (row for row in metrics(folder) if "loss" in row):
-        assert row["num_groups"] == PROMPTS and row["num_equal_groups"] == 0
+        assert row["num_groups"] == PROMPTS and row["num_zero_std_groups"] == 0
         assert row["num_sampled"] >= PROMPTS * GROUP
         kept = [s["num_tokens"] for s in samples_of(folder) if s["step"] == row["step"]]
         dropped = row["num_sampled"] - len(kept)  # their responses have 1 to 8 tokens
@@ -255,9 +255,9 @@ def test_wrong_configs_are_refused_with_a_fix(tmp_path: Path) -> None:
     for overrides, said in (
         (["train.global_batch_size=12"], "no whole number of updates"),
         (["rollout.max_new_tokens=64"], "no room for a prompt"),
-        (["objective.ratio=on_policy"], "one update per rollout"),
+        (["objective.importance_sampling_level=on_policy"], "one update per rollout"),
         (["rollout.temperature=0", "rollout.top_p=1.0"], "draws the same response"),
-        (["data.mask=all"], "prompts have no answer"),
+        (["data.loss_mask=all"], "prompts have no answer"),
         (["+model.config.index_topk=16"], "a sparse indexer (index_topk=16) keeps keys of its own"),
         (["model.pretrained=runs/quickstart/export", "model.config=null"], "automodel finetune llm -c quickstart"),
     ):
@@ -275,7 +275,7 @@ def test_a_step_with_nothing_to_learn_changes_nothing_and_the_run_goes_on(tmp_pa
     output = run(tmp_path, "rewards.digit.pattern='.*'", "rewards.other.weight=0", "train.max_steps=2")
     assert "no update: no group had different rewards" in output and "nan" not in output
     for row in (row for row in metrics(tmp_path / "runs" / "tiny") if "reward" in row):
-        assert row["loss"] is None and row["num_equal_groups"] == PROMPTS and row["num_trained_samples"] == 0
+        assert row["loss"] is None and row["num_zero_std_groups"] == PROMPTS and row["num_trained_samples"] == 0
 
 
 def test_dynamic_sampling_goes_on_when_the_model_has_become_good(tmp_path: Path) -> None:
@@ -287,7 +287,9 @@ def test_dynamic_sampling_goes_on_when_the_model_has_become_good(tmp_path: Path)
     assert "the mean reward of the others is 1)" in output and "no update" in output
     rows = [row for row in metrics(tmp_path / "runs" / "tiny") if "reward" in row]
     assert [row["num_sampled"] for row in rows] == [3 * PROMPTS * GROUP] * 2
-    assert [(row["reward"], row["num_groups"], row["num_equal_groups"]) for row in rows] == [(1, PROMPTS, PROMPTS)] * 2
+    assert [(row["reward"], row["num_groups"], row["num_zero_std_groups"]) for row in rows] == [
+        (1, PROMPTS, PROMPTS)
+    ] * 2
 
 
 LIAR = """
@@ -337,7 +339,7 @@ def test_an_engine_whose_logprobs_are_not_the_trainers_is_refused_before_step_1(
     done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", "rollout.temperature=0.3", *node)
     assert done.returncode == 1 and said in done.stderr, done.stdout + done.stderr
     assert re.search(r"token \d+ \(.*\) was drawn with -\d\.\d+, and the trainer gives it -\d+\.\d+", done.stderr)
-    assert "rollout.max_logprob_gap is 0.1" in done.stderr and "step 1/" not in done.stdout
+    assert "rollout.max_initial_logprob_gap is 0.1" in done.stderr and "step 1/" not in done.stdout
 
 
 @pytest.mark.slow

@@ -21,8 +21,13 @@ from automodel_cli.rollout.types import SamplingParams
 from tests.e2e.command import automodel, curve, environment, kill_after_step, metrics, start
 from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config
 
-HF = ("rollout=hf", "logging.report=false", "objective.correction=truncate", "objective.correction_max=2.0")
-AHEAD = (*HF, "rollout.max_staleness=1", "optimizer.lr=1e-2")
+HF = (
+    "rollout=hf",
+    "logging.report=false",
+    "objective.sampler_correction=truncate",
+    "objective.sampler_correction_clip_max=2.0",
+)
+AHEAD = (*HF, "rollout.max_off_policy_steps=1", "optimizer.lr=1e-2")
 STEPS = 4
 
 
@@ -31,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run, and (`first`) its first step alone."""
     folder = tmp_path_factory.mktemp("ahead")
     write_config(folder)
-    alarm = "rollout.max_mult_prob_error=1.00001"  # less than what a step moves
+    alarm = "rollout.warn_token_mult_prob_error=1.00001"  # less than what a step moves
     (folder / "output.txt").write_text(run(folder, *AHEAD, f"train.max_steps={STEPS}", "run_name=whole", alarm))
     run(folder, *AHEAD, "train.max_steps=1", "run_name=first")
     return folder / "runs"
@@ -53,7 +58,7 @@ def test_samples_are_one_step_old_from_the_second_step_on(whole: Path) -> None:
 def test_that_stale_samples_differ_is_said_once(whole: Path) -> None:
     assert min(curve(whole / "whole", "token_mult_prob_error")[1:]) > 1.00001, "the test shows nothing"
     text = (whole.parent / "output.txt").read_text()
-    assert text.count("sampler and trainer disagree") == 1 and "as rollout.max_staleness allows" in text
+    assert text.count("sampler and trainer disagree") == 1 and "as rollout.max_off_policy_steps allows" in text
 
 
 def drawn_by(model: Any, tokenizer: Any, whole: Path, step: int) -> list[str]:
@@ -93,7 +98,7 @@ def test_without_learning_it_is_the_synchronous_run(tmp_path: Path, more: list[s
     write_config(tmp_path)
     rest = (*HF, *more, "optimizer.lr=1e-30", "optimizer.weight_decay=0", "train.max_steps=3")
     run(tmp_path, *rest, "run_name=turns")
-    run(tmp_path, *rest, "run_name=ahead", f"rollout.max_staleness={depth}")
+    run(tmp_path, *rest, "run_name=ahead", f"rollout.max_off_policy_steps={depth}")
     turns, ahead = (tmp_path / "runs" / name for name in ("turns", "ahead"))
     keys = ("step", "prompt", "completion", "reward", "advantage", "trained", "finish_reason", "origin")
     left, right = ([{key: s[key] for key in keys} for s in samples_of(folder)] for folder in (turns, ahead))
@@ -194,7 +199,7 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path: Path) -> None:
     assert same_runs(tmp_path / "runs" / "tiny", tmp_path / "runs" / "whole")
 
 
-DEEP = (*AHEAD, "rollout.max_staleness=2", "train.max_steps=12")
+DEEP = (*AHEAD, "rollout.max_off_policy_steps=2", "train.max_steps=12")
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +243,8 @@ def test_a_run_that_goes_on_with_another_sampling_draws_anew(tmp_path: Path) -> 
 def test_it_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:
     write_config(tmp_path)
     for overrides, said, fix in (
-        (["rollout.max_staleness=1", *HF[2:]], "SamplerConfig reads the very weights", "rollout=hf"),
-        (["rollout.max_staleness=1", "rollout=hf"], "trains on samples of older weights", "correction=truncate"),
+        (["rollout.max_off_policy_steps=1", *HF[2:]], "SamplerConfig reads the very weights", "rollout=hf"),
+        (["rollout.max_off_policy_steps=1", "rollout=hf"], "trains on samples of older weights", "correction=truncate"),
     ):
         done = automodel(tmp_path, "check", "-c", "tiny.yaml", *overrides)
         assert done.returncode == 2, done.stdout + done.stderr

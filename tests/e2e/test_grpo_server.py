@@ -129,7 +129,7 @@ def engine_of(folder: Path, port: int, *more: str, delay: float = 0.0) -> list[s
 def test_a_run_gives_its_server_the_weights_of_every_step(tmp_path: Path) -> None:
     write_config(tmp_path)
     port = free_port()
-    few = ["train.max_steps=3", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+    few = ["train.max_steps=3", "rollout.log_samples_every=null", "logging.report=false", "rollout.top_p=1.0"]
     engine = engine_of(tmp_path, port, FILES, delay=0.4)
     done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -140,9 +140,9 @@ def test_a_run_gives_its_server_the_weights_of_every_step(tmp_path: Path) -> Non
         assert 0.4 < row["idle_generate_seconds"] == pytest.approx(row["generate_seconds"])
         busy = sum(row[f"{phase}_seconds"] for phase in ("score", "train", "sync"))
         idle = row["idle_generate_seconds"] + row["idle_reward_seconds"]
-        assert row["idle_share"] == pytest.approx(idle / (idle + busy), abs=0.1)
+        assert row["idle_fraction"] == pytest.approx(idle / (idle + busy), abs=0.1)
         if "step_seconds" in row:  # the first has no step before it
-            asked = (1 - row["engine_idle_share"]) * row["step_seconds"]
+            asked = (1 - row["engine_idle_fraction"]) * row["step_seconds"]
             assert 0.38 < asked < row["generate_seconds"] + 0.1
     assert not list((run_dir / "rollout_weights").iterdir()) and not answers(f"http://127.0.0.1:{port}")
 
@@ -150,12 +150,12 @@ def test_a_run_gives_its_server_the_weights_of_every_step(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_of_samples_drawn_ahead_only_the_wait_is_idle_time(tmp_path: Path) -> None:
     write_config(tmp_path)
-    ahead = ["train.max_steps=4", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+    ahead = ["train.max_steps=4", "rollout.log_samples_every=null", "logging.report=false", "rollout.top_p=1.0"]
     ahead += [
         "validation.every=null",
-        "rollout.max_staleness=1",
-        "objective.correction=truncate",
-        "objective.correction_max=2.0",
+        "rollout.max_off_policy_steps=1",
+        "objective.sampler_correction=truncate",
+        "objective.sampler_correction_clip_max=2.0",
     ]
     engine = engine_of(tmp_path, free_port(), FILES, delay=1.5)
     done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *ahead, *engine)
@@ -173,18 +173,17 @@ def test_of_samples_drawn_ahead_only_the_wait_is_idle_time(tmp_path: Path) -> No
 def test_two_servers_share_a_run_of_conversations_in_two_environments(tmp_path: Path) -> None:
     """Adapters are trained, so that the weights which the servers get are products of two that no file has."""
     write_config(tmp_path)
-    calculator = (
-        "_target_: automodel_cli.rollout.environments.calculator.Calculator, pattern: '([a-zA-Z0-9])', call_reward: 1.0"
-    )
+    target = "automodel_cli.rollout.environments.calculator.Calculator"
+    calculator = f"_target_: {target}, pattern: '([a-zA-Z0-9])', tool_call_reward: 1.0"
     environments = f"{{add: {{{calculator}, max_turns: 3, weight: 0.5}}, subtract: {{{calculator}, max_turns: 2}}}}"
     played = [
         f"rollout.environments={environments}",
         "rollout.environment_column=kind",
-        "data.task.kinds={add: 3, subtract: 1}",
+        "data.generator.kinds={add: 3, subtract: 1}",
         "data.seq_len=128",
         STOPS,
     ]
-    few = ["train.max_steps=2", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+    few = ["train.max_steps=2", "rollout.log_samples_every=null", "logging.report=false", "rollout.top_p=1.0"]
     few += ["model.lora={rank: 4}", "optimizer.lr=3e-2"]
     servers = [double(*range(100, 260)) for _ in range(2)]  # the command runs in a process of its own
     engine = ["rollout=vllm", FILES, f"rollout.engine.url=[{','.join(server.url for server in servers)}]"]
@@ -226,7 +225,7 @@ def test_a_run_starts_its_servers_and_takes_turns_with_them(tmp_path: Path) -> N
     stand_in = json.dumps([sys.executable, str(Path(__file__).parents[1] / "vllm_stand_in.py")])
     own = f"rollout.engine.servers={{gpus: 0, number: 2, port: {port}, program: {stand_in}}}"
     model = ["model.config=null", "model.tokenizer=null", "model.pretrained=model"]
-    few = ["train.max_steps=2", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+    few = ["train.max_steps=2", "rollout.log_samples_every=null", "logging.report=false", "rollout.top_p=1.0"]
     words = [
         "rollout=vllm",
         "rollout.placement=colocated",
@@ -268,7 +267,7 @@ def test_a_run_that_fails_ends_the_server_it_started(tmp_path: Path) -> None:
     write_config(tmp_path)
     port = free_port()
     (tmp_path / "file").write_text("")
-    nowhere = f"rollout.engine.weights_folder={tmp_path / 'file' / 'weights'}"
+    nowhere = f"rollout.engine.weights_dir={tmp_path / 'file' / 'weights'}"
     engine = engine_of(tmp_path, port, FILES, nowhere)
     done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *engine)
     assert done.returncode == 1 and "cannot be written to" in done.stderr, done.stdout + done.stderr

@@ -19,11 +19,11 @@ TOOL = [
     "rollout.environment._target_=automodel_cli.rollout.environments.calculator.Calculator",
     "rollout.environment.pattern='([a-zA-Z0-9])'",
     "rollout.environment.max_turns=3",
-    "rollout.environment.call_reward=1.0",
+    "rollout.environment.tool_call_reward=1.0",
     "rollout.environment.error_reward=-0.25",
     "rollout.environment.weight=0.5",
 ]
-ALL_TOKENS = ["objective.kl_coef=0", "objective.top_entropy=null"]  # the loss is the mean over what was drawn
+ALL_TOKENS = ["objective.kl_coef=0", "objective.top_entropy_fraction=null"]  # the loss is the mean over what was drawn
 BRITTLE = """
 from dataclasses import dataclass
 from automodel_cli.rollout.environments.base import Environment, Turn
@@ -169,13 +169,13 @@ def test_a_model_learns_to_call_its_tool(tmp_path: Path) -> None:
     Nothing else is rewarded, and the held-out conversations are greedy."""
     write_config(tmp_path)
     node = "_target_: automodel_cli.rollout.environments.calculator.Calculator"
-    tool = f"{node}, pattern: '([0-9])', max_turns: 2, call_reward: 1.0"
+    tool = f"{node}, pattern: '([0-9])', max_turns: 2, tool_call_reward: 1.0"
     learning = [
         f"rollout.environment={{{tool}}}",
         *("rewards=none", "~rewards.digit", "~rewards.other", STOPS, "data.seq_len=96", "logging.report=false"),
         *("rollout.prompts_per_step=8", "rollout.group_size=8", "rollout.top_p=1.0", "rollout.temperature=1.0"),
         *("train.global_batch_size=64", "train.microbatch_size=16", "train.max_steps=40", "optimizer.lr=3e-3"),
-        *("objective.kl_coef=0", "objective.top_entropy=null", "checkpoint.every=1000"),
+        *("objective.kl_coef=0", "objective.top_entropy_fraction=null", "checkpoint.every=1000"),
     ]
     run(tmp_path, *learning)
     folder = tmp_path / "runs" / "tiny"
@@ -211,7 +211,7 @@ def test_a_run_in_an_environment_of_verifiers(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(THEIRS)
     node = "automodel_cli.rollout.environments.verifiers"
     overrides = [
-        f"data.task={{_target_: {node}.VerifiersTasks, environment: theirs, num_validation: 4}}",
+        f"data.generator={{_target_: {node}.VerifiersTasks, environment: theirs, num_validation: 4}}",
         f"rollout.environment={{_target_: {node}.VerifiersEnvironment, environment: theirs}}",
         "rewards=none",
         *("~rewards.digit", "~rewards.other", "data.seq_len=128", "train.max_steps=2", STOPS),

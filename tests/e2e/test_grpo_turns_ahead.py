@@ -21,8 +21,8 @@ from tests.e2e.test_grpo_ahead import HF, same_runs
 from tests.e2e.test_grpo_turns import TOOL, turns_of
 
 STOP_TOKENS = [1, *range(100, 260)]  # those of TOOL
-CALCULATOR = Calculator(pattern="([a-zA-Z0-9])", max_turns=3, call_reward=1.0, error_reward=-0.25, weight=0.5)
-AHEAD = (*TOOL, *HF, "rollout.max_staleness=2", "optimizer.lr=1e-2", "train.max_steps=6", "checkpoint.every=1")
+CALCULATOR = Calculator(pattern="([a-zA-Z0-9])", max_turns=3, tool_call_reward=1.0, error_reward=-0.25, weight=0.5)
+AHEAD = (*TOOL, *HF, "rollout.max_off_policy_steps=2", "optimizer.lr=1e-2", "train.max_steps=6", "checkpoint.every=1")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_run_that_was_killed_goes_on_with_the_conversations_it_had_drawn(runs:
 def test_without_learning_it_is_the_run_in_turns(tmp_path: Path) -> None:
     write_config(tmp_path)
     rest = (*AHEAD, "optimizer.lr=1e-30", "optimizer.weight_decay=0", "train.max_steps=3")
-    run(tmp_path, *rest, "run_name=turns", "rollout.max_staleness=0")
+    run(tmp_path, *rest, "run_name=turns", "rollout.max_off_policy_steps=0")
     run(tmp_path, *rest, "run_name=ahead", "mesh.dp_size=2")
     turns, ahead = (tmp_path / "runs" / name for name in ("turns", "ahead"))
     keys = ("step", "turns", "completion", "reward", "parts", "advantage", "trained", "finish_reason", "origin")

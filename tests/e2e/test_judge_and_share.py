@@ -64,7 +64,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for c in CHOICES
     ]  # fmt: skip
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = automodel(folder, "tiny.yaml", "train.max_steps=12", "data.task.num_validation=5", "optimizer.lr=0.01")
+    done = automodel(folder, "tiny.yaml", "train.max_steps=12", "data.generator.num_validation=5", "optimizer.lr=0.01")
     assert done.returncode == 0, done.stderr
     done = automodel(folder, "eval", "tiny", "-c", "eval.yaml")
     assert done.returncode == 0, done.stderr
@@ -158,7 +158,7 @@ def test_tasks_that_a_run_could_not_ask_are_refused_before_it_trains(
 @pytest.mark.slow
 def test_tasks_of_a_pipeline_find_what_one_process_finds_on_its_export(home: Path) -> None:
     words = ("train.max_steps=12", "optimizer.lr=0.01", "mesh.pp_size=2", "pipeline=1f1b", "run_name=two")
-    done = automodel(home, "tiny.yaml", *words, "data.task.num_validation=5")
+    done = automodel(home, "tiny.yaml", *words, "data.generator.num_validation=5")
     assert done.returncode == 0, done.stderr
     (home / "own.yaml").write_text(
         EVAL.replace(

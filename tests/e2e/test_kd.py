@@ -62,7 +62,7 @@ def files(folder: Path) -> dict[Path, int]:
 
 def test_what_is_kept_of_a_teacher_teaches_the_very_same(folder, losses):
     """Of few rows at first, then of all, on two ranks, which measure what is missing; then nothing is."""
-    kept = ("cache_teacher=true", *SMALLER)
+    kept = ("cache_teacher_logprobs=true", *SMALLER)
     assert distil(folder, "kept_few", *kept, "train.max_steps=1") == losses[:1]
     before = files(folder)
     assert distil(folder, "kept", *kept, "mesh.dp_size=2") == pytest.approx(losses, rel=5e-6)
@@ -74,8 +74,8 @@ def test_what_is_kept_of_a_teacher_teaches_the_very_same(folder, losses):
 
 @pytest.mark.slow
 def test_another_teacher_is_asked_anew_and_the_same_one_elsewhere_is_not(folder, losses):
-    kept = ("cache_teacher=true", *SMALLER, "teacher.pretrained=elsewhere")
-    distil(folder, "kept_first", "cache_teacher=true", *SMALLER)
+    kept = ("cache_teacher_logprobs=true", *SMALLER, "teacher.pretrained=elsewhere")
+    distil(folder, "kept_first", "cache_teacher_logprobs=true", *SMALLER)
     before = files(folder)
     shutil.copytree(folder / "runs/teacher/export", folder / "elsewhere")
     assert distil(folder, "moved", *kept) == losses and files(folder) == before
@@ -89,7 +89,9 @@ def test_another_teacher_is_asked_anew_and_the_same_one_elsewhere_is_not(folder,
 @pytest.mark.slow
 def test_the_whole_vocabulary_is_kept_exactly_too(folder):
     live = distil(folder, "live_all", *SMALLER, "objective.top_k=null", "objective.beta=0.5")
-    kept = distil(folder, "kept_all", *SMALLER, "objective.top_k=null", "objective.beta=0.5", "cache_teacher=true")
+    kept = distil(
+        folder, "kept_all", *SMALLER, "objective.top_k=null", "objective.beta=0.5", "cache_teacher_logprobs=true"
+    )
     assert kept == live
 
 
@@ -126,8 +128,8 @@ def test_reverse_kl_of_each_drawn_token_is_its_advantage(folder):
     """On-policy distillation by policy gradients: the advantage of a token is log teacher - log student, no more."""
     done = automodel(
         folder, "grpo", "llm", "-c", "samples.yaml", TEACHER, *SMALLER, *STEPS, "~rewards", "run_name=reverse",
-        "objective.kl_in=reward", "objective.kl_type=k1", "objective.kl_coef=1.0",
-        "rollout.baseline=batch", "rollout.gamma=0.0", "rollout.normalise=false",
+        "objective.kl_placement=reward", "objective.kl_type=k1", "objective.kl_coef=1.0",
+        "rollout.advantage_estimator=batch", "rollout.gamma=0.0", "rollout.normalize_advantages=false",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     first = next(row for row in metrics(folder / "runs" / "reverse") if "advantage_mean" in row)

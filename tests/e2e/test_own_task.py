@@ -25,7 +25,12 @@ class Greetings:
 def test_a_task_that_knows_no_answers_trains_without_the_quiz(tmp_path: Path) -> None:
     (tmp_path / "own_task.py").write_text(TASK)
     write_config(tmp_path)
-    overrides = ["~data.task", "data.task={_target_: own_task.Greetings}", "train.max_steps=2", "checkpoint.every=null"]
+    overrides = [
+        "~data.generator",
+        "data.generator={_target_: own_task.Greetings}",
+        "train.max_steps=2",
+        "checkpoint.every=null",
+    ]
     done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "--trust-package", "own_task", *overrides)
     assert done.returncode == 0, done.stderr
     assert "accuracy" not in done.stdout and (tmp_path / "runs/tiny/export/model.safetensors").is_file()

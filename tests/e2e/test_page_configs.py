@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import pytest
+from automodel_cli.data.datasets.file_discovery import local_files
 
 from automodel_cli.cli.main import cli, run
 from automodel_cli.cli.optuna_sweep import axes
@@ -20,7 +21,6 @@ from automodel_cli.config.compose import compose
 from automodel_cli.config.trust import Trust
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
-from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.evaluation.config import EvalConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests.pages import PAGES, ROOT, Block, blocks, commands
@@ -136,7 +136,7 @@ def test_the_rows_of_every_line_of_a_tutorial_are_read(
     for params in lines:
         recipe: Any = check_config(compose(str(params["conf"]), params["overrides"]), Trust(frozenset(), OWN))  # type: ignore[arg-type]
         assert recipe.data_problems() == []
-        if recipe.data.task is not None or local_files(recipe.data.path) is None:
+        if recipe.data.generator is not None or local_files(recipe.data.path) is None:
             continue  # made in code, or on the hub
         tokenizer = ByteTokenizer().build()
         if recipe.kind == "grpo":

@@ -12,7 +12,7 @@ from tests.e2e.test_grpo import TINY
 from tests.marks import slow
 
 ARGUMENTS = (
-    *("objective=ppo", "rollout.baseline=critic", "rollout.group_size=1", "rollout.prompts_per_step=8"),
+    *("objective=ppo", "rollout.advantage_estimator=critic", "rollout.group_size=1", "rollout.prompts_per_step=8"),
     *("train.max_steps=3", "logging.report=false", "optimizer.eps=1e-4", "objective.value_coef=1.0"),
 )
 
@@ -52,8 +52,8 @@ def test_ranks_and_stages_change_no_number(folder, alone, layout):
 
 def test_tokens_of_the_whole_step_are_the_baseline_without_a_critic(folder):
     done = automodel(
-        folder, "grpo", "llm", "-c", "tiny.yaml", "run_name=batch", "objective.kl_in=reward", "rollout.baseline=batch",
-        "train.max_steps=1", "logging.report=false",
+        folder, "grpo", "llm", "-c", "tiny.yaml", "run_name=batch", "objective.kl_placement=reward",
+        "rollout.advantage_estimator=batch", "train.max_steps=1", "logging.report=false",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     row = next(row for row in metrics(folder / "runs" / "batch") if "advantage_max" in row)
@@ -62,8 +62,8 @@ def test_tokens_of_the_whole_step_are_the_baseline_without_a_critic(folder):
 
 def test_a_critic_and_its_baseline_belong_together(folder):
     for overrides, fix in (
-        (("objective=ppo",), "rollout.baseline=critic"),
-        (("rollout.baseline=critic",), "objective=ppo"),
+        (("objective=ppo",), "rollout.advantage_estimator=critic"),
+        (("rollout.advantage_estimator=critic",), "objective=ppo"),
     ):
         done = automodel(folder, "check", "-c", "tiny.yaml", "objective.kl_coef=0.02", *overrides)
         assert done.returncode == 2 and fix in done.stderr, done.stdout + done.stderr

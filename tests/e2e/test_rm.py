@@ -81,7 +81,7 @@ def test_as_a_reward_it_scores_a_held_out_pair_as_its_training_did(folder, losse
 def test_a_margin_moves_the_loss_and_must_be_in_the_data(folder, losses):
     rows = [{"prompt": f"{i} + 1", "chosen": str(i + 1), "rejected": str(i + 3), "margin": 2.0} for i in range(60)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = ("data.task=null", "data.path=pairs.jsonl", "data.validation_rows=8", "objective.margin=true")
+    data = ("data.generator=null", "data.path=pairs.jsonl", "data.validation_size=8", "objective.margin=true")
     assert train(folder, "margin", *data)[0] == pytest.approx(2.126928, abs=1e-5)  # softplus(2)
     done = automodel(folder, "rm", "llm", "-c", "scores.yaml", *STEPS, *data[:-1], "run_name=unread")
     assert "margins   the pairs have them, and this loss does not read them: objective.margin=true does" in done.stdout

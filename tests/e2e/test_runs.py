@@ -20,8 +20,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`first` ran 6 steps; `second`, its copy, went on from step 2 with another rate; `broken` failed."""
     folder = tmp_path_factory.mktemp("runs")
     write_config(folder)
-    short = ("train.max_steps=6", "checkpoint.every=2", "lr_scheduler=constant", "data.task.num_validation=4")
-    done = automodel(folder, "finetune", "llm", "-c", "tiny.yaml", *short, "run_name=first", "checkpoint.keep=null")
+    short = ("train.max_steps=6", "checkpoint.every=2", "lr_scheduler=constant", "data.generator.num_validation=4")
+    done = automodel(
+        folder, "finetune", "llm", "-c", "tiny.yaml", *short, "run_name=first", "checkpoint.keep_latest_k=null"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = folder / "runs/first", folder / "runs/second"
     shutil.copytree(first, second, symlinks=True)

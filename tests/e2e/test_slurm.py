@@ -191,7 +191,7 @@ def test_the_nodes_of_an_allocation_are_examined(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_sweep_is_a_job_array_that_goes_on_with_what_is_left(folder: Path) -> None:
     """Two runs, one node each: the second is removed and comes again alone, to the same bits."""
-    words = ("sweep", "-c", "tiny.yaml", "train.max_steps=4", "seed=0,1", "data.task.num_validation=2", "--slurm")
+    words = ("sweep", "-c", "tiny.yaml", "train.max_steps=4", "seed=0,1", "data.generator.num_validation=2", "--slurm")
     size = ("--nodes", "1", "--gpus-per-node", "0")
 
     def array(count: int) -> str:
@@ -219,13 +219,13 @@ rollout:
   prompts_per_step: 4
   group_size: 4
   max_new_tokens: 16
-  show_every: null
+  log_samples_every: null
   engine: {{transport: files, timeout: 60, retries: 1, servers: {{gpus: 0, port: {port}, program: {program}}}}}
 rewards:
   digits: {{_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}}
 parallelizer:
   mp_policy: {{_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}}
-train: {{global_batch_size: 16, microbatch_size: 1, max_steps: 200, epochs: null, cpu_threads: 1}}
+train: {{global_batch_size: 16, microbatch_size: 1, max_steps: 200, epochs: null, num_cpu_threads: 1}}
 logging: {{report: false}}
 """
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.command import automodel, curve, start, write_config
 
-MORE = ["train.max_steps=16", "checkpoint.every=2", "logging.report=false", "data.task.num_train=40"]
+MORE = ["train.max_steps=16", "checkpoint.every=2", "logging.report=false", "data.generator.num_train=40"]
 TRAIN = ["finetune", "llm", "-c", "tiny.yaml", *MORE]
 
 

@@ -14,7 +14,7 @@ import yaml
 from automodel_cli.config.compose import compose
 from tests.e2e.command import automodel, curve, write_config
 
-SWEEP = ("sweep", "-c", "tiny.yaml", "train.max_steps=3", "data.task.num_validation=2")
+SWEEP = ("sweep", "-c", "tiny.yaml", "train.max_steps=3", "data.generator.num_validation=2")
 RUNS = {"000-lr=0.001": "0.001", "001-lr=0.01": "0.01"}
 
 
@@ -38,7 +38,7 @@ def test_every_combination_is_one_run_in_hydras_order(home: Path) -> None:
 
 
 def test_lines_of_a_dry_run_can_be_read_and_pasted(home: Path) -> None:
-    own = ("data.ignore_columns=['a b']", "--trust", "remote-code")
+    own = ("data.ignored_columns=['a b']", "--trust", "remote-code")
     said = automodel(home, *SWEEP, "seed=0,1", *own, "--name", "my new", "--dry-run")
     assert said.returncode == 0, said.stderr
     lines = said.stdout.splitlines()
@@ -50,7 +50,7 @@ def test_lines_of_a_dry_run_can_be_read_and_pasted(home: Path) -> None:
         words = subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
         assert words[:7] == ["automodel", "finetune", "llm", "-c", "tiny.yaml", "--trust", "remote-code"]
         tree = compose(home / "tiny.yaml", words[7:]).tree
-        assert tree["seed"] == number and tree["data"]["ignore_columns"] == ["a b"]
+        assert tree["seed"] == number and tree["data"]["ignored_columns"] == ["a b"]
         assert (tree["output_dir"], tree["run_name"]) == ("runs/my new", f"00{number}-seed={number}")
 
 
@@ -104,7 +104,7 @@ def test_on_slurm_it_is_one_array_of_the_runs_that_are_left(home: Path) -> None:
 
 def test_a_search_runs_what_optuna_chooses_and_goes_on(home: Path) -> None:
     pytest.importorskip("optuna")
-    words = ("sweep", "-c", "tiny.yaml", "train.max_steps=1", "data.task.num_validation=2", "--name", "search",
+    words = ("sweep", "-c", "tiny.yaml", "train.max_steps=1", "data.generator.num_validation=2", "--name", "search",
              "optimizer.lr=tag(log, interval(1e-4, 1e-1))", "logging.report=false")  # fmt: skip
     done = automodel(home, *words, "--optuna", "1")
     assert done.returncode == 0, done.stdout + done.stderr

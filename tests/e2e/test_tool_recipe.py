@@ -26,7 +26,7 @@ SHRUNKEN = [  # with the byte tokenizer a character is a token
     "rollout.environment.pattern='([0-9a-zA-Z])'",  # random weights make no other call; of a digit it is one
     "model.tokenizer._target_=automodel_cli.models.tokenizer.ByteTokenizer",
     *("train.max_steps=1", "lr_scheduler.warmup_steps=0", "logging.report=false"),
-    *("data.task.num_train=40", "data.task.num_validation=6", "rollout.show_every=null"),
+    *("data.generator.num_train=40", "data.generator.num_validation=6", "rollout.log_samples_every=null"),
 ]
 
 

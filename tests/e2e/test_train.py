@@ -195,7 +195,7 @@ def test_a_bad_row_is_named_with_exit_code_3(tmp_path: Path) -> None:
     write_config(tmp_path)
     good = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'
     (tmp_path / "rows.jsonl").write_text(good * 3 + '{"messages": "oops"}\n' + good)
-    done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "data.path=rows.jsonl", "data.task=null")
+    done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "data.path=rows.jsonl", "data.generator=null")
     assert done.returncode == 3, done.stdout + done.stderr
     assert "rows.jsonl:4" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()

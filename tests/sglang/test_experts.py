@@ -128,14 +128,18 @@ def test_a_run_replays_what_servers_of_its_own_tell(model_folder: Path, tmp_path
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     words = ["rollout=sglang", "rollout.replay_routing=true"]
     words += ["rollout.engine.transport=broadcast", f"rollout.engine.port={free_port()}"]
-    words += ["rollout.max_staleness=2", "objective.correction=truncate", "objective.correction_max=2.0"]
+    words += [
+        "rollout.max_off_policy_steps=2",
+        "objective.sampler_correction=truncate",
+        "objective.sampler_correction_clip_max=2.0",
+    ]
     done = automodel(tmp_path, "grpo", "llm", "-c", "run.yaml", *words, "--trust", "command", timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "runs" / "run"
-    idle = curve(run, "engine_idle_share")
+    idle = curve(run, "engine_idle_fraction")
     assert curve(run, "live_servers") == [2] * 8 and 0 < idle[0] < 1 and all(0 <= share <= 1 for share in idle)
-    mismatch, gaps = curve(run, "routing_mismatch"), curve(run, "logprob_gap")
+    mismatch, gaps = curve(run, "routing_mismatch"), curve(run, "logprob_abs_diff")
     assert mismatch[0] == 0 and max(mismatch[2:]) > 0.02, mismatch
-    assert gaps[0] < 1e-5 and curve(run, "logprob_gap_unreplayed")[0] < 1e-5
-    assert gaps[2:] != curve(run, "logprob_gap_unreplayed")[2:] and curve(run, "staleness")[-1] > 0
+    assert gaps[0] < 1e-5 and curve(run, "logprob_abs_diff_without_replay")[0] < 1e-5
+    assert gaps[2:] != curve(run, "logprob_abs_diff_without_replay")[2:] and curve(run, "staleness")[-1] > 0
     assert not any(answers(f"http://127.0.0.1:{port + number}") for number in range(2))

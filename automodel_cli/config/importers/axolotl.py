@@ -52,19 +52,19 @@ def _adapter(draft: Draft) -> None:
         return
     four_bits = adapter == "qlora" or bool(draft.get("load_in_4bit"))
     theirs = ("adapter", "load_in_4bit")
-    draft.put("model.lora.base_quantization", "nf4" if four_bits else "none", *theirs)
+    draft.put("model.lora.quantization", "nf4" if four_bits else "none", *theirs)
     if draft.get("lora_target_linear") or not draft.get("lora_target_modules"):
         draft.put("model.lora.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
 
 
 def _data(draft: Draft) -> None:
-    """One dataset becomes data.path and its companions, several data.sources."""
+    """One dataset becomes data.path and its companions, several data.datasets."""
     numbers = sorted({int(key[9 : key.index("]")]) for key in draft.source if key.startswith("datasets[")})
     entries = [_dataset(draft, i, "data." if len(numbers) == 1 else None) for i in numbers]
     if len(entries) > 1:
-        draft.put("data.sources", entries, *(k for k in draft.source if k.startswith("datasets[") and k in draft.done))
+        draft.put("data.datasets", entries, *(k for k in draft.source if k.startswith("datasets[") and k in draft.done))
     if draft.get("val_set_size"):
-        draft.put("data.validation_rows", draft.get("val_set_size"), "val_set_size")
+        draft.put("data.validation_size", draft.get("val_set_size"), "val_set_size")
     if draft.get("test_datasets[0].path") and not draft.get("val_set_size"):
         same = draft.get("test_datasets[0].path") == draft.get("datasets[0].path")
         key, value = (
@@ -91,7 +91,7 @@ def _dataset(draft: Draft, i: int, prefix: str | None) -> dict[str, Any]:
             put(ours, first, there + theirs)
     kind = str(draft.get(there + "type", "")).split(".")[0]
     if draft.kind == "dpo":
-        put("format", "preference" if draft.get("rl") != "kto" else "judged", there + "type")
+        put("format", "preference" if draft.get("rl") != "kto" else "unpaired_preference", there + "type")
     elif kind in _FORMATS:
         put("format", _FORMATS[kind], there + "type")
     columns = _columns(draft, there, kind)
@@ -146,8 +146,8 @@ TABLE = Table(
         "tokenizer_type": none("found from the model's own files"),
         "tokenizer_config": to("model.tokenizer"),
         "strict": none("our check is always strict"),
-        "load_in_8bit": none("no 8-bit base: model.lora.base_quantization is none or nf4"),
-        "load_in_4bit": none("model.lora.base_quantization says it, with adapters"),
+        "load_in_8bit": none("no 8-bit base: model.lora.quantization is none or nf4"),
+        "load_in_4bit": none("model.lora.quantization says it, with adapters"),
         "adapter": none("without adapters all parameters are trained"),
         "lora_r": to("model.lora.rank"),
         "lora_alpha": to("model.lora.alpha"),
@@ -161,15 +161,15 @@ TABLE = Table(
         "sequence_len": to("data.seq_len"),
         "sample_packing": KeyMapping("data.packing", values={"true": "best_fit", "false": "none"}),
         "eval_sample_packing": none("validation rows are packed as the training rows are"),
-        "pad_to_sequence_len": none("packed rows always have data.seq_len tokens; unpacked ones see data.pad_to"),
-        "excess_length_strategy": to("data.long_documents", drop="drop", truncate="truncate", **{"raise": "fail"}),
-        "train_on_inputs": to("data.mask", true="all", false="assistant"),
-        "roles_to_train": none("data.mask: the assistant's turns, or all"),
+        "pad_to_sequence_len": none("packed rows always have data.seq_len tokens; unpacked ones see data.padding"),
+        "excess_length_strategy": to("data.truncation", drop="drop", truncate="truncate", **{"raise": "fail"}),
+        "train_on_inputs": to("data.loss_mask", true="all", false="assistant"),
+        "roles_to_train": none("data.loss_mask: the assistant's turns, or all"),
         "train_on_eos": none("a trained turn always ends with its stop token, trained"),
         "chat_template": to("data.chat_template", tokenizer_default="auto"),
         "chat_template_jinja": to("data.chat_template"),
         "datasets[].ds_type": none("found from the file's suffix"),
-        "datasets[].roles_to_train": none("data.mask: the assistant's turns, or all"),
+        "datasets[].roles_to_train": none("data.loss_mask: the assistant's turns, or all"),
         "datasets[].train_on_eos": none("a trained turn always ends with its stop token, trained"),
         "datasets[].message_property_mappings.*": none("role and content, or from and value, are found"),
         "datasets[].*": none("no counterpart in data.path, .name, .split, .format, .columns"),
@@ -207,8 +207,8 @@ TABLE = Table(
     },
     defaults=(
         Default("data.packing", "none", "ours packs: sample_packing is off there", ("sft",)),
-        Default("data.mask", "assistant", "train_on_inputs is off there", ("sft",)),
-        Default("data.long_documents", "drop", "ours truncates chats", ("sft", "dpo")),
+        Default("data.loss_mask", "assistant", "train_on_inputs is off there", ("sft",)),
+        Default("data.truncation", "drop", "ours truncates chats", ("sft", "dpo")),
         Default("optimizer.betas", [0.9, 0.999], "ours is [0.9, 0.95]"),
         Default("optimizer.weight_decay", 0.0, "ours is 0.01"),
         Default("lr_scheduler", "cosine", "ours too, but for grpo"),

@@ -185,7 +185,7 @@ def _leave_idle_validation(draft: Draft) -> None:
     for ours in ("validation.every", "validation.at_start"):
         if draft.values.pop(ours, None) is not None:
             draft.notes.pop(ours)
-            draft.left |= dict.fromkeys(draft.theirs[ours], f"{ours}, with rows held out: data.validation_rows")
+            draft.left |= dict.fromkeys(draft.theirs[ours], f"{ours}, with rows held out: data.validation_size")
 
 
 def _row(draft: Draft, table: Table, key: str, value: Any) -> None:

@@ -38,7 +38,7 @@ PRECISION = none(
     "ours computes in bfloat16 over float32 parameters unless model.dtype or parallelizer.mp_policy say so"
 )
 HUB = none("an upload; the export is in the run folder")
-ATTENTION = none("model.attention=packed isolates documents, with the best kernel there is")
+ATTENTION = none("model.attn_implementation=packed isolates documents, with the best kernel there is")
 REMOTE_CODE = to("model.trust_remote_code", "the command line must allow it: --trust remote-code")
 
 ROWS: dict[str, KeyMapping] = {
@@ -58,7 +58,7 @@ ROWS: dict[str, KeyMapping] = {
     "gradient_checkpointing_kwargs*": none("ours is always the non-reentrant kind"),
     "torch_compile": to("parallelizer.enable_compile"),
     "save_steps": to("checkpoint.every"),
-    "save_total_limit": to("checkpoint.keep"),
+    "save_total_limit": to("checkpoint.keep_latest_k"),
     "save_strategy": none("checkpoint.every says it: a number of steps, null: only at the end"),
     "save_only_model": none("checkpoints are always whole; the export holds the model alone"),
     "load_best_model_at_end": none(
@@ -69,7 +69,7 @@ ROWS: dict[str, KeyMapping] = {
     "eval_steps": to("validation.every"),
     "eval_strategy": none("validation.every says it: a number of steps, null: only at the end"),
     "eval_on_start": to("validation.at_start"),
-    "do_eval": none("rows are held out by data.validation_rows, _path or _split"),
+    "do_eval": none("rows are held out by data.validation_size, _path or _split"),
     "do_train": none("training is what `automodel finetune` does"),
     "per_device_eval_batch_size": none("validation uses the training microbatch; the loss does not depend on it"),
     "logging_steps": to("logging.every"),

@@ -26,9 +26,9 @@ def _together(draft: Draft) -> None:
     elif draft.get("finetuning_type") == "full":
         draft.put("model.lora", None, "finetuning_type")
     if draft.get("stage") == "pt":
-        draft.put("data.mask", "all", "stage", note="every token of a text is trained")
+        draft.put("data.loss_mask", "all", "stage", note="every token of a text is trained")
     elif draft.kind == "sft":
-        draft.put("data.mask", *_mask(draft), "train_on_prompt", "mask_history", "stage")
+        draft.put("data.loss_mask", *_mask(draft), "train_on_prompt", "mask_history", "stage")
     if draft.kind == "dpo":
         kto = draft.get("stage") == "kto"
         draft.put(
@@ -38,7 +38,7 @@ def _together(draft: Draft) -> None:
             draft.put("objective.loss", "hinge", "pref_loss")
         draft.put("objective.beta", draft.get("pref_beta", 0.1), "pref_beta")
         if draft.get("pref_ftx") and not kto:
-            draft.put("objective.sft_weight", draft.get("pref_ftx"), "pref_ftx")
+            draft.put("objective.nll_weight", draft.get("pref_ftx"), "pref_ftx")
 
 
 def _mask(draft: Draft) -> tuple[str]:
@@ -51,11 +51,11 @@ def _data(draft: Draft) -> None:
     names = [name.strip() for name in str(draft.get("dataset", "")).split(",") if name.strip()]
     folder = draft.get("dataset_dir", "data")
     paths = [f"{folder}/{name}.json" for name in names] or ["train.jsonl"]
-    there = "a name of theirs in dataset_info.json: put its file or hub id (and data.columns) here"
+    there = "a name of theirs in dataset_info.json: put its file or hub id (and data.column_mapping) here"
     if len(paths) == 1:
         draft.put("data.path", paths[0], "dataset", "dataset_dir", note=there)
     else:
-        draft.put("data.sources", [{"path": path} for path in paths], "dataset", "dataset_dir", note=there)
+        draft.put("data.datasets", [{"path": path} for path in paths], "dataset", "dataset_dir", note=there)
     packs = bool(draft.get("packing")) or bool(draft.get("neat_packing")) or draft.get("stage") == "pt"
     said = "packing without neat_packing lets documents see each other there; ours never does"
     blind = said if draft.get("packing") and not draft.get("neat_packing") else ""
@@ -65,7 +65,7 @@ def _data(draft: Draft) -> None:
     note = blind or ("" if packs else "LLaMA-Factory packs only where it is told to; ours packs by default")
     draft.put("data.packing", packing, "packing", "neat_packing", note=note)
     if draft.get("val_size"):
-        draft.put("data.validation_rows", draft.get("val_size"), "val_size")
+        draft.put("data.validation_size", draft.get("val_size"), "val_size")
 
 
 def _lora(draft: Draft) -> None:
@@ -78,7 +78,7 @@ def _lora(draft: Draft) -> None:
     modules = "all-linear" if targets == "all" else [name.strip() for name in targets.split(",")]
     draft.put("model.lora.target_modules", modules, "lora_target")
     if draft.get("quantization_bit") == 4:
-        draft.put("model.lora.base_quantization", "nf4", "quantization_bit")
+        draft.put("model.lora.quantization", "nf4", "quantization_bit")
 
 
 TABLE = Table(
@@ -107,27 +107,27 @@ TABLE = Table(
         "use_dora": none("no DoRA"),
         "loraplus_*": none("one learning rate for both matrices of an adapter"),
         "pissa_*": none("adapters begin at random times zero"),
-        "quantization_*": none("model.lora.base_quantization is none or nf4"),
+        "quantization_*": none("model.lora.quantization is none or nf4"),
         "double_quantization": none("nf4 scales are not quantised again"),
         "cutoff_len": to("data.seq_len"),
         "template": none(
             "the chat template is the tokenizer's own (data.chat_template takes a file); compare with "
             "`automodel data inspect`"
         ),
-        "enable_thinking": none("the chat template decides; see data.turns"),
+        "enable_thinking": none("the chat template decides; see data.multi_turn"),
         "max_samples": none("all rows are read: cut the file, or set train.max_steps"),
         "overwrite_cache": none("the cache is keyed by content: there is nothing to overwrite"),
         "preprocessing_num_workers": to("data.num_workers"),
         "preprocessing_batch_size": hf.SPEED,
         "eval_dataset": none("data.validation_path takes its file"),
         "val_size": none("0 rows are held out"),
-        "mix_strategy": none("data.sources have weights"),
+        "mix_strategy": none("data.datasets have weights"),
         "streaming": none("rows are prepared before the first step"),
         "flash_attn": hf.ATTENTION,
         "enable_liger_kernel": hf.SPEED,
         "use_unsloth*": hf.SPEED,
         "rope_scaling": none("model.config of the weights decides; give a folder with another config.json"),
-        "pref_ftx": to("objective.sft_weight"),
+        "pref_ftx": to("objective.nll_weight"),
         "pref_loss": none("objective.loss has its own list"),
         "kto_*": none("objective.desirable_weight and .undesirable_weight"),
         "ref_model": none("the reference is the model as loaded (reference=...)"),
@@ -145,7 +145,7 @@ TABLE = Table(
         *hf.DEFAULTS,
         Default("data.seq_len", 2048, "cutoff_len; longer rows are cut there"),
         Default("parallelizer.activation_checkpointing", "full", "it is on there unless disabled; no number changes"),
-        Default("data.long_documents", "truncate", "longer rows are cut there", ("sft",)),
+        Default("data.truncation", "truncate", "longer rows are cut there", ("sft",)),
         Default("optimizer.lr", 5e-5, "ours is 2e-5 (5e-7 for dpo)"),
     ),
     averaging="theirs divides by the label tokens of the accumulated batch of all ranks, ours too",

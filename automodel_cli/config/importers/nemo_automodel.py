@@ -99,7 +99,7 @@ def _teacher(draft: Draft) -> None:
     else:
         draft.put("teacher.pretrained", draft.get(key), key)
     draft.put("objective.kd_weight", ratio, "kd_ratio", note="their default 0.5")
-    draft.put("objective.sft_weight", round(1 - ratio, 6), "kd_ratio")
+    draft.put("objective.nll_weight", round(1 - ratio, 6), "kd_ratio")
     draft.put("objective.top_k", None, note="theirs compares the whole vocabulary, ours 64 tokens and the rest as one")
     if float(draft.get("kd_loss_fn.temperature", 1.0)) != 1.0:
         draft.decide("kd_loss_fn.temperature", "ours compares the distributions at temperature 1")
@@ -108,7 +108,7 @@ def _teacher(draft: Draft) -> None:
 def _quantization(draft: Draft) -> None:
     prefix = "quantization."
     if draft.get(prefix + "load_in_8bit"):
-        draft.decide(prefix + "load_in_8bit", "no 8-bit base: model.lora.base_quantization is none or nf4")
+        draft.decide(prefix + "load_in_8bit", "no 8-bit base: model.lora.quantization is none or nf4")
     if not draft.get(prefix + "load_in_4bit"):
         return
     if not draft.has("peft."):
@@ -117,7 +117,7 @@ def _quantization(draft: Draft) -> None:
     kind = prefix + "bnb_4bit_quant_type"
     if draft.get(kind, "nf4") != "nf4":
         draft.decide(kind, "the base of adapters is none or nf4, here nf4")
-    draft.put("model.lora.base_quantization", "nf4", prefix + "load_in_4bit", kind)
+    draft.put("model.lora.quantization", "nf4", prefix + "load_in_4bit", kind)
 
 
 def _pipeline(draft: Draft) -> None:
@@ -148,7 +148,7 @@ def _fp8(draft: Draft) -> None:
     skipped = [name for name in draft.get("fp8.filter_fqns", []) if str(name).strip(".") not in never]
     if skipped:
         said = "ours are endings of names; the head is never converted"
-        draft.put("model.fp8.skip", [str(name).strip(".") for name in skipped], "fp8.filter_fqns", note=said)
+        draft.put("model.fp8.exclude_modules", [str(name).strip(".") for name in skipped], "fp8.filter_fqns", note=said)
     else:
         draft.leave("fp8.filter_fqns", "never converted: model.fp8 is for the linear layers of decoder layers")
     if draft.get("compile.enabled"):
@@ -163,9 +163,11 @@ def _data(draft: Draft) -> None:
     draft.put("data.path", draft.get(key, "train.jsonl"), key, "dataset._target_")
     if "squad" in target:
         said = "their builder makes a prompt of context and question; map your own columns, or write a format"
-        draft.put("data.columns", {"prompt": "question", "completion": "answers"}, note=said)
+        draft.put("data.column_mapping", {"prompt": "question", "completion": "answers"}, note=said)
         draft.put("data.format", "prompt_completion", "dataset._target_")
-        draft.undecided.append("data.columns: theirs joins context and question, and takes the first of the answers")
+        draft.undecided.append(
+            "data.column_mapping: theirs joins context and question, and takes the first of the answers"
+        )
     if not key:
         draft.undecided.append("data.path: the file names no dataset that is known here")
     validation = next((f"validation_{key}" for _ in (0,) if draft.get(f"validation_{key}")), "")
@@ -225,7 +227,7 @@ def _stable(draft: Draft) -> None:
         draft.put("lr_scheduler.decay", decay, form)
 
 
-_LOADER = none("rows are collated and padded by packing and data.pad_to")
+_LOADER = none("rows are collated and padded by packing and data.padding")
 
 TABLE = Table(
     tool="NeMo AutoModel",
@@ -260,7 +262,9 @@ TABLE = Table(
         "model.torch_dtype": KeyMapping("model.dtype", values=_DTYPES),
         "model.attn_implementation": hf.ATTENTION,
         "model.backend.attn": none("model.transformer_engine.attention=true is their te"),
-        "model.backend.*": none("kernels: model.transformer_engine, model.moe.experts, parallelizer.expert_dispatch"),
+        "model.backend.*": none(
+            "kernels: model.transformer_engine, model.moe.experts_implementation, parallelizer.expert_dispatch"
+        ),
         "model.*": none("the library's own model, probed"),
         "checkpoint.checkpoint_dir": to("output_dir", "ours makes a folder for each run in it"),
         "checkpoint.is_async": to("checkpoint.async_save"),
@@ -281,7 +285,7 @@ TABLE = Table(
         "loss_fn.*": none("objective: the log-probs come in chunks, fused with the head"),
         "dataset.split": to("data.split"),
         "dataset.chat_template": to("data.chat_template"),
-        "dataset.truncation": to("data.long_documents", true="truncate", false="fail"),
+        "dataset.truncation": to("data.truncation", true="truncate", false="fail"),
         "dataset.limit_dataset_samples": none("all rows are read: cut the file, or set train.max_steps"),
         "dataset.shuffle_seed": none("seed decides the order of rows"),
         "dataset.*": none("no counterpart in data.path, .name, .split, .format, .columns"),
@@ -302,8 +306,8 @@ TABLE = Table(
         "teacher_model.torch_dtype": KeyMapping("teacher.dtype", values=_DTYPES),
         "teacher_model.*": none("the library's own model, sharded like the student"),
         "kd_loss_fn.*": none("objective: KL(teacher || student) in float32"),
-        "offload_teacher_model": none("cache_teacher=true asks the teacher once, before the first step"),
-        "quantization.*": none("model.lora.base_quantization is none or nf4"),
+        "offload_teacher_model": none("cache_teacher_logprobs=true asks the teacher once, before the first step"),
+        "quantization.*": none("model.lora.quantization is none or nf4"),
         "lr_scheduler.lr_decay_steps": none("ours decays over the whole run"),
         "lr_scheduler.init_lr": none("ours warms up from 0"),
         "mlflow.*": none("logging.trackers takes an MLflow node"),

@@ -73,7 +73,7 @@ def _sft(draft: Draft) -> None:
     if single or not names:
         draft.put("data.path", single or "PrimeIntellect/Reverse-Text-SFT", "data.name", *names)
     else:
-        draft.put("data.sources", [{"path": draft.get(key)} for key in names], *names)
+        draft.put("data.datasets", [{"path": draft.get(key)} for key in names], *names)
     splits = draft.get("data.splits")
     if splits:
         draft.put("data.split", splits[0], "data.splits")
@@ -86,7 +86,7 @@ def _sft(draft: Draft) -> None:
     draft.put("data.packing", "wrapped" if pack == "cat" else "none", "data.pack_function", note=said)
     trained = [role for role in ("system", "user", "tool") if draft.get(f"data.loss_mask.{role}")]
     keys = [key for key in draft.source if key.startswith("data.loss_mask.")]
-    draft.put("data.mask", "all" if trained else "assistant", *keys)
+    draft.put("data.loss_mask", "all" if trained else "assistant", *keys)
 
 
 def _grpo(draft: Draft) -> None:
@@ -159,13 +159,13 @@ TABLE = Table(
         **{f"trainer.{key}": row for key, row in _SHARED.items()},
         "seed": to("seed"),
         "output_dir": to("output_dir", "ours makes a folder for each run in it"),
-        "ckpt.keep_last": to("checkpoint.keep"),
+        "ckpt.keep_last": to("checkpoint.keep_latest_k"),
         "ckpt.*": none("checkpoint has every, keep, async_save and resume"),
         "trainer.*": none("one process group trains and samples here"),
         "orchestrator.train.env[].*": _ENVIRONMENT,
         "orchestrator.env[].*": _ENVIRONMENT,
         "orchestrator.eval*": _ENVIRONMENT,
-        "orchestrator.max_off_policy_steps": to("rollout.max_staleness"),
+        "orchestrator.max_off_policy_steps": to("rollout.max_off_policy_steps"),
         "orchestrator.renderer.*": none("the chat template is the tokenizer's own (data.chat_template)"),
         "orchestrator.*": none("the rollout section has its own keys (docs/rollout.md)"),
         "inference*": _SERVER,
@@ -176,7 +176,7 @@ TABLE = Table(
         "data.shuffle": to("data.shuffle"),
         "data.seed": to("seed"),
         "data.subsets": to("data.name"),
-        "data.probabilities": none("data.sources have weights"),
+        "data.probabilities": none("data.datasets have weights"),
         "data.*": none("no counterpart in data.path, .name, .split, .format, .columns"),
         "val.interval": to("validation.every"),
         "val.eval_on_start": to("validation.at_start"),
@@ -186,11 +186,11 @@ TABLE = Table(
         "loss_impl": hf.SPEED,
         "log.*": hf.SHOWN,
         "gc.*": hf.SPEED,
-        "dist_timeout_seconds": none("train.step_timeout"),
+        "dist_timeout_seconds": none("train.step_timeout_seconds"),
         "clean_output_dir": none("a run never overwrites another: each has a folder of its own"),
         "matmul_precision": hf.SPEED,
-        "async_level": to("rollout.max_staleness"),
-        "max_async_level": to("rollout.max_staleness"),
+        "async_level": to("rollout.max_off_policy_steps"),
+        "max_async_level": to("rollout.max_off_policy_steps"),
         "bench*": none("scripts/bench_*.py"),
         "heartbeat*": none("no such watch"),
     },

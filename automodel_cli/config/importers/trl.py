@@ -22,7 +22,7 @@ _LOSSES = (
 _ALWAYS: dict[str, tuple[Any, str]] = {
     "use_dora": (False, "no DoRA: model.lora has rank, alpha, dropout, target_modules, use_rslora"),
     "dataset_streaming": (False, "rows are prepared before the first step, and cached"),
-    "use_bnb_nested_quant": (False, "model.lora.base_quantization is none or nf4"),
+    "use_bnb_nested_quant": (False, "model.lora.quantization is none or nf4"),
     "ignore_bias_buffers": (False, "buffers are not reduced over ranks"),
 }
 _OF_DPO: dict[str, tuple[Any, str]] = {
@@ -35,7 +35,7 @@ _OF_GRPO: dict[str, tuple[Any, str]] = {
     "repetition_penalty": (1.0, "samples are drawn from the policy, which the ratios are about"),
     "min_p": (None, "samples are drawn by temperature, top_p and top_k"),
     "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then compared within the group"),
-    "off_policy_mask_threshold": (None, "objective.correction drops what the sampler and trainer disagree on"),
+    "off_policy_mask_threshold": (None, "objective.sampler_correction drops what the sampler and trainer disagree on"),
     "cast_lm_head_to_fp32": (False, "the log-prob head computes in float32 where it matters"),
     "disable_dropout": (False, "the models of the library have dropout as their configs say"),
     "ds3_gather_for_generation": (True, "our sampler generates on the trained weights"),
@@ -49,7 +49,7 @@ _AGGREGATION = {
     "bnpo": "token",
     "dapo": "token",
     "cispo": "token",
-    "dr_grpo": "max_tokens",
+    "dr_grpo": "constant",
 }
 
 
@@ -82,7 +82,7 @@ def _together(draft: Draft) -> None:
             "model.lora.dropout", draft.get("lora_dropout", 0.05), "lora_dropout", note="their default 0.05, ours 0"
         )
         if draft.get("load_in_4bit"):
-            draft.put("model.lora.base_quantization", "nf4", "load_in_4bit")
+            draft.put("model.lora.quantization", "nf4", "load_in_4bit")
     if draft.get("dataset_test_split"):
         draft.put("data.validation_split", draft.get("dataset_test_split"), "dataset_test_split")
     at_default(draft, _ALWAYS | (_OF_DPO if draft.kind == "dpo" else _OF_GRPO if draft.kind == "grpo" else {}))
@@ -98,15 +98,15 @@ def _sft(draft: Draft, ranks: int) -> None:
     packing = ("wrapped" if strategy == "wrapped" else "best_fit") if packs else "none"
     draft.put("data.packing", packing, "packing", "packing_strategy", note=said)
     if packing != "wrapped":
-        draft.put("data.long_documents", "split" if strategy == "bfd_split" else "truncate", note="as theirs")
+        draft.put("data.truncation", "split" if strategy == "bfd_split" else "truncate", note="as theirs")
     if draft.get("assistant_only_loss"):
-        draft.put("data.mask", "assistant", "assistant_only_loss", "completion_only_loss")
+        draft.put("data.loss_mask", "assistant", "assistant_only_loss", "completion_only_loss")
     elif draft.get("completion_only_loss") is False:
-        draft.put("data.mask", "all", "assistant_only_loss", "completion_only_loss")
+        draft.put("data.loss_mask", "all", "assistant_only_loss", "completion_only_loss")
     else:
         what = "TRL trains every token of a conversation unless assistant_only_loss; of prompt and completion only the"
         draft.put(
-            "data.mask",
+            "data.loss_mask",
             "all",
             "assistant_only_loss",
             "completion_only_loss",
@@ -118,9 +118,12 @@ def _follows(draft: Draft) -> None:
     """A reference that is updated."""
     if draft.get("sync_ref_model"):
         draft.put(
-            "reference_update.every", draft.get("ref_model_sync_steps", 512), "ref_model_sync_steps", "sync_ref_model"
+            "reference_sync.every_steps",
+            draft.get("ref_model_sync_steps", 512),
+            "ref_model_sync_steps",
+            "sync_ref_model",
         )
-        draft.put("reference_update.alpha", draft.get("ref_model_mixup_alpha", 0.6), "ref_model_mixup_alpha")
+        draft.put("reference_sync.mixup_alpha", draft.get("ref_model_mixup_alpha", 0.6), "ref_model_mixup_alpha")
 
 
 def _dpo(draft: Draft, ranks: int) -> None:
@@ -136,9 +139,9 @@ def _dpo(draft: Draft, ranks: int) -> None:
     if draft.get("label_smoothing"):
         draft.put("objective.label_smoothing", draft.get("label_smoothing"), "label_smoothing")
     if draft.get("use_weighting"):
-        draft.put("objective.wpo", True, "use_weighting")
+        draft.put("objective.use_wpo_weighting", True, "use_weighting")
     if draft.get("rpo_alpha"):
-        draft.put("objective.sft_weight", draft.get("rpo_alpha"), "rpo_alpha")
+        draft.put("objective.nll_weight", draft.get("rpo_alpha"), "rpo_alpha")
     if draft.get("precompute_ref_log_probs"):
         draft.put("reference", "precomputed", "precompute_ref_log_probs")
 
@@ -147,7 +150,7 @@ def _grpo(draft: Draft, ranks: int) -> None:
     if draft.get("beta"):
         _follows(draft)
     if draft.get("top_entropy_quantile", 1.0) < 1:
-        draft.put("objective.top_entropy", draft.get("top_entropy_quantile"), "top_entropy_quantile")
+        draft.put("objective.top_entropy_fraction", draft.get("top_entropy_quantile"), "top_entropy_quantile")
     group = int(draft.get("num_generations", 8))
     each = int(draft.get("per_device_train_batch_size", 8))
     rounds = int(draft.get("steps_per_generation", draft.get("gradient_accumulation_steps", 1)))
@@ -177,16 +180,18 @@ def _grpo(draft: Draft, ranks: int) -> None:
     _kl(draft)
     if loss in _AGGREGATION:
         draft.put(
-            "objective.aggregation", _AGGREGATION[loss], "loss_type", note="their default dapo: a mean over tokens"
+            "objective.loss_aggregation", _AGGREGATION[loss], "loss_type", note="their default dapo: a mean over tokens"
         )
         if loss == "dr_grpo":
-            draft.put("objective.max_tokens", int(draft.get("max_completion_length", 256)), "max_completion_length")
+            draft.put(
+                "objective.normalization_length", int(draft.get("max_completion_length", 256)), "max_completion_length"
+            )
         if loss in ("cispo", "sapo"):
-            draft.put("objective.surrogate", loss, "loss_type")
+            draft.put("objective.policy_loss", loss, "loss_type")
     _by_sequence(draft, loss)
     _entropy(draft, loss)
     if draft.get("scale_rewards") == "batch":
-        draft.put("rollout.scale", "batch", "scale_rewards")
+        draft.put("rollout.reward_scaling", "batch", "scale_rewards")
     if draft.get("use_vllm") and draft.get("vllm_mode", "server") == "server":
         host, port = draft.get("vllm_server_host", "127.0.0.1"), draft.get("vllm_server_port", 8000)
         url = draft.get("vllm_server_base_url", f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}")
@@ -204,7 +209,7 @@ def _kl(draft: Draft) -> None:
         return
     if draft.get(theirs, True):
         note = "their default; theirs is the trainer's ratio, ours the ratio to the sampler"
-        draft.put("objective.kl_importance", True, theirs, note=note)
+        draft.put("objective.kl_bias_correction", True, theirs, note=note)
     else:
         draft.put("objective.kl_score_term", False, theirs, note="the gradient of the KL's value alone")
     for name in ("kl_input_clamp", "kl_output_clamp"):
@@ -218,10 +223,15 @@ def _by_sequence(draft: Draft, loss: str) -> None:
         draft.decide("loss_type", "no such loss here: this file has GRPO's clipped loss, a mean over tokens")
     elif draft.get(level) in ("sequence", "sequence_token") and _AGGREGATION[loss] != "sequence":
         draft.decide("loss_type", f"with {level}={draft.get(level)} ours takes means over responses (loss_type: grpo)")
-        draft.values.pop("objective.max_tokens", None)
-        draft.put("objective.aggregation", "sequence", note="with a ratio of sequences")
+        draft.values.pop("objective.normalization_length", None)
+        draft.put("objective.loss_aggregation", "sequence", note="with a ratio of sequences")
     if loss == "luspo":  # its sums over responses are no mean that goes with a ratio of sequences here
-        draft.put("objective.ratio", "token", level, note="luspo's ratio of sequences is left out with its loss")
+        draft.put(
+            "objective.importance_sampling_level",
+            "token",
+            level,
+            note="luspo's ratio of sequences is left out with its loss",
+        )
 
 
 def _entropy(draft: Draft, loss: str) -> None:
@@ -262,15 +272,17 @@ TABLE = Table(
         "use_peft": none("without adapters all parameters are trained"),
         "use_rslora": to("model.lora.use_rslora"),
         "lora_*": none("without use_peft nothing there; model.lora has rank, alpha, dropout, target_modules"),
-        "load_in_*": none("model.lora.base_quantization is none or nf4, with adapters"),
-        "bnb_*": none("model.lora.base_quantization is none or nf4"),
+        "load_in_*": none("model.lora.quantization is none or nf4, with adapters"),
+        "bnb_*": none("model.lora.quantization is none or nf4"),
         "dataset_name": to("data.path"),
         "dataset_config": to("data.name"),
         "dataset_train_split": to("data.split"),
-        "dataset_text_field": none("data.format=text and data.columns={text: ...} name the column of plain texts"),
+        "dataset_text_field": none(
+            "data.format=text and data.column_mapping={text: ...} name the column of plain texts"
+        ),
         "dataset_num_proc": to("data.num_workers"),
         "dataset_kwargs*": none("rows are always prepared"),
-        "datasets*": none("several datasets are data.sources, a list of {path, name, split, weight}"),
+        "datasets*": none("several datasets are data.datasets, a list of {path, name, split, weight}"),
         "chat_template_path": to("data.chat_template"),
         "eos_token": none("the tokenizer's; a trained turn always ends with its stop token"),
         "pad_token": none("ours pads without a token of its own"),
@@ -278,39 +290,41 @@ TABLE = Table(
         "truncation_mode": none("rows that are too long lose their end"),
         "shuffle_dataset": to("data.shuffle"),
         "padding_free": hf.SPEED,
-        "pad_to_multiple_of": none("packed rows have data.seq_len tokens; data.pad_multiple is for unpacked ones"),
+        "pad_to_multiple_of": none(
+            "packed rows have data.seq_len tokens; data.pad_to_multiple_of is for unpacked ones"
+        ),
         "eval_packing": none("validation rows are packed as the training rows are"),
         "loss_type": none("objective has its own list"),
         "activation_offloading": none("activations stay; parallelizer.activation_checkpointing recomputes them"),
-        "rpo_alpha": to("objective.sft_weight"),
+        "rpo_alpha": to("objective.nll_weight"),
         "precompute_ref_*": none("reference says it"),
         "max_completion_length": to("rollout.max_new_tokens"),
         "max_prompt_length": none("data.seq_len holds prompt and response together"),
         "use_adaptive_entropy": none("objective.entropy_coef is constant"),
         "entropy_*": none("objective.entropy_coef is constant"),
         "vespo_*": none("read by loss_type vespo only"),
-        "sync_ref_model": none("reference_update is null: the reference stays as it was loaded"),
-        "ref_model_*": none("reference_update is null: the reference stays as it was loaded"),
+        "sync_ref_model": none("reference_sync is null: the reference stays as it was loaded"),
+        "ref_model_*": none("reference_sync is null: the reference stays as it was loaded"),
         "sapo_*": none("read by loss_type sapo only"),
         "top_entropy_quantile": none("1 there: all tokens have a policy loss"),
         "label_smoothing": none("0 there: no smoothing"),
-        "use_weighting": none("objective.wpo=false"),
+        "use_weighting": none("objective.use_wpo_weighting=false"),
         "log_unique_prompts": hf.SHOWN,
         "log_multimodal": hf.SHOWN,
         "temperature": to("rollout.temperature"),
         "top_p": to("rollout.top_p"),
         "top_k": to("rollout.top_k"),
-        "num_iterations": to("rollout.passes"),
-        "delta": to("objective.dual_clip"),
-        "scale_rewards": KeyMapping("rollout.normalise", values=_FALSE_IS_NONE),
-        "importance_sampling_level": KeyMapping("objective.ratio", values=_LEVELS),
+        "num_iterations": to("rollout.num_iterations"),
+        "delta": to("objective.dual_clip_ratio"),
+        "scale_rewards": KeyMapping("rollout.normalize_advantages", values=_FALSE_IS_NONE),
+        "importance_sampling_level": KeyMapping("objective.importance_sampling_level", values=_LEVELS),
         "mask_truncated_completions": to("rollout.overlong.filter"),
         "reward_funcs": none("rewards are nodes of the section rewards (docs/rollout.md); theirs are Python functions"),
         "reward_weights": none("each node of rewards has a weight"),
         "use_vllm": none("colocated vLLM has no counterpart: our sampler generates on the trained weights"),
         "vllm_*": none("rollout.engine has its own keys"),
-        "log_completions": to("rollout.show_every", true=1, false=None),
-        "num_completions_to_print": to("rollout.show"),
+        "log_completions": to("rollout.log_samples_every", true=1, false=None),
+        "num_completions_to_print": to("rollout.num_samples_logged"),
     },
     defaults=(
         Default("optimizer.lr", 2e-5, "as ours", ("sft",)),

@@ -9,8 +9,8 @@ _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollou
 _AGGREGATION = {
     "token-mean": "token",
     "seq-mean-token-mean": "sequence",
-    "seq-mean-token-sum-norm": "max_tokens",
-    "seq-mean-token-sum": "max_tokens",
+    "seq-mean-token-sum-norm": "constant",
+    "seq-mean-token-sum": "constant",
 }
 _KL = {"kl": "k1", "k1": "k1", "abs": None, "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
@@ -24,7 +24,7 @@ def _together(draft: Draft) -> None:
     files = draft.get("data.train_files", "train.parquet")
     first = files[0] if isinstance(files, list) and len(files) == 1 else files
     if isinstance(first, list):
-        draft.put("data.sources", [{"path": path} for path in first], "data.train_files")
+        draft.put("data.datasets", [{"path": path} for path in first], "data.train_files")
     else:
         draft.put("data.path", first, "data.train_files")
     held_out = draft.get("data.val_files")
@@ -68,7 +68,7 @@ def _grpo(draft: Draft) -> None:
     response = int(draft.get("data.max_response_length", 512))
     prompt = int(draft.get("data.max_prompt_length", 512))
     if draft.get("data.filter_overlong_prompts"):
-        draft.put("data.long_documents", "drop", "data.filter_overlong_prompts")
+        draft.put("data.truncation", "drop", "data.filter_overlong_prompts")
     draft.put("rollout.group_size", group, _ROLLOUT + "n")
     draft.put("rollout.prompts_per_step", prompts, "data.train_batch_size")
     said = f"theirs counts prompts: {mini} x {group} samples"
@@ -109,22 +109,24 @@ def _advantages(draft: Draft) -> None:
     name = str(draft.get(key, "gae")).removesuffix("_vectorized")
     if name == "rloo":
         draft.put("rollout.leave_one_out", True, key)
-        draft.put("rollout.normalise", False, note="theirs divides rloo by no deviation")
+        draft.put("rollout.normalize_advantages", False, note="theirs divides rloo by no deviation")
     elif name == "gae":
         draft.put("objective", "ppo", key, note="their default")
-        draft.put("rollout.baseline", "critic", key, note="theirs is a model of its own, ours a head on the policy")
+        draft.put(
+            "rollout.advantage_estimator", "critic", key, note="theirs is a model of its own, ours a head on the policy"
+        )
         draft.put("rollout.gae_lambda", draft.get("algorithm.lam", 1.0), "algorithm.lam", note="their default 1")
         clip = draft.get("critic.cliprange_value", 0.5)
-        draft.put("objective.value_clip", clip, "critic.cliprange_value", note="their default 0.5, ours 0.2")
+        draft.put("objective.value_clip_range", clip, "critic.cliprange_value", note="their default 0.5, ours 0.2")
     elif name == "reinforce_plus_plus":
-        draft.put("rollout.baseline", "batch", key)
+        draft.put("rollout.advantage_estimator", "batch", key)
     elif name == "grpo":
         draft.put("rollout.leave_one_out", False, key)
     elif name == "gpg":
-        draft.put("rollout.normalise", False, note="theirs divides gpg by no deviation")
+        draft.put("rollout.normalize_advantages", False, note="theirs divides gpg by no deviation")
         draft.decide(key, "theirs also multiplies by samples / samples with a reward; ours does not")
     else:
-        draft.decide(key, "no such estimator: rollout.baseline, .leave_one_out and .scale are GRPO's here")
+        draft.decide(key, "no such estimator: rollout.advantage_estimator, .leave_one_out and .scale are GRPO's here")
     if name in ("gae", "reinforce_plus_plus"):
         draft.put("rollout.gamma", draft.get("algorithm.gamma", 1.0), "algorithm.gamma")
     if name != "grpo":
@@ -135,43 +137,43 @@ def _policy_loss(draft: Draft, response: int) -> None:
     key, own = _ACTOR + "policy_loss.loss_mode", _ACTOR + "loss_agg_mode"
     loss, mode = draft.get(key, "vanilla"), draft.get(own, "token-mean")
     if loss == "gspo":
-        draft.put("objective.ratio", "sequence_token", key)
+        draft.put("objective.importance_sampling_level", "sequence_token", key)
         if own in draft.source and mode != "seq-mean-token-mean":
             draft.decide(own, "with gspo ours takes means over sequences, as the paper and verl before 0.9 do")
-        draft.put("objective.aggregation", "sequence", own, note="means over sequences, as in the paper")
+        draft.put("objective.loss_aggregation", "sequence", own, note="means over sequences, as in the paper")
         return
     if loss == "sapo":
-        draft.put("objective.surrogate", "sapo", key)
+        draft.put("objective.policy_loss", "sapo", key)
         draft.put("objective.sapo_positive", draft.get(_ACTOR + "tau_pos", 1.0), _ACTOR + "tau_pos")
         draft.put("objective.sapo_negative", draft.get(_ACTOR + "tau_neg", 1.05), _ACTOR + "tau_neg")
-        draft.put("objective.aggregation", "sequence", own, note="sapo has means over sequences there in any case")
+        draft.put("objective.loss_aggregation", "sequence", own, note="sapo has means over sequences there in any case")
         return
     if loss == "cispo":
-        draft.put("objective.surrogate", "cispo", key)
+        draft.put("objective.policy_loss", "cispo", key)
         if mode == "seq-mean-token-mean":
             draft.decide(own, "cispo is a mean over all tokens here (token-mean)")
             mode = "token-mean"
     elif loss == "gpg":
-        draft.put("objective.surrogate", "reinforce", key)
-        draft.put("objective.ratio", "on_policy", key, note="-A log p, without a ratio")
+        draft.put("objective.policy_loss", "reinforce", key)
+        draft.put("objective.importance_sampling_level", "on_policy", key, note="-A log p, without a ratio")
     elif loss == "vanilla":
         keys = (_ACTOR + "clip_ratio_c", key)
-        draft.put("objective.dual_clip", draft.get(keys[0], 3.0), *keys, note="their default 3, ours none")
+        draft.put("objective.dual_clip_ratio", draft.get(keys[0], 3.0), *keys, note="their default 3, ours none")
     else:
-        draft.decide(key, "no such loss here: objective.surrogate and .ratio are GRPO's, clipped")
+        draft.decide(key, "no such loss here: objective.policy_loss and .ratio are GRPO's, clipped")
     _aggregate(draft, own, str(mode), response)
 
 
 def _aggregate(draft: Draft, own: str, mode: str, response: int) -> None:
     if mode not in _AGGREGATION:
-        draft.decide(own, "no such mean here: objective.aggregation is token, sequence or max_tokens")
+        draft.decide(own, "no such mean here: objective.loss_aggregation is token, sequence or max_tokens")
         return
-    draft.put("objective.aggregation", _AGGREGATION[mode], own)
+    draft.put("objective.loss_aggregation", _AGGREGATION[mode], own)
     if mode == "seq-mean-token-sum":
-        draft.put("objective.max_tokens", 1, note="sums over tokens, means over responses")
+        draft.put("objective.normalization_length", 1, note="sums over tokens, means over responses")
     elif mode == "seq-mean-token-sum-norm":
         factor = _ACTOR + "loss_scale_factor"
-        draft.put("objective.max_tokens", draft.get(factor, response), factor, "data.max_response_length")
+        draft.put("objective.normalization_length", draft.get(factor, response), factor, "data.max_response_length")
 
 
 def _held_out(draft: Draft) -> None:
@@ -209,7 +211,7 @@ def _kl(draft: Draft) -> None:
     elif reward:
         keys = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
         draft.put("objective.kl_coef", draft.get("algorithm.kl_ctrl.kl_coef", 0.001), *keys)
-        draft.put("objective.kl_in", "reward", "algorithm.use_kl_in_reward")
+        draft.put("objective.kl_placement", "reward", "algorithm.use_kl_in_reward")
         kind = _KL.get(str(draft.get("algorithm.kl_penalty", "kl")).removesuffix("+"))  # a reward has no gradient
         if kind is None:
             draft.decide("algorithm.kl_penalty", "no such estimator: objective.kl_type is k1, k2 or k3, here k3")
@@ -218,8 +220,8 @@ def _kl(draft: Draft) -> None:
             _clamps(draft, kind, "algorithm.kl_penalty")
     else:
         draft.put("objective.kl_coef", 0.0, _ACTOR + "use_kl_loss", "algorithm.use_kl_in_reward")
-    if draft.options.get("objective") == "ppo" and not draft.is_set("objective.kl_in"):
-        draft.put("objective.kl_in", "loss", note="ours has it in the reward with ppo")
+    if draft.options.get("objective") == "ppo" and not draft.is_set("objective.kl_placement"):
+        draft.put("objective.kl_placement", "loss", note="ours has it in the reward with ppo")
         if not draft.is_set("objective.kl_type"):
             draft.put("objective.kl_type", "k3", note="as without ppo")
 
@@ -237,13 +239,13 @@ def _sft(draft: Draft) -> None:
     draft.put("train.microbatch_size", micro, "data.micro_batch_size_per_gpu", "data.micro_batch_size")
     if draft.get("data.multiturn.enable"):
         column = draft.get("data.multiturn.messages_key", "messages")
-        draft.put("data.columns", {"messages": column}, "data.multiturn.enable", "data.multiturn.messages_key")
+        draft.put("data.column_mapping", {"messages": column}, "data.multiturn.enable", "data.multiturn.messages_key")
     else:
         columns = {
             "prompt": draft.get("data.prompt_key", "question"),
             "completion": draft.get("data.response_key", "answer"),
         }
-        draft.put("data.columns", columns, "data.prompt_key", "data.response_key")
+        draft.put("data.column_mapping", columns, "data.prompt_key", "data.response_key")
         draft.put("data.format", "prompt_completion", note="single turns there")
     draft.put("data.packing", "none", note="verl pads; ours packs by default")
     draft.put("data.seq_len", draft.get("data.max_length", 1024), "data.max_length")
@@ -291,9 +293,9 @@ TABLE = Table(
     kind=_kind,
     run_lockstep=_together,
     rows={
-        "data.prompt_key": none("data.columns={prompt: ...}"),
+        "data.prompt_key": none("data.column_mapping={prompt: ...}"),
         "data.shuffle": to("data.shuffle"),
-        "data.truncation": to("data.long_documents", error="fail", right="truncate"),
+        "data.truncation": to("data.truncation", error="fail", right="truncate"),
         "data.chat_template": to("data.chat_template"),
         "data.seed": to("seed"),
         "data.balance_dp_token": hf.SPEED,
@@ -305,7 +307,7 @@ TABLE = Table(
         _MODEL + "use_remove_padding": none("rows are packed"),
         _MODEL + "*": none("the library's own model, probed"),
         **{f"{_ACTOR}optim.{key}": row for key, row in _OPTIM.items()},
-        _ACTOR + "ppo_epochs": to("rollout.passes"),
+        _ACTOR + "ppo_epochs": to("rollout.num_iterations"),
         _ACTOR + "ppo_micro_batch_size_per_gpu": to("train.microbatch_size", "packed rows of data.seq_len tokens here"),
         _ACTOR + "entropy_coeff": to("objective.entropy_coef"),
         _ACTOR + "ulysses_sequence_parallel_size": to("mesh.cp_size"),
@@ -322,13 +324,13 @@ TABLE = Table(
         _ROLLOUT + "name": none("rollout=vllm takes a server (docs/rollout.md); the default needs none"),
         _ROLLOUT + "*": _OWN,
         "actor_rollout_ref.*": _OWN,
-        "algorithm.norm_adv_by_std_in_grpo": to("rollout.normalise"),
+        "algorithm.norm_adv_by_std_in_grpo": to("rollout.normalize_advantages"),
         "algorithm.*": none("docs/algorithms.md has what there is"),
         "distillation.*": none("objective=gkd with a teacher (docs/algorithms.md)"),
         "transfer_queue.*": hf.PLACE,
         "skip.*": none("every step draws its samples"),
         "checkpoint.*": none("checkpoints hold everything; the export is what transformers loads"),
-        "critic.*": none("a critic is a head on the policy here: objective.value_coef and .value_clip"),
+        "critic.*": none("a critic is a head on the policy here: objective.value_coef and .value_clip_range"),
         "reward_model.*": _REWARD,
         "reward.*": _REWARD,
         "custom_reward_function.*": _REWARD,
@@ -350,13 +352,15 @@ TABLE = Table(
         "trainer.seed": to("seed"),
         "trainer.logger": none("logging.trackers: tensorboard, wandb, mlflow, trackio"),
         "trainer.val_before_train": to("validation.at_start"),
-        "trainer.max_ckpt_to_keep": to("checkpoint.keep"),
-        "trainer.max_actor_ckpt_to_keep": to("checkpoint.keep"),
+        "trainer.max_ckpt_to_keep": to("checkpoint.keep_latest_k"),
+        "trainer.max_actor_ckpt_to_keep": to("checkpoint.keep_latest_k"),
         "trainer.nnodes": hf.PLACE,
         "trainer.n_gpus_per_node": hf.PLACE,
         "trainer.device": hf.PLACE,
         "trainer.resume_*": none("`automodel resume RUN`, or checkpoint.resume=auto"),
-        "trainer.log_val_generations": none("rollout.show samples are printed every rollout.show_every steps"),
+        "trainer.log_val_generations": none(
+            "rollout.num_samples_logged samples are printed every rollout.log_samples_every steps"
+        ),
         "trainer.*": none("not in our loop"),
         "ray_*": hf.PLACE,
         "global_profiler.*": none("logging.profile"),
@@ -365,7 +369,7 @@ TABLE = Table(
         Default("optimizer.betas", [0.9, 0.999], "ours is [0.9, 0.95]", ("grpo",)),
         Default("optimizer.weight_decay", 0.01, "ours is 0 for grpo", ("grpo",)),
         Default("lr_scheduler", "constant", "ours too for grpo", ("grpo",)),
-        Default("data.long_documents", "fail", "truncation: error", ("sft",)),
+        Default("data.truncation", "fail", "truncation: error", ("sft",)),
         Default("seed", 1, "ours is 0"),
     ),
     averaging="theirs divides by the tokens of a mini batch (token-mean; older ones average microbatches), ours by all",

@@ -1,7 +1,8 @@
 """Which chat template renders the training rows.
 
-The tokenizer's own is what the model sees at inference, and by `data.turns=auto` it is trained exactly. Where
-conversations are to stay one document each (`data.turns=whole`) and the tokenizer's template rewrites earlier turns,
+The tokenizer's own is what the model sees at inference, and by `data.multi_turn=auto` it is trained exactly. Where
+conversations are to stay one document each (`data.multi_turn=single`) and the tokenizer's template rewrites earlier
+turns,
 one of ours stands in: it renders a single turn as the tokenizer's does, text by text, and every other turn of a
 conversation as if it were the last. It is found by what the tokenizer's template renders, never by a model's name.
 """
@@ -92,9 +93,9 @@ class ChosenTemplate:
 
 
 def choose_template(choice: str | None, tokenizer: Any, turns: Turns) -> ChosenTemplate:
-    """The template that `data.chat_template` and `data.turns` ask for."""
+    """The template that `data.chat_template` and `data.multi_turn` ask for."""
     text = resolve_chat_template(choice, tokenizer)
-    if choice not in (None, "auto") or turns != "whole" or text is None or GENERATION_TAG.search(text):
+    if choice not in (None, "auto") or turns != "single" or text is None or GENERATION_TAG.search(text):
         return ChosenTemplate(text)
     if _is_stable(tokenizer, text):
         return ChosenTemplate(text)
@@ -171,7 +172,7 @@ def _renderings(tokenizer: Any, template: str) -> Iterator[str | None]:
 
 def _is_stable(tokenizer: Any, template: str) -> bool:
     """Whether a conversation of two plain turns can be one document."""
-    encoder = ChatEncoder(tokenizer, template, "assistant", turns="whole")
+    encoder = ChatEncoder(tokenizer, template, "assistant", turns="single")
     trained = [message["role"] == "assistant" for message in _FOLLOW_UP]
     (result,) = encoder.encode([Conversation(_FOLLOW_UP, trained)])
     return not isinstance(result, RowError)

@@ -37,7 +37,7 @@ RENDER_SECONDS = 60.0
 """For one call of the library, and a second more for each conversation in it."""
 RENDER_FIX = "data.chat_template=chatml, or a template whose loops end"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-UNROLL_FIX = "data.turns=unroll, or data.turns=auto"
+UNROLL_FIX = "data.multi_turn=per_turn, or data.multi_turn=auto"
 NOT_WHOLE = ("not_a_prefix", "no_stop", "generation_blocks", "dropped_by_template")
 """Causes for which a row is no single document, though its turns may each be one."""
 
@@ -69,7 +69,7 @@ class ChatEncoder:
     def encode(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
         """Tokens and mask of each conversation, or the reason why it has none."""
         chats = [self._formed(chat) for chat in chats]
-        if self.turns == "unroll":
+        if self.turns == "per_turn":
             return self._unroll(chats)
         results: list[Any] = self._whole(chats)
         if self.turns == "auto" and self.mask != "all":
@@ -247,7 +247,8 @@ class ChatEncoder:
                     "generation_blocks",
                     f"the template marks {len(spans)} stretches as generated where the row has {len(spoken)} assistant "
                     "messages, so single turns cannot be told apart",
-                    fix="data.mask=assistant without train: false, or a template with one generation block per turn",
+                    fix="data.loss_mask=assistant without train: false, or a template with one generation block per "
+                    "turn",
                 )
             return Encoded(ids, trained)
         kept = [(turn, span) for turn, span in zip(spoken, spans, strict=True) if turn in turns]
@@ -415,7 +416,7 @@ def _unlike(ours: Any, own: Any) -> RowError:
         "other_template",
         "the tokenizer's chat template renders this row's first turn differently from the training template that was "
         "chosen by its renderings of other conversations",
-        fix="data.turns=unroll, or data.chat_template=tokenizer",
+        fix="data.multi_turn=per_turn, or data.chat_template=tokenizer",
     )
 
 

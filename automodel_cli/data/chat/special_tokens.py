@@ -30,7 +30,7 @@ from automodel_cli.data.tokenized import Encoded, Unrolled, around
 
 PRIVATE = 0x10F700
 """First of the characters used, at the end of the last plane for private use: no font and no known text has them."""
-_KEEP_FIX = "data.special_tokens_in_text=keep, which makes control tokens of them"
+_KEEP_FIX = "data.special_tokens_policy=keep, which makes control tokens of them"
 
 Encode = Callable[[ChatEncoder, Sequence[Conversation]], Sequence[Any]]
 
@@ -93,8 +93,8 @@ class SpecialText:
         if self.choice == "refuse":
             raise RowError(
                 "special_token",
-                f"the text holds the special token {found[0]!r}, and data.special_tokens_in_text is refuse",
-                fix=f"data.special_tokens_in_text=as_text, or {_KEEP_FIX}",
+                f"the text holds the special token {found[0]!r}, and data.special_tokens_policy is refuse",
+                fix=f"data.special_tokens_policy=as_text, or {_KEEP_FIX}",
             )
         problem = self._problem(found, json.dumps(value, ensure_ascii=False, default=str))
         if problem:

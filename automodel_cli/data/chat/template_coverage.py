@@ -126,13 +126,13 @@ def _slots(chat: Conversation, trained: Collection[int]) -> Iterator[Slot]:
                 yield from _content_slots(message, index, index in trained)
             elif key in REASONING_KEYS:
                 if index in trained:
-                    fix = f"data.ignore_columns=[{key}] to train without it, or a data.chat_template that renders it"
+                    fix = f"data.ignored_columns=[{key}] to train without it, or a data.chat_template that renders it"
                     yield from _slot((*path, key), value, f"the {key} of message {index}", fix=fix)
             elif key == "tool_calls":
                 for number, call in enumerate(value):
                     yield from _call_slots(call, (*path, key, number), index)
             elif key not in _FREE_KEYS or (key == "name" and message["role"] != "tool"):
-                fix = f"data.ignore_columns=[{key}] to train without it"
+                fix = f"data.ignored_columns=[{key}] to train without it"
                 for at, text in _strings(value, (*path, key)):
                     yield from _slot(at, text, f"{key!r} of message {index}", fix=fix)
 
@@ -238,7 +238,7 @@ def _left_out(slot: Slot) -> RowError:
         return RowError(
             slot.code,
             f"the chat template does not render the row's tools ({head!r} is not in its text)",
-            fix="data.chat_template=<a template with tools>, or data.columns.tools='' to train without them",
+            fix="data.chat_template=<a template with tools>, or data.column_mapping.tools='' to train without them",
         )
     shown = f", {head!r})" if "(" in slot.label else f" ({head!r})"
     return RowError(slot.code, f"the chat template leaves out {slot.label}{shown}", fix=slot.fix)

@@ -38,7 +38,7 @@ class Format(Protocol):
     @property
     @abstractmethod
     def fields(self) -> Sequence[str]:
-        """What `read` asks the row for; `data.columns` maps these names to columns."""
+        """What `read` asks the row for; `data.column_mapping` maps these names to columns."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class Format(Protocol):
 
 @dataclass(frozen=True)
 class FirstRows:
-    """The first rows of a source, and `data.columns`: what a format is told by."""
+    """The first rows of a source, and `data.column_mapping`: what a format is told by."""
 
     rows: Sequence[Mapping[str, Any]]
     columns: Mapping[str, str]

@@ -127,7 +127,7 @@ class Prompts:
             raise RowError(
                 "missing_column",
                 f"no column {row.column('prompt')!r} with the prompt (the row has: {', '.join(row.row)})",
-                fix="data.columns='{prompt: <column>}'",
+                fix="data.column_mapping='{prompt: <column>}'",
             )
         return with_system(messages, trained, row.optional_text("system"), row.tools())
 
@@ -171,7 +171,7 @@ def detect_format(
     if not fitting and not preferences:
         raise DataError(
             f"{where}: columns maps {', '.join(columns)}, which no single format reads together",
-            fix="data.columns='{prompt: question, completion: answer}'",
+            fix="data.column_mapping='{prompt: question, completion: answer}'",
         )
     found = next((fmt for fmt in fitting if fmt.detects(sample)), None)
     if found is not None:
@@ -180,7 +180,8 @@ def detect_format(
     if preferences:
         what = "a pair has chosen and rejected, a judged response a label"
         fix = (
-            "data.columns='{prompt: <column>, chosen: <column>, rejected: <column>}', or a recipe for plain rows (sft)"
+            "data.column_mapping='{prompt: <column>, chosen: <column>, rejected: <column>}', "
+            "or a recipe for plain rows (sft)"
         )
         raise DataError(f"{where}: no preferences in the columns {names}; {what}", fix=fix)
     raise DataError(f"{where}: cannot tell the format from the columns {names}", fix=_suggest_columns(sample))
@@ -190,7 +191,7 @@ def _suggest_columns(sample: FirstRows) -> str:
     columns = [c for c in dict.fromkeys(column for row in sample.rows for column in row) if c in sample.shared]
     if {"chosen", "rejected"} <= sample.shared:
         prompt = next((c for c in ("prompt", "question", *LIST_COLUMNS) if c in sample.shared), "prompt")
-        plain = f"data.columns='{{prompt: {prompt}, completion: chosen}}' trains on the preferred answer"
+        plain = f"data.column_mapping='{{prompt: {prompt}, completion: chosen}}' trains on the preferred answer"
         return f"{plain}; a recipe of kind dpo trains on both"
     listed = [c for c in columns if _is_chat(sample.first(c))]
     if listed:
@@ -202,7 +203,7 @@ def _suggest_columns(sample: FirstRows) -> str:
     if text or len(texts) == 1:
         return columns_fix({"text": text or texts[0]})
     names = f"one of {', '.join(texts)}" if texts else "column"
-    return f"data.columns='{{prompt: <{names}>, completion: <{names}>}}', or '{{text: <{names}>}}'"
+    return f"data.column_mapping='{{prompt: <{names}>, completion: <{names}>}}', or '{{text: <{names}>}}'"
 
 
 def _is_chat(value: Any) -> bool:

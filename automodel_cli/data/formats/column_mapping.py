@@ -58,14 +58,14 @@ def _wrong_columns(wrong: Sequence[str], mapped: Mapping[str, str], present: Seq
             meant[field] = column
             taken.add(column)
     names = " and ".join(f"{field} to {mapped[field]!r}" for field in wrong)
-    text = f"{where}: data.columns maps {names}, which no row has (columns: {', '.join(sorted(present))})"
+    text = f"{where}: data.column_mapping maps {names}, which no row has (columns: {', '.join(sorted(present))})"
     fixed = {field: meant.get(field, f"<one of {', '.join(sorted(present))}>") for field in wrong}
-    return DataError(text, keys=("data.columns",), fix=columns_fix({**mapped, **fixed}))
+    return DataError(text, keys=("data.column_mapping",), fix=columns_fix({**mapped, **fixed}))
 
 
 def columns_fix(mapped: Mapping[str, str]) -> str:
     """The override that sets this map."""
-    return f"data.columns='{{{', '.join(f'{field}: {column}' for field, column in mapped.items())}}}'"
+    return f"data.column_mapping='{{{', '.join(f'{field}: {column}' for field, column in mapped.items())}}}'"
 
 
 class MissingColumnTracker:

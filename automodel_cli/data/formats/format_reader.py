@@ -39,7 +39,7 @@ class RowReader:
         if stray:
             raise DataError(
                 f"format {self.name} reads no {stray[0]!r}; its fields are {', '.join(fmt.fields)}",
-                fix=f"remove {stray[0]} from data.columns, or set data.format",
+                fix=f"remove {stray[0]} from data.column_mapping, or set data.format",
             )
         self.columns_read, self._what = self._columns_read(), f"format {self.name}"
 

@@ -50,7 +50,7 @@ def with_system(
         raise RowError(
             "two_systems",
             "the row has a system text, and its messages begin with another one",
-            fix="data.ignore_columns=[system] to take that of the messages",
+            fix="data.ignored_columns=[system] to take that of the messages",
         )
     return Conversation(messages, trained, tools)
 

@@ -45,7 +45,7 @@ class PreferencePairs:
 class JudgedResponses:
     """A prompt, one response, and whether it is good."""
 
-    name: ClassVar[str] = "judged"
+    name: ClassVar[str] = "unpaired_preference"
     fields: ClassVar[tuple[str, ...]] = ("prompt", "messages", "completion", "label", "system", "tools")
     makes: ClassVar[Makes] = "judged"
 
@@ -90,7 +90,7 @@ def _prompt(row: Fields) -> Messages:
         raise RowError(
             "missing_column",
             f"no prompt: chosen and rejected hold responses only (the row has: {', '.join(row.row)})",
-            fix="data.columns='{prompt: <column>}'",
+            fix="data.column_mapping='{prompt: <column>}'",
         )
     messages, _ = row.said(field, "user")
     if not isinstance(row[field], str) and not row.chat:

@@ -1,6 +1,6 @@
 """Columns and keys that nothing acts on: those that would change what is trained are refused by name, never dropped.
 
-A column such as `id` or `source` says nothing about training and is only listed in the report. `data.ignore_columns`
+A column such as `id` or `source` says nothing about training and is only listed in the report. `data.ignored_columns`
 takes the names that may be left out.
 """
 
@@ -59,7 +59,7 @@ class AllowedKeys:
                     "unread_key",
                     f"{where} has {key!r}, which neither this program nor the chat template reads, so it would be "
                     "without effect",
-                    fix=f"data.ignore_columns=[{key}] to train without it{_SYNONYMS.get(key, '')}",
+                    fix=f"data.ignored_columns=[{key}] to train without it{_SYNONYMS.get(key, '')}",
                 )
         return kept
 
@@ -68,17 +68,17 @@ class AllowedKeys:
         for column in row.keys() & columns:
             if column not in read and column not in self.ignored and not is_empty(row[column]):
                 why = PREFERENCES.get(column, "it would be without effect")
-                fix = f"data.ignore_columns=[{column}] to train without it"
+                fix = f"data.ignored_columns=[{column}] to train without it"
                 if column in MEDIA:  # without them the text's placeholders would be trained as they are written
                     why = "only text is trained, and a placeholder such as <image> would be trained as text"
-                    fix = "data.on_bad_row=drop data.max_bad=1   (leaves out the rows that have it)"
+                    fix = "data.on_invalid_row=drop data.max_invalid_fraction=1   (leaves out the rows that have it)"
                 raise RowError(
                     "unread_column", f"the row has the column {column!r}, which {reader} does not read: {why}", fix=fix
                 )
 
 
 class IgnoredNames:
-    """Watches rows for the names of `data.ignore_columns`: one that no row has leaves nothing out."""
+    """Watches rows for the names of `data.ignored_columns`: one that no row has leaves nothing out."""
 
     def __init__(self, ignored: Iterable[str]):
         """`missing`: names that no row had so far. `present`: names that rows had while one was missing."""
@@ -97,8 +97,8 @@ class IgnoredNames:
 
 
 def check_ignored(ignored: Sequence[str], missing: Collection[str], present: Collection[str]) -> None:
-    """Refuse a name in `data.ignore_columns` that is no column of any row and no key inside one. Raises DataError."""
-    listed = NameList("data.ignore_columns", ignored, "no row has as a column or key")
+    """Refuse a name in `data.ignored_columns` that is no column of any row and no key inside one. Raises DataError."""
+    listed = NameList("data.ignored_columns", ignored, "no row has as a column or key")
     check_entries(listed, lambda name: name not in missing, set(present) - set(ignored), error=DataError)
 
 

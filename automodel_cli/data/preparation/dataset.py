@@ -51,11 +51,12 @@ class PackedDataset:
         *,
         pad_id: int,
         row_len: int | None,
-        pad_multiple: int = 1,
+        pad_to_multiple_of: int = 1,
     ):
-        """`row_len`: tokens of every row; None: of the longest in the microbatch, rounded up to `pad_multiple`."""
+        """`row_len`: tokens of every row; None: of the longest in the microbatch, rounded up to
+        `pad_to_multiple_of`."""
         self.stores, self.weights = list(stores), list(weights)
-        self.pad_id, self.row_len, self.pad_multiple = pad_id, row_len, pad_multiple
+        self.pad_id, self.row_len, self.pad_to_multiple_of = pad_id, row_len, pad_to_multiple_of
         self.first_rows = np.cumsum([0, *(store.num_rows for store in stores)])
         kinds = {store.kind for store in stores}
         if len(kinds) > 1:
@@ -252,7 +253,7 @@ class PackedDataset:
         return {"pairs_P2": torch.from_numpy(pairs_P2), "margins_P": torch.from_numpy(margins_S[chosen_P])}
 
     def _round_up(self, number: int) -> int:
-        return max(self.pad_multiple, -(-number // self.pad_multiple) * self.pad_multiple)
+        return max(self.pad_to_multiple_of, -(-number // self.pad_to_multiple_of) * self.pad_to_multiple_of)
 
 
 _EMPTY = (np.zeros(0, np.int64), np.zeros(0, np.uint8), np.zeros(1, np.int64))

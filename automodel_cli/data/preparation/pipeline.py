@@ -82,7 +82,7 @@ def prepare_data(
 
     `preferences`: rows are pairs or judged responses (`data/formats/preference.py`), not plain documents. `seed`
     decides which
-    rows `validation_rows` takes out. `stop_ids` are the tokens at which generation stops, besides EOS. `progress`
+    rows `validation_size` takes out. `stop_ids` are the tokens at which generation stops, besides EOS. `progress`
     receives a line each few seconds of a long tokenisation (default: standard error). Raises DataError with every row
     that cannot be used, grouped by cause.
     """
@@ -93,8 +93,8 @@ def prepare_data(
     train, validation = builder.tokenised()
     _check_ignored(config, [*train, *validation])
     _check_rows(config, [*train, *validation])
-    if config.validation_rows:
-        train, validation = _hold_out(train, config.validation_rows, seed)
+    if config.validation_size:
+        train, validation = _hold_out(train, config.validation_size, seed)
     packed_train = [builder.packed(part) for part in train]
     packed_validation = [builder.packed(part) for part in validation]
     report = DataReport(
@@ -114,25 +114,27 @@ def _check_ignored(config: DataConfig, parts: Sequence[_Part]) -> None:
     """A name that is to be ignored must be in one dataset at least."""
     metas = [part.tokens.meta for part in parts]
     missing = set.intersection(*(set(meta["not_ignored"]) for meta in metas))
-    check_ignored(config.ignore_columns, missing, {name for meta in metas for name in meta["names"]})
+    check_ignored(config.ignored_columns, missing, {name for meta in metas for name in meta["names"]})
 
 
 def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
     """The policy for refused rows, over all datasets together so that one run shows every problem."""
     rejected = [row for part in parts for row in part.tokens.rejected()]
     num_rows = sum(part.tokens.meta["num_rows"] for part in parts)
-    if rejected and config.on_bad_row == "fail":
+    if rejected and config.on_invalid_row == "fail":
         fix = "correct the rows"
         if len(rejected) < num_rows:
-            fix += ", or go on without them: data.on_bad_row=drop"
-            if len(rejected) > config.max_bad * num_rows:
-                fix += f" data.max_bad={_round_up(len(rejected) / num_rows)}"
+            fix += ", or go on without them: data.on_invalid_row=drop"
+            if len(rejected) > config.max_invalid_fraction * num_rows:
+                fix += f" data.max_invalid_fraction={_round_up(len(rejected) / num_rows)}"
         raise rows_error(rejected, num_rows, fix=fix)
     refuse_damaged(rejected, num_rows)
-    if len(rejected) > config.max_bad * num_rows:
-        error = rows_error(rejected, num_rows, fix=f"data.max_bad={_round_up(len(rejected) / num_rows)}")
+    if len(rejected) > config.max_invalid_fraction * num_rows:
+        error = rows_error(rejected, num_rows, fix=f"data.max_invalid_fraction={_round_up(len(rejected) / num_rows)}")
         raise DataError(
-            f"more rows are refused than data.max_bad={config.max_bad} allows: {error.message}", fix=error.fix
+            f"more rows are refused than data.max_invalid_fraction={config.max_invalid_fraction} allows: "
+            f"{error.message}",
+            fix=error.fix,
         )
     for part in parts:
         if not part.tokens.meta["num_rows"]:
@@ -154,8 +156,8 @@ def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part]
     number = max(1, round(wanted * total)) if wanted < 1 else int(wanted)
     if number >= total:
         raise DataError(
-            f"validation_rows={wanted:g} leaves nothing to train on: there are {total:,} rows",
-            fix="data.validation_rows=0.1",
+            f"validation_size={wanted:g} leaves nothing to train on: there are {total:,} rows",
+            fix="data.validation_size=0.1",
         )
     exact = number * sizes / total
     shares = np.floor(exact).astype(int)
@@ -181,16 +183,16 @@ class _Builder:
         self.config, self.tokenizer, self.preferences, self.progress = config, tokenizer, preferences, progress
         self.stop_ids = stop_ids
         self.root = cache_root(config.cache_dir)
-        self.template = choose_template(config.chat_template, tokenizer, config.turns)
+        self.template = choose_template(config.chat_template, tokenizer, config.multi_turn)
         self.tokenizer_key = tokenizer_fingerprint(tokenizer)
 
     def tokenised(self) -> tuple[list[_Part], list[_Part]]:
         """Training and validation sources with their tokens."""
         config = self.config
-        if config.task is not None:
+        if config.generator is not None:
             described = SourceConfig("task", format="auto" if self.preferences else "messages")
-            train = TaskSource(config.task, "train"), described
-            validation = TaskSource(config.task, "validation"), described
+            train = TaskSource(config.generator, "train"), described
+            validation = TaskSource(config.generator, "validation"), described
             return [self._tokens(*train)], [self._tokens(*validation)]
         sources = config.train_sources()
         held_out = config.validation_source()
@@ -203,15 +205,15 @@ class _Builder:
         ingredients = {
             **source.ingredients(),
             "format": config.format if isinstance(config.format, str) else fingerprint(config.format),
-            "columns": config.columns,
+            "columns": config.column_mapping,
             "template": self.template.text,
             "own_template": self.template.own,
-            "turns": self.config.turns,
+            "turns": self.config.multi_turn,
             "stop_ids": sorted(self.stop_ids),
             "tokenizer": self.tokenizer_key,
-            "mask": self.config.mask,
-            "special_tokens_in_text": self.config.special_tokens_in_text,
-            "ignore_columns": self.config.ignore_columns,
+            "mask": self.config.loss_mask,
+            "special_tokens_policy": self.config.special_tokens_policy,
+            "ignored_columns": self.config.ignored_columns,
             "add_bos": self.config.add_bos,
             "add_eos": self.config.add_eos,
             "preferences": self.preferences,
@@ -222,22 +224,22 @@ class _Builder:
 
     def _write_tokens(self, folder: Path, source: Source, config: SourceConfig) -> None:
         examples = first_rows(source)
-        check_mapped(examples, config.columns, source.name)
+        check_mapped(examples, config.column_mapping, source.name)
         if config.format != "auto":
             fmt = find_format(config.format)
         elif examples:
-            fmt = detect_format(examples, config.columns, source.name, preferences=self.preferences)
+            fmt = detect_format(examples, config.column_mapping, source.name, preferences=self.preferences)
         else:  # no readable row at all: any format will do, since every row is refused by its own error
-            fmt = FORMATS["judged" if self.preferences else "text"]
+            fmt = FORMATS["unpaired_preference" if self.preferences else "text"]
         template, data = self.template, self.config
         spec = EncodeSpec(
             fmt,
-            config.columns,
+            config.column_mapping,
             template.text,
-            data.mask,
-            ignore_columns=tuple(data.ignore_columns),
-            special_tokens_in_text=data.special_tokens_in_text,
-            turns=data.turns,
+            data.loss_mask,
+            ignored_columns=tuple(data.ignored_columns),
+            special_tokens_policy=data.special_tokens_policy,
+            turns=data.multi_turn,
             own_template=template.own,
             stop_ids=self.stop_ids,
             add_bos=data.add_bos,
@@ -245,8 +247,8 @@ class _Builder:
         )
         encoder = RowEncoder(self.tokenizer, spec)
         encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
-        unseen = MissingColumnTracker(config.columns, source.name)
-        ignored = IgnoredNames(data.ignore_columns)
+        unseen = MissingColumnTracker(config.column_mapping, source.name)
+        ignored = IgnoredNames(data.ignored_columns)
         for_rows, for_origins = itertools.tee(ignored.watch(unseen.watch(source.rows())))
         workers = choose_workers(self.config.num_workers, source.num_bytes)
         batches = encode_all(encoder, (origin.row for origin in for_rows), workers)
@@ -287,17 +289,17 @@ class _Builder:
         if makes == "texts":
             return "nothing: every token is trained"
         if self.template.text is None:
-            return "the end of the prompt" if self.config.mask != "all" else "nothing: every token is trained"
+            return "the end of the prompt" if self.config.loss_mask != "all" else "nothing: every token is trained"
         turns = {"assistant": "assistant turns", "last_turn": "last assistant turn", "all": "all tokens"}[
-            self.config.mask
+            self.config.loss_mask
         ]
-        by_tags = GENERATION_TAG.search(self.template.text) and self.config.mask != "all"
+        by_tags = GENERATION_TAG.search(self.template.text) and self.config.loss_mask != "all"
         way = "the template's generation tags" if by_tags else "prefix difference, verified per row"
         if self.template.name is not None:
             way = f"our training template for {self.template.name}, because the tokenizer's rewrites earlier turns"
-        elif self.config.turns == "unroll":
+        elif self.config.multi_turn == "unroll":
             way = "what follows each turn's prompt"
-        return turns if self.config.mask == "all" else f"{way} ({turns})"
+        return turns if self.config.loss_mask == "all" else f"{way} ({turns})"
 
     def packed(self, part: _Part) -> tuple[PackedStore, SourceReport]:
         """The packed rows of one part, built or found, and its line in the report."""
@@ -309,7 +311,7 @@ class _Builder:
                 "tokens": part.key,
                 "seq_len": config.seq_len,
                 "packing": config.packing,
-                "long_documents": [config.long_documents, choice],
+                "truncation": [config.truncation, choice],
                 "held_out": part.held_out,
             }
         )
@@ -327,7 +329,7 @@ class _Builder:
             num_label_tokens=int(store.num_label_tokens.sum()),
             masked_by=meta["masked_by"],
             special=SpecialReport(meta["special_choice"], meta["special_tokens"], meta["special_rows"]),
-            unused=meta["unused"] if self.config.task is None else [],
+            unused=meta["unused"] if self.config.generator is None else [],
             ends_trained=meta["ends_trained"] / max(1, part.tokens.num_documents),
             packing=config.packing,
             seq_len=config.seq_len,
@@ -381,12 +383,12 @@ class _Builder:
         ends = (pieces.start + pieces.length).tolist()
         spans = [(i, int(pieces.document[i]), int(pieces.start[i]), ends[i]) for i in cut.tolist()]
         empty = [piece for piece, document, start, stop in spans if not tokens.is_trained(document, start, stop)]
-        if empty and config.long_documents == "truncate" and config.on_bad_row == "fail":
+        if empty and config.truncation == "truncate" and config.on_invalid_row == "fail":
             reason = f"truncated to seq_len={config.seq_len} it has no trained token left"
             raise rows_error(
                 [self._refused(tokens, int(pieces.document[i]), reason) for i in empty],
                 len(lengths),
-                fix="data.long_documents=split (or drop), a larger data.seq_len, or data.on_bad_row=drop",
+                fix="data.truncation=split (or drop), a larger data.seq_len, or data.on_invalid_row=drop",
             )
         kept = np.delete(np.arange(len(pieces.length)), empty)
         is_long = lengths > config.seq_len
@@ -410,11 +412,11 @@ class _Builder:
         """The rows as the loader reads them."""
         config, tokenizer = self.config, self.tokenizer
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-        fixed = config.packing != "none" or config.pad_to == "seq_len"
+        fixed = config.packing != "none" or config.padding == "seq_len"
         return PackedDataset(
             stores,
             weights,
             pad_id=pad,
             row_len=config.seq_len if fixed else None,
-            pad_multiple=config.pad_multiple,
+            pad_to_multiple_of=config.pad_to_multiple_of,
         )

@@ -2,7 +2,7 @@
 
 Such rows would be trained with it twice, without an error and with a plausible loss. A sample of each dataset is
 examined; where at least half of it is rendered already, the dataset is refused with the overrides that read it as it
-is. A single question about control tokens is no rendered row, and `special_tokens_in_text=as_text` skips the check.
+is. A single question about control tokens is no rendered row, and `special_tokens_policy=as_text` skips the check.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def refuse_rendered(
 
     `templated`: a chat template renders them. `plain_works`: whether the rows can be read without a template.
     """
-    if config.special_tokens_in_text == "as_text":
+    if config.special_tokens_policy == "as_text":
         return
     ends = [ends_of(document) for document in documents]
     if templated:

@@ -28,8 +28,8 @@ def head_problems(config: DataConfig, *, preferences: bool, prompts: bool) -> It
     skipped. `prompts`: the rows are sampled from.
     """
     places = [("data.path", source) for source in config.train_sources()]
-    if config.sources:
-        places = [(f"data.sources.{i}.path", source) for i, source in enumerate(config.sources)]
+    if config.datasets:
+        places = [(f"data.datasets.{i}.path", source) for i, source in enumerate(config.datasets)]
     if config.validation_path is not None and (held_out := config.validation_source()) is not None:
         places.append(("data.validation_path", held_out))
     for key, source in places:
@@ -45,17 +45,17 @@ def _check_head(source: SourceConfig, *, whole: bool, preferences: bool, prompts
         return
     opened = FileSource(source, paths, Path())
     rows = first_rows(opened)
-    check_mapped(rows, source.columns, opened.name)
+    check_mapped(rows, source.column_mapping, opened.name)
     if rows and not prompts and source.format == "auto":
-        detect_format(rows, source.columns, opened.name, preferences=preferences)
+        detect_format(rows, source.column_mapping, opened.name, preferences=preferences)
 
 
 def most_rows(config: DataConfig) -> float | None:
     """A number of packed rows in an epoch that is not exceeded; None where nothing is known."""
-    if isinstance(config.task, ChatTasks | PreferenceTasks):
-        tasks = config.task.tasks if isinstance(config.task, PreferenceTasks) else config.task
+    if isinstance(config.generator, ChatTasks | PreferenceTasks):
+        tasks = config.generator.tasks if isinstance(config.generator, PreferenceTasks) else config.generator
         return None if _cuts(config) else tasks.num_train
-    if config.task is not None:
+    if config.generator is not None:
         return None
     total = 0.0
     for source in config.train_sources():
@@ -63,13 +63,13 @@ def most_rows(config: DataConfig) -> float | None:
         own_format = not isinstance(source.format, str)  # it may make any number of documents of a row
         if not paths or own_format or sum(path.stat().st_size for path in paths) > MOST_BYTES:
             return None
-        rows = (row for path in paths for _, row in read_file(path, source.txt_rows))
+        rows = (row for path in paths for _, row in read_file(path, source.text_unit))
         total += source.weight * sum(_pieces(row, config) for row in rows)
     return total
 
 
 def _cuts(config: DataConfig) -> bool:
-    return config.packing == "wrapped" or config.long_documents == "split"
+    return config.packing == "wrapped" or config.truncation == "split"
 
 
 def _pieces(row: Any, config: DataConfig) -> int:
@@ -80,7 +80,7 @@ def _pieces(row: Any, config: DataConfig) -> int:
         return 0
     turns = max((_num_turns(row[column]) for column in LIST_COLUMNS if column in row), default=1)
     size = len(str(row).encode("utf-8", "replace"))
-    is_cut = _cuts(config) or (config.long_documents == "auto" and "text" in {*row, *config.columns})
+    is_cut = _cuts(config) or (config.truncation == "auto" and "text" in {*row, *config.column_mapping})
     return max(1, turns) * (1 + size // config.seq_len if is_cut else 1)
 
 

@@ -160,16 +160,16 @@ def prepare_prompts(
     samples_per_row: int = 1,
 ) -> PreparedPrompts:
     """Read, render and tokenise all prompts. Those longer than `max_tokens` are dropped or refused, as
-    `long_documents` says; so much has room where `samples_per_row` stand in a row. `tools_of` a row are shown to the
+    `truncation` says; so much has room where `samples_per_row` stand in a row. `tools_of` a row are shown to the
     model besides what the row says. Raises DataError with every row that cannot be used.
     """
     reader = _Reader(config, tokenizer, max_tokens, tools_of, samples_per_row)
     root = cache_root(config.cache_dir)
     described = SourceConfig("task", format="messages")
-    if config.task is not None:
-        train = [reader.read(TaskSource(config.task, "train"), described)]
-        held_out = [reader.read(TaskSource(config.task, "validation"), described)]
-        names, weights = [type(config.task).__name__], [1.0]
+    if config.generator is not None:
+        train = [reader.read(TaskSource(config.generator, "train"), described)]
+        held_out = [reader.read(TaskSource(config.generator, "validation"), described)]
+        names, weights = [type(config.generator).__name__], [1.0]
     else:
         sources = config.train_sources()
         opened = [open_source(source, root) for source in sources]
@@ -181,10 +181,10 @@ def prepare_prompts(
             if node is None
             else [reader.read(open_source(node, root, whole=config.validation_path is not None), node)]
         )
-    check_ignored(config.ignore_columns, reader.ignored.missing, reader.ignored.present)
+    check_ignored(config.ignored_columns, reader.ignored.missing, reader.ignored.present)
     reader.finish()
-    if config.validation_rows:
-        train, held_out = _hold_out(train, config.validation_rows, seed)
+    if config.validation_size:
+        train, held_out = _hold_out(train, config.validation_size, seed)
     return _prepared(train, held_out, names, weights, reader)
 
 
@@ -226,8 +226,8 @@ def _hold_out(train: list[list[Prompt]], wanted: float, seed: int) -> tuple[list
     number = max(1, round(wanted * len(everything))) if wanted < 1 else int(wanted)
     if number >= len(everything):
         raise DataError(
-            f"validation_rows={wanted:g} leaves nothing to train on: there are {len(everything):,} prompts",
-            fix="data.validation_rows=0.1",
+            f"validation_size={wanted:g} leaves nothing to train on: there are {len(everything):,} prompts",
+            fix="data.validation_size=0.1",
         )
     chosen = {everything[i].number for i in shuffled(len(everything), seed, 0x5EED)[:number].tolist()}
     kept = [[prompt for prompt in prompts if prompt.number not in chosen] for prompts in train]
@@ -243,9 +243,9 @@ class _Reader:
         self._tools_of, self._samples_per_row = tools_of, samples_per_row
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.template = resolve_chat_template(config.chat_template, tokenizer)
-        self.keys = AllowedKeys.of(self.template, config.ignore_columns)
-        self.ignored = IgnoredNames(config.ignore_columns)
-        choice = config.special_tokens_in_text
+        self.keys = AllowedKeys.of(self.template, config.ignored_columns)
+        self.ignored = IgnoredNames(config.ignored_columns)
+        choice = config.special_tokens_policy
         if choice == "auto":
             choice = "keep" if self.template is None else "as_text"
         self.special = SpecialText(tokenizer, choice)
@@ -259,10 +259,10 @@ class _Reader:
     def read(self, source: Source, node: SourceConfig) -> list[Prompt]:
         """Every usable prompt of a source."""
         sample = first_rows(source, SAMPLE_ROWS)
-        check_mapped(sample, node.columns, source.name)
+        check_mapped(sample, node.column_mapping, source.name)
         fmt = prompt_format(node.format)
         refused = (*MEDIA, "functions")  # what else is there may be for rewards
-        reader = RowReader(fmt, node.columns, chat=True, keys=self.keys, refused=refused)
+        reader = RowReader(fmt, node.column_mapping, chat=True, keys=self.keys, refused=refused)
         self._refuse_rendered([attempt(_asked, reader, row) for row in sample], source.name)
         prompts: list[Prompt] = []
         rows = self.ignored.watch(source.rows())
@@ -303,7 +303,7 @@ class _Reader:
             )
             if len(prompt.tokens) <= self.max_tokens:
                 yield prompt
-            elif self.config.long_documents != "fail":
+            elif self.config.truncation != "error":
                 self.num_dropped += 1
                 self.longest_dropped = max(self.longest_dropped, len(prompt.tokens))
             else:
@@ -311,7 +311,7 @@ class _Reader:
                     f"{prompt.origin}: the prompt has {len(prompt.tokens)} tokens, and rows have room for "
                     f"{self.max_tokens} before the response",
                     keys=("data.seq_len", "rollout.max_new_tokens"),
-                    fix="data.long_documents=drop, or a larger data.seq_len",
+                    fix="data.truncation=drop, or a larger data.seq_len",
                 )
 
     def _asked(self, reader: RowReader, row: Any) -> Conversation:
@@ -323,7 +323,7 @@ class _Reader:
             raise RowError(
                 "two_tools",
                 "the row has tools of its own, and those of its environment besides",
-                fix="data.columns.tools=''",
+                fix="data.column_mapping.tools=''",
             )
         if "tools" not in (self.template or ""):
             raise RowError(
@@ -346,9 +346,9 @@ class _Reader:
     def finish(self) -> None:
         """The policy for refused rows, over all sources together."""
         refuse_damaged(self._rejected, self.num_rows)
-        allowed = 0.0 if self.config.on_bad_row == "fail" else self.config.max_bad * self.num_rows
+        allowed = 0.0 if self.config.on_invalid_row == "fail" else self.config.max_invalid_fraction * self.num_rows
         if len(self._rejected) > allowed:
-            raise rows_error(self._rejected, self.num_rows, fix="correct the rows, or data.on_bad_row=drop")
+            raise rows_error(self._rejected, self.num_rows, fix="correct the rows, or data.on_invalid_row=drop")
 
     def _tokens(self, chats: Sequence[Conversation]) -> list[np.ndarray | RowError]:
         """Token ids of each conversation, up to where the model begins to speak."""

@@ -42,19 +42,19 @@ class EncodeSpec:
     columns: dict[str, str]
     template: str | None
     mask: Mask
-    ignore_columns: tuple[str, ...] = ()
+    ignored_columns: tuple[str, ...] = ()
     turns: Turns = "auto"
     own_template: str | None = None
     stop_ids: tuple[int, ...] = ()
-    special_tokens_in_text: SpecialTokensInText = "auto"
+    special_tokens_policy: SpecialTokensInText = "auto"
     add_bos: bool = True
     add_eos: bool = True
 
     @property
     def special_choice(self) -> SpecialTokensInText:
         """What is done with special tokens in the text of rows."""
-        if self.special_tokens_in_text != "auto":
-            return self.special_tokens_in_text
+        if self.special_tokens_policy != "auto":
+            return self.special_tokens_policy
         return "keep" if self.template is None or self.fmt.makes == "texts" else "as_text"
 
 
@@ -63,7 +63,7 @@ class RowEncoder:
 
     def __init__(self, tokenizer: Any, spec: EncodeSpec):
         self.tokenizer, self.spec = tokenizer, spec
-        keys = AllowedKeys.of(spec.template, spec.ignore_columns)
+        keys = AllowedKeys.of(spec.template, spec.ignored_columns)
         self.reader = RowReader(spec.fmt, spec.columns, chat=spec.template is not None, keys=keys)
         self.special = SpecialText(tokenizer, spec.special_choice)
         self.chat = None
@@ -226,7 +226,7 @@ def _together(row: Pair | JudgedResponse | RowError, first: Any, second: Any) ->
                 "several_turns",
                 f"{side} has {len(result.documents)} trained turns that are no single document under this chat "
                 "template, and a preference is between two documents",
-                fix="data.mask=last_turn, or data.turns=whole",
+                fix="data.loss_mask=last_turn, or data.multi_turn=single",
             )
         if isinstance(result, RowError):
             if not isinstance(row, Pair):

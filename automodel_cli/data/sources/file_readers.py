@@ -29,7 +29,7 @@ _MAX_GROUP, _MAX_RATIO = 4 << 30, 200
 __all__ = ["NumberedRow", "Row", "load_hub", "read_file", "read_hub"]
 
 
-def read_file(path: Path, txt_rows: TxtRows = "file") -> Iterator[NumberedRow]:
+def read_file(path: Path, text_unit: TxtRows = "file") -> Iterator[NumberedRow]:
     """The rows of one local file with their 1-based numbers: the line in jsonl and text, the record in other forms.
 
     Where a file is damaged its last row is a `DAMAGED` error: nothing behind it can be read.
@@ -43,7 +43,7 @@ def read_file(path: Path, txt_rows: TxtRows = "file") -> Iterator[NumberedRow]:
     if name.endswith(".csv"):
         return _until_damaged(_read_csv(path))
     if name.endswith(".txt"):
-        return _until_damaged(_from_binary(path, lambda file: read_text(file, path, txt_rows)))
+        return _until_damaged(_from_binary(path, lambda file: read_text(file, path, text_unit)))
     return _until_damaged(_from_binary(path, lambda file: _read_json(path, file)))
 
 

@@ -56,7 +56,7 @@ class FileSource:
 
     def __init__(self, config: SourceConfig, paths: list[Path], root: Path):
         self.paths, self.root = paths, root
-        self.txt_rows = config.txt_rows
+        self.text_unit = config.text_unit
         self.name = paths[0].name if len(paths) == 1 and paths[0].name == Path(config.path).name else config.path
         self.files = [path.name for path in paths]
         self.num_bytes = sum(path.stat().st_size for path in paths)
@@ -66,12 +66,12 @@ class FileSource:
     def ingredients(self) -> dict[str, Any]:
         """Names too: they stand in messages about rows."""
         hashes = [[path.name, file_hash(path, self.root)] for path in self.paths]
-        return {"files": hashes, "txt_rows": self.txt_rows}
+        return {"files": hashes, "text_unit": self.text_unit}
 
     def rows(self) -> Iterator[SourceRow]:
         """Rows of all files, numbered per file."""
         for number, path in enumerate(self.paths):
-            for line, row in read_file(path, self.txt_rows):
+            for line, row in read_file(path, self.text_unit):
                 yield SourceRow(number, line, row)
 
 

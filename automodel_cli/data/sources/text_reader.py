@@ -15,17 +15,17 @@ MAX_DOCUMENT = 64 << 20
 """Bytes: a tokenizer needs about 30 times the size of a text that is one document."""
 
 
-def read_text(file: IO[bytes], path: Path, txt_rows: TxtRows) -> Iterator[NumberedRow]:
+def read_text(file: IO[bytes], path: Path, text_unit: TxtRows) -> Iterator[NumberedRow]:
     """The file as one document, each of its paragraphs (blank lines lie between them), or each line that is not blank.
 
     The number is the line that the text begins in. Raises DataError for a document too large to be tokenised at once.
     """
-    if txt_rows == "file":
+    if text_unit == "file":
         content = file.read(MAX_DOCUMENT + 1)
         if len(content) > MAX_DOCUMENT:
             raise DataError(
                 f"{path} would be one document of more than {MAX_DOCUMENT >> 20} MiB",
-                fix="data.txt_rows=paragraph, or data.txt_rows=line",
+                fix="data.text_unit=paragraph, or data.text_unit=line",
             )
         yield 1, _row(content)
         return
@@ -33,12 +33,12 @@ def read_text(file: IO[bytes], path: Path, txt_rows: TxtRows) -> Iterator[Number
     size = 0
     for number, line in enumerate(bounded_lines(file), 1):
         blank = not line.strip()
-        if txt_rows == "line" and not blank:
+        if text_unit == "line" and not blank:
             yield number, _row(line.rstrip(b"\r\n"))
-        elif txt_rows == "paragraph" and blank and gathered:
+        elif text_unit == "paragraph" and blank and gathered:
             yield number - len(gathered), _row(b"".join(gathered).rstrip(b"\r\n"))
             gathered, size = [], 0
-        elif txt_rows == "paragraph" and not blank:
+        elif text_unit == "paragraph" and not blank:
             gathered.append(line)
             size += len(line)
             if size > MAX_ROW:

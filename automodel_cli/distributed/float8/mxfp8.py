@@ -70,4 +70,4 @@ def _sample(rows: int) -> tuple[Any, ...]:
     return torch.randn(rows, 2 * BLOCK, generator=torch.Generator().manual_seed(rows)), False, True
 
 
-GLUE = FusibleRegion("fp8 cast mxfp8", cast_mxfp8, None, _sample)
+FUSED_OPS = FusibleRegion("fp8 cast mxfp8", cast_mxfp8, None, _sample)

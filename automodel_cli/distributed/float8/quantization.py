@@ -98,7 +98,7 @@ class Arithmetic:
     def fuse(self, fuser: RegionCompiler) -> None:
         """Let the casts run as `fuser` says, each as one kernel."""
         if self.recipe.blocks:
-            self.cast_blocks = fuser(mxfp8.GLUE) or mxfp8.cast_mxfp8
+            self.cast_blocks = fuser(mxfp8.FUSED_OPS) or mxfp8.cast_mxfp8
             return
         self.cast, self.cast_to, self.largest = (fuser(glue) or glue.function for glue in _glue(self.recipe))
 

@@ -1,6 +1,7 @@
 """Glue: functions of elementwise operations and sums between a layer's products, each run as one kernel.
 
-A `FusibleRegion` is found in a model (`glue`) or written down (`gated_experts`); a `RegionCompiler` says how it runs.
+A `FusibleRegion` is found in a model (`fused_ops`) or written down (`gated_experts`); a `RegionCompiler` says how it
+runs.
 `Compiled` is
 torch's compiler with dynamic numbers of tokens, after a probe has shown that it gives the same values and gradients;
 `as_one` is for tensors without values, where only what is kept and launched counts.
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import torch_compat
-from automodel_cli.distributed.compile_modes import AUTO, GLUE
+from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ class Compiled:
         if by_name and self.refused:
             name, reason = next(iter(self.refused.items()))
             raise ConfigError(
-                f"enable_compile=glue: {name} cannot be compiled by {self.backend} on {self.device.type}: {reason}",
+                f"enable_compile=fused_ops: {name} cannot be compiled by {self.backend} on {self.device.type}: "
+                f"{reason}",
                 keys=("parallelizer.enable_compile", "parallelizer.compile_backend"),
                 fix="parallelizer.enable_compile=auto",
             )
@@ -237,10 +239,11 @@ class _AsOne(torch.autograd.Function):
 def region_compiler_for(
     mode: bool | str, backend: str, device: torch.device, dtype: torch.dtype
 ) -> RegionCompiler | None:
-    """The fuser of a run: for "glue", and for "auto" on a CUDA device; None where layers run as written or whole."""
+    """The fuser of a run: for "fused_ops", and for "auto" on a CUDA device; None where layers run as written or
+    whole."""
     global _last
     _last = ""
-    if mode != GLUE and not (mode == AUTO and device.type == "cuda"):
+    if mode != FUSED_OPS and not (mode == AUTO and device.type == "cuda"):
         return None
     return by_compiler(backend, device, dtype)
 

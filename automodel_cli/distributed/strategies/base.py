@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.axis_options import AxisOptions
-from automodel_cli.distributed.compile_modes import AUTO, GLUE
+from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 from automodel_cli.distributed.mesh_config import MeshConfig
 
 if TYPE_CHECKING:
@@ -101,8 +101,9 @@ class ParallelizerConfig:
     `automodel plan` on the run's GPUs, and says so in the header; on a CPU, none.
     `autocast_dtype`: run forward under autocast.
     `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
-    `enable_compile`: "glue" (norms, gates of MLPs and experts, rotary positions and the sum over experts as one kernel
-    each) | "auto" = "glue" on a CUDA device, of what compiles there and computes the same in a small example, and
+    `enable_compile`: "fused_ops" (norms, gates of MLPs and experts, rotary positions and the sum over experts as one
+    kernel
+    each) | "auto" = "fused_ops" on a CUDA device, of what compiles there and computes the same in a small example, and
     nothing on a CPU | true (each layer in place, as whole as can be) | false. By torch.compile with `compile_backend`
     ("inductor"; "aot_eager" compiles in a second and is what the tests use). true with
     activation_checkpointing=selective needs whole layers: on a CUDA device they should compile so; on a CPU, packed
@@ -119,8 +120,9 @@ class ParallelizerConfig:
     backend: str = "nccl"
     """Process-group backend. Without CUDA `nccl` means gloo on the CPU."""
     enable_compile: bool | str = AUTO
-    """What torch.compile compiles: `glue` (norms, gates, rotary positions), whole layers (true) or nothing (false).
-    `auto` is `glue` on CUDA."""
+    """What torch.compile compiles: `fused_ops` (norms, gates, rotary positions), whole layers (true) or nothing
+    (false).
+    `auto` is `fused_ops` on CUDA."""
     compile_backend: str = DEFAULT_COMPILE_BACKEND
     """Backend of torch.compile."""
 
@@ -136,7 +138,7 @@ class ParallelizerConfig:
                 keys=("activation_checkpointing",),
                 fix="parallelizer.activation_checkpointing=full",
             )
-        if not isinstance(self.enable_compile, bool) and self.enable_compile not in (GLUE, AUTO):
+        if not isinstance(self.enable_compile, bool) and self.enable_compile not in (FUSED_OPS, AUTO):
             raise ConfigError(
                 f"enable_compile={self.enable_compile!r} is not one of auto, glue, true, false",
                 keys=("enable_compile",),
@@ -193,7 +195,7 @@ class ParallelizerConfig:
         """The same options in float32, uncompiled, without what needs a CUDA device or an axis that is not in `axes`:
         what `automodel verify` compares with one process. `precision` and `compiled` keep those of the options."""
         recomputed = self.activation_checkpointing
-        compiled = compiled and self.enable_compile in (True, GLUE)
+        compiled = compiled and self.enable_compile in (True, FUSED_OPS)
         return replace(
             self,
             activation_checkpointing="full" if recomputed == AUTO else recomputed,

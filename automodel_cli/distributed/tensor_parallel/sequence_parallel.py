@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
-from automodel_cli.distributed.scatter_gather import gather_from_group, pad_to, scatter_to_group
+from automodel_cli.distributed.scatter_gather import gather_from_group, padding, scatter_to_group
 from automodel_cli.distributed.tensor_parallel.styles import SumParameterGradients
 
 _TOKENS = 1  # the dim of hidden_BTD
@@ -130,7 +130,7 @@ def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
         if not is_uniform:
             return _with_first(output, lambda whole_BTD: shard_tokens(whole_BTD, mesh))
         share = -(-_hidden(args, kwargs).shape[_TOKENS] // mesh.size())
-        return _with_first(output, lambda own_BtD: pad_to(own_BtD, share, _TOKENS))
+        return _with_first(output, lambda own_BtD: padding(own_BtD, share, _TOKENS))
 
     block.register_forward_pre_hook(gather, with_kwargs=True)
     block.register_forward_hook(scatter, with_kwargs=True)
@@ -160,8 +160,8 @@ def _refuse_padding(num_tokens: int, tp_size: int) -> None:
         raise ConfigError(
             f"rows of {num_tokens} tokens do not divide over tp_size={tp_size}: routers would count the padding that "
             "sequence parallelism adds",
-            keys=("data.seq_len", "data.pad_multiple", "mesh.tp_size"),
-            fix=f"data.pad_multiple={tp_size}, or parallelizer.sequence_parallel=false",
+            keys=("data.seq_len", "data.pad_to_multiple_of", "mesh.tp_size"),
+            fix=f"data.pad_to_multiple_of={tp_size}, or parallelizer.sequence_parallel=false",
         )
 
 

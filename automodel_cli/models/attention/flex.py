@@ -39,7 +39,7 @@ _PROBE_ERROR_BELOW = 2e-2
 
 _OWN_GRAPH = (
     "FlexAttention is a graph of its own, which a layer compiled as one graph cannot hold: "
-    "parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=glue"
+    "parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=fused_ops"
 )
 
 compilations: list[str] = []

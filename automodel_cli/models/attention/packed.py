@@ -215,7 +215,7 @@ def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwa
         raise ConfigError(
             f"packed attention has no dropout, the model asks for attention_dropout={dropout}",
             keys=("attention",),
-            fix="model.config.attention_dropout=0, or model.attention=eager",
+            fix="model.config.attention_dropout=0, or model.attn_implementation=eager",
         )
     if key.shape[2] != query.shape[2]:
         raise ConfigError(
@@ -226,7 +226,9 @@ def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwa
         raise ConfigError(
             "packed attention takes document boundaries, but this model passed an attention mask of its own",
             keys=("attention",),
-            fix="model.attention=eager",
+            fix="model.attn_implementation=eager",
         )
     if kwargs.get("is_causal") is False:
-        raise ConfigError("packed attention is causal, this model asks for full attention", fix="model.attention=eager")
+        raise ConfigError(
+            "packed attention is causal, this model asks for full attention", fix="model.attn_implementation=eager"
+        )

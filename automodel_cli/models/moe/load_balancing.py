@@ -12,7 +12,7 @@ are in the microbatch (a data-parallel rank's own; ranks of context parallelism 
 as the library's own `load_balancing_loss_func` has it for one layer (top-k when balanced). The value goes into no loss:
 its gradient is added where routing weights meet the graph, exactly once, also under recomputation.
 
-**Bias.** `bias_update_speed` moves the selection bias of routers that have one (`e_score_correction_bias`: DeepSeek-V3,
+**Bias.** `bias_update_rate` moves the selection bias of routers that have one (`e_score_correction_bias`: DeepSeek-V3,
 arXiv:2412.19437, section 2.1.2) by `speed * sign(mean load - load)`, once per optimizer step, from the loads of all
 ranks. The library stores this bias and never changes it.
 """
@@ -85,13 +85,13 @@ class LoadBalancer:
         return not self._sizes
 
     def _refuse_what_cannot_act(self, parts: Sequence[nn.Module]) -> None:
-        options = {"aux_loss_coef": self._config.aux_loss_coef, "bias_update_speed": self._config.bias_update_speed}
+        options = {"aux_loss_coef": self._config.aux_loss_coef, "bias_update_rate": self._config.bias_update_rate}
         biases = [layer.bias is not None for layer in self._layers]
         somewhere = torch.tensor([float(any(biases))], device=self._mesh.device)
         has_bias = bool(self._mesh.sum_over(self._mesh.pp, somewhere))
         for name, value in options.items():
             reason = "has no mixture of experts whose router is understood" if self.is_empty else None
-            if name == "bias_update_speed" and not self.is_empty and not has_bias:
+            if name == "bias_update_rate" and not self.is_empty and not has_bias:
                 reason = "has routers without a selection bias (e_score_correction_bias)"
             if value and reason:
                 raise ConfigError(
@@ -140,7 +140,7 @@ class LoadBalancer:
         loads = [self._table[row, :size] for row, size in enumerate(self._sizes)]
         means = [load.mean() for load in loads]  # 0 where a router is not understood: nan, which is written as null
         for layer in self._layers:
-            layer.move_bias(self._config.bias_update_speed, loads[layer.row])
+            layer.move_bias(self._config.bias_update_rate, loads[layer.row])
         worst = [load.max() / mean for load, mean in zip(loads, means, strict=True)]
         spread = [load.std(correction=0) / mean for load, mean in zip(loads, means, strict=True)]
         metrics = {"expert_load_max": torch.stack(worst).max(), "expert_load_cv": torch.stack(spread).mean()}
@@ -190,7 +190,7 @@ class _Layer:
         self.watch, self.row, self.name = watch, row, name
         self.bias = _selection_bias(block, router)
         self.has_loss = config.aux_loss_coef > 0
-        self.acts = self.has_loss or config.bias_update_speed > 0
+        self.acts = self.has_loss or config.bias_update_rate > 0
         router.register_forward_hook(self._hook)
 
     # Data-dependent bookkeeping, in no graph.
@@ -272,5 +272,5 @@ def _not_understood(name: str) -> ConfigError:
     return ConfigError(
         f"the router {name} does not return (logits, weights, experts), so it cannot be steered",
         keys=("model.moe",),
-        fix="model.moe.aux_loss_coef=0 model.moe.bias_update_speed=0",
+        fix="model.moe.aux_loss_coef=0 model.moe.bias_update_rate=0",
     )

@@ -68,7 +68,7 @@ class StagePlan:
         if self.csv_program is not None:
             if num_microbatches != self.csv_program.num_microbatches:
                 raise ConfigError(
-                    f"{self.config.csv} is a program for {self.csv_program.num_microbatches} microbatches "
+                    f"{self.config.schedule_csv} is a program for {self.csv_program.num_microbatches} microbatches "
                     f"per step, not {num_microbatches}",
                     keys=("csv",),
                     fix=f"{self.csv_program.num_microbatches} microbatches per step (train.global_batch_size)",
@@ -101,7 +101,7 @@ def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure
     csv_program = config.read_program()
     if csv_program is not None and csv_program.pp_size != pp_size:
         raise ConfigError(
-            f"{config.csv} has {csv_program.pp_size} rows, one per rank, but pp_size={pp_size}",
+            f"{config.schedule_csv} has {csv_program.pp_size} rows, one per rank, but pp_size={pp_size}",
             keys=("csv",),
             fix=f"mesh.pp_size={csv_program.pp_size}",
         )
@@ -119,7 +119,7 @@ def _owned(
     if csv_program is not None:
         if csv_program.num_stages != len(layers):
             raise ConfigError(
-                f"{config.csv} runs {csv_program.num_stages} stages; the model is cut into {len(layers)}",
+                f"{config.schedule_csv} runs {csv_program.num_stages} stages; the model is cut into {len(layers)}",
                 keys=("csv",),
             )
         return StagePlan(tuple(layers), csv_program.owner, config, csv_program, depths)
@@ -151,7 +151,8 @@ def _check_uses_of_table(plan: StagePlan, part: ModelPart) -> None:
     uses = len(part.multi_token or ()) + is_head
     if plan.splits_backward and uses > 1:
         raise ConfigError(
-            f"{plan.config.csv or plan.config.schedule} splits the backward, which is not exact for the embedding: the "
+            f"{plan.config.schedule_csv or plan.config.schedule} splits the backward, which is not exact for the "
+            "embedding: the "
             f"stage with the layers for multi-token prediction uses it {uses} times",
             keys=("schedule", "csv"),
             fix="schedule=1f1b csv=null",

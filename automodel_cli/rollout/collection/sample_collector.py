@@ -67,7 +67,7 @@ class SampleCollector:
     ):
         self.session, self.config, self.mesh = session, config, session.mesh
         check_reward_rows(rewards, self._rows(), all_judged=all_judged)
-        self._rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=all_judged)
+        self._rewards = RewardSum(rewards, num_helpers=config.num_reward_workers, required=all_judged)
         self._pool = self._build_pool()
         self._replay = replay
         self.engine: Engine = config.engine.build(
@@ -146,10 +146,11 @@ class SampleCollector:
     # -- ahead of the steps that train on them
 
     def prefetch(self, step: int) -> None:
-        """Begin what is missing of the next `max_staleness` rollouts, on the prompts that the loader gives next."""
+        """Begin what is missing of the next `max_off_policy_steps` rollouts, on the prompts that the loader gives
+        next."""
         if self._queue is None:
             return
-        loader, lag = self.session.loader, self.config.max_staleness
+        loader, lag = self.session.loader, self.config.max_off_policy_steps
         for ahead in range(len(self._queue), min(lag, self.session.num_steps - step)):
             place = loader.position + ahead * self.config.prompts_per_step
             requests, seeds = self.requests(step + 1 + ahead, loader.peek_step(ahead), place)
@@ -173,7 +174,7 @@ class SampleCollector:
         """The samples of `requests`, which are the oldest that were begun."""
         if self._queue is None:
             return None
-        began, oldest = time.perf_counter(), step - 1 - self.config.max_staleness
+        began, oldest = time.perf_counter(), step - 1 - self.config.max_off_policy_steps
         drawn = self._queue.take()
         self.seconds.wait += time.perf_counter() - began
         if drawn is None:
@@ -202,9 +203,9 @@ class SampleCollector:
         if isinstance(self.engine, RankZeroEngine):
             self.engine.rest(weights_follow=weights_follow)
 
-    def idle_share(self) -> float | None:
+    def idle_fraction(self) -> float | None:
         """Of the time since the last call, in which servers had nothing to do; None without servers."""
-        return self.engine.idle_share() if isinstance(self.engine, RankZeroEngine) else None
+        return self.engine.idle_fraction() if isinstance(self.engine, RankZeroEngine) else None
 
     def close(self) -> None:
         """End what generates and judges in other threads and processes."""
@@ -232,13 +233,13 @@ class SampleCollector:
         return EnvironmentPool(environments) if environments else None
 
     def _build_queue(self) -> SampleQueue | None:
-        if not self.config.max_staleness:
+        if not self.config.max_off_policy_steps:
             return None
         options: dict[str, Any] = {}
         if self._pool is not None:
             options["draw"] = background_episodes(self.session, self._pool, self.engine)
             options["about"] = environment_fingerprint(self.session.recipe.data, self.config)
-        return SampleQueue(self.engine, self.mesh.device, self.config.max_staleness, **options)
+        return SampleQueue(self.engine, self.mesh.device, self.config.max_off_policy_steps, **options)
 
     def _check_engine(self) -> None:
         capabilities = self.engine.capabilities

@@ -100,7 +100,12 @@ class EngineContext(Protocol):
         ...
 
     def sampler(
-        self, *, max_num_seqs: int | None, prefill_tokens: int, refill_share: float, cuda_graphs: CudaGraphs = "auto"
+        self,
+        *,
+        max_num_seqs: int | None,
+        max_num_batched_tokens: int,
+        refill_threshold: float,
+        cuda_graphs: CudaGraphs = "auto",
     ) -> Engine:
         """Our own sampler on the weights as they are trained, under any layout. Collective."""
         ...

@@ -45,28 +45,28 @@ class SamplerConfig:
     max_num_seqs: int | None = None
     """Sequences that decode together on each data-parallel rank. null: what an eighth of the memory holds, at most
     256."""
-    prefill_tokens: int = 8192
+    max_num_batched_tokens: int = 8192
     """Most prompt tokens of one forward pass."""
-    refill_share: float = 0.125
+    refill_threshold: float = 0.125
     """Share of slots that must be free before new prompts start."""
     cuda_graphs: CudaGraphs = "auto"
     """Launch a decoding step as one CUDA graph. `auto`: on CUDA where a rank holds the whole weights."""
 
     def __post_init__(self) -> None:
-        _at_least(self, prefill_tokens=1, **({} if self.max_num_seqs is None else {"max_num_seqs": 1}))
-        if not 0 <= self.refill_share <= 1:
+        _at_least(self, max_num_batched_tokens=1, **({} if self.max_num_seqs is None else {"max_num_seqs": 1}))
+        if not 0 <= self.refill_threshold <= 1:
             raise ConfigError(
-                f"refill_share={self.refill_share} must be from 0 to 1",
-                keys=("refill_share",),
-                fix="refill_share=0.125",
+                f"refill_threshold={self.refill_threshold} must be from 0 to 1",
+                keys=("refill_threshold",),
+                fix="refill_threshold=0.125",
             )
 
     def build(self, host: EngineContext) -> Engine:
         """See `EngineConfig`."""
         return host.sampler(
             max_num_seqs=self.max_num_seqs,
-            prefill_tokens=self.prefill_tokens,
-            refill_share=self.refill_share,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            refill_threshold=self.refill_threshold,
             cuda_graphs=self.cuda_graphs,
         )
 
@@ -202,7 +202,7 @@ class LiveServerConfig(ServerConfig):
     """Servers that the run starts itself, in place of `url`."""
     concurrency: int = 256
     """Open requests at once, per server."""
-    weights_folder: str | None = None
+    weights_dir: str | None = None
     """Folder through which `transport=files` passes weights. null: `rollout_weights` in the run folder."""
     address: str | None = None
     """Host of the first rank as the server reaches it. null: this host's name, or 127.0.0.1 for a local server."""
@@ -235,10 +235,10 @@ class LiveServerConfig(ServerConfig):
                 keys=("transport",),
                 fix="transport=files",
             )
-        if self.way != "files" and self.weights_folder is not None:
+        if self.way != "files" and self.weights_dir is not None:
             raise ConfigError(
-                f"weights_folder={self.weights_folder} does nothing with transport={self.way}",
-                keys=("weights_folder", "transport"),
+                f"weights_dir={self.weights_dir} does nothing with transport={self.way}",
+                keys=("weights_dir", "transport"),
                 fix="transport=files",
             )
         if self.command is not None:
@@ -253,7 +253,7 @@ class LiveServerConfig(ServerConfig):
 
     @property
     def num_servers(self) -> int:
-        return len(self.urls) if self.servers is None else self.servers.number
+        return len(self.urls) if self.servers is None else self.servers.num_servers
 
     def _check_urls(self) -> None:
         if (self.url is None) == (self.servers is None):
@@ -306,7 +306,7 @@ class LiveServerConfig(ServerConfig):
         servers = self.at(urls)
         if self.command is not None:
             host.start_server(program_arguments(self.command), servers[0], timeout=self.start_timeout)
-        folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
+        folder = host.run_dir / "rollout_weights" if self.weights_dir is None else Path(self.weights_dir)
         by = transfer or FileTransfer(folder)
         engines = [self._engine(server, host, by) for server in servers]
         engine = engines[0] if len(engines) == 1 else LivePool(engines, by, concurrency=self.concurrency)
@@ -317,7 +317,7 @@ class LiveServerConfig(ServerConfig):
 class VLLMConfig(LiveServerConfig):
     """A vLLM server (0.31 or later) whose weights are replaced after each step; docs/rollout.md has its command line.
 
-    `transport` is how they travel. `files`: the run writes them to `weights_folder`, which the server sees under the
+    `transport` is how they travel. `files`: the run writes them to `weights_dir`, which the server sees under the
     same path, and the server reads them; any machine, any number of nodes. null: `rollout_weights` in the run's folder.
     `nccl`: from GPU to GPU with the package vllm, which the first rank needs too; `address` is its machine as the
     server sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it, and the

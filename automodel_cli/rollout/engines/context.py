@@ -56,7 +56,12 @@ class EngineHost:
         return self._session.run_dir
 
     def sampler(
-        self, *, max_num_seqs: int | None, prefill_tokens: int, refill_share: float, cuda_graphs: CudaGraphs = "auto"
+        self,
+        *,
+        max_num_seqs: int | None,
+        max_num_batched_tokens: int,
+        refill_threshold: float,
+        cuda_graphs: CudaGraphs = "auto",
     ) -> Engine:
         """See `EngineContext`."""
         recipe, mesh, stages = self._session.recipe, self._session.mesh, self._session.model.stages
@@ -67,7 +72,12 @@ class EngineHost:
             max_num_seqs = slots_for(config, recipe.data.seq_len, mesh, state_bytes)
         options["capture"], steps = settled(cuda_graphs, stages.parts, mesh)
         engine = build_sampler(
-            stages, mesh, **options, max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens, refill_share=refill_share
+            stages,
+            mesh,
+            **options,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            refill_threshold=refill_threshold,
         )
         engine.about = f"{max_num_seqs} slots   {steps}"
         return engine

@@ -126,10 +126,10 @@ class RankZeroEngine:
 
         return finish
 
-    def idle_share(self) -> float | None:
+    def idle_fraction(self) -> float | None:
         """The share of the time since the last call in which a server had nothing of ours to do, on the rank that
         speaks to it; None elsewhere, and where the engine does not tell."""
-        told = getattr(self._engine, "idle_share", None)
+        told = getattr(self._engine, "idle_fraction", None)
         return None if told is None else told()
 
     def at_once(self) -> int:
@@ -296,7 +296,7 @@ def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trus
     if isolation.select_isolation(hf_config, attention=attention, trust_remote_code=trust_remote_code).by_document:
         raise _refusal(hf_config, "its attention is the library's own, run document by document, which has no slots")
     own = attention if attention == PACKED else "eager"
-    choice = ModelConfig(pretrained="-", attention=own, trust_remote_code=trust_remote_code)
+    choice = ModelConfig(pretrained="-", attn_implementation=own, trust_remote_code=trust_remote_code)
 
     def build(config: PretrainedConfig) -> PreTrainedModel:
         return transformers_compat.causal_lm(config, dtype=torch.float32, trust_remote_code=trust_remote_code)

@@ -23,7 +23,8 @@ class Calculator(Environment):
     """Computes what the model asks for; a message without a request is its answer and ends the episode.
 
     `pattern` is a regular expression whose first group, in its first match, is the arithmetic: numbers, `+ - * / // %
-    **` and parentheses. The result, or `error: ...`, comes back as a message of `role`. `call_reward` is for each call
+    **` and parentheses. The result, or `error: ...`, comes back as a message of `role`. `tool_call_reward` is for
+    each call
     that gave a number and `error_reward` for each that gave none. Rewards judge the last message, the answer.
     """
 
@@ -31,7 +32,7 @@ class Calculator(Environment):
     """Regular expression whose first group is the arithmetic to compute."""
     role: Literal["tool", "user"] = "tool"
     """Role of the message with the result."""
-    call_reward: float = 0.0
+    tool_call_reward: float = 0.0
     """Reward of each call that gave a number."""
     error_reward: float = 0.0
     """Reward of each call that failed."""
@@ -59,7 +60,7 @@ class Calculator(Environment):
         if request is None:
             return Turn()
         try:
-            said, reward = calculate(request[1]), self.call_reward
+            said, reward = calculate(request[1]), self.tool_call_reward
         except ValueError as error:
             said, reward = f"error: {error}", self.error_reward
         return Turn(({"role": self.role, "content": said},), reward, done=False)

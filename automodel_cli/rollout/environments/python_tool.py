@@ -33,14 +33,15 @@ class PythonTool(ToolEnvironment):
     cannot reach). Every call is a new process with `seconds` of time, `memory_mib` and 16 MiB of files, without
     network, other processes, or files of this machine; it has the standard library, and an empty `stdin`.
 
-    The model calls the tool `python` with `{"code": ...}`; with `blocks` every ```python block of a message is a call
+    The model calls the tool `python` with `{"code": ...}`; with `run_code_blocks` every ```python block of a message
+    is a call
     instead, and the template shows no tool.
 
     Where the machine cannot isolate so, the run is refused; `allow_unisolated` runs the code all the same, with what
     the machine does allow.
     """
 
-    blocks: bool = False
+    run_code_blocks: bool = False
     """Run every ```python block of a message instead of showing a tool."""
     seconds: float = 5.0
     """Time limit of a call."""
@@ -64,14 +65,14 @@ class PythonTool(ToolEnvironment):
     @property
     def tools(self) -> Any:
         """None where blocks are calls."""
-        return () if self.blocks else super().tools
+        return () if self.run_code_blocks else super().tools
 
     def definitions(self) -> list[dict[str, Any]]:
         """See `ToolEnvironment.definitions`."""
         return [_DEFINITION]
 
     def _calls(self, text: str) -> Iterator[ToolCall | ToolError]:
-        if not self.blocks:
+        if not self.run_code_blocks:
             yield from super()._calls(text)
             return
         for code in code_blocks(text):

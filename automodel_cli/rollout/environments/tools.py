@@ -36,7 +36,8 @@ class ToolEnvironment(Environment):
     `<tool_call>` and `</tool_call>` (Hermes, Qwen). A message may have up to `max_calls`; they are made in order, and
     each gets a message of `role`, cut off after `max_result_chars` characters. What the model does wrong (no JSON, no
     such tool, wrong arguments, a tool that refuses them) is told as `error: ...`. A tool that is away or takes too long
-    fails the step, which is not the model's fault. `call_reward` is for each call with a result, `error_reward` for
+    fails the step, which is not the model's fault. `tool_call_reward` is for each call with a result, `error_reward`
+    for
     each other.
 
     With `show_tools` the chat template shows the definitions to the model; without, your `system` column does.
@@ -52,7 +53,7 @@ class ToolEnvironment(Environment):
     """Most calls in one message."""
     max_result_chars: int = 4000
     """Characters after which a result is cut off."""
-    call_reward: float = 0.0
+    tool_call_reward: float = 0.0
     """Reward of each call with a result."""
     error_reward: float = 0.0
     """Reward of each call without a result."""
@@ -93,7 +94,7 @@ class ToolEnvironment(Environment):
                 if number >= self.max_calls:
                     raise ToolError(f"a message may call {self.max_calls} tools")
                 text = await self._made(call)
-                reward += self.call_reward
+                reward += self.tool_call_reward
             except ToolError as error:
                 text = f"error: {error}"
                 reward += self.error_reward

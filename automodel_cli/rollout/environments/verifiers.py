@@ -36,7 +36,7 @@ _VERSION = 1  # part of every cache key
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiersTasks:
-    """The rows of an environment of `verifiers`; fits `data.task`. `environment` is the module that has its
+    """The rows of an environment of `verifiers`; fits `data.generator`. `environment` is the module that has its
     `load_environment` (a name with `_`, not `-`), `arguments` are those of that function. The command line must allow
     the module: `--trust-package`.
 
@@ -85,9 +85,9 @@ class VerifiersEnvironment(Environment):
     """
 
     environment: str = field(metadata=trust.imports())
-    """Module of the environment, as in `data.task`."""
+    """Module of the environment, as in `data.generator`."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of its `load_environment`, as in `data.task`."""
+    """Arguments of its `load_environment`, as in `data.generator`."""
     pattern: str = r"<tool_call>(.*?)</tool_call>"
     """Regular expression whose first group is a tool call in JSON."""
     show_tools: bool = True

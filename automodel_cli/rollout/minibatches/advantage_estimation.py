@@ -110,17 +110,17 @@ class AdvantageEstimator:
             _groups(samples),
             valid_N=self._valid(samples),
             leave_one_out=self.config.leave_one_out,
-            normalise=self.config.normalise,
-            scale=self.config.scale,
+            normalise=self.config.normalize_advantages,
+            scale=self.config.reward_scaling,
         )
 
     def _token_advantages(self) -> TokenAdvantages | None:
         """None where a sample is compared with its group."""
-        config, critic = self.config, self.config.baseline == "critic"
-        if config.baseline == "group":
+        config, critic = self.config, self.config.advantage_estimator == "critic"
+        if config.advantage_estimator == "group":
             return None
         lam = config.gae_lambda if critic else 1.0
-        return TokenAdvantages(config.gamma, lam, critic, config.normalise, self.objective.reward_kl)
+        return TokenAdvantages(config.gamma, lam, critic, config.normalize_advantages, self.objective.reward_kl)
 
 
 def _groups(samples: Sequence[Sample]) -> Tensor:

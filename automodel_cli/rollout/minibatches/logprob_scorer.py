@@ -28,7 +28,7 @@ from automodel_cli.run.frozen_models.reference_model import (
     fields_of,
     sampling_distribution,
 )
-from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
+from automodel_cli.run.frozen_models.reference_sync import ReferenceSync
 from automodel_cli.run.frozen_models.teacher import add_teacher_logprobs
 from automodel_cli.training.stages import Stages
 
@@ -46,11 +46,11 @@ class Scorer:
         config: RolloutConfig,
         objective: PolicyObjective,
         teacher: TeacherConfig | None,
-        reference_update: ReferenceUpdate | None,
+        reference_sync: ReferenceSync | None,
     ):
         self._mesh, self._model, self._config, self._objective = session.mesh, session.model, config, objective
         self._draws_while_training = draws_while_training(session.model)
-        self._reference = self._build_reference(session, teacher, reference_update)
+        self._reference = self._build_reference(session, teacher, reference_sync)
 
     @contextmanager
     def as_sampled(self) -> Iterator[None]:
@@ -77,13 +77,13 @@ class Scorer:
     def _by_policy(self, updates: Sequence[Minibatch], samples: Sequence[Sample]) -> list[Minibatch]:
         """In one pass, or none: the log-probs of an only update are its own."""
         objective = self._objective
-        several = len(updates) * self._config.passes > 1 or self._draws_while_training
+        several = len(updates) * self._config.num_iterations > 1 or self._draws_while_training
         columns = {}
         if ("old_logprobs_BT" in objective.columns and several) or objective.reward_kl is not None:
             columns["logprobs_BT"] = "old_logprobs_BT"
         if "old_values_BT" in objective.columns:
             columns |= {"logprobs_BT": "old_logprobs_BT", "values_BT": "old_values_BT"}
-        share = objective.top_entropy if isinstance(objective, GRPO) else None
+        share = objective.top_entropy_fraction if isinstance(objective, GRPO) else None
         if not columns and share is None:
             return list(updates)
         fields = [*columns, *([] if share is None else ["entropy_BT"])]
@@ -110,7 +110,7 @@ class Scorer:
         )
 
     def _build_reference(
-        self, session: Trainer, teacher: TeacherConfig | None, update: ReferenceUpdate | None
+        self, session: Trainer, teacher: TeacherConfig | None, update: ReferenceSync | None
     ) -> ReferenceModel | None:
         objective = self._objective
         if not {"ref_logprobs_BT", "teacher_ids_BTN"} & objective.columns and objective.reward_kl is None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def why_apart(session: Trainer, config: RolloutConfig, teacher: TeacherConfig | None) -> str:
     """What keeps this run's prompts from being shared, for a sentence; empty where nothing does. Raises ConfigError
     where the config says that they must be."""
-    if config.share_prompts is False:
-        return "rollout.share_prompts=false"
+    if config.share_prompt_prefix is False:
+        return "rollout.share_prompt_prefix=false"
     reason = _reason(session, config, teacher)
     refuse_shared_prompts(config, reason)
     return reason

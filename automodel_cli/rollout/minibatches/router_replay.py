@@ -67,7 +67,8 @@ class RoutingReplay:
                 )
 
     def gaps(self, updates: Sequence[Minibatch], scorer: Scorer) -> dict[str, float]:
-        """`logprob_gap` and `logprob_gap_unreplayed`: mean |sampler's log-prob - trainer's| in nats over the tokens
+        """`logprob_abs_diff` and `logprob_abs_diff_without_replay`: mean |sampler's log-prob - trainer's| in nats
+        over the tokens
         that the model drew, with and without the sampler's experts, of a microbatch of each data-parallel rank (with
         a pipeline of p stages of p of them) before the first update. Collective."""
         if not updates:
@@ -76,7 +77,7 @@ class RoutingReplay:
         with scorer.as_sampled():
             replayed = self._gap(batches)
             unreplayed = self._gap([batch.without_column(ROUTED_EXPERTS) for batch in batches])
-        return {"logprob_gap": replayed, "logprob_gap_unreplayed": unreplayed}
+        return {"logprob_abs_diff": replayed, "logprob_abs_diff_without_replay": unreplayed}
 
     def _gap(self, batches: Sequence[Batch]) -> float:
         sums_2 = torch.zeros(2, dtype=torch.float64)

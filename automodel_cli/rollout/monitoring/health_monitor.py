@@ -67,8 +67,8 @@ class HealthMonitor:
             if truncated > _TRUNCATED
             else "",
         )
-        equal, groups = values["num_equal_groups"], values["num_groups"]
-        mean = values.get("reward_equal_groups", 0.0)
+        equal, groups = values["num_zero_std_groups"], values["num_groups"]
+        mean = values.get("reward_zero_std_groups", 0.0)
         yield (
             "equal",
             f"more than {_EQUAL:.0%} of the groups (now {equal:g} of {groups:g}, mean reward {mean:.3g}) had no two "

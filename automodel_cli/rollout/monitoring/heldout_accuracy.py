@@ -23,7 +23,7 @@ class HeldOutQuestions:
         """Measure and print the accuracy under the name `when`; nothing to do for data without a task
         that knows right answers. Collective.
         """
-        task = session.recipe.data.task
+        task = session.recipe.data.generator
         questions = [] if task is None else list(task.rows("validation"))
         check = answer_checker(task, questions)
         if check is None or not questions:

@@ -87,18 +87,18 @@ def refusal(tokens: Sequence[TokenLogprobs], limit: float, tokenizer: Any, *, un
     what = (
         f"the engine's log-probs are not the trainer's: token {worst.token} ({text!r}) was drawn with "
         f"{worst.engine:.3f}, and the trainer gives it {worst.trainer:.3f}; over {len(tokens)} tokens they differ by "
-        f"{mean_gap(tokens):.3f} nats on average, and rollout.max_logprob_gap is {limit}. "
+        f"{mean_gap(tokens):.3f} nats on average, and rollout.max_initial_logprob_gap is {limit}. "
     )
     if unshaped:
         return RunError(
             what + "They are those before temperature, top-k and top-p",
-            keys=("rollout.engine", "rollout.max_logprob_gap"),
+            keys=("rollout.engine", "rollout.max_initial_logprob_gap"),
             fix="vllm serve MODEL --logprobs-mode processed_logprobs",
         )
     return RunError(
         what + "Likely: the server serves another model, or did not take the weights it was sent; it shapes the "
         "distribution in a way of its own (a logits processor, speculative decoding with its own rule); it computes in "
         "another precision (fp8, int4), for which the limit may be raised",
-        keys=("rollout.engine", "rollout.max_logprob_gap"),
-        fix="look into the server's log, or rollout.max_logprob_gap=<nats>",
+        keys=("rollout.engine", "rollout.max_initial_logprob_gap"),
+        fix="look into the server's log, or rollout.max_initial_logprob_gap=<nats>",
     )

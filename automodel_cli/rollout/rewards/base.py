@@ -126,7 +126,8 @@ class Reward:
     that cannot hang. Where `score` is an `async def` it stays in this process: up to `concurrency` wait at once, each
     up to `timeout`.
 
-    `only`: rows that this reward judges, by column: `{kind: math}`, `{kind: [math, code]}`. For others it adds nothing,
+    `filter`: rows that this reward judges, by column: `{kind: math}`, `{kind: [math, code]}`. For others it adds
+    nothing,
     nor where `score` returns None; a sample of which all rewards give None is an error of each of them.
     """
 
@@ -142,7 +143,7 @@ class Reward:
     """Seconds for one score, computed in a helper process. null: no limit, in this process."""
     concurrency: int = 32
     """Scores that an `async def score` computes at once."""
-    only: dict[str, Any] = field(default_factory=dict)
+    filter: dict[str, Any] = field(default_factory=dict)
     """Rows that this reward judges, by column: `{kind: math}` or `{kind: [math, code]}`."""
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class MathEquivalence(Reward):
     """Regular expression whose first group, in its last match, is the answer within the column (`#### (.+)`)."""
     float_digits: int = 6
     """Digits of decimal numbers that are compared."""
-    must_finish: bool = True
+    require_eos: bool = True
     """Judge a completion that did not end by itself as wrong."""
     timeout: float | None = 10.0
     """Seconds for one comparison of expressions. null: no limit."""
@@ -57,7 +57,7 @@ class MathEquivalence(Reward):
         return (self.column,)
 
     def score(self, sample: RewardInput) -> float:
-        if self.must_finish and not sample.finished:
+        if self.require_eos and not sample.finished:
             return 0.0
         self.warm_up()
         from math_verify import parse, verify

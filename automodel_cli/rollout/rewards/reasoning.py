@@ -22,7 +22,7 @@ class ReasoningTasks:
     """Rows of one procedural task (`leg_counting`, `basic_arithmetic`, ...; the library has about 100).
 
     `options` are the task's own (sizes, difficulty). Validation rows come from another seed, without the questions of
-    the training rows. Fits `data.task`.
+    the training rows. Fits `data.generator`.
     """
 
     task: str

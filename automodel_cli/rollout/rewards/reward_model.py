@@ -73,7 +73,7 @@ def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[
     model.to(device).requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     template = resolve_chat_template(chat_template, tokenizer)
-    spec = EncodeSpec(FORMATS["messages"], {}, template, mask="all", turns="whole")
+    spec = EncodeSpec(FORMATS["messages"], {}, template, mask="all", turns="single")
     encoder = RowEncoder(tokenizer, spec)
 
     def judge(messages: list[dict[str, Any]]) -> float:

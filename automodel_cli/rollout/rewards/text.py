@@ -18,7 +18,7 @@ class ExactAnswer(Reward):
 
     `column` names the answer's column. `pattern` is a regular expression whose first group, in its last match, is
     compared, for answers inside a longer text: `#### (.+)`. White space around either side does not count, and with
-    `ignore_case` neither does case. A completion that did not end by itself is wrong when `must_finish`.
+    `ignore_case` neither does case. A completion that did not end by itself is wrong when `require_eos`.
     """
 
     column: str = "answer"
@@ -28,7 +28,7 @@ class ExactAnswer(Reward):
     completion."""
     ignore_case: bool = False
     """Ignore case."""
-    must_finish: bool = True
+    require_eos: bool = True
     """Judge a completion that did not end by itself as wrong."""
     timeout: float | None = None
     """Seconds for one comparison; a regular expression may take long. null: no limit."""
@@ -45,7 +45,7 @@ class ExactAnswer(Reward):
         return (self.column,)
 
     def score(self, sample: RewardInput) -> float:
-        if self.must_finish and not sample.finished:
+        if self.require_eos and not sample.finished:
             return 0.0
         said: str = sample.completion
         if self.pattern is not None:
@@ -78,27 +78,27 @@ class FormatRegex(Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class Length(Reward):
-    """Minus the share of tokens beyond `free_tokens`, up to -1 at `max_tokens`: 0 for a short completion.
+    """Minus the share of tokens beyond `soft_limit`, up to -1 at `max_tokens`: 0 for a short completion.
 
     Linear in between, as the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
     """
 
-    free_tokens: int
+    soft_limit: int
     """Tokens without a deduction."""
     max_tokens: int
     """Tokens at which the score reaches -1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.free_tokens < self.max_tokens:
+        if not 0 <= self.soft_limit < self.max_tokens:
             raise ConfigError(
-                f"free_tokens={self.free_tokens} must be at least 0 and below max_tokens={self.max_tokens}",
-                keys=("free_tokens", "max_tokens"),
-                fix=f"free_tokens={max(0, self.max_tokens * 3 // 4)}",
+                f"soft_limit={self.soft_limit} must be at least 0 and below max_tokens={self.max_tokens}",
+                keys=("soft_limit", "max_tokens"),
+                fix=f"soft_limit={max(0, self.max_tokens * 3 // 4)}",
             )
 
     def score(self, sample: RewardInput) -> float:
-        beyond = (sample.num_tokens - self.free_tokens) / (self.max_tokens - self.free_tokens)
+        beyond = (sample.num_tokens - self.soft_limit) / (self.max_tokens - self.soft_limit)
         return -min(max(beyond, 0.0), 1.0)
 
 

@@ -104,8 +104,8 @@ class FileTransfer:
         except OSError as error:
             raise RunError(
                 f"the weights for the server cannot be written to {folder}: {error.strerror or error}",
-                keys=("rollout.engine.weights_folder",),
-                fix="rollout.engine.weights_folder=/a/folder/with/room",
+                keys=("rollout.engine.weights_dir",),
+                fix="rollout.engine.weights_dir=/a/folder/with/room",
             ) from error
 
 

@@ -40,14 +40,14 @@ def check_output_dir(folder: str) -> None:
 
 def check_validation(validation: ValidationConfig, data: DataConfig, kind: str = "sft") -> None:
     """When to validate is said in vain where there is nothing to validate on. A task brings rows of its own."""
-    has_rows = data.task is not None or data.validation_rows or data.validation_path or data.validation_split
+    has_rows = data.generator is not None or data.validation_size or data.validation_path or data.validation_split
     times = () if validation.tasks else ("every", "at_start")  # tasks have questions of their own
     asked = [name for name in (*times, "num_batches") if getattr(validation, name)]
     if asked and not has_rows:
         raise ConfigError(
             f"validation.{asked[0]}={format_value(getattr(validation, asked[0]))} does nothing: no rows are held out",
             keys=(f"validation.{asked[0]}",),
-            fix="data.validation_rows=0.02",
+            fix="data.validation_size=0.02",
         )
     if validation.patience is None or validation.metric != LOSS:
         return
@@ -61,7 +61,7 @@ def check_validation(validation: ValidationConfig, data: DataConfig, kind: str =
         raise ConfigError(
             "validation.patience waits for val_loss, but no rows are held out",
             keys=("validation.patience", "validation.metric"),
-            fix="data.validation_rows=0.02",
+            fix="data.validation_size=0.02",
         )
 
 
@@ -84,10 +84,11 @@ def check_packed_probe(parallelizer: Strategy, model: ModelConfig, data: DataCon
             keys=("parallelizer.patch_is_packed_sequence", "data.packing"),
             fix="parallelizer.patch_is_packed_sequence=false",
         )
-    if model.attention == "packed":
+    if model.attn_implementation == "packed":
         raise ConfigError(
-            "patch_is_packed_sequence=true does nothing with model.attention=packed, which is told where documents end",
-            keys=("parallelizer.patch_is_packed_sequence", "model.attention"),
+            "patch_is_packed_sequence=true does nothing with model.attn_implementation=packed, which is told "
+            "where documents end",
+            keys=("parallelizer.patch_is_packed_sequence", "model.attn_implementation"),
             fix="parallelizer.patch_is_packed_sequence=false",
         )
 
@@ -152,25 +153,25 @@ def check_float16(model: ModelConfig, optimizer: OptimizerNode) -> None:
 
 def check_4bit_base(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig) -> None:
     """What layers with 4-bit weights cannot be combined with."""
-    if model.lora is None or model.lora.base_quantization == "none":
+    if model.lora is None or model.lora.quantization == "none":
         return
-    quantization = f"model.lora.base_quantization={model.lora.base_quantization}"
+    quantization = f"model.lora.quantization={model.lora.quantization}"
     if (mesh.tp_size or 1) > 1:
         raise ConfigError(
             f"{quantization} packs whole weights, but mesh.tp_size={mesh.tp_size} cuts them",
-            keys=("model.lora.base_quantization", "mesh.tp_size"),
-            fix="mesh.tp_size=1, or model.lora.base_quantization=none",
+            keys=("model.lora.quantization", "mesh.tp_size"),
+            fix="mesh.tp_size=1, or model.lora.quantization=none",
         )
     if "nf4" not in parallelizer.supports:
         raise ConfigError(
             f"{quantization} keeps weights that are no parameters, which this parallelizer knows nothing of",
-            keys=("model.lora.base_quantization", "parallelizer"),
+            keys=("model.lora.quantization", "parallelizer"),
             fix="parallelizer=fsdp2",
         )
     if parallelizer.enable_compile is True:
         raise ConfigError(
             f"{quantization}: enable_compile=true is not tested with 4-bit layers",
-            keys=("parallelizer.enable_compile", "model.lora.base_quantization"),
+            keys=("parallelizer.enable_compile", "model.lora.quantization"),
             fix="parallelizer.enable_compile=false",
         )
 

@@ -90,7 +90,7 @@ def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig, model: ModelConfig) -> None:
     found = written.number(_LAYERS)
-    if found is None or pipeline.csv is not None or pipeline.module_fqns_per_model_part is not None:
+    if found is None or pipeline.schedule_csv is not None or pipeline.module_fqns_per_model_part is not None:
         return
     name, num_layers = found
     assert pipeline.schedule is not None

@@ -16,8 +16,8 @@ def missing_files(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]
     """One error for each path that is missing; a name that may be a hub id is no path."""
     yield from _of_model(model)
     places = [("data", source) for source in data.train_sources()]
-    if data.sources:
-        places = [(f"data.sources.{i}", source) for i, source in enumerate(data.sources)]
+    if data.datasets:
+        places = [(f"data.datasets.{i}", source) for i, source in enumerate(data.datasets)]
     paths = [(section, "path", source.path, source.split) for section, source in places]
     if data.validation_path is not None:
         paths.append(("data", "validation_path", data.validation_path, "train"))

@@ -25,7 +25,7 @@ _QUIET = (
     "checkpoint.every=null",
     "checkpoint.resume=null",
     "logging.every=1",
-    "logging.display=plain",
+    "logging.console=plain",
     "logging.trackers=[]",
     "logging.report=false",
 )
@@ -73,8 +73,9 @@ def measure_config(config: Config, *, warmup: int, steps: int, profile: bool) ->
     """Raises RunError, with the end of what the run said, where it fails."""
     with tempfile.TemporaryDirectory(prefix="automodel-bench-") as folder:
         output = Path(folder) / "times.json"
+        target = "automodel_cli.run.commands.benchmark_callback.BenchmarkCallback"
         watch = (
-            f"callbacks=[{{_target_: automodel_cli.run.commands.benchmark_callback.BenchmarkCallback, output: '{output}', "
+            f"callbacks=[{{_target_: {target}, output: '{output}', "
             f"warmup: {warmup}, steps: {steps}, profile: {str(profile).lower()}}}]"
         )
         command = [sys.executable, "-m", "automodel_cli", "finetune", "llm", *config.arguments]

@@ -72,14 +72,15 @@ def print_plan(
 def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | None:
     """What stays of the trainer beside servers that share its GPUs: parameters and the optimizer's states."""
     servers = recipe.generation_servers()
-    if servers is None or not servers.colocated or servers.memory_share is None:
+    if servers is None or not servers.colocated or servers.gpu_memory_utilization is None:
         return None
     stays = max(memory.parameters + memory.frozen + memory.optimizer for memory in plan.memory) / 2**30
-    taken = servers.memory_share * memory_gib
+    taken = servers.gpu_memory_utilization * memory_gib
     fits = (stays + taken) * 2**30 <= usable_bytes(memory_gib)
-    verdict = "fits" if fits else "DOES NOT FIT (a smaller rollout.engine.servers.memory_share)"
+    verdict = "fits" if fits else "DOES NOT FIT (a smaller rollout.engine.servers.gpu_memory_utilization)"
     return (
-        f"while it generates, {verdict}: {taken:.1f} GiB of a server (memory_share={servers.memory_share:g}) beside "
+        f"while it generates, {verdict}: {taken:.1f} GiB of a server "
+        f"(gpu_memory_utilization={servers.gpu_memory_utilization:g}) beside "
         f"{stays:.1f} GiB of parameters and optimizer and {RESERVE_GIB:g} set aside, of {memory_gib:g} GiB"
     )
 

@@ -122,7 +122,7 @@ class _Copies:
             model,
             recipe.objective,
             kinds=sorted({row.packed for row in self._rows if row.own_layers == own_layers} or {True}),
-            attention=small_attention(recipe.model.attention),
+            attention=small_attention(recipe.model.attn_implementation),
             trust_remote_code=trust,
         )
 
@@ -134,7 +134,7 @@ def _untied(small: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
         return small
     from automodel_cli.models.builder import part_of
 
-    exact = replace(recipe.model.lora, base_quantization="none")
+    exact = replace(recipe.model.lora, quantization="none")
     part = part_of(copy.deepcopy(small), replace(recipe.model, lora=exact, mtp=None), device="meta")
     return part.untied(small)
 
@@ -146,7 +146,7 @@ def _packing_refusal(recipe: Recipe, hf_config: PretrainedConfig, packed: bool) 
     try:
         probe_packing(
             hf_config,
-            attention=small_attention(recipe.model.attention),
+            attention=small_attention(recipe.model.attn_implementation),
             rows="packed" if packed else "padded",
             trust_remote_code=recipe.model.trust_remote_code,
         )

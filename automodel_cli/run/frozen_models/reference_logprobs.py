@@ -2,9 +2,9 @@
 
 `precomputed`: one forward pass over the rows that the run will see, before it starts; kept with the cached data, so
 that a second run, or one that is resumed, finds them. Costs 4 bytes per token on disk and in host memory, and nothing
-on the device. `adapters_off`: the same model with its adapters switched off, one more forward pass each step, no
+on the device. `disable_adapter`: the same model with its adapters switched off, one more forward pass each step, no
 memory. `frozen_copy`: a second model, sharded like the first: its parameters once more on the device (no gradients, no
-optimizer), and one more forward pass each step. Only such a copy can follow the policy (`reference_update`).
+optimizer), and one more forward pass each step. Only such a copy can follow the policy (`reference_sync`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from automodel_cli.run.frozen_models.reference_model import ReferenceModel, batc
 from automodel_cli.run.trainer import Trainer
 
 if TYPE_CHECKING:
-    from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
+    from automodel_cli.run.frozen_models.reference_sync import ReferenceSync
     from automodel_cli.run.recipe import Recipe
 
 
-def reference_columns(session: Trainer, choice: ReferenceSource, update: ReferenceUpdate | None = None) -> Columns:
+def reference_columns(session: Trainer, choice: ReferenceSource, update: ReferenceSync | None = None) -> Columns:
     """`ref_logprobs_BT` for the batches of this run. Call it while the model is still as loaded. Collective."""
     if choice == "auto" and update is not None:
         choice = "frozen_copy"
     if choice == "auto":
-        choice = "adapters_off" if session.recipe.model.lora is not None else "precomputed"
+        choice = "disable_adapter" if session.recipe.model.lora is not None else "precomputed"
     if choice == "precomputed":
         _precompute(session)
         return lambda batches: batches
-    reference = ReferenceModel(session, without_adapters=choice == "adapters_off", update=update)
+    reference = ReferenceModel(session, without_adapters=choice == "disable_adapter", update=update)
 
     def measured(batches: list[Batch]) -> list[Batch]:
         with reference as stages:
@@ -74,7 +74,7 @@ def _precompute(session: Trainer) -> None:
 def _key(recipe: Recipe, rows: PackedDataset, root: Path) -> str:
     """Of the rows, of the content of the model's files (not their place), and of how the config says they compute."""
     lora = recipe.model.lora
-    base = lora.base_quantization if lora is not None else "none"
+    base = lora.quantization if lora is not None else "none"
     named_by_content = dict.fromkeys(("tokenizer", "pretrained", "gguf_file", "revision"))
     model = {**dataclasses.asdict(recipe.model), **named_by_content, "lora": None if base == "none" else base}
     ingredients = {

@@ -22,7 +22,7 @@ from automodel_cli.training.stages import Stages
 
 if TYPE_CHECKING:
     from automodel_cli.models.config import TeacherConfig
-    from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
+    from automodel_cli.run.frozen_models.reference_sync import ReferenceSync
     from automodel_cli.run.trainer import Trainer
 
 
@@ -44,7 +44,7 @@ class ReferenceModel:
         without_adapters: bool,
         temperature: float = 1.0,
         teacher: TeacherConfig | None = None,
-        update: ReferenceUpdate | None = None,
+        update: ReferenceSync | None = None,
     ):
         without_adapters = without_adapters and update is None
         if teacher is not None:
@@ -59,7 +59,7 @@ class ReferenceModel:
         if update is not None:
             self._follow(session, update)
 
-    def _follow(self, session: Trainer, update: ReferenceUpdate) -> None:
+    def _follow(self, session: Trainer, update: ReferenceSync) -> None:
         policy, copies = session.model.parts, self._model.parts
         theirs = copy_state(copies, policy)
         session.checkpointer.keep("reference", theirs, copies)
@@ -67,7 +67,7 @@ class ReferenceModel:
         def after(step: int) -> None:
             if update.due(step):
                 for name, mine in model_state(policy).items():
-                    update_ema(theirs[name], mine, update.alpha)
+                    update_ema(theirs[name], mine, update.mixup_alpha)
                 weights_changed(copies)
 
         session.after_step.append(after)

@@ -331,7 +331,7 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._failed(final, error) from error
         self._dir.link_if_best(final, meta["metrics"].get(self._goal.metric))
-        self._dir.prune(self._config.keep)
+        self._dir.prune(self._config.keep_latest_k)
         self.published()
         return final
 
@@ -345,7 +345,7 @@ class Checkpointer:
         return RunError(
             f"checkpoint {final} could not be written: {_reason(error)} ({free / 2**30:.2f} GiB free){kept}",
             keys=("output_dir",),
-            fix="free space there, output_dir=another disk, or checkpoint.keep=1" if full else None,
+            fix="free space there, output_dir=another disk, or checkpoint.keep_latest_k=1" if full else None,
         )
 
     def _from_rank0(self, make: Callable[[], Any]) -> Any:

@@ -80,7 +80,7 @@ class MetricLogger:
         self._path = run_dir / "metrics.jsonl"
         keep_rows_until(self._path, resume_step)
         self._file = open_own(self._path, "a+")
-        self._display: Display = make_display(config.display, num_steps, resume_step)
+        self._display: Display = make_display(config.console, num_steps, resume_step)
         nodes = tracker_nodes(config.trackers)
         for node in nodes:
             with tracker_errors(node, "start"):

@@ -10,7 +10,7 @@ from typing import Literal, Protocol, TextIO
 from automodel_cli.config.plain_text import visible
 from automodel_cli.training.metrics_file import Row
 
-REASONS = ("num_groups", "num_equal_groups")
+REASONS = ("num_groups", "num_zero_std_groups")
 """What says why a step of reinforcement learning has no update."""
 _KNOWN = frozenset(
     {
@@ -136,7 +136,7 @@ def _why_none(row: Row) -> str:
         return ""
     if _is_nan(reward):
         return ": every sample was left out after an error"
-    if row.get("num_equal_groups") == row.get("num_groups"):
+    if row.get("num_zero_std_groups") == row.get("num_groups"):
         return ": no group had different rewards"
     return ": none of the samples is taken (objective.threshold, rollout.overlong.filter)"
 

@@ -23,7 +23,7 @@ class SlowRank:
         self._sum = seconds if self._sum is None else self._sum + seconds
         self._steps += 1
         most, rank = seconds.max(0)
-        return {"rank_seconds_min": seconds.min(), "rank_seconds_max": most, "slowest_rank": rank}
+        return {"rank_busy_seconds_min": seconds.min(), "rank_busy_seconds_max": most, "slowest_rank": rank}
 
     def warning(self) -> tuple[int, str] | None:
         """A rank that took a quarter more than the median over the last 20 steps or more, and the words; once a rank.

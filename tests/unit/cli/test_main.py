@@ -397,7 +397,7 @@ def test_a_recipe_of_your_own_without_the_sections_that_a_command_reads(toy: Pat
     [
         ("raise", 1, "ValueError: rank 0 is broken"),
         ("memory", 4, "OutOfMemoryError: wanted 2.3 GiB"),
-        ("data", 3, "DataError [invalid_data]: row 7 has no supervised token\n  fix   data.on_bad_row=drop"),
+        ("data", 3, "DataError [invalid_data]: row 7 has no supervised token\n  fix   data.on_invalid_row=drop"),
     ],
 )
 def test_exit_codes_of_a_run(toy: Path, fail: str, code: int, text: str) -> None:

@@ -78,8 +78,8 @@ def test_a_sentence_is_a_sentence() -> None:
 OPEN_PROTOCOLS: list[tuple[str, type, str]] = [
     ("rewards.NAME", RewardFunction, "automodel_cli.rollout.rewards"),
     ("rollout.environment", EnvironmentNode, "automodel_cli.rollout.environments"),
-    ("data.task", DatasetGenerator, "automodel_cli.data"),
-    ("data.task", DatasetGenerator, "automodel_cli.rollout"),
+    ("data.generator", DatasetGenerator, "automodel_cli.data"),
+    ("data.generator", DatasetGenerator, "automodel_cli.rollout"),
     ("rollout.engine", EngineConfig, "automodel_cli.rollout"),
     ("model.tokenizer", TokenizerNode, "automodel_cli.models"),
     ("logging.trackers", TrackerNode, "automodel_cli.training.trackers"),
@@ -124,7 +124,7 @@ def test_no_key_is_missing() -> None:
     free = (
         "model.config",
         "rewards.",
-        "data.task.",
+        "data.generator.",
         "model.tokenizer.",
         "parallelizer.mp_policy.",
         "rollout.environment.",
@@ -148,7 +148,7 @@ def test_every_option_of_a_group_is_named_with_its_node() -> None:
         ("optimizer", ["optimizer.lr (required)   a number", "optimizer=adamw", "optimizer=muon"]),
         ("megatron_fsdp", ["parallelizer.zero_dp_strategy"]),
         ("seq_len", ["data.seq_len = 2048   a whole number"]),
-        ("model.lora", ["model.lora.base_quantization = none   none or nf4"]),
+        ("model.lora", ["model.lora.quantization = none   none or nf4"]),
     ],
 )
 def test_a_part_can_be_asked_for(section: str, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:

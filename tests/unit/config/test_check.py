@@ -68,7 +68,7 @@ def test_a_good_config_becomes_objects() -> None:
         ("data.weights=0.5", "wrong_type", ("list", "null", 0.5), "data.weights=[0.5]"),
         ("data.weights=[0.5,x]", "wrong_type", ("data.weights.1", "'x'"), None),
         ("train.betas=[0.9]", "wrong_type", (2, "[0.9]"), None),
-        ("data.columns={a: 1}", "wrong_type", ("data.columns.a", 1), "data.columns.a='\"1\"'"),
+        ("data.column_mapping={a: 1}", "wrong_type", ("data.column_mapping.a", 1), "data.column_mapping.a='\"1\"'"),
         ("mesh=4", "wrong_type", ("Mesh", 4), None),
         ("train.max_stepz=3", "unknown_key", (), "train.max_steps=3"),
         ("trian.max_steps=3", "unknown_key", ("trian",), "call it train"),
@@ -274,7 +274,7 @@ use_peft: true
             "axolotl",
             AXOLOTL,
             (
-                "model.pretrained=Qwen/Qwen3-0.6B data.validation_rows=0.05 data.seq_len=4096 data.packing=best_fit "
+                "model.pretrained=Qwen/Qwen3-0.6B data.validation_size=0.05 data.seq_len=4096 data.packing=best_fit "
                 "model.lora.rank=16 model.lora.target_modules=all-linear train.microbatch_size=2"
             ),
         ),
@@ -320,12 +320,12 @@ def test_another_tools_keys_on_our_base_are_named_first_and_translated() -> None
 @pytest.mark.parametrize(
     ("override", "fix"),
     [
-        ("val_set_size=0.1", "data.validation_rows=0.1"),
+        ("val_set_size=0.1", "data.validation_size=0.1"),
         ("lora_target=all", "model.lora.target_modules=all-linear"),
         ("lora_target=[q_proj,v_proj]", "'model.lora.target_modules=[q_proj,v_proj]'"),
         ("optim=adamw_8bit", "optimizer=adamw8bit"),
         ("packing=true", "data.packing=best_fit"),
-        ("train_on_inputs=false", "data.mask=assistant"),
+        ("train_on_inputs=false", "data.loss_mask=assistant"),
         ("learning_rate=1e-4", "optimizer.lr=0.0001"),
     ],
 )

@@ -106,7 +106,7 @@ def build(conf: str, *overrides: str) -> Any:
             "lacks build of automodel_cli.training.optimizers.lr_scheduler",
         ),
         ("quickstart", "optimizer={_target_: torch.optim.AdamW}", "torch.optim.AdamW, which lacks build of"),
-        ("quickstart", "data.task={_target_: mine.Bare}", "lacks cache_key, rows of automodel_cli.data.config"),
+        ("quickstart", "data.generator={_target_: mine.Bare}", "lacks cache_key, rows of automodel_cli.data.config"),
         ("quickstart", "logging.trackers=[{_target_: mine.Bare}]", "lacks start of automodel_cli.training.trackers"),
         (
             "quickstart_grpo",

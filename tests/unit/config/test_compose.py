@@ -229,7 +229,7 @@ def test_dr_grpo_is_both_its_halves(here: Path) -> None:
     write(here / "mine.yaml", "defaults: [grpo, {override objective: dr_grpo}, _self_]\n")
     tree = compose("mine.yaml").tree
     assert tree["objective"]["aggregation"] == "max_tokens" and tree["rollout"]["normalise"] is False
-    assert compose("mine.yaml", ["rollout.normalise=true"]).tree["rollout"]["normalise"] is True
+    assert compose("mine.yaml", ["rollout.normalize_advantages=true"]).tree["rollout"]["normalise"] is True
     assert "normalise" not in compose("mine.yaml", ["objective=grpo"]).tree["rollout"]
 
 
@@ -323,19 +323,22 @@ DOLLY = {"instruction": "instruction", "input": "context", "output": "response"}
         ([], {"path": "databricks/databricks-dolly-15k", "columns": DOLLY}),
         (["data.path=rows.jsonl"], {"path": "rows.jsonl"}),
         (["data.path=databricks/databricks-dolly-15k"], {"path": "databricks/databricks-dolly-15k", "columns": DOLLY}),
-        (["data.path=rows.jsonl", "data.columns.text=said"], {"path": "rows.jsonl", "columns": {"text": "said"}}),
-        (["data.columns={}"], {"path": "databricks/databricks-dolly-15k", "columns": {}}),
         (
-            ["data.columns={text: said}"],
+            ["data.path=rows.jsonl", "data.column_mapping.text=said"],
+            {"path": "rows.jsonl", "columns": {"text": "said"}},
+        ),
+        (["data.column_mapping={}"], {"path": "databricks/databricks-dolly-15k", "columns": {}}),
+        (
+            ["data.column_mapping={text: said}"],
             {"path": "databricks/databricks-dolly-15k", "columns": {"text": "said"}},
         ),
-        (["data.sources=[{path: rows.jsonl}]"], {"sources": [{"path": "rows.jsonl"}]}),
+        (["data.datasets=[{path: rows.jsonl}]"], {"sources": [{"path": "rows.jsonl"}]}),
     ],
 )
 def test_a_path_of_ones_own_takes_the_columns_of_the_groups_dataset_with_it(
     here: Path, overrides: list[str], expected: dict[str, object]
 ) -> None:
-    held_out = {"validation_rows": 0.02}
+    held_out = {"validation_size": 0.02}
     write(here / "mine.yaml", "defaults: [sft, data: dolly, _self_]\ndata: {seq_len: 9}\n")
     found = compose("mine.yaml", overrides).tree["data"]
     described = {key: value for key, value in found.items() if key not in ("seq_len", "packing", "mask")}
@@ -352,4 +355,4 @@ def test_a_path_in_the_users_file_does_so_too_and_keeps_what_that_file_says(here
 
 def test_a_task_of_a_recipe_makes_room_for_rows(here: Path) -> None:
     assert "task" not in compose("quickstart", ["data.path=rows.jsonl"]).tree["data"]
-    assert compose("quickstart", ["data.task.num_train=3"]).tree["data"]["task"]["num_train"] == 3
+    assert compose("quickstart", ["data.generator.num_train=3"]).tree["data"]["task"]["num_train"] == 3

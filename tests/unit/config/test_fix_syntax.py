@@ -23,7 +23,7 @@ from tests.pasted import Watch
     [
         ("mesh.dp_size=2, or start 8 ranks", ["overrides", "words"], "fix"),
         ("mesh.pp_size=2 pipeline=1f1b", ["overrides"], "fix"),
-        ("'data.columns={prompt: question}'", ["overrides"], "fix"),
+        ("'data.column_mapping={prompt: question}'", ["overrides"], "fix"),
         ("mesh.pp_size=1 (one of [1, 3])", ["overrides"], "fix"),
         ("-c quickstart   (bundled)", ["command"], "fix"),
         ("pip install peft", ["command"], "fix"),

@@ -16,7 +16,7 @@ SECRET = "sk-" + "q7Zw" * 20
 CONFIG = """
 defaults: [quickstart, _self_]
 optimizer: {lr: "${oc.env:MY_SECRET}", betas: ["${oc.env:MY_SECRET}", 0.9]}
-model: {dtype: "pre-${oc.env:MY_SECRET}", attention: "${model.dtype}"}
+model: {dtype: "pre-${oc.env:MY_SECRET}", attn_implementation: "${model.dtype}"}
 seed: ${oc.env:MY_SECRET}
 run_name: /${oc.env:MY_SECRET}
 logging: {trackers: ["${oc.env:MY_SECRET}"]}

@@ -21,7 +21,7 @@ from automodel_cli.run.checks.cross_section_checks import check_run_name
 
 HOSTILE = """
 defaults: [grpo, override /rollout: vllm, _self_]
-model: {pretrained: somebody/model, trust_remote_code: true, attention: somebody/kernel}
+model: {pretrained: somebody/model, trust_remote_code: true, attn_implementation: somebody/kernel}
 data: {path: prompts.jsonl, seq_len: 2048}
 rewards: {exact: {_target_: automodel_cli.rollout.rewards.text.ExactAnswer}}
 rollout:
@@ -31,7 +31,7 @@ mesh: {tp_size: 2}
 """
 NEEDED = {
     "model.trust_remote_code": "--trust remote-code",
-    "model.attention": "--trust remote-code",
+    "model.attn_implementation": "--trust remote-code",
     "rollout.engine.command": "--trust command",
     "parallelizer.tp_plan": "--trust-package shutil",
 }
@@ -65,7 +65,7 @@ def test_what_executes_nothing_says_what_would_and_builds_without_it(composed: C
     untrusted: list[Need] = []
     recipe = check_config(composed, NOTHING, untrusted)
     assert {need.key: need.option for need in untrusted} == NEEDED
-    assert not recipe.model.trust_remote_code and recipe.model.attention == "packed"
+    assert not recipe.model.trust_remote_code and recipe.model.attn_implementation == "packed"
     assert recipe.rollout.engine.command is None and recipe.parallelizer.tp_plan is None
 
 
@@ -145,7 +145,7 @@ def test_the_seal_is_compared_with_what_was_composed(
     assert "hostile" in str(found.tree["rollout"]["engine"]["command"])
     assert not trust_store.load_trust(run, found.content)
     assert found.path == run / "config.yaml" and run / "config.yaml" in found.files
-    assert found.where("model.attention").file == "run/config.yaml"
+    assert found.where("model.attn_implementation").file == "run/config.yaml"
 
 
 @pytest.mark.parametrize("num_reads", range(1, 6))

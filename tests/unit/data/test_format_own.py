@@ -138,7 +138,7 @@ def test_texts_are_trained_whole(own, tmp_path):
 
 def test_prompts_leave_the_answer_out_and_keep_the_row(own, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    config = DataConfig(path=str(path), format=own.Talk(greeting="Hi! "), long_documents="drop")
+    config = DataConfig(path=str(path), format=own.Talk(greeting="Hi! "), truncation="drop")
     prompts = prepare_prompts(config, tiny_tokenizer(), seed=0, max_tokens=100)
     assert [p.messages for p in prompts.train.prompts] == [[turn("user", f"Hi! {row['q']}")] for row in ROWS]
     assert [p.row for p in prompts.train.prompts] == ROWS
@@ -147,7 +147,7 @@ def test_prompts_leave_the_answer_out_and_keep_the_row(own, tmp_path):
 
 def test_what_is_no_conversation_is_no_prompt(own, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    config = DataConfig(path=str(path), format=own.NoTurns(), long_documents="drop")
+    config = DataConfig(path=str(path), format=own.NoTurns(), truncation="drop")
     with pytest.raises(
         DataError, match=r"format talk_format.NoTurns made AnsweredPrompt, and a prompt to sample from is"
     ):
@@ -181,7 +181,7 @@ def test_a_format_of_the_other_kind_is_refused_with_the_config(own):
     with pytest.raises(ConfigError, match=r"talk_format.MakesNothing.makes is 'rows', not one of conversations, texts"):
         DataConfig(path="x.jsonl", format=own.MakesNothing())
     with pytest.raises(ConfigError, match=r"columns maps 'question', which talk_format.Talk does not read"):
-        DataConfig(path="x.jsonl", format=own.Talk(), columns={"question": "q"})
+        DataConfig(path="x.jsonl", format=own.Talk(), column_mapping={"question": "q"})
 
 
 def test_an_edited_format_meets_no_stale_cache(own, tmp_path):

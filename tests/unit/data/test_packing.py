@@ -114,7 +114,7 @@ def test_what_happens_to_long_documents():
         cut_long(lengths, 4, "fail")
     assert str(caught.value) == (
         "1 of 3 documents are longer than seq_len=4 (the longest has 10 tokens)\n"
-        "  fix   data.seq_len=10, or data.long_documents=split"
+        "  fix   data.seq_len=10, or data.truncation=split"
     )
 
 

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from automodel_cli.data.datasets.file_discovery import local_files
+from automodel_cli.data.datasets.file_readers import read_file
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.config.fix_syntax import alternatives, kind
@@ -19,8 +21,6 @@ from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.unused_columns import MEDIA, AllowedKeys, unused_columns
 from automodel_cli.data.row_errors import Rejected, RowError, TableRow, rows_error
-from automodel_cli.data.sources.file_discovery import local_files
-from automodel_cli.data.sources.file_readers import read_file
 from tests.unit.data.helpers import turn, write_jsonl
 
 ROWS = [{"q": "a", "a": "b"}, {"q": "c", "a": "ü"}]
@@ -227,13 +227,13 @@ def test_formats_are_told_by_columns(row, columns, expected):
         (
             {"question": "x", "answer": "y"},
             "x.jsonl: cannot tell the format from the columns answer, question",
-            "data.columns='{prompt: question, completion: answer}'",
+            "data.column_mapping='{prompt: question, completion: answer}'",
         ),
         (
             {"conversations": [], "chosen": "a", "rejected": "b"},
             "x.jsonl: cannot tell the format from the columns chosen, conversations, rejected",
             (
-                "data.columns='{prompt: conversations, completion: chosen}' trains on the preferred answer; "
+                "data.column_mapping='{prompt: conversations, completion: chosen}' trains on the preferred answer; "
                 "a recipe of kind dpo trains on both"
             ),
         ),
@@ -362,7 +362,7 @@ def test_malformed_rows_are_refused_in_these_words(fmt, row, message):
 def test_rows_are_grouped_by_cause_first_in_full_the_rest_counted():
     alike = [Rejected("t.jsonl", n, "bad_role", f"role {n}", {"n": n}, "rename it") for n in range(3, 16)]
     other = [Rejected("t.jsonl", 2, "not_json", "not JSON", '{"a', None)]
-    error = rows_error([*other, *alike], 1000, fix="data.on_bad_row=drop")
+    error = rows_error([*other, *alike], 1000, fix="data.on_invalid_row=drop")
     assert str(error) == (
         "14 of 1,000 rows cannot be used (1.4%, 2 causes)\n"
         "  t.jsonl:3: role 3\n"
@@ -372,7 +372,7 @@ def test_rows_are_grouped_by_cause_first_in_full_the_rest_counted():
         "t.jsonl:11, ...\n"
         "  t.jsonl:2: not JSON\n"
         '      2 | {"a\n'
-        "  fix   data.on_bad_row=drop"
+        "  fix   data.on_invalid_row=drop"
     )
     assert error.exit_code == 3
 
@@ -390,16 +390,19 @@ def test_rows_are_grouped_by_cause_first_in_full_the_rest_counted():
             {"path": "x", "columns": {"promt": "q"}},
             "columns maps 'promt', which no format reads; did you mean 'prompt'?",
         ),
-        ({"path": "x", "validation_rows": 3, "validation_path": "y"}, "validation comes from one place"),
+        ({"path": "x", "validation_size": 3, "validation_path": "y"}, "validation comes from one place"),
         (
-            {"path": "x", "validation_rows": 2.5},
-            "validation_rows=2.5 must be a share below 1 or a whole number of rows",
+            {"path": "x", "validation_size": 2.5},
+            "validation_size=2.5 must be a share below 1 or a whole number of rows",
         ),
         ({"path": "x", "seq_len": 1}, "seq_len=1 must be at least 2"),
-        ({"path": "x", "pad_to": "seq_len"}, "pad_to=seq_len is for unpacked rows"),
-        ({"path": "x", "seq_len": 100, "pad_multiple": 16}, "seq_len=100 is not a multiple of pad_multiple=16"),
-        ({"path": "x", "packing": "wrapped", "long_documents": "drop"}, "so long_documents=drop cannot hold"),
-        ({"path": "x", "max_bad": 2}, "max_bad=2 is a share of the rows, 0 to 1"),
+        ({"path": "x", "padding": "seq_len"}, "padding=seq_len is for unpacked rows"),
+        (
+            {"path": "x", "seq_len": 100, "pad_to_multiple_of": 16},
+            "seq_len=100 is not a multiple of pad_to_multiple_of=16",
+        ),
+        ({"path": "x", "packing": "wrapped", "truncation": "drop"}, "so truncation=drop cannot hold"),
+        ({"path": "x", "max_invalid_fraction": 2}, "max_invalid_fraction=2 is a share of the rows, 0 to 1"),
         ({"path": "x", "num_workers": -1}, "num_workers=-1 must be 0"),
     ],
 )
@@ -442,11 +445,11 @@ PLAIN = {"messages": SAID}
     ],
 )
 def test_columns_that_mean_something_are_refused_until_they_are_ignored(fmt, row, column):
-    fix_of_media = "data.on_bad_row=drop data.max_bad=1   (leaves out the rows that have it)"
+    fix_of_media = "data.on_invalid_row=drop data.max_invalid_fraction=1   (leaves out the rows that have it)"
     with pytest.raises(RowError) as caught:
         RowReader(FORMATS[fmt], {}, chat=True, keys=known()).read(row)
     assert caught.value.message.startswith(f"the row has the column {column!r}, which format {fmt} does not read: ")
-    ignore = f"data.ignore_columns=[{column}] to train without it"  # but with images `<image>` is left in the text
+    ignore = f"data.ignored_columns=[{column}] to train without it"  # but with images `<image>` is left in the text
     assert caught.value.fix == (fix_of_media if column in MEDIA else ignore)
     without = {key: value for key, value in row.items() if key != column}
     ignoring = RowReader(FORMATS[fmt], {}, chat=True, keys=known("", column)).read(row)
@@ -479,7 +482,7 @@ def test_keys_that_nothing_reads_are_refused_until_they_are_ignored(message, whe
         RowReader(FORMATS["messages"], {}, chat=True, keys=known()).read(row)
     assert caught.value.message.startswith(where)
     key = where.split("'")[1]
-    assert caught.value.fix.startswith(f"data.ignore_columns=[{key}] to train without it")
+    assert caught.value.fix.startswith(f"data.ignored_columns=[{key}] to train without it")
     assert said(RowReader(FORMATS["messages"], {}, chat=True, keys=known("", key)).read(row)) == [
         ("user", "x"),
         ("assistant", "y"),

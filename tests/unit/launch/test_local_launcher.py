@@ -95,7 +95,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(toy: Path, fail: str, ran
     _, err = process.communicate(timeout=120)
     assert process.returncode == code
     if fail == "data":
-        assert err == "DataError [invalid_data]: row 7 has no supervised token\n  fix   data.on_bad_row=drop\n"
+        assert err == "DataError [invalid_data]: row 7 has no supervised token\n  fix   data.on_invalid_row=drop\n"
     elif fail == "memory":
         assert "rank 1 failed; the end of" in err and "  toy_recipe.nodes.OutOfMemoryError: wanted 2.3 GiB\n" in err
     else:

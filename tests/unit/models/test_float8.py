@@ -37,7 +37,7 @@ def test_linear_layers_of_decoder_layers_are_converted_and_nothing_else():
 
 def test_the_log_counts_what_is_left_alone_and_why(caplog):
     with caplog.at_level(logging.INFO):
-        part = part_of(fields={"intermediate_size": 104}, fp8=Fp8Config(emulate=True, skip=["o_proj"]))
+        part = part_of(fields={"intermediate_size": 104}, fp8=Fp8Config(emulate=True, exclude_modules=["o_proj"]))
     names = {name.rpartition(".")[2] for name in converted(part)}
     assert names == {"q_proj", "k_proj", "v_proj"}
     assert "fp8 rowwise: 12 linear layers; not 4 skipped; not 8 of 64 x 104, no multiples of 16" in caplog.text
@@ -68,7 +68,10 @@ LEFT = {
         "a scale for each row, as tensorwise has not",
     ),
     "blocks": ({"fp8": Fp8Config("mxfp8", experts=True)}, "a scale for each row, as mxfp8 has not"),
-    "another kernel": ({"moe": MoEConfig(experts="eager")}, r"model\.moe\.experts=eager multiplies them"),
+    "another kernel": (
+        {"moe": MoEConfig(experts_implementation="eager")},
+        r"model\.moe\.experts=eager multiplies them",
+    ),
     "sizes": ({"fields": {"moe_intermediate_size": 24}}, "sizes of 24, 48, 64, not all multiples of 16"),
 }
 
@@ -101,7 +104,7 @@ def test_weights_are_saved_as_they_were_loaded(tmp_path):
 
 REFUSED = {
     "a name that no layer has": (
-        {"fp8": Fp8Config(skip=["lm_head"])},
+        {"fp8": Fp8Config(exclude_modules=["lm_head"])},
         "no linear layer's name ends in: down",
     ),
     "nothing left": ({"fields": {"hidden_size": 40, "head_dim": 12}}, "converts no layer of LlamaForCausalLM"),
@@ -120,6 +123,6 @@ def test_configs_that_contradict_it_are_refused():
     with pytest.raises(ConfigError, match=r"transformer_engine\.linear=true takes away"):
         ModelConfig(**fields, transformer_engine=TransformerEngineConfig())
     with pytest.raises(ConfigError, match="has packed them"):
-        ModelConfig(**fields, lora=LoRAConfig(base_quantization="nf4"))
+        ModelConfig(**fields, lora=LoRAConfig(quantization="nf4"))
     with pytest.raises(ConfigError, match="none of rowwise, tensorwise"):
         Fp8Config(recipe="blockwise")

@@ -194,5 +194,5 @@ def test_an_adapter_around_a_weight_that_two_layers_have_is_refused():
 def test_qlora_without_bitsandbytes_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="bitsandbytes") as refusal:
-        _trained(tmp_path, "llama", base_quantization="nf4")
+        _trained(tmp_path, "llama", quantization="nf4")
     assert "pip install bitsandbytes" in str(refusal.value.fix)

@@ -19,7 +19,7 @@ from automodel_cli.models.nf4 import BYTES_PER_WEIGHT, NF4Linear, num_packed, pa
 from tests.tiny import build_hf, packed_batch, token_row
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="pip install bitsandbytes")
-LORA = LoRAConfig(rank=4, alpha=8.0, base_quantization="nf4")
+LORA = LoRAConfig(rank=4, alpha=8.0, quantization="nf4")
 ROWS = [[token_row(9), token_row(6, 1)], [token_row(15, 2)]]
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -66,8 +66,8 @@ def test_it_trains_as_adapters_on_the_rounded_weights(family: str, tmp_path: Pat
     build_hf(family).save_pretrained(tmp_path / "base")
     write_rounded(tmp_path / "base", tmp_path / "rounded")
     part, _ = built(tmp_path / "base")
-    plain, _ = built(tmp_path / "rounded", replace(LORA, base_quantization="none"))
-    precise, _ = built(tmp_path / "base", replace(LORA, base_quantization="none"))
+    plain, _ = built(tmp_path / "rounded", replace(LORA, quantization="none"))
+    precise, _ = built(tmp_path / "base", replace(LORA, quantization="none"))
     got, want, other = three_steps(part), three_steps(plain), three_steps(precise)
     for ours, theirs in zip(got, want, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=2e-5)

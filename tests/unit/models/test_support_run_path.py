@@ -59,7 +59,7 @@ def test_what_packed_attention_cannot_compute_is_run_by_the_librarys_own(family:
 def test_what_a_run_refuses_is_refused_before_it():
     with pytest.raises(ConfigError, match="does not give packed documents") as refusal:
         probe_packing(published("gpt_neox_japanese"))
-    assert refusal.value.fix == "model.attention=eager"
+    assert refusal.value.fix == "model.attn_implementation=eager"
 
 
 def test_a_composite_whose_text_model_has_no_class_of_its_own_is_measured():

@@ -41,7 +41,7 @@ def packed(scores_2P: Tensor, margins_P: Tensor) -> tuple[HeadOutput, Batch]:
 def test_loss_gradient_and_accuracy_are_those_of_trl(case):
     scores_2P = torch.tensor(case["scores_2P"], dtype=torch.float64, requires_grad=True)
     output, batch = packed(scores_2P, torch.tensor(case["margins_P"], dtype=torch.float64))
-    objective = BradleyTerry(margin=case["margin"], center=case["center"])
+    objective = BradleyTerry(margin=case["margin"], center_rewards_coef=case["center"])
     loss = objective(output, batch) / objective.weight(batch)
     loss.backward()
     assert loss.item() == pytest.approx(case["loss"], abs=1e-7)
@@ -60,4 +60,4 @@ def test_a_pair_without_label_tokens_does_not_count():
 
 def test_a_center_below_0_is_refused():
     with pytest.raises(ConfigError, match="center=-1"):
-        BradleyTerry(center=-1)
+        BradleyTerry(center_rewards_coef=-1)

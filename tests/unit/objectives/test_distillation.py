@@ -72,13 +72,13 @@ def test_of_the_likeliest_tokens_all_others_are_one_more(beta):
             want += (1 - beta) * sum(b * math.log(b / m) for b, m in zip(q3, m3, strict=True))
         nll -= math.log(q[labels_BT[b, t]])
         share += sum(p3[:2])
-    objective = Distillation(beta=beta, top_k=2, kd_weight=0.5, sft_weight=0.25)
+    objective = Distillation(beta=beta, top_k=2, kd_weight=0.5, nll_weight=0.25)
     assert objective(output, batch).item() == pytest.approx(0.5 * want + 0.25 * nll, abs=1e-6)
     measured = {name: value.item() for name, value in objective.measure(output, batch).items()}
     assert measured == pytest.approx({"kd_loss": want, "nll": nll, "teacher_share": share, "num_compared_tokens": 6})
 
 
-@pytest.mark.parametrize("options", [{"beta": 1.5}, {"top_k": 0}, {"kd_weight": 0.0}, {"sft_weight": -1.0}])
+@pytest.mark.parametrize("options", [{"beta": 1.5}, {"top_k": 0}, {"kd_weight": 0.0}, {"nll_weight": -1.0}])
 def test_settings_without_a_meaning_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         Distillation(**options)

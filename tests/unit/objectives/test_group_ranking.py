@@ -25,7 +25,7 @@ VALID = torch.tensor([True] * 8 + [False, True, True, True])
     ],
 )
 def test_the_best_of_each_group_are_taken_one_by_one(keep, threshold, want):
-    assert BestOfN(keep=keep, threshold=threshold).select(REWARDS, GROUPS, VALID) == [(number,) for number in want]
+    assert BestOfN(num_kept=keep, threshold=threshold).select(REWARDS, GROUPS, VALID) == [(number,) for number in want]
 
 
 def test_the_best_and_the_worst_of_a_group_are_a_pair_unless_they_are_equal():
@@ -36,4 +36,4 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair_unless_they_are_equal():
 
 def test_nothing_kept_is_refused():
     with pytest.raises(ConfigError, match="keep=0"):
-        BestOfN(keep=0)
+        BestOfN(num_kept=0)

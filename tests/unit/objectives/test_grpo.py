@@ -28,14 +28,14 @@ def step_of(objective, now, *, mask=ONE_ROW, **columns):
 
 
 def test_reinforce():
-    loss, grad, _ = step_of(GRPO(surrogate="reinforce"), [-0.5, -1.0, -1.5], advantages=[1.0, -1.0, 2.0])
+    loss, grad, _ = step_of(GRPO(policy_loss="reinforce"), [-0.5, -1.0, -1.5], advantages=[1.0, -1.0, 2.0])
     assert loss == pytest.approx(0.8333, abs=1e-4)
     assert grad.tolist() == [pytest.approx([-1 / 3, 1 / 3, -2 / 3])]
 
 
 def test_dual_clip():
     now = [math.log(0.5), 0.0, math.log(10.0)]
-    loss, _, _ = step_of(GRPO(dual_clip=3.0), now, advantages=[1.0, -1.0, -4.0], old_logprobs=0.0)
+    loss, _, _ = step_of(GRPO(dual_clip_ratio=3.0), now, advantages=[1.0, -1.0, -4.0], old_logprobs=0.0)
     assert loss == pytest.approx((-0.5 + 1 + 12) / 3, abs=1e-9)
 
 
@@ -43,14 +43,19 @@ def test_clips_are_told_apart_by_side_where_the_gradient_ends():
     now = [math.log(q) for q in (0.5, 0.5, 2.0, 2.0, 4.0)]
     mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
     given = {"advantages": [1.0, -1.0, 1.0, -1.0, -1.0], "old_logprobs": 0.0}
-    _, grad, metrics = step_of(GRPO(dual_clip=3.0), now, mask=mask, **given)
+    _, grad, metrics = step_of(GRPO(dual_clip_ratio=3.0), now, mask=mask, **given)
     shares = {name: metrics[f"clip_{name}fraction"] for name in ("", "low_", "high_", "dual_")}
     assert shares == {"": 1.0, "low_": pytest.approx(0.2), "high_": pytest.approx(0.2), "dual_": pytest.approx(0.2)}
     assert (grad == 0).tolist() == [[False, True, True, False, True]]
 
 
 def test_sequence_ratio_with_truncated_correction():
-    objective = GRPO(ratio="sequence", aggregation="sequence", correction="truncate", correction_max=0.8)
+    objective = GRPO(
+        importance_sampling_level="sequence",
+        loss_aggregation="sequence",
+        sampler_correction="truncate",
+        sampler_correction_clip_max=0.8,
+    )
     now = [-1.69315, -1.0, -0.59453]
     loss, _, metrics = step_of(objective, now, advantages=[1.0, -1.0, 2.0], sampler_logprobs=[-0.5, -1.5, -0.8])
     assert loss == pytest.approx(-0.4846, abs=1e-4)
@@ -99,18 +104,18 @@ def test_positive_responses_have_a_mean_of_their_own(aggregation):
     now = [[-1.0, -2.0, -3.0], [-9.0, -9.0, -9.0], [-4.0, -9.0, -9.0]]
     rewards = torch.tensor([[2.0], [0.0], [1.0]]).expand(3, 3)
     given = {"mask": mask, "advantages": 0.0, "rewards": rewards}
-    loss, grad, metrics = step_of(GRPO(positive_nll=0.5, aggregation=aggregation), now, **given)
+    loss, grad, metrics = step_of(GRPO(positive_nll_coef=0.5, loss_aggregation=aggregation), now, **given)
     assert loss == pytest.approx(0.5 * (1 + 2 + 3 + 4) / 4)
     assert grad.tolist() == [[-0.125] * 3, [0.0] * 3, [-0.125, 0.0, 0.0]]
     assert metrics["positive_nll_loss"] == pytest.approx(10 / 4)
     given["rewards"] = torch.zeros(3, 3)
-    assert step_of(GRPO(positive_nll=0.5, aggregation=aggregation), now, **given)[0] == 0
+    assert step_of(GRPO(positive_nll_coef=0.5, loss_aggregation=aggregation), now, **given)[0] == 0
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_the_mean_over_positive_responses_does_not_depend_on_microbatches(aggregation):
     """The second microbatch has no positive response."""
-    objective = GRPO(positive_nll=0.5, aggregation=aggregation)
+    objective = GRPO(positive_nll_coef=0.5, loss_aggregation=aggregation)
     mask, rewards = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0]]), torch.tensor([2.0, 0.0, -1.0])
     columns = {f"{n}_BT": torch.zeros(3, 4) for n in ("advantages", "old_logprobs", "sampler_logprobs")}
     columns["rewards_BT"] = rewards[:, None].expand(3, 4)
@@ -132,15 +137,15 @@ def test_kl_in_the_loss():
 
 def test_the_least_certain_tokens_have_the_policy_loss_and_every_token_the_kl():
     now, chosen = [0.0, -1.0, -2.0], {"uncertain": [1.0, 0.0, 1.0], "old_logprobs": [0.0, -1.0, -2.0]}
-    loss, grad, metrics = step_of(GRPO(top_entropy=0.6), now, advantages=[1.0, -1.0, 2.0], **chosen)
+    loss, grad, metrics = step_of(GRPO(top_entropy_fraction=0.6), now, advantages=[1.0, -1.0, 2.0], **chosen)
     assert loss == pytest.approx(-(1 + 2) / 3) and grad.tolist() == [pytest.approx([-1 / 3, 0, -2 / 3])]
-    assert metrics["uncertain_fraction"] == pytest.approx(2 / 3)
-    with_kl = step_of(GRPO(top_entropy=0.6, kl_coef=0.1), now, advantages=[1.0, -1.0, 2.0], **chosen)[0]
+    assert metrics["top_entropy_fraction"] == pytest.approx(2 / 3)
+    with_kl = step_of(GRPO(top_entropy_fraction=0.6, kl_coef=0.1), now, advantages=[1.0, -1.0, 2.0], **chosen)[0]
     assert with_kl - loss == pytest.approx(step_of(GRPO(kl_coef=0.1), now, advantages=0.0)[0])
 
 
 def test_kl_in_the_reward_leaves_the_loss_alone_and_is_measured():
-    loss, _, metrics = step_of(GRPO(kl_coef=0.1, kl_in="reward"), [0.0, -1.0, -2.0], advantages=0.0)
+    loss, _, metrics = step_of(GRPO(kl_coef=0.1, kl_placement="reward"), [0.0, -1.0, -2.0], advantages=0.0)
     assert loss == 0
     assert metrics["kl_penalty"] == pytest.approx(0.362, abs=1e-3)
 
@@ -151,18 +156,28 @@ RATIOS = [[0.5, 3.0, 1.0], [2.0, 2.0, 1.5]]  # trainer / sampler of two response
 @pytest.mark.parametrize(
     ("correction", "level", "bounds", "want"),
     [
-        ("plain", "token", {}, RATIOS),
-        ("plain", "sequence", {}, [[1.5] * 3, [6.0] * 3]),
-        ("truncate", "token", {"correction_max": 2.0}, [[0.5, 2.0, 1.0], [2.0, 2.0, 1.5]]),
-        ("truncate", "sequence", {"correction_max": 2.0}, [[1.5] * 3, [2.0] * 3]),
-        ("icepop", "token", {"correction_min": 0.6, "correction_max": 2.0}, [[0.0, 0.0, 1.0], [2.0, 2.0, 1.5]]),
-        ("icepop", "sequence", {"correction_min": 0.0, "correction_max": 2.0}, [[1.5] * 3, [0.0] * 3]),
+        ("importance", "token", {}, RATIOS),
+        ("importance", "sequence", {}, [[1.5] * 3, [6.0] * 3]),
+        ("truncate", "token", {"sampler_correction_clip_max": 2.0}, [[0.5, 2.0, 1.0], [2.0, 2.0, 1.5]]),
+        ("truncate", "sequence", {"sampler_correction_clip_max": 2.0}, [[1.5] * 3, [2.0] * 3]),
+        (
+            "icepop",
+            "token",
+            {"sampler_correction_clip_min": 0.6, "sampler_correction_clip_max": 2.0},
+            [[0.0, 0.0, 1.0], [2.0, 2.0, 1.5]],
+        ),
+        (
+            "icepop",
+            "sequence",
+            {"sampler_correction_clip_min": 0.0, "sampler_correction_clip_max": 2.0},
+            [[1.5] * 3, [0.0] * 3],
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_weight_for_each_token_or_for_the_response(correction, level, bounds, want):
     """The gradient of each token is -A w / N: w = old / sampler, of the response the product over its tokens."""
-    objective = GRPO(correction=correction, sampler_correction_level=level, **bounds)
+    objective = GRPO(sampler_correction=correction, sampler_correction_level=level, **bounds)
     sampler = [[-1.0 - math.log(ratio) for ratio in of_row] for of_row in RATIOS]
     mask = ONE_ROW.expand(2, 4)
     _, grad, metrics = step_of(objective, [[-1.0] * 3] * 2, mask=mask, sampler_logprobs=sampler)
@@ -173,7 +188,9 @@ def test_a_weight_for_each_token_or_for_the_response(correction, level, bounds, 
 
 
 def test_a_product_that_overflows_is_clamped_and_an_impossible_token_counts_for_nothing():
-    objective = GRPO(correction="truncate", sampler_correction_level="sequence", correction_max=2.0)
+    objective = GRPO(
+        sampler_correction="truncate", sampler_correction_level="sequence", sampler_correction_clip_max=2.0
+    )
     for sampler, want in ((-400.0, 2.0), ([-1.0, -math.inf, -1.0], 0.0)):
         _, grad, _ = step_of(objective, [-1.0, -1.0, -1.0], sampler_logprobs=sampler)
         assert (-3 * grad).tolist() == [pytest.approx([want] * 3)]
@@ -181,7 +198,7 @@ def test_a_product_that_overflows_is_clamped_and_an_impossible_token_counts_for_
 
 @pytest.mark.parametrize(("low", "mean", "outside"), [(None, 3.1 / 3, 1 / 3), (0.5, 3.5 / 3, 2 / 3)])
 def test_truncated_weights(low, mean, outside):
-    objective = GRPO(correction="truncate", correction_max=2.0, correction_min=low)
+    objective = GRPO(sampler_correction="truncate", sampler_correction_clip_max=2.0, sampler_correction_clip_min=low)
     sampler = [-1.0 - math.log(w) for w in (0.1, 1.0, 3.0)]
     _, _, metrics = step_of(objective, [-1.0, -1.0, -1.0], sampler_logprobs=sampler)
     assert metrics["sampling_importance_ratio"] == pytest.approx(mean)
@@ -189,24 +206,30 @@ def test_truncated_weights(low, mean, outside):
 
 
 def test_icepop_drops_what_is_outside():
-    objective = GRPO(correction="icepop", correction_max=5.0, correction_min=0.5)
+    objective = GRPO(sampler_correction="icepop", sampler_correction_clip_max=5.0, sampler_correction_clip_min=0.5)
     _, grad, metrics = step_of(objective, [-1.0, -1.0, -1.0], sampler_logprobs=[-1.0, -1.0, -3.5])
     assert metrics["is_oob_ratio"] == pytest.approx(1 / 3)
     assert grad.tolist() == [pytest.approx([-1 / 3, -1 / 3, 0.0])]
 
 
 def test_sequence_mask_keeps_a_close_sequence_and_drops_an_impossible_token():
-    objective = GRPO(correction="sequence_mask", correction_max=1.002, correction_min=0.999)
+    objective = GRPO(
+        sampler_correction="sequence_mask", sampler_correction_clip_max=1.002, sampler_correction_clip_min=0.999
+    )
     loss, _, metrics = step_of(objective, [-1.0, -1.0, -1.0], sampler_logprobs=-1.0005)
     assert metrics["is_oob_ratio"] == 0 and loss == pytest.approx(-math.exp(5e-4))
-    for correction in (objective, GRPO(correction="plain"), GRPO(correction="truncate", correction_max=2.0)):
+    for correction in (
+        objective,
+        GRPO(sampler_correction="plain"),
+        GRPO(sampler_correction="truncate", sampler_correction_clip_max=2.0),
+    ):
         loss, grad, _ = step_of(correction, [-1.0, -1.0, -1.0], sampler_logprobs=[-1.0, float("-inf"), -1.0])
         assert math.isfinite(loss) and grad.isfinite().all()
 
 
 def test_max_tokens_divides_by_a_constant():
     mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]])
-    objective = GRPO(aggregation="max_tokens", max_tokens=10)
+    objective = GRPO(loss_aggregation="max_tokens", normalization_length=10)
     loss, _, _ = step_of(objective, [[-1.0] * 3] * 2, mask=mask)
     assert loss == pytest.approx(-4 / (2 * 10))
 
@@ -214,7 +237,7 @@ def test_max_tokens_divides_by_a_constant():
 @pytest.mark.parametrize("ratio", ["token", "on_policy"])
 def test_same_weights_give_ratio_one_and_minus_the_mean_advantage(ratio):
     advantages = [0.3, -1.1, 2.0]
-    loss, grad, metrics = step_of(GRPO(ratio=ratio), [-1.0, -1.0, -1.0], advantages=advantages)
+    loss, grad, metrics = step_of(GRPO(importance_sampling_level=ratio), [-1.0, -1.0, -1.0], advantages=advantages)
     assert loss == pytest.approx(-sum(advantages) / 3, abs=1e-9)
     assert grad.tolist() == [pytest.approx([-a / 3 for a in advantages])]
     assert metrics["probs_ratio_min"] == metrics["probs_ratio_max"] == 1
@@ -223,13 +246,15 @@ def test_same_weights_give_ratio_one_and_minus_the_mean_advantage(ratio):
 
 ONLY_UPDATE = {
     "grpo": GRPO(),
-    "dual clip": GRPO(dual_clip=3.0),
-    "gspo": GRPO(ratio="sequence", aggregation="sequence", clip_low=3e-4, clip_high=4e-4),
-    "cispo": GRPO(surrogate="cispo", clip_low=1.0, clip_high=4.0),
-    "reinforce": GRPO(surrogate="reinforce"),
-    "truncate": GRPO(correction="truncate", correction_max=2.0, kl_coef=0.1),
-    "sequence mask": GRPO(correction="sequence_mask", correction_max=1.2, correction_min=0.8),
-    "max tokens": GRPO(aggregation="max_tokens", max_tokens=7, positive_nll=0.1),
+    "dual clip": GRPO(dual_clip_ratio=3.0),
+    "gspo": GRPO(importance_sampling_level="sequence", loss_aggregation="sequence", clip_low=3e-4, clip_high=4e-4),
+    "cispo": GRPO(policy_loss="cispo", clip_low=1.0, clip_high=4.0),
+    "reinforce": GRPO(policy_loss="reinforce"),
+    "truncate": GRPO(sampler_correction="truncate", sampler_correction_clip_max=2.0, kl_coef=0.1),
+    "sequence mask": GRPO(
+        sampler_correction="sequence_mask", sampler_correction_clip_max=1.2, sampler_correction_clip_min=0.8
+    ),
+    "max tokens": GRPO(loss_aggregation="max_tokens", normalization_length=7, positive_nll_coef=0.1),
 }
 
 
@@ -260,7 +285,7 @@ def test_all_masked_is_zero_and_has_a_gradient_of_zero():
         **{f"{n}_BT": torch.ones(1, 4) for n in ("advantages", "old_logprobs", "sampler_logprobs")},
     )
     logprobs_BT = torch.zeros(1, 4, requires_grad=True)
-    for objective in (GRPO(), GRPO(ratio="sequence", aggregation="sequence")):
+    for objective in (GRPO(), GRPO(importance_sampling_level="sequence", loss_aggregation="sequence")):
         loss = objective(HeadOutput(logprobs_BT, entropy_BT=logprobs_BT), batch)
         loss.backward()
         assert loss == 0 and not logprobs_BT.grad.any() and objective.weight(batch) == 0
@@ -298,16 +323,16 @@ def test_a_kl_in_the_reward_is_clamped_as_the_config_says():
         ({"kl_input_clamp": None, "kl_output_clamp": None}, [-39.0, 0.5]),
         ({"kl_output_clamp": 0.25}, [-0.25, 0.25]),
     ):
-        kl = GRPO(kl_coef=0.5, kl_in="reward", kl_type="k1", **clamps).reward_kl
+        kl = GRPO(kl_coef=0.5, kl_placement="reward", kl_type="k1", **clamps).reward_kl
         assert kl is not None and kl.of(now, reference).tolist() == [0.5 * value for value in taken]
 
 
 REFUSED = [
     ({"clip_low": 1.5}, "clip_low"),
     ({"clip_high": -0.1}, "clip_high"),
-    ({"dual_clip": 1.0}, "dual_clip"),
-    ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip"),
-    ({"dual_clip": 3.0, "ratio": "on_policy"}, "dual_clip"),
+    ({"dual_clip_ratio": 1.0}, "dual_clip_ratio"),
+    ({"dual_clip_ratio": 3.0, "surrogate": "cispo"}, "dual_clip_ratio"),
+    ({"dual_clip_ratio": 3.0, "ratio": "on_policy"}, "dual_clip_ratio"),
     ({"surrogate": "reinforce", "clip_high": 0.28}, "clip_high"),
     ({"surrogate": "sapo", "clip_low": 0.1}, "clip_low"),
     ({"ratio": "on_policy", "clip_high": 0.28}, "clip_high"),
@@ -321,27 +346,30 @@ REFUSED = [
     ({"aggregation": "max_tokens", "max_tokens": 0}, "max_tokens"),
     ({"kl_coef": -1.0}, "kl_coef"),
     ({"kl_input_clamp": 0.0}, "kl_input_clamp"),
-    ({"kl_in": "reward"}, "kl_in"),
+    ({"kl_placement": "reward"}, "kl_placement"),
     ({"kl_type": "k1"}, "kl_type"),
     ({"kl_output_clamp": None}, "kl_output_clamp"),
-    ({"kl_importance": True}, "kl_importance"),
-    ({"correction_max": 2.0}, "correction_max"),
-    ({"correction": "truncate"}, "correction_max"),
+    ({"kl_bias_correction": True}, "kl_bias_correction"),
+    ({"sampler_correction_clip_max": 2.0}, "sampler_correction_clip_max"),
+    ({"correction": "truncate"}, "sampler_correction_clip_max"),
     ({"sampler_correction_level": "sequence"}, "sampler_correction_level"),
-    ({"correction": "icepop", "correction_max": 2.0}, "correction_min"),
-    ({"correction": "truncate", "correction_max": 1.0, "correction_min": 2.0}, "correction_min"),
+    ({"correction": "icepop", "sampler_correction_clip_max": 2.0}, "sampler_correction_clip_min"),
+    (
+        {"correction": "truncate", "sampler_correction_clip_max": 1.0, "sampler_correction_clip_min": 2.0},
+        "sampler_correction_clip_min",
+    ),
     (
         {
             "ratio": "sequence",
             "aggregation": "sequence",
             "correction": "sequence_mask",
-            "correction_max": 2.0,
-            "correction_min": 0.5,
+            "sampler_correction_clip_max": 2.0,
+            "sampler_correction_clip_min": 0.5,
         },
         "correction",
     ),
-    ({"positive_nll": -1.0}, "positive_nll"),
-    ({"top_entropy": 1.0}, "top_entropy"),
+    ({"positive_nll_coef": -1.0}, "positive_nll_coef"),
+    ({"top_entropy_fraction": 1.0}, "top_entropy_fraction"),
 ]
 
 
@@ -356,7 +384,7 @@ def test_the_gate_of_sapo_is_1_at_its_middle_and_closes_faster_below_an_advantag
     """-A sigmoid(t (q - 1)) 4 / t; its slope is that of q at q = 1 (arXiv:2511.20347)."""
     now = [math.log(2.0), math.log(0.5), 0.0]
     advantages = [1.0, -2.0, 3.0]
-    loss, grad, _ = step_of(GRPO(surrogate="sapo"), now, advantages=advantages, old_logprobs=0.0)
+    loss, grad, _ = step_of(GRPO(policy_loss="sapo"), now, advantages=advantages, old_logprobs=0.0)
 
     def gate(q, t):
         return 4 / t / (1 + math.exp(-t * (q - 1)))
@@ -370,7 +398,12 @@ def test_with_one_advantage_gspo_by_token_is_gspo():
     now, old = [-0.5, -1.2, -2.0], [-0.6, -1.0, -1.9]
     for advantage in (1.5, -1.5):
         found = [
-            step_of(GRPO(ratio=ratio, aggregation="sequence"), now, old_logprobs=old, advantages=advantage)
+            step_of(
+                GRPO(importance_sampling_level=ratio, loss_aggregation="sequence"),
+                now,
+                old_logprobs=old,
+                advantages=advantage,
+            )
             for ratio in ("sequence", "sequence_token")
         ]
         assert found[0][0] == pytest.approx(found[1][0], abs=1e-12) and torch.allclose(found[0][1], found[1][1])
@@ -379,7 +412,9 @@ def test_with_one_advantage_gspo_by_token_is_gspo():
 def test_gspo_by_token_gives_each_token_the_gradient_of_its_own_advantage():
     now, old = [-0.5, -1.2, -2.0], [-0.6, -1.0, -1.9]
     advantages = [1.0, -2.0, 0.5]
-    objective = GRPO(ratio="sequence_token", aggregation="sequence", clip_low=0.9, clip_high=0.9)
+    objective = GRPO(
+        importance_sampling_level="sequence_token", loss_aggregation="sequence", clip_low=0.9, clip_high=0.9
+    )
     loss, grad, _ = step_of(objective, now, old_logprobs=old, advantages=advantages)
     ratio = math.exp(sum(n - o for n, o in zip(now, old, strict=True)) / 3)
     assert loss == pytest.approx(-ratio * sum(advantages) / 3)

@@ -34,7 +34,7 @@ def case():
 
 def test_the_value_loss_takes_the_larger_of_the_plain_and_the_clipped_error():
     output, values_BT, batch = case()
-    objective = PPO(value_coef=0.5, value_clip=0.2)
+    objective = PPO(value_coef=0.5, value_clip_range=0.2)
     policy = GRPO()(output, batch)
     # 0.6 is clipped to 0.2: (0.2 - 1)^2; 0.45 stays; -0.5 is clipped to 0: (0 + 1)^2
     want = 0.5 * 0.5 * (0.64 + 0.0025 + 1.0)
@@ -56,14 +56,14 @@ def test_values_within_the_clip_are_not_counted_as_clipped():
     columns |= {"old_values_BT": old_BT, "returns_BT": torch.zeros(1, 1001)}
     batch = rows_as_batch(torch.ones(1, 1001), torch.ones(1), **columns)
     output = HeadOutput(torch.zeros(1, 1001), torch.zeros(1, 1001), now_BT)
-    measured = PPO(value_clip=0.2).measure(output, batch)
+    measured = PPO(value_clip_range=0.2).measure(output, batch)
     assert measured["value_clip_fraction"] == 0
-    assert measured["value_loss"] == PPO(value_clip=None).measure(output, batch)["value_loss"]
+    assert measured["value_loss"] == PPO(value_clip_range=None).measure(output, batch)["value_loss"]
 
 
 def test_without_a_clip_it_is_the_squared_error():
     output, _, batch = case()
-    values = PPO(value_coef=1.0, value_clip=None)(output, batch) - GRPO()(output, batch)
+    values = PPO(value_coef=1.0, value_clip_range=None)(output, batch) - GRPO()(output, batch)
     assert values.item() == pytest.approx(0.5 * (0.16 + 0.0025 + 0.25), abs=1e-9)
 
 
@@ -93,5 +93,5 @@ def test_baselines_refuse_what_they_do_not_read(options, message):
 def test_a_critic_that_learns_nothing_is_refused():
     with pytest.raises(ConfigError, match="value_coef=0"):
         PPO(value_coef=0)
-    with pytest.raises(ConfigError, match="value_clip=0"):
-        PPO(value_clip=0)
+    with pytest.raises(ConfigError, match="value_clip_range=0"):
+        PPO(value_clip_range=0)

@@ -78,13 +78,13 @@ def test_orpo_is_nll_plus_log_odds_ratio():
     c, r = -2.0 / 4, -3.0 / 2
     odds = (c - r) - (math.log(1 - math.exp(c)) - math.log(1 - math.exp(r)))
     want = 2.0 / 4 + 0.1 * math.log(1 + math.exp(-odds))
-    objective = DPO(loss="orpo", beta=0.1, sft_weight=1.0, average_sft=True)
+    objective = DPO(loss="orpo", beta=0.1, nll_weight=1.0, average_sft=True)
     assert loss_of(objective, logprobs_BT, batch) == pytest.approx(want, abs=1e-9)
 
 
 def test_orpo_of_a_certain_response_is_finite():
     logprobs_BT, batch = one_pair(0.0, -3.0)
-    objective = DPO(loss="orpo", sft_weight=1.0)
+    objective = DPO(loss="orpo", nll_weight=1.0)
     objective(HeadOutput(logprobs_BT), batch).backward()
     assert logprobs_BT.grad.isfinite().all()
 
@@ -101,7 +101,7 @@ def test_policy_equal_to_its_reference_gives_exactly_ln_2(objective):
 def test_a_pair_with_a_masked_side_counts_for_nothing():
     logprobs_BT, batch = one_pair(CHOSEN, REJECTED)
     batch.labels_BT[1] = -100
-    objective = DPO(sft_weight=1.0)
+    objective = DPO(nll_weight=1.0)
     assert objective.weight(batch) == 0
     loss = objective(HeadOutput(logprobs_BT), batch)
     loss.backward()
@@ -160,8 +160,8 @@ REFUSED = [
     ({"tau": 0.5}, "tau"),
     ({"loss": "discopop", "tau": 0.0}, "tau"),
     ({"preference_weight": 0.0}, "preference_weight"),
-    ({"sft_weight": -1.0}, "sft_weight"),
-    ({"loss": "orpo"}, "sft_weight"),
+    ({"nll_weight": -1.0}, "nll_weight"),
+    ({"loss": "orpo"}, "nll_weight"),
     ({"loss": "simpo", "average_log_probs": False}, "average_log_probs"),
     ({"average_sft": True}, "average_sft"),
 ]
@@ -207,7 +207,7 @@ def test_tokens_beyond_the_shorter_response_weigh_less():
 
 
 def test_several_losses_add_up_with_their_weights_each_averaging_as_it_is_defined():
-    objective = DPO(preference_weight=0.8, more_losses={"bco_pair": 0.2, "ipo": 0.01}, sft_weight=0.5)
+    objective = DPO(preference_weight=0.8, extra_losses={"bco_pair": 0.2, "ipo": 0.01}, nll_weight=0.5)
     want = 0.8 * PUBLISHED["sigmoid"] + 0.2 * PUBLISHED["bco_pair"] + 0.01 * PUBLISHED["ipo"] - 0.5 * CHOSEN
     assert loss_of(objective, *one_pair(CHOSEN, REJECTED)) == pytest.approx(want, abs=1e-6)
 
@@ -219,9 +219,9 @@ def test_several_losses_add_up_with_their_weights_each_averaging_as_it_is_define
         ({"f_divergence": "alpha"}, "belong together"),
         ({"f_alpha": 0.5}, "belong together"),
         ({"ld_alpha": 1.5}, "ld_alpha=1.5"),
-        ({"more_losses": {"orpo": 0.5}}, "one has a reference"),
-        ({"more_losses": {"sigmoid": 0.5}}, "no loss that can be added"),
-        ({"more_losses": {"hinge": -1.0}}, "a weight is above 0"),
+        ({"extra_losses": {"orpo": 0.5}}, "one has a reference"),
+        ({"extra_losses": {"sigmoid": 0.5}}, "no loss that can be added"),
+        ({"extra_losses": {"hinge": -1.0}}, "a weight is above 0"),
     ],
 )
 def test_additions_that_have_no_meaning_are_refused(options, message):

@@ -21,7 +21,7 @@ from automodel_cli.objectives.sft import SFT
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "losses.json").read_text())
 TOLERANCE = 1e-6  # the file has six decimals
-_KL = {"kl_type": "reference_policy_kl_type", "kl_importance": "use_on_policy_kl_approximation"}
+_KL = {"kl_type": "reference_policy_kl_type", "kl_bias_correction": "use_on_policy_kl_approximation"}
 
 
 def rows_as_batch(token_mask: Tensor, sample_mask: Tensor, **columns: Tensor) -> Batch:
@@ -66,21 +66,21 @@ def shifted(values: list[list[float]]) -> Tensor:
 def grpo_of(options: dict[str, Any]) -> GRPO:
     """The vectors' option names as ours."""
     o = {"token_level_loss": True, **options}
-    correction = {"tis": "truncate", "icepop": "icepop", "seq-mask-tis": "sequence_mask", None: "plain"}
+    correction = {"tis": "truncate", "icepop": "icepop", "seq-mask-tis": "sequence_mask", None: "importance"}
     surrogate = "reinforce" if o.get("disable_ppo_ratio") else "cispo" if o.get("use_cispo") else "clip"
     sequence, on_policy = o.get("sequence_level_importance_ratios"), o.get("force_on_policy_ratio")
     corrected = o.get("use_importance_sampling_correction")
     return GRPO(
-        surrogate=surrogate,
-        ratio="sequence" if sequence else "on_policy" if on_policy else "token",
-        aggregation="token" if o["token_level_loss"] else "sequence",
+        policy_loss=surrogate,
+        importance_sampling_level="sequence" if sequence else "on_policy" if on_policy else "token",
+        loss_aggregation="token" if o["token_level_loss"] else "sequence",
         clip_low=o.get("ratio_clip_min", 0.2),
         clip_high=o.get("ratio_clip_max", 0.2),
-        dual_clip=o.get("ratio_clip_c"),
+        dual_clip_ratio=o.get("ratio_clip_c"),
         kl_coef=o["reference_policy_kl_penalty"],
-        correction=correction[o.get("truncated_importance_sampling_type")] if corrected else "none",
-        correction_max=o.get("truncated_importance_sampling_ratio"),
-        correction_min=o.get("truncated_importance_sampling_ratio_min"),
+        sampler_correction=correction[o.get("truncated_importance_sampling_type")] if corrected else "none",
+        sampler_correction_clip_max=o.get("truncated_importance_sampling_ratio"),
+        sampler_correction_clip_min=o.get("truncated_importance_sampling_ratio_min"),
         **{ours: o[theirs] for ours, theirs in _KL.items() if theirs in o},
     )
 
@@ -124,7 +124,7 @@ def test_dpo(row):
     objective = DPO(
         beta=o["reference_policy_kl_penalty"],
         preference_weight=o["preference_loss_weight"],
-        sft_weight=o["sft_loss_weight"],
+        nll_weight=o["sft_loss_weight"],
         average_log_probs=o["preference_average_log_probs"],
         average_sft=o["sft_average_log_probs"] and o["sft_loss_weight"] > 0,
     )

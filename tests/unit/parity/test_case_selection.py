@@ -111,10 +111,10 @@ def settings(of, num_layers: int = 30):
 
 
 def test_adapters_are_on_every_row_and_what_has_no_exact_value_is_named():
-    chosen = settings(recipe(lora=LoRAConfig(rank=4, dropout=0.1, base_quantization="nf4"), dp_size=2))
+    chosen = settings(recipe(lora=LoRAConfig(rank=4, dropout=0.1, quantization="nf4"), dp_size=2))
     assert all(row.lora == LoRAConfig(rank=4) for row in chosen.rows) and len(chosen.rows) == 4
     assert [line.split(":")[0] for line in chosen.not_covered] == [
-        "model.lora.base_quantization=nf4",
+        "model.lora.quantization=nf4",
         "model.lora.dropout=0.1",
     ]
     assert "lora" in str(chosen.rows[0])
@@ -152,5 +152,5 @@ def test_kernels_of_cuda_devices_are_named_as_not_covered():
     chosen = settings(recipe(attention="flash_attention_2", dtype="bfloat16", dp_size=1))
     assert [line.split(":")[0] for line in chosen.not_covered] == [
         "model.dtype=bfloat16",
-        "model.attention=flash_attention_2",
+        "model.attn_implementation=flash_attention_2",
     ]

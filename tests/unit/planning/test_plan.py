@@ -197,7 +197,7 @@ def test_the_first_rank_has_the_largest_chunk() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "granite"])
 def test_traced_activations_are_what_a_real_forward_keeps(family: str) -> None:
     """With the library's eager attention both count the same operators; the trace allocates nothing."""
-    config = ModelConfig(config=tiny_fields(family), attention="eager")
+    config = ModelConfig(config=tiny_fields(family), attn_implementation="eager")
     traced = trace_activations(build_part(config), torch.float32, False, rows=1, seq_len=SEQ_LEN)
     model = build_part(config, device="cpu").model
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}

@@ -14,16 +14,16 @@ from automodel_cli.objectives.online_dpo import OnlineDPO
 from automodel_cli.objectives.ppo import PPO
 from tests.pages import documented_metrics
 
-EVERYTHING = {"kl_coef": 0.1, "dual_clip": 3.0, "positive_nll": 0.1, "top_entropy": 0.2}
-CORRECTED = {"correction": "truncate", "correction_max": 2.0}
+EVERYTHING = {"kl_coef": 0.1, "dual_clip_ratio": 3.0, "positive_nll_coef": 0.1, "top_entropy_fraction": 0.2}
+CORRECTED = {"correction": "truncate", "sampler_correction_clip_max": 2.0}
 
 
 @pytest.mark.parametrize(
     "objective",
     [
         GRPO(**EVERYTHING, **CORRECTED),
-        PPO(kl_coef=0.1, kl_in="reward"),
-        DPO(wpo=True, sft_weight=0.1),
+        PPO(kl_coef=0.1, kl_placement="reward"),
+        DPO(use_wpo_weighting=True, nll_weight=0.1),
         OnlineDPO(),
         KTO(),
         BestOfN(),

@@ -15,13 +15,13 @@ GKD = [*BASE, "objective=gkd", "teacher.pretrained=org/teacher"]
 @pytest.mark.parametrize(
     "overrides",
     [
-        [*GKD, "rollout.baseline=batch"],
-        [*GKD, "rollout.scale=batch"],
+        [*GKD, "rollout.advantage_estimator=batch"],
+        [*GKD, "rollout.reward_scaling=batch"],
         [*GKD, "rollout.overlong.buffer=16"],
         [*GKD, "rollout.overlong.factor=0.5"],
         [*GKD, "rewards=none", "rollout.dynamic_sampling={max_batches: 2}"],
         [*BASE, "objective=best_of_n", "rollout.leave_one_out=true"],
-        [*BASE, "objective=online_dpo", "data.seq_len=4096", "rollout.baseline=batch"],
+        [*BASE, "objective=online_dpo", "data.seq_len=4096", "rollout.advantage_estimator=batch"],
     ],
     ids=lambda overrides: " ".join(overrides[2:]),
 )
@@ -37,7 +37,7 @@ def test_what_it_reads_is_not():
 
 
 def test_groups_that_no_reward_tells_apart_are_refused_before_a_run_that_never_trains():
-    distil = [*BASE, "teacher.pretrained=org/teacher", "objective.kl_in=reward", "objective.kl_coef=1.0"]
+    distil = [*BASE, "teacher.pretrained=org/teacher", "objective.kl_placement=reward", "objective.kl_coef=1.0"]
     check_config(compose("grpo", distil))  # the default reward tells them apart
     with pytest.raises(ConfigError, match="no reward tells the responses of a group apart") as error:
         check_config(compose("grpo", [*distil, "rewards=none"]))

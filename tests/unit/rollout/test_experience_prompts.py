@@ -29,7 +29,7 @@ def group(place: int, prompt: int, responses: Sequence[int]) -> list[Sample]:
 
 def update_of(samples: Sequence[Sample], seq_len: int, units: Sequence[tuple[int, ...]] | None = None, **options):
     units = units or [(number,) for number in range(len(samples))]
-    plan = PackingConfig(seq_len, True, 1, microbatch_size=1, pad_id=9, **{"share_prompts": True, **options})
+    plan = PackingConfig(seq_len, True, 1, microbatch_size=1, pad_id=9, **{"share_prompt_prefix": True, **options})
     (update,) = pack_minibatches(samples, units, 1, plan, dp_rank=0, dp_size=1)
     return update
 
@@ -72,13 +72,13 @@ def test_a_group_takes_its_prompt_once_and_a_group_that_is_too_long_once_a_row()
     assert len(whole.batches) == 1 and (whole.batches[0].input_ids_BT == 1000).sum() == 1
     cut = update_of(group(1, 6, (3, 3, 3, 3, 3)), 18)
     assert [int((batch.input_ids_BT == 1000).sum()) for batch in cut.batches] == [1, 1]
-    assert len(update_of(group(1, 6, (3, 3, 3, 3, 3)), 18, share_prompts=False).batches) == 3
+    assert len(update_of(group(1, 6, (3, 3, 3, 3, 3)), 18, share_prompt_prefix=False).batches) == 3
 
 
 def test_sharing_never_takes_more_rows_than_not_sharing():
     """A row of 103 holds three samples of 34; of whole groups of 66 only one: these are cut."""
     samples = [sample for place in range(1, 7) for sample in group(place, 3, (31, 31))]
-    alone = update_of(samples, 103, share_prompts=False)
+    alone = update_of(samples, 103, share_prompt_prefix=False)
     shared = update_of(samples, 103)
     assert len(shared.batches) <= len(alone.batches) == 4
 

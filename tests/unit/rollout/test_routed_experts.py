@@ -156,7 +156,7 @@ def test_a_row_holds_the_experts_of_its_samples_and_nothing_elsewhere():
         Sample(0, 0, prompts[0], tokens=[21, 22], logprobs=[-1.0, -1.0], routed_experts=chosen, **known),
         Sample(1, 0, prompts[1], tokens=[23], logprobs=[-1.0], **known),
     ]
-    plan = PackingConfig(seq_len=10, packed=True, pad_multiple=1, microbatch_size=1, pad_id=0)
+    plan = PackingConfig(seq_len=10, packed=True, pad_to_multiple_of=1, microbatch_size=1, pad_id=0)
     (update,) = pack_minibatches(samples, [(0,), (1,)], 1, plan, dp_rank=0, dp_size=1)
     (batch,) = update.batches
     column_TC = batch.extra[ROUTED_EXPERTS][0]

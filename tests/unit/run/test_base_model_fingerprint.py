@@ -45,7 +45,7 @@ def test_a_fingerprint_is_of_the_weights_alone(folders: tuple[Path, Path], one_r
 LORA, PLAIN = ("quickstart", "model.lora={rank: 4}"), ("quickstart",)
 NO_KL = ("quickstart_grpo",)
 KL_LOSS = (*NO_KL, "objective.kl_coef=0.1")
-KL_REWARD = (*KL_LOSS, "objective.kl_in=reward")
+KL_REWARD = (*KL_LOSS, "objective.kl_placement=reward")
 DPO, SIMPO = ("quickstart_dpo",), ("quickstart_dpo", "objective=simpo")
 
 

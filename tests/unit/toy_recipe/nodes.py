@@ -163,7 +163,7 @@ class Recipe(ConfigRoot):
         if self.fail == "data":
             from automodel_cli.config.errors import DataError
 
-            raise DataError("row 7 has no supervised token", fix="data.on_bad_row=drop")
+            raise DataError("row 7 has no supervised token", fix="data.on_invalid_row=drop")
         raise ValueError(f"rank {rank} is broken")
 
     def _steps(self, folder: Path, rank: int) -> int:

@@ -75,7 +75,7 @@ def test_what_cannot_be_waited_for_is_refused(options, key):
 
 def test_patience_needs_something_that_is_measured(tmp_path):
     waits = ValidationConfig(every=1, patience=1)
-    rows = DataConfig(path="x.jsonl", seq_len=8, validation_rows=2)
+    rows = DataConfig(path="x.jsonl", seq_len=8, validation_size=2)
     check_validation(waits, rows)
     with pytest.raises(ConfigError) as caught:
         check_validation(waits, rows, "grpo")

@@ -95,7 +95,7 @@ class FSDP2Config(BuiltInStrategy):
 
     `sequence_parallel`, `tp_plan`, `enable_async_tensor_parallel`: tensor parallelism (need mesh.tp_size > 1).
     `patch_is_packed_sequence`: keep the library's own attention from searching every batch for packed rows, which waits
-    for the device. For unpacked data only; `model.attention=packed` never searches.
+    for the device. For unpacked data only; `model.attn_implementation=packed` never searches.
     `mp_policy`: null = `MixedPrecision()`, bfloat16 compute with float32 reduction; or MixedPrecision, or torch's
     MixedPrecisionPolicy. `offload_policy`: null, CPUOffload, or torch's CPUOffloadPolicy.
     `autocast_dtype` wants an `mp_policy` that leaves parameters in float32: autocast casts nothing that is bfloat16.

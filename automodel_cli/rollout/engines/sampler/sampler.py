@@ -73,7 +73,8 @@ class Sampler:
     `whole_attention` computes prompts (`models.attention.packed_attention`, which the trainer uses too). `max_num_seqs`
     sequences decode together; the cache has `max_num_seqs` times the longest of them (and one more where samples of a
     prompt outnumber the slots), so memory bounds this number.
-    `prefill_tokens` bounds the prompts of one forward (one prompt at least). `refill_share` of the slots must be free
+    `max_num_batched_tokens` bounds the prompts of one forward (one prompt at least). `refill_threshold` of the slots
+    must be free
     before new prompts start: one forward for several prompts costs little more than for one. `capture` freezes decoding
     steps (`graphs.py`); None runs them as they are.
     """
@@ -87,25 +88,25 @@ class Sampler:
         *,
         stop_token_ids: Sequence[int],
         max_num_seqs: int = 32,
-        prefill_tokens: int = 8192,
-        refill_share: float = 0.125,
+        max_num_batched_tokens: int = 8192,
+        refill_threshold: float = 0.125,
         capture: Capture | None = None,
     ):
         for name, holds, rule in (
             ("max_num_seqs", max_num_seqs >= 1, "must be at least 1"),
-            ("prefill_tokens", prefill_tokens >= 1, "must be at least 1"),
-            ("refill_share", 0 <= refill_share <= 1, "must be from 0 to 1"),
+            ("max_num_batched_tokens", max_num_batched_tokens >= 1, "must be at least 1"),
+            ("refill_threshold", 0 <= refill_threshold <= 1, "must be from 0 to 1"),
         ):
             if not holds:
                 raise ConfigError(f"{name}={locals()[name]} {rule}", keys=(name,))
         self.decoder = decoder
         self.stop_token_ids = frozenset(stop_token_ids)
-        self.max_num_seqs, self.prefill_tokens = max_num_seqs, prefill_tokens
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.weight_version = 0
         self.about = ""
         """What a run says of it before its first step."""
         self._layers: tuple[int, ...] = ()
-        self._refill = max(1, int(max_num_seqs * refill_share))
+        self._refill = max(1, int(max_num_seqs * refill_threshold))
         self._cache = KVCache(max_num_seqs, whole_attention)
         self._states = StateSlots(max_num_seqs, decoder.new_cache)
         self._shared: _Waiting | None = None
@@ -228,7 +229,7 @@ class Sampler:
         while waiting and len(active) + len(new) < self.max_num_seqs:
             shared = bool(new) and waiting[0].prompt == new[-1].prompt
             num_tokens += 0 if shared else len(waiting[0].prompt)
-            if new and not shared and num_tokens > self.prefill_tokens:
+            if new and not shared and num_tokens > self.max_num_batched_tokens:
                 break
             new.append(waiting.popleft())
         slots = range(len(active), len(active) + len(new))

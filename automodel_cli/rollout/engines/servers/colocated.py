@@ -35,9 +35,9 @@ class SharedGPUs:
     def metrics(self) -> dict[str, float]:
         return dict(getattr(self._engine, "metrics", {}))
 
-    def idle_share(self) -> float:
+    def idle_fraction(self) -> float:
         """See `OpenRequests`; the mean over the servers."""
-        return statistics.fmean(server.idle_share() for server in self._servers)
+        return statistics.fmean(server.idle_fraction() for server in self._servers)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None

@@ -67,9 +67,9 @@ class HTTPEngine(ABC):
         with self._open.one_more():
             return self._completed(prompt, params, seed)
 
-    def idle_share(self) -> float:
+    def idle_fraction(self) -> float:
         """See `OpenRequests`."""
-        return self._open.idle_share()
+        return self._open.idle_fraction()
 
     @abstractmethod
     def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:

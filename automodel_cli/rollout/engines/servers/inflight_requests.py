@@ -31,7 +31,7 @@ class OpenRequests:
                 self._number -= 1
                 self._idle_since = time.monotonic()
 
-    def idle_share(self) -> float:
+    def idle_fraction(self) -> float:
         """The share of the time since the last call, or since there is this, in which none was open."""
         with self._lock:
             now = time.monotonic()

@@ -38,18 +38,21 @@ def requires_trust_unless(name: str) -> Mapping[str, Any]:
 class ManagedServers(ABC):
     """Servers that the run starts and ends, each with the whole model.
 
-    `number` of them over all machines, with `gpus` each (0: on the CPU). A copy of the model takes `tensor_parallel` of
+    `num_servers` of them over all machines, with `gpus_per_server` each (0: on the CPU). A copy of the model takes
+    `tensor_parallel_size` of
     the GPUs, so a server holds gpus / tensor_parallel copies, which share its requests. `port` is that of a machine's
     first server, the others follow.
 
     `dtype`: what the server computes in; it should be what the trainer does (`param_dtype` of its mixed precision).
     auto: as the checkpoint is, but half precision for one in float32.
 
-    `memory_share`: the share of each GPU's memory that the server takes. null: its own choice where it has the GPU for
+    `gpu_memory_utilization`: the share of each GPU's memory that the server takes. null: its own choice where it has
+    the GPU for
     itself, 0.5 where it shares it (`rollout.placement=colocated`); what the trainer holds then must fit beside it.
 
-    The command is the engine's own with what training needs. `program` are other words for its beginning (an engine in
-    another environment), `options` further words for its end; the command line must allow both: `--trust command`.
+    The command is the engine's own with what training needs. `executable` are other words for its beginning (an
+    engine in
+    another environment), `extra_args` further words for its end; the command line must allow both: `--trust command`.
     """
 
     engine: ClassVar[str]
@@ -57,64 +60,71 @@ class ManagedServers(ABC):
     routing_needs_gpus: ClassVar[str | None] = None
     """Why it cannot tell experts on a CPU."""
 
-    number: int = 1
+    num_servers: int = 1
     """Number of servers over all machines."""
-    gpus: int = 1
+    gpus_per_server: int = 1
     """GPUs per server. 0: on the CPU."""
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
     """GPUs per copy of the model. A server holds gpus / tensor_parallel copies."""
     expert_parallel: bool = False
     """Spread whole experts over a copy's GPUs instead of cutting each."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype of the server, which should equal the trainer's. `auto`: the checkpoint's, half precision for
     float32."""
-    memory_share: float | None = None
+    gpu_memory_utilization: float | None = None
     """Share of each GPU's memory for the server. null: its own choice, 0.5 where colocated."""
     port: int = 8000
     """Port of a machine's first server. The others follow."""
-    program: str | list[str] = ""
-    options: list[str] = field(
+    executable: str | list[str] = ""
+    extra_args: list[str] = field(
         default_factory=list,
         metadata=trust.executes_code(trust.COMMAND, "are options of a program that the run starts, and may name code"),
     )
     """Further words of the server's command; needs `--trust command`."""
 
     def __post_init__(self) -> None:
-        for name, least in (("number", 1), ("gpus", 0), ("tensor_parallel", 1), ("port", 1)):
+        for name, least in (("num_servers", 1), ("gpus_per_server", 0), ("tensor_parallel_size", 1), ("port", 1)):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}", keys=(name,), fix=f"{name}={least}")
-        if self.gpus % self.tensor_parallel:
+        if self.gpus_per_server % self.tensor_parallel_size:
             raise ConfigError(
-                f"gpus={self.gpus} of a server are no whole number of copies of tensor_parallel={self.tensor_parallel}",
-                keys=("gpus", "tensor_parallel"),
-                fix=f"gpus={self.tensor_parallel}",
+                f"gpus_per_server={self.gpus_per_server} of a server are no whole number of copies of "
+                f"tensor_parallel_size={self.tensor_parallel_size}",
+                keys=("gpus_per_server", "tensor_parallel_size"),
+                fix=f"gpus_per_server={self.tensor_parallel_size}",
             )
-        if self.gpus == 0 and (self.expert_parallel or self.tensor_parallel > 1):
-            key = "expert_parallel" if self.expert_parallel else "tensor_parallel"
-            raise ConfigError(f"{key} spreads a model over GPUs, and gpus=0", keys=(key, "gpus"), fix="gpus=1")
-        if self.memory_share is not None and not 0 < self.memory_share < 1:
+        if self.gpus_per_server == 0 and (self.expert_parallel or self.tensor_parallel_size > 1):
+            key = "expert_parallel" if self.expert_parallel else "tensor_parallel_size"
             raise ConfigError(
-                f"memory_share={self.memory_share} must be above 0 and below 1",
-                keys=("memory_share",),
-                fix="memory_share=0.5",
+                f"{key} spreads a model over GPUs, and gpus_per_server=0",
+                keys=(key, "gpus_per_server"),
+                fix="gpus_per_server=1",
+            )
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization < 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and below 1",
+                keys=("gpu_memory_utilization",),
+                fix="gpu_memory_utilization=0.5",
             )
         if not self.words():
-            own = type(self).program
-            raise ConfigError(f"program={self.program!r} names no program", keys=("program",), fix=f"program={own}")
+            own = type(self).executable
+            raise ConfigError(
+                f"executable={self.executable!r} names no program", keys=("executable",), fix=f"executable={own}"
+            )
 
     def words(self) -> list[str]:
         """Of the program."""
-        return shlex.split(self.program) if isinstance(self.program, str) else list(self.program)
+        return shlex.split(self.executable) if isinstance(self.executable, str) else list(self.executable)
 
     @property
     def copies(self) -> int:
         """Of the model, in each server on GPUs."""
-        return self.gpus // self.tensor_parallel
+        return self.gpus_per_server // self.tensor_parallel_size
 
     def share(self, *, colocated: bool) -> float | None:
         """The share of each GPU's memory; None is the server's own choice."""
-        return 0.5 if self.memory_share is None and colocated else self.memory_share
+        return 0.5 if self.gpu_memory_utilization is None and colocated else self.gpu_memory_utilization
 
     def started_for(self, wanted: ServerRequirements) -> GenerationServers:
         """What a run starts. Raises ConfigError for a model that the server cannot be given by its name."""
@@ -124,9 +134,9 @@ class ManagedServers(ABC):
                 keys=("rollout.engine.servers", "model.pretrained"),
                 fix="rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
             )
-        command = (*self.command(wanted.model.pretrained, wanted), *self.options)
+        command = (*self.command(wanted.model.pretrained, wanted), *self.extra_args)
         share = self.share(colocated=wanted.colocated)
-        return GenerationServers(self.number, self.gpus, self.port, command, wanted.colocated, share)
+        return GenerationServers(self.num_servers, self.gpus_per_server, self.port, command, wanted.colocated, share)
 
     @abstractmethod
     def command(self, model: str, wanted: ServerRequirements) -> Sequence[str]:

@@ -108,17 +108,20 @@ def _started(
 def _of_machine(servers: GenerationServers, machines: Machines) -> int:
     if servers.number % machines.number:
         raise ConfigError(
-            f"rollout.engine.servers.number={servers.number} servers cannot be shared by {machines.number} machines",
-            keys=("rollout.engine.servers.number",),
-            fix=f"rollout.engine.servers.number={machines.number}",
+            f"rollout.engine.servers.num_servers={servers.number} servers cannot be shared by {machines.number} "
+            "machines",
+            keys=("rollout.engine.servers.num_servers",),
+            fix=f"rollout.engine.servers.num_servers={machines.number}",
         )
     number = servers.number // machines.number
     if number * servers.gpus > machines.ranks and servers.gpus:
         raise ConfigError(
-            f"{number} server(s) of rollout.engine.servers.gpus={servers.gpus} on a machine with {machines.ranks} "
+            f"{number} server(s) of rollout.engine.servers.gpus_per_server={servers.gpus} on a machine with "
+            f"{machines.ranks} "
             "rank(s): placement=colocated shares the GPUs of the ranks",
-            keys=("rollout.engine.servers.gpus", "rollout.engine.servers.number"),
-            fix=f"rollout.engine.servers.number={machines.number} rollout.engine.servers.gpus={machines.ranks}",
+            keys=("rollout.engine.servers.gpus_per_server", "rollout.engine.servers.num_servers"),
+            fix=f"rollout.engine.servers.num_servers={machines.number} "
+            f"rollout.engine.servers.gpus_per_server={machines.ranks}",
         )
     return number
 
@@ -134,10 +137,12 @@ def _gpus(servers: GenerationServers, number: int, machines: Machines) -> list[s
     if len(found) < number * servers.gpus:
         beside = "" if servers.colocated else f" beside those of {machines.ranks} rank(s)"
         raise ConfigError(
-            f"{number} server(s) of rollout.engine.servers.gpus={servers.gpus} need {number * servers.gpus} GPUs"
+            f"{number} server(s) of rollout.engine.servers.gpus_per_server={servers.gpus} need "
+            f"{number * servers.gpus} GPUs"
             f"{beside}, and this machine shows {len(visible)}",
-            keys=("rollout.engine.servers.gpus", "rollout.engine.servers.number"),
-            fix="automodel submit --rollout-nodes 1, or rollout.engine.servers.gpus=0 for servers on the CPU",
+            keys=("rollout.engine.servers.gpus_per_server", "rollout.engine.servers.num_servers"),
+            fix="automodel submit --rollout-nodes 1, or rollout.engine.servers.gpus_per_server=0 for servers on the "
+            "CPU",
         )
     return found
 

@@ -95,9 +95,9 @@ class ServerPool(Generic[E]):
         """How many servers take requests."""
         return {"live_servers": len(self._live())}
 
-    def idle_share(self) -> float:
+    def idle_fraction(self) -> float:
         """See `OpenRequests`; the mean over the servers that take requests."""
-        share_of = {member: member.engine.idle_share() for member in self._members}
+        share_of = {member: member.engine.idle_fraction() for member in self._members}
         return statistics.fmean(share_of[member] for member in self._live() or self._members)
 
     def generate(

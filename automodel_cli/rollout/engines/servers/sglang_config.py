@@ -23,7 +23,7 @@ class SGLangConfig(LiveServerConfig):
     """An SGLang server (0.5.21 or later) whose weights are replaced after each step; docs/rollout.md has its command
     line. A list of addresses: several of the same model.
 
-    `transport` is how weights travel. `files`: the run writes them to `weights_folder`, which SGLang sees under that
+    `transport` is how weights travel. `files`: the run writes them to `weights_dir`, which SGLang sees under that
     path and reads. null: `rollout_weights` in the run's folder. `broadcast`: from the first rank to every server at
     once, over NCCL from GPU to GPU, over gloo where the run is on the CPU; `address` is the first rank's machine as
     SGLang sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it.
@@ -55,7 +55,8 @@ class SGLangConfig(LiveServerConfig):
         if self.transport == "broadcast" and self.servers is not None and self.servers.copies > 1:
             raise ConfigError(
                 f"transport=broadcast with {self.servers.copies} copies of the model in a server (servers.gpus="
-                f"{self.servers.gpus}, tensor_parallel={self.servers.tensor_parallel}): SGLang takes broadcast weights "
+                f"{self.servers.gpus_per_server}, tensor_parallel={self.servers.tensor_parallel_size}): SGLang "
+                "takes broadcast weights "
                 "with tensor parallelism alone",
                 keys=("transport", "servers.gpus", "servers.tensor_parallel"),
                 fix="transport=files",

@@ -32,32 +32,32 @@ class SGLangServers(ManagedServers):
 
     port: int = 30_000
     """Port of a machine's first SGLang server. The others follow."""
-    program: str | list[str] = field(default="sglang", metadata=requires_trust_unless("sglang"))
+    executable: str | list[str] = field(default="sglang", metadata=requires_trust_unless("sglang"))
     """First words of the server's command, for an engine in another environment; needs `--trust command`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.expert_parallel and self.tensor_parallel == 1:
+        if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "expert_parallel spreads experts over the GPUs of a copy in SGLang, and tensor_parallel=1 is its only "
                 "one",
                 keys=("expert_parallel", "tensor_parallel"),
-                fix=f"tensor_parallel={self.gpus}" if self.gpus > 1 else "expert_parallel=false",
+                fix=f"tensor_parallel={self.gpus_per_server}" if self.gpus_per_server > 1 else "expert_parallel=false",
             )
 
     def command(self, model: str, wanted: ServerRequirements) -> list[str]:
         """See `ManagedServers`."""
-        words = ["env", _LONGER, *([] if self.gpus else ["SGLANG_USE_CPU_ENGINE=1"])]
+        words = ["env", _LONGER, *([] if self.gpus_per_server else ["SGLANG_USE_CPU_ENGINE=1"])]
         words += [*self.words(), "serve", "--model-path", model, "--host", HOST, "--port", PORT]
         words += ["--context-length", str(wanted.max_tokens + _KEPT_BACK), "--dtype", self.dtype]
         words += [] if wanted.model.revision is None else ["--revision", wanted.model.revision]
         words += ["--trust-remote-code"] if wanted.model.trust_remote_code else []
         words += ["--enable-return-routed-experts"] if wanted.routing else []
-        return words + (self._on_gpus(colocated=wanted.colocated) if self.gpus else ["--device", "cpu"])
+        return words + (self._on_gpus(colocated=wanted.colocated) if self.gpus_per_server else ["--device", "cpu"])
 
     def _on_gpus(self, *, colocated: bool) -> list[str]:
-        words = ["--tp-size", str(self.tensor_parallel), "--dp-size", str(self.copies)]
-        words += ["--ep-size", str(self.tensor_parallel)] if self.expert_parallel else []
+        words = ["--tp-size", str(self.tensor_parallel_size), "--dp-size", str(self.copies)]
+        words += ["--ep-size", str(self.tensor_parallel_size)] if self.expert_parallel else []
         if (share := self.share(colocated=colocated)) is not None:
             words += ["--mem-fraction-static", f"{share:g}"]
         return [*words, "--enable-memory-saver"] if colocated else words

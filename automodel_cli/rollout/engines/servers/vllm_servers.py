@@ -24,7 +24,7 @@ class VLLMServers(ManagedServers):
     engine: ClassVar[str] = "vLLM"
     routing_needs_gpus: ClassVar[str | None] = "its second model runner needs Triton"
 
-    program: str | list[str] = field(default="vllm", metadata=requires_trust_unless("vllm"))
+    executable: str | list[str] = field(default="vllm", metadata=requires_trust_unless("vllm"))
     """First words of the server's command, for an engine in another environment; needs `--trust command`."""
 
     def command(self, model: str, wanted: ServerRequirements) -> list[str]:
@@ -39,11 +39,11 @@ class VLLMServers(ManagedServers):
         words += [] if wanted.model.revision is None else ["--revision", wanted.model.revision]
         words += ["--trust-remote-code"] if wanted.model.trust_remote_code else []
         words += ["--enable-return-routed-experts"] if wanted.routing else []
-        words += self._on_gpus(colocated=wanted.colocated) if self.gpus else []
+        words += self._on_gpus(colocated=wanted.colocated) if self.gpus_per_server else []
         return words if backend is None else [*words, "--weight-transfer-config", json.dumps({"backend": backend})]
 
     def _on_gpus(self, *, colocated: bool) -> list[str]:
-        words = ["--tensor-parallel-size", str(self.tensor_parallel), "--data-parallel-size", str(self.copies)]
+        words = ["--tensor-parallel-size", str(self.tensor_parallel_size), "--data-parallel-size", str(self.copies)]
         words += ["--enable-expert-parallel"] if self.expert_parallel else []
         if (share := self.share(colocated=colocated)) is not None:
             words += ["--gpu-memory-utilization", f"{share:g}"]

@@ -33,16 +33,16 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.global_batch_size": 32,  # 2 x 2 x 8
         "optimizer._target_": "automodel_cli.training.optimizers.nodes.AdamW8bit",
         "optimizer.betas": [0.9, 0.999],
-        "data.mask": "assistant",
+        "data.loss_mask": "assistant",
         "lr_scheduler.warmup_steps": 10,
-        "data.validation_rows": 0.1,
+        "data.validation_size": 0.1,
     },
     "axolotl_tp_cp.yml": {
         "train.global_batch_size": 8,  # 1 x 4 x 8 / (2 x 2)
         "data.packing": "none",
         "optimizer.betas": [0.9, 0.95],
         "train.max_grad_norm": 0.5,
-        "data.sources": [
+        "data.datasets": [
             {
                 "columns": {"messages": "conversations"},
                 "format": "messages",
@@ -61,15 +61,15 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "llama_factory_dpo.yaml": {
         "objective.beta": 0.2,
-        "objective.sft_weight": 0.1,
+        "objective.nll_weight": 0.1,
         "train.max_steps": 300,
         "train.epochs": None,
         "model.lora": None,
     },
     "trl_sft.yaml": {
         "train.global_batch_size": 128,
-        "data.mask": "assistant",
-        "data.long_documents": "truncate",
+        "data.loss_mask": "assistant",
+        "data.truncation": "truncate",
         "lr_scheduler.min_lr_ratio": 0.1,
         "model.lora.dropout": 0.05,
         "seed": 7,
@@ -77,11 +77,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "trl_grpo.yaml": {
         "train.global_batch_size": 256,
         "rollout.prompts_per_step": 16,
-        "objective.aggregation": "max_tokens",
-        "objective.max_tokens": 1024,
+        "objective.loss_aggregation": "max_tokens",
+        "objective.normalization_length": 1024,
         "objective.clip_high": 0.28,
-        "objective.dual_clip": 4.0,
-        "rollout.normalise": False,
+        "objective.dual_clip_ratio": 4.0,
+        "rollout.normalize_advantages": False,
         "rollout.engine.url": "http://127.0.0.1:8000",
         "lr_scheduler._target_": "automodel_cli.training.optimizers.lr_scheduler.Linear",
     },
@@ -102,7 +102,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "nemo_automodel_fp8.yaml": {
         "model.fp8.recipe": "tensorwise",
-        "model.fp8.skip": ["o_proj"],
+        "model.fp8.exclude_modules": ["o_proj"],
         "parallelizer.enable_compile": "auto",
         "model.dtype": "bfloat16",
         "train.max_steps": 100,
@@ -112,13 +112,13 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.global_batch_size": 1280,  # 256 prompts x 5
         "rollout.prompts_per_step": 1024,
         "data.seq_len": 1536,
-        "data.long_documents": "drop",
-        "objective.dual_clip": 3.0,
+        "data.truncation": "drop",
+        "objective.dual_clip_ratio": 3.0,
         "objective.kl_type": "k3",
         "optimizer.weight_decay": 0.01,
     },
     "verl_sft.yaml": {
-        "data.columns": {"prompt": "question", "completion": "answer"},
+        "data.column_mapping": {"prompt": "question", "completion": "answer"},
         "lr_scheduler.warmup_ratio": 0.1,
         "checkpoint.every": None,
         "output_dir": "checkpoints/gsm8k-sft/test",
@@ -213,7 +213,11 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "verl_grpo.yaml",
             "adv_estimator: grpo",
             "adv_estimator: rloo",  # scores minus the mean of the others there, divided by nothing
-            {"rollout.leave_one_out": True, "rollout.normalise": False, "rollout.baseline": DEFAULT},
+            {
+                "rollout.leave_one_out": True,
+                "rollout.normalize_advantages": False,
+                "rollout.advantage_estimator": DEFAULT,
+            },
         ),
         (
             "verl_grpo.yaml",
@@ -221,9 +225,9 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "adv_estimator: gae\n  gamma: 0.99\n  lam: 0.9",
             {
                 "objective._target_": "automodel_cli.objectives.ppo.PPO",
-                "objective.value_clip": 0.5,
-                "objective.kl_in": "loss",
-                "rollout.baseline": "critic",
+                "objective.value_clip_range": 0.5,
+                "objective.kl_placement": "loss",
+                "rollout.advantage_estimator": "critic",
                 "rollout.gamma": 0.99,
                 "rollout.gae_lambda": 0.9,
             },
@@ -233,7 +237,7 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "adv_estimator: grpo\n  use_kl_in_reward: false",
             "use_kl_in_reward: true\n  kl_penalty: mse",  # gae is their default; the loss has its own KL here
             {
-                "rollout.baseline": "critic",
+                "rollout.advantage_estimator": "critic",
                 "rollout.gae_lambda": 1.0,
                 "objective.kl_coef": 0.001,
                 "objective.kl_output_clamp": DEFAULT,
@@ -257,7 +261,7 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "beta: 0.04",
             {
                 "objective.kl_coef": 0.04,
-                "objective.kl_importance": True,
+                "objective.kl_bias_correction": True,
                 "objective.kl_score_term": DEFAULT,
                 "objective.kl_output_clamp": None,
             },
@@ -266,25 +270,33 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "trl_grpo.yaml",
             "beta: 0.001",
             "beta: 0.04\nuse_bias_correction_kl: false",
-            {"objective.kl_importance": DEFAULT, "objective.kl_score_term": False, "objective.kl_input_clamp": None},
+            {
+                "objective.kl_bias_correction": DEFAULT,
+                "objective.kl_score_term": False,
+                "objective.kl_input_clamp": None,
+            },
         ),
         (
             "trl_grpo.yaml",
             "beta: 0.001",
             "beta: 0.0\nuse_bias_correction_kl: true",
-            {"objective.kl_coef": 0.0, "objective.kl_importance": DEFAULT, "objective.kl_input_clamp": DEFAULT},
+            {"objective.kl_coef": 0.0, "objective.kl_bias_correction": DEFAULT, "objective.kl_input_clamp": DEFAULT},
         ),
         (
             "verl_grpo.yaml",
             "adv_estimator: grpo",
             "adv_estimator: reinforce_plus_plus",
-            {"rollout.baseline": "batch", "rollout.normalise": DEFAULT, "rollout.gamma": 1.0},
+            {"rollout.advantage_estimator": "batch", "rollout.normalize_advantages": DEFAULT, "rollout.gamma": 1.0},
         ),
         (
             "verl_grpo.yaml",
             "clip_ratio: 0.2",
             "policy_loss: {loss_mode: gspo}",
-            {"objective.ratio": "sequence_token", "objective.aggregation": "sequence", "objective.dual_clip": DEFAULT},
+            {
+                "objective.importance_sampling_level": "sequence_token",
+                "objective.loss_aggregation": "sequence",
+                "objective.dual_clip_ratio": DEFAULT,
+            },
         ),
         (
             "verl_grpo.yaml",
@@ -297,11 +309,11 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "loss_type: dr_grpo",
             "loss_type: sapo\nsapo_temperature_neg: 1.1",
             {
-                "objective.surrogate": "sapo",
-                "objective.aggregation": "sequence",
+                "objective.policy_loss": "sapo",
+                "objective.loss_aggregation": "sequence",
                 "objective.sapo_negative": 1.1,
                 "objective.clip_high": DEFAULT,
-                "objective.dual_clip": DEFAULT,
+                "objective.dual_clip_ratio": DEFAULT,
             },
         ),
         (
@@ -309,19 +321,23 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "clip_ratio: 0.2",
             "policy_loss: {loss_mode: sapo}\n    tau_neg: 1.2",  # core_algos.py: means over sequences in any case
             {
-                "objective.surrogate": "sapo",
+                "objective.policy_loss": "sapo",
                 "objective.sapo_positive": 1.0,
                 "objective.sapo_negative": 1.2,
-                "objective.aggregation": "sequence",
+                "objective.loss_aggregation": "sequence",
                 "objective.clip_high": DEFAULT,
-                "objective.dual_clip": DEFAULT,
+                "objective.dual_clip_ratio": DEFAULT,
             },
         ),
         (
             "verl_grpo.yaml",
             "clip_ratio: 0.2",
             "policy_loss: {loss_mode: gpg}",  # -A log p
-            {"objective.surrogate": "reinforce", "objective.ratio": "on_policy", "objective.clip_low": DEFAULT},
+            {
+                "objective.policy_loss": "reinforce",
+                "objective.importance_sampling_level": "on_policy",
+                "objective.clip_low": DEFAULT,
+            },
         ),
         (
             "verl_grpo.yaml",
@@ -333,20 +349,24 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "verl_grpo.yaml",
             "clip_ratio: 0.2\n    loss_agg_mode: token-mean",
             "policy_loss: {loss_mode: cispo}\n    loss_agg_mode: token-mean",
-            {"objective.surrogate": "cispo", "objective.aggregation": "token", "objective.dual_clip": DEFAULT},
+            {
+                "objective.policy_loss": "cispo",
+                "objective.loss_aggregation": "token",
+                "objective.dual_clip_ratio": DEFAULT,
+            },
         ),
         (
             "verl_grpo.yaml",
             "clip_ratio: 0.2\n    loss_agg_mode: token-mean",
             "clip_ratio: 0.2\n    loss_agg_mode: seq-mean-token-sum",  # sum over tokens, mean over responses
-            {"objective.aggregation": "max_tokens", "objective.max_tokens": 1},
+            {"objective.loss_aggregation": "max_tokens", "objective.normalization_length": 1},
         ),
         ("trl_grpo.yaml", "loss_type: dr_grpo", "entropy_coef: 0.01", {"objective.entropy_coef": 0.01}),
         (
             "trl_grpo.yaml",
             "scale_rewards: false",
             "scale_rewards: batch",
-            {"rollout.scale": "batch", "rollout.normalise": DEFAULT},
+            {"rollout.reward_scaling": "batch", "rollout.normalize_advantages": DEFAULT},
         ),
     ],
 )
@@ -371,9 +391,9 @@ def test_an_estimator_without_a_counterpart_is_named(tmp_path: Path) -> None:
 
 
 def test_a_key_that_no_table_knows_and_a_second_one_for_the_same_are_named(tmp_path: Path) -> None:
-    """`filter_overlong_prompts` and `truncation` both are our long_documents: the second must not vanish."""
+    """`filter_overlong_prompts` and `truncation` both are our truncation: the second must not vanish."""
     assert re.search(
-        r"#   data.truncation: error   data.long_documents is decided by", imported(VECTORS / "verl_grpo.yaml")
+        r"#   data.truncation: error   data.truncation is decided by", imported(VECTORS / "verl_grpo.yaml")
     )
     path = tmp_path / "x.yml"
     path.write_text((VECTORS / "axolotl_lora.yml").read_text() + "brand_new: {knob: 3}\n")
@@ -415,7 +435,7 @@ def test_the_command_writes_a_file_and_never_over_another(tmp_path: Path, capsys
             "clip_ratio: 0.2\n    loss_agg_mode: token-mean",
             "policy_loss: {loss_mode: cispo}\n    loss_agg_mode: seq-mean-token-mean",
             "loss_agg_mode=seq-mean-token-mean",
-            {"objective.surrogate": "cispo", "objective.aggregation": "token"},
+            {"objective.policy_loss": "cispo", "objective.loss_aggregation": "token"},
         ),
         ("verl_grpo.yaml", "mode: token-mean", "mode: token-sum", "loss_agg_mode=token-sum", {}),
         ("verl_grpo.yaml", "kl_loss_type: low_var_kl", "kl_loss_type: abs", "kl_loss_type=abs", {}),
@@ -425,14 +445,14 @@ def test_the_command_writes_a_file_and_never_over_another(tmp_path: Path, capsys
             "loss_type: dr_grpo",
             "loss_type: luspo\nimportance_sampling_level: sequence",
             "loss_type=luspo",
-            {"objective.ratio": "token"},
+            {"objective.importance_sampling_level": "token"},
         ),
         (
             "trl_grpo.yaml",
             "loss_type: dr_grpo",
             "loss_type: dapo\nimportance_sampling_level: sequence",
             "loss_type=dapo",
-            {"objective.ratio": "sequence", "objective.aggregation": "sequence"},
+            {"objective.importance_sampling_level": "sequence", "objective.loss_aggregation": "sequence"},
         ),
         ("trl_grpo.yaml", "loss_type: dr_grpo", "loss_type: vespo\nvespo_k_pos: 2.0", "loss_type=vespo", {}),
         ("trl_grpo.yaml", "loss_type: dr_grpo", "use_adaptive_entropy: true", "use_adaptive_entropy=true", {}),
@@ -533,7 +553,7 @@ def test_distillation_of_nemo_automodel_keeps_its_teacher_and_its_ratio(tmp_path
     tree, undecided = from_nemo(tmp_path, KD, more)
     assert tree["_target_"] == "automodel_cli.recipes.kd.KDRecipe" and undecided == []
     assert tree["teacher"] == {"pretrained": "e/f", "dtype": "bfloat16"}
-    assert (tree["objective"]["kd_weight"], tree["objective"]["sft_weight"]) == (0.7, 0.3)
+    assert (tree["objective"]["kd_weight"], tree["objective"]["nll_weight"]) == (0.7, 0.3)
     assert tree["objective"]["top_k"] is None  # theirs compares the whole vocabulary
     _, undecided = from_nemo(tmp_path, KD, f"{more}kd_loss_fn: {{temperature: 2.0}}\n")
     assert [line.partition("=")[0] for line in undecided] == ["kd_loss_fn.temperature"]
@@ -547,7 +567,7 @@ def test_none_as_nemo_automodel_writes_it_is_no_size(tmp_path: Path) -> None:
 def test_four_bits_of_nemo_automodel(tmp_path: Path) -> None:
     four = "quantization: {load_in_4bit: true, bnb_4bit_quant_type: nf4}\n"
     tree, _ = from_nemo(tmp_path, SFT, f"{four}peft: {{dim: 8, alpha: 32, match_all_linear: true}}\n")
-    assert tree["model"]["lora"]["base_quantization"] == "nf4"
+    assert tree["model"]["lora"]["quantization"] == "nf4"
     _, undecided = from_nemo(tmp_path, SFT, four)
     assert undecided[0].startswith("quantization.load_in_4bit=true")
 

@@ -83,13 +83,13 @@ def test_bos_of_the_template_is_not_doubled():
 def test_a_template_that_rewrites_earlier_turns_makes_no_single_document():
     reasoned = chat_row("hello", "<think>hm</think>small text", "about", "<think>so</think>chat")["messages"]
     with pytest.raises(RowError) as caught:
-        encode(FORGETS_REASONING, reasoned, turns="whole")
+        encode(FORGETS_REASONING, reasoned, turns="single")
     assert caught.value.code == "not_a_prefix"
     assert caught.value.message == (
         "the chat template renders the text up to message 1 differently once later messages follow, so the "
         "conversation is no single document in which that turn stands as the model will see it"
     )
-    assert caught.value.fix.startswith("data.turns=unroll")
+    assert caught.value.fix.startswith("data.multi_turn=per_turn")
     tokenizer, last = encode(FORGETS_REASONING, reasoned, "last_turn")
     assert trained_text(tokenizer, last) == "<think>so</think>chat<|im_end|>"
     _, both = encode(FORGETS_REASONING, reasoned)
@@ -101,7 +101,7 @@ def test_a_template_that_rewrites_earlier_turns_makes_no_single_document():
 def test_a_token_over_the_edge_of_a_turn_is_cut_as_the_prompt_cuts_it():
     glued, row = "{% for m in messages %}{{ m['content'] }}{% endfor %}", chat_row("a sma", "ll text")["messages"]
     with pytest.raises(RowError, match="a token reaches over the start of message 1"):
-        encode(glued, row, turns="whole")
+        encode(glued, row, turns="single")
     tokenizer, document = encode(glued, row)
     assert document.ids[document.trained == 0].tolist() == tokenizer("a sma")["input_ids"]
     assert trained_text(tokenizer, document) == "ll text<|im_end|>"

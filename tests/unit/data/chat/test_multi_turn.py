@@ -107,7 +107,7 @@ def expected_runs(name: str, messages, tools):
             yield given, family.call if "tool_calls" in message else family.answer(thought, message["content"])
 
 
-@pytest.mark.parametrize("turns", ["auto", "unroll"])
+@pytest.mark.parametrize("turns", ["auto", "per_turn"])
 @pytest.mark.parametrize("said", CONVERSATIONS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_turn_stands_after_its_inference_prompt_or_the_row_is_refused(name, said, turns):
@@ -144,7 +144,7 @@ def test_a_turn_that_changes_how_its_history_is_rendered_stands_after_its_own_pr
 
 
 def outcome(name: str, said: str) -> str:
-    """What `data.turns=auto` makes of a conversation: one document, one for each turn, or the reason why none."""
+    """What `data.multi_turn=auto` makes of a conversation: one document, one for each turn, or the reason why none."""
     try:
         _, documents, unrolled = encode(name, CONVERSATIONS[said], TOOLS if said == "tool call" else None)
     except RowError as error:
@@ -173,8 +173,8 @@ def test_without_the_model_s_stop_tokens_an_open_turn_ends_with_eos():
     said = [text for _, text in trained_runs(tokenizer, documents)]
     assert unrolled and said == [f"\n<think></think>\n{a}<|endoftext|>" for a in ("small text", "chat")]
     with pytest.raises(RowError, match="writes no token that ends message 1") as caught:
-        encode("glm-4.5", CONVERSATIONS["two turns"], stop_ids=(), turns="whole")
-    assert caught.value.fix == "data.turns=unroll, or data.turns=auto"
+        encode("glm-4.5", CONVERSATIONS["two turns"], stop_ids=(), turns="single")
+    assert caught.value.fix == "data.multi_turn=per_turn, or data.multi_turn=auto"
 
 
 def test_stop_tokens_come_from_the_generation_config_beside_the_weights(tmp_path):
@@ -210,9 +210,9 @@ OURS = {
 def test_our_template_is_found_by_what_the_tokenizer_s_renders(name):
     family = FAMILIES[name]
     assert find_training_template(family.tokenizer(), family.template) == OURS.get(name)
-    chosen = choose_template("auto", family.tokenizer(), "whole")
+    chosen = choose_template("auto", family.tokenizer(), "single")
     assert (chosen.name, chosen.own) == ((OURS[name], family.template) if name in OURS else (None, None))
-    for choice, turns in (("auto", "auto"), ("tokenizer", "whole"), (None, "unroll")):
+    for choice, turns in (("auto", "auto"), ("tokenizer", "single"), (None, "per_turn")):
         assert choose_template(choice, family.tokenizer(), turns).text == family.template
 
 
@@ -238,7 +238,7 @@ def test_ours_renders_a_single_turn_text_by_text_and_token_by_token(name):
 @pytest.mark.parametrize("name", OURS)
 def test_whole_conversations_train_every_turn_as_if_it_were_the_last(name):
     family, ours = FAMILIES[name], training_template(OURS[name])
-    options = {"turns": "whole", "template": ours, "own_template": family.template}
+    options = {"turns": "single", "template": ours, "own_template": family.template}
     tokenizer, documents, unrolled = encode(name, CONVERSATIONS["two turns"], **options)
     assert not unrolled
     said = [text for _, text in trained_runs(tokenizer, documents)]
@@ -252,7 +252,7 @@ def test_a_row_that_ours_renders_differently_is_refused():
     family = FAMILIES["qwen3"]
     own = family.template.replace("content ~ '<|im_end|>", "content | upper ~ '<|im_end|>")
     with pytest.raises(RowError, match="renders this row's first turn differently"):
-        encode("qwen3", [USER, ANSWER], turns="whole", template=training_template("qwen3"), own_template=own)
+        encode("qwen3", [USER, ANSWER], turns="single", template=training_template("qwen3"), own_template=own)
 
 
 # -- from rows to reports
@@ -270,16 +270,16 @@ def test_the_report_says_how_many_rows_were_unrolled_and_what_it_costs(tmp_path)
     assert report.num_documents == 40 and report.unrolled.repeated == 20 * first
     line = "  turns: 20 of 20 rows unrolled into 40 documents, because the chat template shows a turn another history"
     assert any(text.startswith(line) for text in report.lines())
-    whole = prepare_data(replace(config, turns="whole"), tokenizer, seed=0).report.train[0]
+    whole = prepare_data(replace(config, turns="single"), tokenizer, seed=0).report.train[0]
     assert whole.num_documents == 20 and "our training template for qwen3" in whole.masked_by
-    own = replace(config, turns="whole", chat_template="tokenizer")
+    own = replace(config, turns="single", chat_template="tokenizer")
     with pytest.raises(DataError, match="renders the text up to message 1 differently"):
         prepare_data(own, tokenizer, seed=0)
 
 
 def test_documents_of_a_conversation_are_held_out_together(tmp_path):
     tokenizer = FAMILIES["qwen3"].tokenizer()
-    prepared = prepare_data(two_turns(tmp_path, validation_rows=5), tokenizer, seed=0)
+    prepared = prepare_data(two_turns(tmp_path, validation_size=5), tokenizer, seed=0)
     train, validation = (
         {line for row in range(len(data)) for _, line in data.documents(row)}
         for data in (prepared.train, prepared.validation)
@@ -294,7 +294,7 @@ def test_preferences_under_a_rewriting_template(tmp_path):
     history = [USER, {**ANSWER}, AGAIN]
     row = {"prompt": history, "chosen": [LAST], "rejected": [{**LAST, "content": "text"}]}
     path = write_jsonl(tmp_path / "pairs.jsonl", [row] * 4)
-    config = DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), long_documents="drop", packing="best_fit")
+    config = DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), truncation="drop", packing="best_fit")
     ids, mask, bounds = prepare_data(config, tokenizer, seed=0, preferences=True).train.tokens(0)
     prompt = tokenizer.apply_chat_template(history, add_generation_prompt=True)["input_ids"]
     for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -311,7 +311,9 @@ def test_prompts_are_rendered_by_the_tokenizer_s_template_whatever_trains(tmp_pa
     given = [tokenizer.apply_chat_template([USER, ANSWER, AGAIN], add_generation_prompt=True)["input_ids"]]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER, AGAIN, LAST]}])
     for choice in ("auto", "tokenizer"):
-        config = DataConfig(path=str(path), chat_template=choice, turns="whole", cache_dir=str(tmp_path / "cache"))
+        config = DataConfig(
+            path=str(path), chat_template=choice, multi_turn="single", cache_dir=str(tmp_path / "cache")
+        )
         data = prepare_prompts(config, tokenizer, seed=0, max_tokens=64)
         assert [prompt.tokens for prompt in data.train.prompts] == given
     assert tokenizer.chat_template == FAMILIES["qwen3.5"].template
@@ -319,8 +321,8 @@ def test_prompts_are_rendered_by_the_tokenizer_s_template_whatever_trains(tmp_pa
 
 def test_unrolling_everything_is_refused():
     with pytest.raises(ConfigError, match="turns=unroll makes a document of each trained turn") as caught:
-        DataConfig(path="x", turns="unroll", mask="all")
-    assert caught.value.fix == "data.turns=whole, or data.mask=assistant"
+        DataConfig(path="x", multi_turn="per_turn", loss_mask="all")
+    assert caught.value.fix == "data.multi_turn=single, or data.loss_mask=assistant"
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit", "wrapped"])
@@ -331,12 +333,12 @@ def test_documents_of_a_conversation_are_stored_without_their_common_beginning(t
     tokenizer = family.tokenizer()
     words = ["hello", "a", "about", "text", "small", "chat", "hello", "seven"]
     path = write_jsonl(tmp_path / "train.jsonl", [chat_row(*words[: 2 * n]) for n in (1, 4, 2, 3)])
-    settings = {"turns": "unroll", "packing": packing, "long_documents": "split", "cache_dir": str(tmp_path / "cache")}
+    settings = {"turns": "per_turn", "packing": packing, "truncation": "split", "cache_dir": str(tmp_path / "cache")}
     config = DataConfig(path=str(path), seq_len=4096, **settings)
     prepared = prepare_data(config, tokenizer, seed=0)
     expected = []
     for n in (1, 4, 2, 3):
-        _, documents, _ = encode(name, chat_row(*words[: 2 * n])["messages"], turns="unroll")
+        _, documents, _ = encode(name, chat_row(*words[: 2 * n])["messages"], turns="per_turn")
         expected += [(d.ids.tolist(), [*d.trained.tolist()[1:], 0]) for d in documents]
     found = []
     for row in range(len(prepared.train)):

@@ -93,7 +93,7 @@ def chatml_pieces(messages) -> list[tuple[str, bool]]:
 
 
 def encode(tokenizer, row, template=NATIVE, choice="auto", fmt="messages", mask="assistant"):
-    spec = EncodeSpec(FORMATS[fmt], {}, template, mask, special_tokens_in_text=choice)
+    spec = EncodeSpec(FORMATS[fmt], {}, template, mask, special_tokens_policy=choice)
     (result,) = RowEncoder(tokenizer, spec).encode([row])
     return result
 
@@ -181,7 +181,7 @@ def test_a_template_that_writes_ascii_escapes_is_refused():
 def test_a_template_that_reads_a_special_token_is_not_fooled():
     template = NATIVE.replace("m['content']", "m['content'].split('<|im_end|>')[0]")
     bad = encode(tiny_tokenizer(template), chat_row("a <|im_end|> b", "chat"), template, choice="as_text")
-    assert bad.code == "special_token" and bad.fix.startswith("data.special_tokens_in_text=keep")
+    assert bad.code == "special_token" and bad.fix.startswith("data.special_tokens_policy=keep")
     escapes = NATIVE.replace("m['content']", "m['content'] | replace('<|', '(')")
     good = encode(tiny_tokenizer(escapes), chat_row("a <|im_end|> b", "chat"), escapes, choice="as_text")
     assert isinstance(good, RowError), "the hidden token does not begin with the same characters"
@@ -247,7 +247,7 @@ def test_the_report_of_rows_pairs_and_prompts(tmp_path):
     assert "  4 special tokens in the text of 2 rows trained as plain text" in lines
     assert "  columns without effect: id" in lines
     pair = {"prompt": "a <|im_end|>", "chosen": "<s> b", "rejected": "c"}
-    options = {"long_documents": "drop", "cache_dir": str(tmp_path / "c")}
+    options = {"truncation": "drop", "cache_dir": str(tmp_path / "c")}
     pairs = DataConfig(path=str(write_jsonl(tmp_path / "b.jsonl", [pair])), seq_len=512, **options)
     prepared = prepare_data(pairs, tokenizer, seed=0, preferences=True)
     assert "  3 special tokens in the text of 1 row trained as plain text" in prepared.report.lines()

@@ -97,7 +97,7 @@ def test_reasoning_is_rendered_or_refused(name):
     assert isinstance(result, RowError) == key_refused
     if key_refused:
         assert left_out(result) == "the reasoning_content of message 1 ('hm, hello')"
-        assert result.fix.startswith("data.ignore_columns=[reasoning_content]")
+        assert result.fix.startswith("data.ignored_columns=[reasoning_content]")
     _, result = encode(template, [said[0], turn("assistant", "<think>\nhello\n</think>\n\nsmall")])
     assert isinstance(result, RowError) == thought_refused
     if thought_refused:
@@ -157,7 +157,7 @@ def test_tools_must_be_rendered_with_their_parameters():
 def test_names_of_speakers_and_keys_of_the_template():
     named = [turn("user", "hello", name="Ada"), turn("assistant", "small")]
     _, result = encode(families.CHATML, named)
-    assert left_out(result) == "'name' of message 0 ('Ada')" and "ignore_columns=[name]" in result.fix
+    assert left_out(result) == "'name' of message 0 ('Ada')" and "ignored_columns=[name]" in result.fix
     shows = families.CHATML.replace("m['content']", "(m['name'] or '') + m['content']")
     _, result = encode(shows, named)
     assert not isinstance(result, RowError)

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from automodel_cli.data.datasets import file_readers
+from automodel_cli.data.datasets.file_readers import read_file
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data import json_reader
@@ -16,8 +18,6 @@ from automodel_cli.data.chat.encoder import ChatEncoder
 from automodel_cli.data.chat.time_limit import time_limit
 from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.row_errors import RowError
-from automodel_cli.data.sources import file_readers
-from automodel_cli.data.sources.file_readers import read_file
 from automodel_cli.models.tokenizer import ByteTokenizer
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}"
@@ -28,7 +28,7 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(encoder, "RENDER_SECONDS", 0.2)
     began = time.monotonic()
     with pytest.raises(DataError, match="chat template did not end") as error:
-        ChatEncoder(ByteTokenizer().build(), ENDLESS, "all", turns="whole").encode([Conversation(MESSAGES, [True])])
+        ChatEncoder(ByteTokenizer().build(), ENDLESS, "all", turns="single").encode([Conversation(MESSAGES, [True])])
     assert time.monotonic() - began < 30 and error.value.fix == encoder.RENDER_FIX
 
 

@@ -35,7 +35,7 @@ SHAPES = {
 
 def data(tmp_path, rows, **options) -> DataConfig:
     path = write_jsonl(tmp_path / "pairs.jsonl", rows)
-    options = {"seq_len": 192, "long_documents": "drop", **options}
+    options = {"seq_len": 192, "truncation": "drop", **options}
     return DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), **options)
 
 
@@ -179,15 +179,15 @@ def test_pairs_longer_than_a_row_are_dropped_or_named(tmp_path):
     report = prepared(data(tmp_path, rows)).report
     assert report.train[0].long.num_documents == 1
     with pytest.raises(DataError) as caught:
-        prepared(data(tmp_path, rows, long_documents="fail"))
-    assert "long_documents=drop" in caught.value.fix
+        prepared(data(tmp_path, rows, truncation="error"))
+    assert "truncation=drop" in caught.value.fix
 
 
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"packing": "wrapped", "long_documents": "split"}, "packing"),
-        ({"long_documents": "truncate"}, "long_documents"),
+        ({"packing": "wrapped", "truncation": "split"}, "packing"),
+        ({"truncation": "truncate"}, "truncation"),
         ({"mask": "all"}, "mask"),
         ({"format": "alpaca"}, "format"),
     ],

@@ -81,7 +81,9 @@ def test_lengths_of_padded_rows():
     rows = [[[1, 2, 3]], [[4, 6]]]
     assert dataset(store(rows)).collate([1]).shape == (1, 2)
     assert dataset(store(rows), row_len=8).collate([1]).shape == (1, 8)
-    assert PackedDataset([store(rows)], [1.0], pad_id=PAD, row_len=None, pad_multiple=4).collate([0, 1]).shape == (2, 4)
+    assert PackedDataset([store(rows)], [1.0], pad_id=PAD, row_len=None, pad_to_multiple_of=4).collate(
+        [0, 1]
+    ).shape == (2, 4)
 
 
 def test_a_full_row_has_no_padding_document():

@@ -68,13 +68,13 @@ def test_labels_are_the_library_s_whatever_the_packing(config, packing, template
 
 
 def test_split_documents_lose_only_the_labels_at_their_cuts_and_pieces_without_labels(config):
-    short = replace(config, seq_len=32, long_documents="split")
+    short = replace(config, seq_len=32, truncation="split")
     whole, split = (prepare_data(c, tiny_tokenizer(), seed=0) for c in (config, short))
     lost = len(label_tokens(whole)) - len(label_tokens(split))
     (report,) = split.report.train
     assert 0 <= lost <= report.long.num_documents * 3
     assert report.long.num_documents == len(CHATS) and report.num_packed_rows == len(split.train)
-    dropped = prepare_data(replace(config, seq_len=64, long_documents="drop"), tiny_tokenizer(), seed=0).report.train[0]
+    dropped = prepare_data(replace(config, seq_len=64, truncation="drop"), tiny_tokenizer(), seed=0).report.train[0]
     assert 0 < dropped.long.num_documents < len(CHATS)
     assert dropped.long.tokens_lost == dropped.long.num_tokens > 0
 
@@ -97,7 +97,7 @@ def test_cut_documents_predict_nothing_across_their_cuts(config, packing):
 
 def test_truncation_to_nothing_is_refused_like_a_bad_row(config):
     with pytest.raises(DataError) as caught:
-        prepare_data(replace(config, seq_len=12, long_documents="truncate"), tiny_tokenizer(), seed=0)
+        prepare_data(replace(config, seq_len=12, truncation="truncate"), tiny_tokenizer(), seed=0)
     assert caught.value.message.startswith(
         "40 of 40 rows cannot be used (100.0%, 1 cause)\n"
         "  train.jsonl:1: truncated to seq_len=12 it has no trained token left\n"
@@ -117,13 +117,13 @@ def test_workers_give_what_one_process_gives(config, tmp_path):
 
 
 def test_held_out_rows_are_not_trained_on(config):
-    prepared = prepare_data(replace(config, validation_rows=0.25, packing="none"), tiny_tokenizer(), seed=5)
+    prepared = prepare_data(replace(config, validation_size=0.25, packing="none"), tiny_tokenizer(), seed=5)
     lines = [
         {line for row in range(len(part)) for _, line in part.documents(row)}
         for part in (prepared.train, prepared.validation)
     ]
     assert len(lines[1]) == 10 and lines[0] | lines[1] == set(range(1, 41)) and not lines[0] & lines[1]
-    again = prepare_data(replace(config, validation_rows=10, packing="none"), tiny_tokenizer(), seed=6)
+    again = prepare_data(replace(config, validation_size=10, packing="none"), tiny_tokenizer(), seed=6)
     assert {line for row in range(10) for _, line in again.validation.documents(row)} != lines[1]
 
 
@@ -131,9 +131,9 @@ def test_several_datasets_of_different_shapes(config, tmp_path):
     write_jsonl(tmp_path / "b.jsonl", [{"q": "one", "a": "two"}] * 20)
     sources = [
         SourceConfig(config.path),
-        SourceConfig(str(tmp_path / "b.jsonl"), weight=0.5, columns={"prompt": "q", "completion": "a"}),
+        SourceConfig(str(tmp_path / "b.jsonl"), weight=0.5, column_mapping={"prompt": "q", "completion": "a"}),
     ]
-    mixed = DataConfig(sources=sources, seq_len=128, cache_dir=config.cache_dir, validation_rows=6, packing="none")
+    mixed = DataConfig(datasets=sources, seq_len=128, cache_dir=config.cache_dir, validation_size=6, packing="none")
     prepared = prepare_data(mixed, tiny_tokenizer(), seed=0)
     assert [store.num_rows for store in prepared.validation.stores] == [4, 2]
     assert prepared.train.weights == [1.0, 0.5] and len(prepared.train) == 54
@@ -152,11 +152,11 @@ class Countdown:
 
 
 def test_a_task_brings_its_own_validation_rows(tmp_path):
-    config = DataConfig(task=Countdown(), cache_dir=str(tmp_path), packing="none")
+    config = DataConfig(generator=Countdown(), cache_dir=str(tmp_path), packing="none")
     prepared = prepare_data(config, tiny_tokenizer(), seed=0)
     assert len(prepared.train) == len(prepared.validation) == 3
     assert prepared.train.describe(1) == "Countdown/train:2"
-    assert prepare_data(replace(config, task=Countdown(4)), tiny_tokenizer(), seed=0).report.built
+    assert prepare_data(replace(config, generator=Countdown(4)), tiny_tokenizer(), seed=0).report.built
 
 
 # -- bad rows
@@ -177,7 +177,7 @@ def test_bad_rows_stop_the_run_and_are_all_listed(config):
         "      3 | not json\n"
         "  train.jsonl:43: the conversation has no assistant message, so nothing would be trained\n"
         '      43 | {"messages": [{"role": "user", "content": "x"}]}\n'
-        "  try   correct the rows, or go on without them: data.on_bad_row=drop data.max_bad=0.07"
+        "  try   correct the rows, or go on without them: data.on_invalid_row=drop data.max_invalid_fraction=0.07"
     )
     for _ in range(2):  # the second time from the cache
         with pytest.raises(DataError) as caught:
@@ -191,17 +191,19 @@ def test_a_name_to_ignore_that_no_row_has_is_refused(config):
     write_jsonl(Path(config.path), [*CHATS, row])
     for _ in range(2):
         with pytest.raises(DataError) as caught:
-            prepare_data(replace(config, ignore_columns=["id", "wieght"]), tiny_tokenizer(), seed=0)
-        assert caught.value.keys == ("data.ignore_columns",) and "'wieght'" in caught.value.message
-        assert caught.value.fix.strip("'") == "data.ignore_columns=[id,weight]"
-    assert len(prepare_data(replace(config, ignore_columns=["id", "weight"]), tiny_tokenizer(), seed=0).train)
+            prepare_data(replace(config, ignored_columns=["id", "wieght"]), tiny_tokenizer(), seed=0)
+        assert caught.value.keys == ("data.ignored_columns",) and "'wieght'" in caught.value.message
+        assert caught.value.fix.strip("'") == "data.ignored_columns=[id,weight]"
+    assert len(prepare_data(replace(config, ignored_columns=["id", "weight"]), tiny_tokenizer(), seed=0).train)
 
 
 def test_dropped_rows_are_kept_aside_and_counted(config):
     spoil(config)
-    with pytest.raises(DataError, match=r"more rows are refused than data.max_bad=0.01 allows: 3 of 43 rows"):
-        prepare_data(replace(config, on_bad_row="drop"), tiny_tokenizer(), seed=0)
-    prepared = prepare_data(replace(config, on_bad_row="drop", max_bad=0.07), tiny_tokenizer(), seed=0)
+    with pytest.raises(
+        DataError, match=r"more rows are refused than data.max_invalid_fraction=0.01 allows: 3 of 43 rows"
+    ):
+        prepare_data(replace(config, on_invalid_row="drop"), tiny_tokenizer(), seed=0)
+    prepared = prepare_data(replace(config, on_invalid_row="drop", max_invalid_fraction=0.07), tiny_tokenizer(), seed=0)
     (report,) = prepared.report.train
     assert (report.num_rows, report.num_rejected, report.num_documents) == (43, 3, 40)
     with open(report.rejected_path) as file:
@@ -220,7 +222,7 @@ def test_data_without_any_usable_row_is_refused(config, tmp_path):
         prepare_data(config, tiny_tokenizer(), seed=0)
     write_jsonl(tmp_path / "train.jsonl", [chat_row("only a question")] * 3)
     with pytest.raises(DataError, match=r"no row of train\.jsonl is left: all 3 were refused"):
-        prepare_data(replace(config, on_bad_row="drop", max_bad=1.0), tiny_tokenizer(), seed=0)
+        prepare_data(replace(config, on_invalid_row="drop", max_invalid_fraction=1.0), tiny_tokenizer(), seed=0)
 
 
 def test_messages_without_a_template_are_refused_with_a_way_out(config):
@@ -245,7 +247,7 @@ def test_every_ingredient_changes_the_key_and_nothing_else_does(config, tmp_path
 
     for same in (
         replace(config, shuffle=False),
-        replace(config, on_bad_row="drop", max_bad=0.5),
+        replace(config, on_invalid_row="drop", max_invalid_fraction=0.5),
         replace(config, num_workers=0),
         replace(config, validation_path=config.path),
     ):
@@ -259,13 +261,13 @@ def test_every_ingredient_changes_the_key_and_nothing_else_does(config, tmp_path
         (replace(config, mask="last_turn"),),
         (replace(config, chat_template=TAGGED),),
         (config, tiny_tokenizer(TAGGED.replace("\n", "\n\n"))),
-        (replace(config, turns="unroll"),),
+        (replace(config, turns="per_turn"),),
         (config, other),
     ):
         assert new(*tokens_differ) == 2
-    for packing_differs in ({"seq_len": 130}, {"packing": "wrapped"}, {"long_documents": "drop"}):
+    for packing_differs in ({"seq_len": 130}, {"packing": "wrapped"}, {"truncation": "drop"}):
         assert new(replace(config, **packing_differs)) == 1
-    assert new(replace(config, validation_rows=4)) == 2
+    assert new(replace(config, validation_size=4)) == 2
     write_jsonl(tmp_path / "train.jsonl", [{**row, "chat": row["messages"]} for row in CHATS[::-1]])
     assert new() == 2
     assert new() == 0

@@ -165,7 +165,7 @@ def test_some_rendered_rows_among_others_are_text_as_before(tmp_path: Path) -> N
     with pytest.raises(DataError) as refused:
         tokens(config, tiny_tokenizer())
     assert "none" not in str(refused.value.fix)  # messages cannot be read without a template
-    assert tokens(replace(config, special_tokens_in_text="as_text"), tiny_tokenizer())
+    assert tokens(replace(config, special_tokens_policy="as_text"), tiny_tokenizer())
 
 
 def test_answers_that_bring_the_stop_token_are_refused(tmp_path: Path) -> None:

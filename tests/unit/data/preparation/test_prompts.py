@@ -24,7 +24,7 @@ TOKENIZER = ByteTokenizer().build()
 def read(folder: Path, rows: list[dict], max_tokens: int = 64, **options):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(path=str(path), cache_dir=str(folder / "cache"), **{"long_documents": "drop", **options})
+    config = DataConfig(path=str(path), cache_dir=str(folder / "cache"), **{"truncation": "drop", **options})
     return prepare_prompts(config, TOKENIZER, seed=0, max_tokens=max_tokens)
 
 
@@ -69,7 +69,7 @@ def test_prompts_without_room_are_dropped_or_refused(tmp_path):
     data = read(tmp_path, rows, max_tokens=12)
     assert len(data.train) == 1 and data.report.num_dropped == 1
     with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has"):
-        read(tmp_path, rows, max_tokens=12, long_documents="fail")
+        read(tmp_path, rows, max_tokens=12, truncation="error")
 
 
 @pytest.mark.parametrize("samples_per_row", [1, 2])
@@ -79,7 +79,7 @@ def test_the_length_that_is_advised_keeps_every_prompt(tmp_path, samples_per_row
 
     def prepared(seq_len: int, path: str = "rows.jsonl"):
         config = DataConfig(path=str(tmp_path / path), cache_dir=str(tmp_path / "cache"), seq_len=seq_len)
-        config = dataclasses.replace(config, long_documents="drop")
+        config = dataclasses.replace(config, truncation="drop")
         room = seq_len // samples_per_row - 8
         return prepare_prompts(config, TOKENIZER, seed=0, max_tokens=room, samples_per_row=samples_per_row)
 
@@ -93,14 +93,14 @@ def test_the_length_that_is_advised_keeps_every_prompt(tmp_path, samples_per_row
 
 
 def test_validation_rows_are_apart(tmp_path):
-    data = read(tmp_path, [{"prompt": str(i)} for i in range(20)], validation_rows=5)
+    data = read(tmp_path, [{"prompt": str(i)} for i in range(20)], validation_size=5)
     asked = {p.number for p in data.train.prompts}, {p.number for p in data.validation.prompts}
     assert (len(asked[0]), len(asked[1])) == (15, 5) and not asked[0] & asked[1]
 
 
 def test_every_rank_gets_its_share_of_one_stream():
     task = ChatTasks(num_train=50, num_validation=4)
-    data = prepare_prompts(DataConfig(task=task, long_documents="drop"), TOKENIZER, seed=0, max_tokens=64)
+    data = prepare_prompts(DataConfig(generator=task, truncation="drop"), TOKENIZER, seed=0, max_tokens=64)
 
     def steps(dp_size: int) -> list[list[int]]:
         loaders = [
@@ -136,14 +136,14 @@ def test_overlong_responses(overlong, reward, num_tokens, truncated, expected):
     [
         lambda: RolloutConfig(temperature=0.0),
         lambda: RolloutConfig(group_size=1),
-        lambda: RolloutConfig(max_mult_prob_error=1.0),
+        lambda: RolloutConfig(warn_token_mult_prob_error=1.0),
         lambda: RolloutConfig(max_new_tokens=8, overlong=OverlongConfig(buffer=9)),
         lambda: RolloutConfig(engine=ServerConfig(url="http://localhost:1")),
-        lambda: RolloutConfig(max_staleness=1, engine=SamplerConfig()),
-        lambda: RolloutConfig(max_staleness=-1, engine=HFConfig()),
+        lambda: RolloutConfig(max_off_policy_steps=1, engine=SamplerConfig()),
+        lambda: RolloutConfig(max_off_policy_steps=-1, engine=HFConfig()),
         lambda: OverlongConfig(penalty=2.0),
         lambda: OverlongConfig(factor=1.5),
-        lambda: DynamicSampling(max_batches=0),
+        lambda: DynamicSampling(max_gen_batches=0),
     ],
 )
 def test_wrong_settings_are_refused(make):

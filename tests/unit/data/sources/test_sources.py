@@ -9,15 +9,15 @@ import random
 import tracemalloc
 
 import pytest
+from automodel_cli.data.datasets.file_discovery import local_files
+from automodel_cli.data.datasets.file_readers import read_file
+from automodel_cli.data.datasets.sources import open_source
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig, SourceConfig
 from automodel_cli.data.json_reader import BLOCK, read_array
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.row_errors import DAMAGED, RowError
-from automodel_cli.data.sources.file_discovery import local_files
-from automodel_cli.data.sources.file_readers import read_file
-from automodel_cli.data.sources.sources import open_source
 from tests.unit.data.helpers import chat_row, tiny_tokenizer, write_jsonl
 
 GOOD = json.dumps(chat_row("a question", "an answer"))
@@ -99,7 +99,9 @@ def test_damaged_gzip_is_named_by_its_line_and_never_dropped(tmp_path, damage):
     number, error = read[-1]
     assert (number, error.code) == (len(read), DAMAGED)
     assert damage == "foreign" or number > 300
-    config = DataConfig(path=str(path), on_bad_row="drop", max_bad=1.0, cache_dir=str(tmp_path / "cache"))
+    config = DataConfig(
+        path=str(path), on_invalid_row="drop", max_invalid_fraction=1.0, cache_dir=str(tmp_path / "cache")
+    )
     with pytest.raises(DataError, match=f"rows.jsonl.gz:{number}: the gzip data is damaged"):
         prepare_data(config, tiny_tokenizer(), seed=0)
 
@@ -224,7 +226,7 @@ def test_what_belongs_to_the_hub_is_refused_for_a_file(tmp_path, key, value):
 
 
 @pytest.mark.parametrize(
-    ("txt_rows", "expected"),
+    ("text_unit", "expected"),
     [
         ("file", [(1, "one\ntwo\n\n\nthree ü\n")]),
         ("paragraph", [(1, "one\ntwo"), (5, "three ü")]),
@@ -232,22 +234,22 @@ def test_what_belongs_to_the_hub_is_refused_for_a_file(tmp_path, key, value):
     ],
 )
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
-def test_plain_text(tmp_path, txt_rows, expected, suffix):
+def test_plain_text(tmp_path, text_unit, expected, suffix):
     content = "one\ntwo\n\n\nthree ü\n".encode()
     path = tmp_path / f"book{suffix}"
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-    assert list(read_file(path, txt_rows)) == [(number, {"text": text}) for number, text in expected]
-    config = DataConfig(path=str(path), txt_rows=txt_rows, cache_dir=str(tmp_path / "cache"))
+    assert list(read_file(path, text_unit)) == [(number, {"text": text}) for number, text in expected]
+    config = DataConfig(path=str(path), text_unit=text_unit, cache_dir=str(tmp_path / "cache"))
     report = prepare_data(config, tiny_tokenizer(), seed=0).report.train[0]
     assert (report.fmt, report.num_documents) == ("text, detected", len(expected))
 
 
 def test_a_text_too_large_for_one_document(tmp_path, monkeypatch):
-    monkeypatch.setattr("automodel_cli.data.sources.text_reader.MAX_DOCUMENT", 10)
+    monkeypatch.setattr("automodel_cli.data.datasets.text_reader.MAX_DOCUMENT", 10)
     (tmp_path / "book.txt").write_text("more than ten")
     with pytest.raises(DataError) as caught:
         list(read_file(tmp_path / "book.txt"))
-    assert caught.value.fix == "data.txt_rows=paragraph, or data.txt_rows=line"
+    assert caught.value.fix == "data.text_unit=paragraph, or data.text_unit=line"
 
 
 def test_texts_beside_tables_are_no_data(tmp_path):
@@ -326,35 +328,35 @@ QA = {"id": "7", "question": "how many", "answer": "seven"}
         (
             QA,
             {"columns": {"prompt": "qestion", "completion": "answer"}},
-            "data.columns='{prompt: question, completion: answer}'",
+            "data.column_mapping='{prompt: question, completion: answer}'",
         ),
         (
             QA,
             {"columns": {"prompt": "prompt_text", "completion": "gold"}},
-            "data.columns='{prompt: question, completion: answer}'",
+            "data.column_mapping='{prompt: question, completion: answer}'",
         ),
         (
             QA,
             {"columns": {"prompt": "Question", "completion": "answer"}, "format": "prompt_completion"},
-            "data.columns='{prompt: question, completion: answer}'",
+            "data.column_mapping='{prompt: question, completion: answer}'",
         ),
         (
             {"id": "7", "a": "x", "b": "y"},
             {"columns": {"text": "body"}},
-            "data.columns='{text: <one of a, b, id>}'",
+            "data.column_mapping='{text: <one of a, b, id>}'",
         ),
         (  # an optional field, which would be empty in every row
             QA,
             {"columns": {"prompt": "question", "completion": "answer", "system": "answr"}},
-            "data.columns='{prompt: question, completion: answer, system: <one of answer, id, question>}'",
+            "data.column_mapping='{prompt: question, completion: answer, system: <one of answer, id, question>}'",
         ),
-        (QA, {}, "data.columns='{prompt: question, completion: answer}'"),
-        ({"id": "7", "chat": [{"role": "user", "content": "x"}]}, {}, "data.columns='{messages: chat}'"),
-        ({"id": "7", "page_content": "x", "url": "y"}, {}, "data.columns='{text: page_content}'"),
+        (QA, {}, "data.column_mapping='{prompt: question, completion: answer}'"),
+        ({"id": "7", "chat": [{"role": "user", "content": "x"}]}, {}, "data.column_mapping='{messages: chat}'"),
+        ({"id": "7", "page_content": "x", "url": "y"}, {}, "data.column_mapping='{text: page_content}'"),
         (
             {"id": "7", "a": "x"},
             {},
-            "data.columns='{prompt: <one of id, a>, completion: <one of id, a>}', or '{text: <one of id, a>}'",
+            "data.column_mapping='{prompt: <one of id, a>, completion: <one of id, a>}', or '{text: <one of id, a>}'",
         ),
     ],
 )
@@ -372,7 +374,7 @@ def test_an_optional_column_may_come_late(tmp_path):
     late = {**QA, "persona": "be brief"}
     path = write_jsonl(tmp_path / "rows.jsonl", [QA] * 40 + [late])
     columns = {"prompt": "question", "completion": "answer", "system": "persona"}
-    config = DataConfig(path=str(path), columns=columns, cache_dir=str(tmp_path / "cache"))
+    config = DataConfig(path=str(path), column_mapping=columns, cache_dir=str(tmp_path / "cache"))
     assert prepare_data(config, tiny_tokenizer(), seed=0).report.train[0].num_documents == 41
 
 
@@ -387,7 +389,7 @@ def test_a_text_column_of_a_table(tmp_path, name):
 
         rows = [{"id": 1, "content": "some text", "score": 0.5}, {"id": 2, "content": "more text", "score": 0.25}]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    config = DataConfig(path=str(path), columns={"text": "content"}, cache_dir=str(tmp_path / "cache"))
+    config = DataConfig(path=str(path), column_mapping={"text": "content"}, cache_dir=str(tmp_path / "cache"))
     tokenizer = tiny_tokenizer()
     prepared = prepare_data(config, tokenizer, seed=0)
     assert tokenizer.decode(prepared.train.tokens(0)[0]) == "some text<|im_end|>more text<|im_end|>"
@@ -401,7 +403,7 @@ def test_long_chats_are_truncated_and_long_texts_split_and_both_are_counted(tmp_
     chats = write_jsonl(tmp_path / "chats.jsonl", [chat_row("hi", "yes"), long_chat])
     texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "word " * 100}])
     sources = [SourceConfig(str(chats)), SourceConfig(str(texts))]
-    config = DataConfig(sources=sources, seq_len=64, cache_dir=str(tmp_path / "cache"))
+    config = DataConfig(datasets=sources, seq_len=64, cache_dir=str(tmp_path / "cache"))
     tokenizer = tiny_tokenizer()
     prepared = prepare_data(config, tokenizer, seed=0)
     of_chats, of_texts = prepared.report.train
@@ -422,7 +424,7 @@ def test_many_documents_left_out_are_a_warning_with_the_length_that_keeps_them(t
     rows = [{"prompt": "q", "chosen": "yes " * n, "rejected": "no " * n} for n in (1, 2, 30, 32, 34, 36, 38, 40, 90, 3)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     cache = str(tmp_path / "cache")
-    config = DataConfig(path=str(path), seq_len=64, on_bad_row="drop", cache_dir=cache)
+    config = DataConfig(path=str(path), seq_len=64, on_invalid_row="drop", cache_dir=cache)
     report = prepare_data(config, tiny_tokenizer(), seed=0, preferences=True).report.train[0]
     (warning,) = [line for line in report.lines() if "are left out" in line]
     assert warning.startswith(

@@ -169,7 +169,7 @@ def test_messages_of_the_context_stand_before_each_question_and_are_not_trained(
         *before, question, answer = row["messages"]
         assert [{key: m[key] for key in ("role", "content")} for m in before] == shown
         assert [question, answer] == alone["messages"] and row["answer"] == alone["answer"]
-    config = DataConfig(task=ChatTasks(num_train=20, num_validation=1, context=shown), seq_len=256)
+    config = DataConfig(generator=ChatTasks(num_train=20, num_validation=1, context=shown), seq_len=256)
     tokenizer = ByteTokenizer().build()
     train = prepare_data(config, tokenizer, seed=0).train
     trained = ""

@@ -120,7 +120,7 @@ def test_what_does_not_compile_or_computes_otherwise_stays_as_written(backend: s
     assert fuser(SCALED) is None
     fuser.settle(by_name=False)
     assert reason in fuser.refused["scaled"] and "not scaled" in compiled_regions.last()
-    with pytest.raises(ConfigError, match=f"enable_compile=glue: scaled cannot be compiled by {backend}"):
+    with pytest.raises(ConfigError, match=f"enable_compile=fused_ops: scaled cannot be compiled by {backend}"):
         fuser.settle(by_name=True)
 
 

@@ -43,7 +43,7 @@ def test_a_kernel_by_name_is_refused_where_it_cannot_run():
     with pytest.raises(ConfigError, match="attention_kernel=fa3 cannot run here: there is no CUDA device"):
         kernel_selection.choose_kernel("fa3", CPU)
     with pytest.raises(ConfigError, match="packed attention, which does not run here"):
-        ModelConfig(config={"model_type": "llama"}, attention="sdpa", attention_kernel="flash")
+        ModelConfig(config={"model_type": "llama"}, attn_implementation="sdpa", attention_kernel="flash")
 
 
 class _FlashCalls(TorchDispatchMode):

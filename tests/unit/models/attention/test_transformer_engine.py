@@ -237,7 +237,7 @@ CONFIG_REFUSED = {
     "delayed": (lambda: TransformerEngineConfig(fp8_recipe="delayed"), "none of none, current, block, mxfp8"),
     "nothing": (lambda: TransformerEngineConfig(attention=False, linear=False, norm=False), "would do nothing"),
     "two attentions": (
-        lambda: ModelConfig(pretrained="x", attention="sdpa", transformer_engine=TransformerEngineConfig()),
+        lambda: ModelConfig(pretrained="x", attn_implementation="sdpa", transformer_engine=TransformerEngineConfig()),
         "two kinds of attention",
     ),
     "adapters": (

@@ -133,7 +133,7 @@ def test_a_tied_head_in_4_bits_is_refused(tmp_path: Path):
     head = ["lm_head"]
     part = build_part(ModelConfig(pretrained=str(tmp_path), lora=LoRAConfig(target_modules=head)))
     with pytest.raises(ConfigError) as refusal:
-        lora._check_4bit_heads(part.model, LoRAConfig(target_modules=head, base_quantization="nf4"))
+        lora._check_4bit_heads(part.model, LoRAConfig(target_modules=head, quantization="nf4"))
     assert refusal.value.keys == ("lora.target_modules",)
 
 

@@ -244,7 +244,7 @@ def test_keys_without_a_place_are_reported(tmp_path: Path):
         ({"pretrained": "a/b", "config": {"model_type": "llama"}}, "weights come from one place", None),
         ({"config": {"hidden_size": 8}}, "no model_type", "model.config.model_type=llama"),
         ({"gguf_file": "x.gguf", "config": {"model_type": "llama"}}, "brings its own config", None),
-        ({"pretrained": "a/b", "head_chunk_size": 0}, "at least 1 token", None),
+        ({"pretrained": "a/b", "lm_head_chunk_size": 0}, "at least 1 token", None),
         ({"config": {"model_type": "llama"}, "revision": "main"}, "belongs to a hub id", None),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_folder_that_is_none_and_an_unknown_attention_are_refused(tmp_path: Pa
     with pytest.raises(ConfigError, match="no such file"):
         build_part(ModelConfig(gguf_file=str(tmp_path / "x.gguf")))
     with pytest.raises(ConfigError, match="attention='flash_attention_9'"):
-        build_part(ModelConfig(config=tiny_fields("llama"), attention="flash_attention_9"))
+        build_part(ModelConfig(config=tiny_fields("llama"), attn_implementation="flash_attention_9"))
 
 
 def test_a_checkpoint_in_a_format_that_is_not_dequantised_is_refused(tmp_path: Path):

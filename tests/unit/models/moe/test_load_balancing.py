@@ -41,7 +41,7 @@ def test_routers_are_found_beside_their_experts(family, layers, name):
     assert not list(routers(tiny_part("llama")))
 
 
-@pytest.mark.parametrize("field", ["aux_loss_coef", "bias_update_speed"])
+@pytest.mark.parametrize("field", ["aux_loss_coef", "bias_update_rate"])
 def test_negative_options_are_refused(field):
     with pytest.raises(ConfigError, match=f"{field}=-1"):
         MoEConfig(**{field: -1.0})
@@ -53,7 +53,7 @@ def test_the_kernel_of_the_experts_is_chosen_and_refused_for_a_dense_model():
 
     fields = tiny.tiny_fields("qwen3_moe")
     default = build_part(ModelConfig(config=fields))
-    eager = build_part(ModelConfig(config=fields, moe=MoEConfig(experts="eager")))
+    eager = build_part(ModelConfig(config=fields, moe=MoEConfig(experts_implementation="eager")))
     assert [p.model.config._experts_implementation for p in (default, eager)] == ["grouped_mm", "eager"]
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no experts"):
-        build_part(ModelConfig(config=tiny.tiny_fields("llama"), moe=MoEConfig(experts="eager")))
+        build_part(ModelConfig(config=tiny.tiny_fields("llama"), moe=MoEConfig(experts_implementation="eager")))

@@ -16,7 +16,7 @@ from automodel_cli.rollout.environments.pool import EnvironmentPool, check_envir
 from automodel_cli.rollout.types import Completion, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=40)
-TOOL = Calculator(pattern="calc: (.+)", call_reward=-0.1, error_reward=-0.5)
+TOOL = Calculator(pattern="calc: (.+)", tool_call_reward=-0.1, error_reward=-0.5)
 
 
 class Script:

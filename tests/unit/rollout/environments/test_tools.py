@@ -47,7 +47,7 @@ def undescribed(width: float) -> float:
     return width
 
 
-REWARDS: Any = {"call_reward": 0.5, "error_reward": -0.25}
+REWARDS: Any = {"tool_call_reward": 0.5, "error_reward": -0.25}
 TOOLS = FunctionTools(functions={"area": area, "look": lookup}, max_result_chars=20, **REWARDS)
 
 
@@ -153,7 +153,7 @@ def asked(*rows: dict[str, Any], template: str, environment: Any = TOOLS) -> lis
     tokenizer = ByteTokenizer().build()
     tokenizer.chat_template = template
     rollout = RolloutConfig(environments={"tools": environment}, environment_column="kind")
-    data: Any = DataConfig(task=Rows(*rows))
+    data: Any = DataConfig(generator=Rows(*rows))
     found = prepare_prompts(data, tokenizer, seed=0, max_tokens=9999, tools_of=rollout.tools_of)
     assert all((prompt.tools is not None) == (prompt.row["kind"] == "tools") for prompt in found.train.prompts)
     return [tokenizer.decode(prompt.tokens) for prompt in found.train.prompts]
@@ -174,7 +174,7 @@ def test_tools_that_a_template_does_not_show_are_refused() -> None:
     with pytest.raises(DataError, match="shows no tools"):
         asked({"messages": ASK, "kind": "tools"}, template=CHAT_TEMPLATE)
     hidden = FunctionTools(functions={"area": area}, show_tools=False)
-    tokenizer, data = ByteTokenizer().build(), DataConfig(task=Rows({"messages": ASK, "kind": "tools"}))  # type: ignore[arg-type]
+    tokenizer, data = ByteTokenizer().build(), DataConfig(generator=Rows({"messages": ASK, "kind": "tools"}))  # type: ignore[arg-type]
     rollout = RolloutConfig(environment=hidden)
     assert len(prepare_prompts(data, tokenizer, seed=0, max_tokens=99, tools_of=rollout.tools_of).train) == 1
 
@@ -214,7 +214,7 @@ def test_code_of_the_model_is_run_and_cut_off_from_the_machine(code: str, said: 
 
 @needs_isolation
 def test_blocks_of_code_are_calls_and_keep_nothing() -> None:
-    tool = PythonTool(blocks=True)
+    tool = PythonTool(run_code_blocks=True)
     text = "Let us see.\n```python\nx = 6\nprint(x)\n```\nand\n```python\nprint(x)\n```"
     said = [message["content"] for message in turn(tool, text).observations]
     assert said == ["6\n", "error: NameError: name 'x' is not defined"] and tool.tools == ()

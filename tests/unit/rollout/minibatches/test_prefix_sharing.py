@@ -23,18 +23,18 @@ SECTIONS = {
 
 def test_nothing_keeps_a_plain_config_from_it():
     assert why_prompts_are_apart(**SECTIONS) == ""
-    refuse_shared_prompts(RolloutConfig(share_prompts=True), "")
+    refuse_shared_prompts(RolloutConfig(share_prompt_prefix=True), "")
 
 
 @pytest.mark.parametrize(
     ("section", "value", "reason"),
     [
-        ("rollout", RolloutConfig(group_size=1, baseline="batch"), "rollout.group_size=1"),
+        ("rollout", RolloutConfig(group_size=1, advantage_estimator="batch"), "rollout.group_size=1"),
         ("data", DataConfig(path="rows.jsonl", packing="none"), "data.packing=none"),
-        ("model", ModelConfig(pretrained="-", attention="eager"), "model.attention=eager"),
+        ("model", ModelConfig(pretrained="-", attn_implementation="eager"), "model.attn_implementation=eager"),
         ("model", ModelConfig(pretrained="-", transformer_engine=TransformerEngineConfig()), "Transformer Engine"),
         ("model", ModelConfig(pretrained="-", moe=MoEConfig(aux_loss_coef=0.01)), "aux_loss_coef"),
-        ("model", ModelConfig(pretrained="-", moe=MoEConfig(bias_update_speed=0.01)), "bias_update_speed"),
+        ("model", ModelConfig(pretrained="-", moe=MoEConfig(bias_update_rate=0.01)), "bias_update_rate"),
         ("mesh", MeshConfig(cp_size=2), "mesh.cp_size=2"),
         ("parallelizer", FSDP2Config(enable_compile=True), "enable_compile=true"),
     ],
@@ -44,5 +44,5 @@ def test_a_reason_is_named_and_refuses_what_asks_for_it_by_name(section, value, 
     assert reason in found
     refuse_shared_prompts(RolloutConfig(), found)
     with pytest.raises(ConfigError, match=reason) as refusal:
-        refuse_shared_prompts(RolloutConfig(share_prompts=True), found)
-    assert refusal.value.fix == "rollout.share_prompts=auto"
+        refuse_shared_prompts(RolloutConfig(share_prompt_prefix=True), found)
+    assert refusal.value.fix == "rollout.share_prompt_prefix=auto"

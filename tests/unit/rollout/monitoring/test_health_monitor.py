@@ -6,10 +6,10 @@ from automodel_cli.rollout.monitoring.health_monitor import HealthMonitor
 
 FINE = {
     "truncated": 0.1,
-    "num_equal_groups": 3,
+    "num_zero_std_groups": 3,
     "num_unused_groups": 3,
     "num_groups": 8,
-    "reward_equal_groups": 0.5,
+    "reward_zero_std_groups": 0.5,
     "entropy": 1.0,
 }
 
@@ -35,9 +35,9 @@ def test_a_good_step_between_bad_ones_begins_the_count_anew():
 
 
 def test_groups_that_teach_nothing_are_said_with_their_reward():
-    *_, (line,) = said(*[{"num_equal_groups": 8, "num_unused_groups": 8, "reward_equal_groups": 1.0}] * 5)
+    *_, (line,) = said(*[{"num_zero_std_groups": 8, "num_unused_groups": 8, "reward_zero_std_groups": 1.0}] * 5)
     assert "now 8 of 8, mean reward 1" in line
-    assert said(*[{"num_equal_groups": 8, "num_unused_groups": 0}] * 5) == [[]] * 5  # a critic learns from them
+    assert said(*[{"num_zero_std_groups": 8, "num_unused_groups": 0}] * 5) == [[]] * 5  # a critic learns from them
 
 
 def failing(*steps: dict[str, tuple[int, int]]) -> list[list[str]]:

@@ -77,7 +77,7 @@ def test_samples_left_out_after_an_error_count_in_no_mean():
     rollout = Rollout(0, samples, torch.zeros(6), differs, [], [], 1, 6, 6, 1.0, 0.25, None, {})
     assert rollout.shown["reward"] == pytest.approx(2.5 / 3)
     told = rollout.unshown
-    assert (told["num_left_out"], told["reward_errors"], told["num_equal_groups"]) == (3, 3, 0)
+    assert (told["num_excluded"], told["reward_errors"], told["num_zero_std_groups"]) == (3, 3, 0)
     assert told["reward_std"] == pytest.approx((1 / 18) ** 0.5)
     assert told["reward_exact"] == pytest.approx(2.5 / 3)  # the mean reward, whose only part it is
     assert (told["reward_source_a"], told["reward_source_b"]) == (1.0, 0.75)

@@ -105,7 +105,7 @@ def even(completion: str) -> float | None:
 @pytest.mark.parametrize("kind", [Even, partial(FunctionReward, function=even)])
 def test_none_leaves_a_reward_out_of_a_sum_as_nan_does_in_trl(kind, timeout):
     even = kind(weight=0.5, timeout=timeout, on_error="skip")
-    with RewardSum({"even": even, "length": Length(max_tokens=4, free_tokens=0)}) as rewards:
+    with RewardSum({"even": even, "length": Length(max_tokens=4, soft_limit=0)}) as rewards:
         odd, both = rewards([judged("a"), judged("ab")])
     assert (odd.valid, odd.errors, list(odd.parts)) == (True, {}, ["length"]) and odd.total == odd.parts["length"]
     assert both.parts["even"] == 3.0 and both.total == 1.5 + both.parts["length"]
@@ -119,7 +119,7 @@ def test_none_of_every_reward_of_a_sample_is_an_error_where_the_sum_is_learnt_fr
 
 
 def test_a_reward_that_gives_none_for_everything_is_told_once(caplog):
-    rewards = RewardSum({"even": Even(), "length": Length(max_tokens=4, free_tokens=0)})
+    rewards = RewardSum({"even": Even(), "length": Length(max_tokens=4, soft_limit=0)})
     for _ in range(2):
         rewards([judged("a"), judged("abc")])
     assert [r.getMessage() for r in caplog.records if "None for all 2 samples" in r.getMessage()] == [
@@ -157,7 +157,7 @@ def test_a_reward_that_exits_costs_its_samples_only():
         async def score(self, sample: RewardInput) -> float:
             sys.exit("no")
 
-    rewards = {"now": Exits(on_error="skip"), "later": ExitsLater(), "length": Length(max_tokens=4, free_tokens=0)}
+    rewards = {"now": Exits(on_error="skip"), "later": ExitsLater(), "length": Length(max_tokens=4, soft_limit=0)}
     (score,) = RewardSum(rewards)([judged("a")])
     assert not score.valid and score.errors == {"now": "called sys.exit(3)", "later": "called sys.exit(no)"}
 
@@ -218,7 +218,7 @@ def test_rewards_do_not_wait_for_one_another():
 
 
 def test_a_reward_judges_the_rows_that_it_is_for():
-    rewards = RewardSum({"sum": ExactAnswer(only={"kind": ["add", "subtract"]}), "any": ExactAnswer(weight=0.5)})
+    rewards = RewardSum({"sum": ExactAnswer(filter={"kind": ["add", "subtract"]}), "any": ExactAnswer(weight=0.5)})
     rows = [judged("4", answer="4", kind="add"), judged("b", answer="b", kind="letters")]
     assert [score.total for score in rewards(rows)] == [1.5, 0.5]
     assert [sorted(score.parts) for score in rewards(rows)] == [["any", "sum"], ["any"]]
@@ -231,11 +231,14 @@ ROWS = [("a.jsonl:1", {"answer": "4", "kind": "add"}), ("a.jsonl:2", {"kind": "c
     ("rewards", "said"),
     [
         ({"exact": ExactAnswer()}, r"a.jsonl:2: no column 'answer' for rewards.exact; the row has kind, tests"),
-        ({"exact": ExactAnswer(only={"source": "x"})}, r"a.jsonl:1: no column 'source' for rewards.exact"),
-        ({"exact": ExactAnswer(only={"kind": "add"})}, r"a.jsonl:2: no reward judges this row.*only=\{'kind': 'add'\}"),
+        ({"exact": ExactAnswer(filter={"source": "x"})}, r"a.jsonl:1: no column 'source' for rewards.exact"),
         (
-            {"exact": ExactAnswer(column="kind"), "code": ExactAnswer(only={"kind": ["cod"]})},
-            r"rewards.code.only=\{'kind': \['cod'\]\} holds for no row.*rows have kind: 'add', 'code'",
+            {"exact": ExactAnswer(filter={"kind": "add"})},
+            r"a.jsonl:2: no reward judges this row.*only=\{'kind': 'add'\}",
+        ),
+        (
+            {"exact": ExactAnswer(column="kind"), "code": ExactAnswer(filter={"kind": ["cod"]})},
+            r"rewards.code.filter=\{'kind': \['cod'\]\} holds for no row.*rows have kind: 'add', 'code'",
         ),
     ],
 )
@@ -252,16 +255,16 @@ def test_a_misspelt_column_is_told_the_one_that_was_meant():
 
 
 def test_every_value_of_only_is_that_of_a_row():
-    exact = ExactAnswer(only={"kind": ["add", "coed"]})
+    exact = ExactAnswer(filter={"kind": ["add", "coed"]})
     with pytest.raises(ConfigError) as error:
         check_reward_rows({"exact": exact}, ROWS, all_judged=False)
-    assert error.value.keys == ("rewards.exact.only.kind",) and "'coed'" in error.value.message
-    assert error.value.fix == "'rewards.exact.only.kind=[add,code]'"
+    assert error.value.keys == ("rewards.exact.filter.kind",) and "'coed'" in error.value.message
+    assert error.value.fix == "'rewards.exact.filter.kind=[add,code]'"
 
 
 def test_a_row_needs_the_columns_of_the_rewards_that_judge_it_alone():
-    check_reward_rows({"exact": ExactAnswer(only={"kind": "add"})}, ROWS, all_judged=False)
-    exact, code = ExactAnswer(only={"kind": "add"}), ExactAnswer(column="tests", only={"kind": "code"})
+    check_reward_rows({"exact": ExactAnswer(filter={"kind": "add"})}, ROWS, all_judged=False)
+    exact, code = ExactAnswer(filter={"kind": "add"}), ExactAnswer(column="tests", filter={"kind": "code"})
     check_reward_rows({"exact": exact, "code": code}, ROWS, all_judged=True)
 
 

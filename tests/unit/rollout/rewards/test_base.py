@@ -49,12 +49,12 @@ def test_text_rewards(reward, completion, answer, expected):
 
 def test_an_unfinished_answer_is_wrong():
     assert ExactAnswer().score(judged("42", "42", finished=False)) == 0
-    assert ExactAnswer(must_finish=False).score(judged("42", "42", finished=False)) == 1
+    assert ExactAnswer(require_eos=False).score(judged("42", "42", finished=False)) == 1
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (10, 0), (15, -0.5), (20, -1), (99, -1)])
 def test_length(num_tokens, expected):
-    assert Length(free_tokens=10, max_tokens=20).score(judged(num_tokens=num_tokens)) == expected
+    assert Length(soft_limit=10, max_tokens=20).score(judged(num_tokens=num_tokens)) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_length(num_tokens, expected):
         lambda: ExactAnswer(pattern="("),
         lambda: ExactAnswer(pattern="no group"),
         lambda: FormatRegex(pattern="["),
-        lambda: Length(free_tokens=5, max_tokens=5),
+        lambda: Length(soft_limit=5, max_tokens=5),
         lambda: ExactAnswer(on_error="ignore"),
         lambda: ExactAnswer(timeout=0),
         lambda: CodeExecution(timeout=None),

@@ -40,7 +40,7 @@ def _model(**fields) -> ModelConfig:
     return ModelConfig(pretrained="x", **fields)
 
 
-HELD_OUT = [{"validation_rows": 3}, {"validation_path": "y"}, {"validation_split": "test"}]
+HELD_OUT = [{"validation_size": 3}, {"validation_path": "y"}, {"validation_split": "test"}]
 
 
 @pytest.mark.parametrize("asked", [{"every": 10}, {"at_start": True}, {"num_batches": 2}])
@@ -49,7 +49,7 @@ def test_a_validation_that_was_asked_for_has_rows(asked):
         check_validation(ValidationConfig(**asked), DataConfig(path="x", **rows))
     with pytest.raises(ConfigError, match=r"does nothing: no rows are held out") as refused:
         check_validation(ValidationConfig(**asked), DataConfig(path="x"))
-    assert refused.value.fix == "data.validation_rows=0.02"
+    assert refused.value.fix == "data.validation_size=0.02"
 
 
 def test_tasks_are_asked_without_rows_but_not_in_batches():
@@ -119,7 +119,7 @@ REFUSED_4BIT = {
 @pytest.mark.parametrize("case", REFUSED_4BIT)
 def test_a_4_bit_base_refuses(case):
     parallelizer, sizes, reason = REFUSED_4BIT[case]
-    model = _model(lora=LoRAConfig(base_quantization="nf4"))
+    model = _model(lora=LoRAConfig(quantization="nf4"))
     with pytest.raises(ConfigError, match=reason) as caught:
         check_4bit_base(parallelizer, model, MeshConfig(**sizes))
     assert caught.value.fix and caught.value.keys
@@ -188,14 +188,14 @@ def test_a_url_for_runs_needs_what_writes_to_it() -> None:
 
 
 CHOSEN = {
-    "a group too small": (["objective=best_of_n", "objective.keep=9"], "takes up to 9 samples of each group"),
+    "a group too small": (["objective=best_of_n", "objective.num_kept=9"], "takes up to 9 samples of each group"),
     "a baseline": (
-        ["objective=best_of_n", "rollout.baseline=batch"],
-        "rollout.baseline=batch: BestOfN chooses samples",
+        ["objective=best_of_n", "rollout.advantage_estimator=batch"],
+        "rollout.advantage_estimator=batch: BestOfN chooses samples",
     ),
     "no difference in scale": (
-        ["objective=online_dpo", "rollout.scale=mean", "rollout.normalise=true"],
-        "rollout.scale=mean: OnlineDPO",
+        ["objective=online_dpo", "rollout.reward_scaling=mean", "rollout.normalize_advantages=true"],
+        "rollout.reward_scaling=mean: OnlineDPO",
     ),
     "no room for two": (["objective=online_dpo", "rollout.max_new_tokens=64"], "no room for two prompts and"),
     "no reward": (

@@ -55,11 +55,11 @@ def test_no_preparation_makes_more_rows_than_the_bound(here: Path, packing: Any,
     config = DataConfig(
         path="rows.jsonl",
         packing=packing,
-        turns=turns,
+        multi_turn=turns,
         seq_len=32 if rows == "long" else 512,
         cache_dir="cache",
-        on_bad_row="drop",
-        max_bad=1,
+        on_invalid_row="drop",
+        max_invalid_fraction=1,
     )
     bound = most_rows(config)
     data = prepare_data(config, ByteTokenizer().build(), seed=0, progress=lambda _: None)
@@ -96,9 +96,9 @@ def test_a_schedule_that_may_fit_is_not(here: Path) -> None:
 
 def test_columns_that_no_row_has_are_refused_before_the_queue(here: Path) -> None:
     for overrides in (
-        ["data.path=train.jsonl", "data.columns={prompt: question, completion: answer}"],
+        ["data.path=train.jsonl", "data.column_mapping={prompt: question, completion: answer}"],
         ["data.path=rows.jsonl"],
-        ["data.sources=[{path: train.jsonl}, {path: rows.jsonl}]"],
+        ["data.datasets=[{path: train.jsonl}, {path: rows.jsonl}]"],
     ):
         write(here / "rows.jsonl", [{"id": "1", "number": 4}])
         (problem,) = problems(*overrides)

@@ -42,7 +42,7 @@ def prepared(tmp_path, tokenizer, *, train=(), validation=(), kind=prepare_data,
         lines = [json.dumps({"prompt": "add 1 and 2", "completion": f"3 {text}"}) for text in ("", *texts)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     paths = {"path": str(tmp_path / "train.jsonl"), "validation_path": str(tmp_path / "validation.jsonl")}
-    config = DataConfig(**paths, seq_len=64, cache_dir=str(tmp_path / "cache"), special_tokens_in_text="keep")
+    config = DataConfig(**paths, seq_len=64, cache_dir=str(tmp_path / "cache"), special_tokens_policy="keep")
     return kind(config, tokenizer, seed=0, **options)
 
 

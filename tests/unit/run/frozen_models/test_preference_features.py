@@ -72,7 +72,7 @@ def test_pairs_that_do_not_count_are_nobodys_partners():
         (DPO, {"loss": "aot", "wpo": True}, "wpo"),
         (DPO, {"loss": "aot", "ld_alpha": 0.5}, "ld_alpha"),
         (DPO, {"loss": "aot_unpaired", "average_log_probs": True}, "average_log_probs"),
-        (DPO, {"more_losses": {"aot": 0.5}}, "more_losses"),
+        (DPO, {"extra_losses": {"aot": 0.5}}, "extra_losses"),
         (OnlineDPO, {"loss": "aot"}, "loss"),
         (OnlineDPO, {"wpo": True}, "wpo"),
     ],

@@ -71,7 +71,7 @@ def rows_of(run_dir: Path) -> list[dict]:
 
 def test_rows_have_the_documented_keys_and_rates_start_with_the_second_step(tmp_path, clock, capsys):
     machine = Machine(num_ranks=2, flops_per_token=1e9, peak_flops=1e12)
-    meter = MetricLogger(tmp_path, LoggingConfig(display="plain"), num_steps=3, machine=machine)
+    meter = MetricLogger(tmp_path, LoggingConfig(console="plain"), num_steps=3, machine=machine)
     meter.start()
     for step, seconds in ((1, 50.0), (2, 2.0), (3, 4.0)):
         clock.now += seconds
@@ -92,7 +92,7 @@ def test_rows_have_the_documented_keys_and_rates_start_with_the_second_step(tmp_
 
 
 def test_every_prints_less_but_writes_every_step(tmp_path, clock, capsys):
-    meter = MetricLogger(tmp_path, LoggingConfig(every=3, display="plain"), num_steps=7)
+    meter = MetricLogger(tmp_path, LoggingConfig(every=3, console="plain"), num_steps=7)
     for step in range(1, 8):
         clock.now += 1.0
         record(meter, step)
@@ -103,7 +103,7 @@ def test_every_prints_less_but_writes_every_step(tmp_path, clock, capsys):
 
 
 def test_tensors_are_not_fetched_before_a_line_is_due(tmp_path, monkeypatch):
-    meter = MetricLogger(tmp_path, LoggingConfig(every=4, display="plain"), num_steps=8)
+    meter = MetricLogger(tmp_path, LoggingConfig(every=4, console="plain"), num_steps=8)
     record(meter, 1)
     fetched = []
     monkeypatch.setattr(meter_module, "_fetch", lambda values: fetched.append(1) or {"num_tokens": 1})
@@ -115,7 +115,7 @@ def test_tensors_are_not_fetched_before_a_line_is_due(tmp_path, monkeypatch):
 
 
 def test_pauses_count_for_no_step_and_validation_has_its_own_row(tmp_path, clock, capsys):
-    meter = MetricLogger(tmp_path, LoggingConfig(display="plain"), num_steps=2)
+    meter = MetricLogger(tmp_path, LoggingConfig(console="plain"), num_steps=2)
     clock.now += 1.0
     record(meter, 1)
     with meter.pause():
@@ -138,7 +138,7 @@ def test_resume_removes_the_rows_of_lost_steps_and_a_line_cut_short(tmp_path):
     lines = [json.dumps({"step": s, "loss": s / 3}) for s in (1, 2, 3, 4)]
     lines.insert(2, json.dumps({"step": 2, "val_loss": 9.0}))
     path.write_text("\n".join(lines) + '\n{"step": 5, "lo')
-    meter = MetricLogger(tmp_path, LoggingConfig(display="plain"), num_steps=4, resume_step=2)
+    meter = MetricLogger(tmp_path, LoggingConfig(console="plain"), num_steps=4, resume_step=2)
     record(meter, 3)
     meter.close()
     rows = rows_of(tmp_path)
@@ -148,7 +148,7 @@ def test_resume_removes_the_rows_of_lost_steps_and_a_line_cut_short(tmp_path):
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path):
-    meter = MetricLogger(tmp_path, LoggingConfig(display="plain"), num_steps=1)
+    meter = MetricLogger(tmp_path, LoggingConfig(console="plain"), num_steps=1)
     record(meter, 1, loss=torch.tensor(float("nan")), grad_norm=float("inf"))
     meter.close()
     row = read_metrics(tmp_path / "metrics.jsonl")[0]
@@ -202,8 +202,8 @@ def test_a_line_of_reinforcement_learning_leads_with_the_reward():
     nothing = {**row, "loss": math.nan, "grad_norm": math.nan}
     assert "  no update: no group had different rewards  lr" in step_text(nothing, 1)
     assert "nan" not in step_text(nothing, 1)
-    assert step_text({**nothing, "num_groups": 8, "num_equal_groups": 8}, 1) == step_text(nothing, 1)
-    untaken = step_text({**nothing, "num_groups": 8, "num_equal_groups": 5}, 1)
+    assert step_text({**nothing, "num_groups": 8, "num_zero_std_groups": 8}, 1) == step_text(nothing, 1)
+    untaken = step_text({**nothing, "num_groups": 8, "num_zero_std_groups": 5}, 1)
     assert "  no update: none of the samples is taken (objective.threshold, " in untaken
     unjudged = step_text({**nothing, "reward": math.nan}, 1)
     assert "  no update: every sample was left out after an error  lr" in unjudged and "nan" not in unjudged
@@ -227,7 +227,7 @@ def test_numbers_as_people_write_them():
 def test_tensorboard_gets_every_number(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = LoggingConfig(trackers=["tensorboard"], display="plain")
+    config = LoggingConfig(trackers=["tensorboard"], console="plain")
     meter = MetricLogger(tmp_path, config, num_steps=2, tracked_config={"optimizer": {"lr": 1e-3}})
     for step in (1, 2):
         record(meter, step)

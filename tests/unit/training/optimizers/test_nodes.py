@@ -350,6 +350,7 @@ def test_schedules_that_do_not_fit_are_refused(make, key):
 
 
 def test_config_nodes_import_no_torch():
-    modules = ", ".join(f"automodel_cli.training.{name}" for name in ("config", "optim", "lr_scheduler", "trackers"))
+    names = ("config", "optimizers.nodes", "optimizers.lr_scheduler", "trackers")
+    modules = ", ".join(f"automodel_cli.training.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -99,7 +99,7 @@ def test_the_library_draws_the_same_tokens(part, prompts, temperature):
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_num_seqs": 1}, {"max_num_seqs": 16}, {"prefill_tokens": 1}, {"refill_share": 1.0}]
+    "options", [{"max_num_seqs": 1}, {"max_num_seqs": 16}, {"max_num_batched_tokens": 1}, {"refill_threshold": 1.0}]
 )
 def test_batching_changes_nothing(llama, prompts, options):
     params = SamplingParams(max_new_tokens=NEW, seed=5)

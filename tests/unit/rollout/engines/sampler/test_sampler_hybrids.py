@@ -92,7 +92,7 @@ def falcon() -> ModelPart:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_num_seqs": 1}, {"max_num_seqs": 16}, {"prefill_tokens": 1}, {"refill_share": 1.0}]
+    "options", [{"max_num_seqs": 1}, {"max_num_seqs": 16}, {"max_num_batched_tokens": 1}, {"refill_threshold": 1.0}]
 )
 def test_batching_changes_nothing(falcon: ModelPart, options: dict[str, Any]):
     want = make_sampler(falcon).generate(prompts(), DRAWN)

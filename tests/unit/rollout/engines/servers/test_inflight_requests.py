@@ -71,30 +71,30 @@ def covered(spans, since: float) -> float:
 def test_requests_that_are_open_together_count_once(engines):
     _, (engine, _) = engines
     spans = watched(engine)
-    engine.idle_share()
+    engine.idle_fraction()
     since = time.monotonic()
     time.sleep(0.1)
     engine.generate([[10], [30]], ONE_TOKEN)  # 0.1 s of 0.3
     time.sleep(0.1)
-    share, total = engine.idle_share(), time.monotonic() - since
+    share, total = engine.idle_fraction(), time.monotonic() - since
     assert share == pytest.approx(1 - covered(spans, since) / total, abs=0.01)
     assert sum(ended - began for began, ended in spans) > covered(spans, since) + 0.09
     assert share >= 0.2 / total - 0.01
     time.sleep(0.01)
-    assert engine.idle_share() == 1
+    assert engine.idle_fraction() == 1
 
 
 def test_one_that_is_open_when_it_is_asked_counts_on_either_side(engines):
     _, (engine, _) = engines
     with engine._open.one_more():
-        engine.idle_share()
+        engine.idle_fraction()
         time.sleep(0.05)
-        assert engine.idle_share() == 0
+        assert engine.idle_fraction() == 0
         since = time.monotonic()
         time.sleep(0.05)
     until = time.monotonic()
     time.sleep(0.05)
-    share, total = engine.idle_share(), time.monotonic() - since
+    share, total = engine.idle_fraction(), time.monotonic() - since
     assert share == pytest.approx(1 - (until - since) / total, abs=0.01)
 
 
@@ -107,9 +107,9 @@ def test_of_a_request_that_fails_nothing_stays_open(engines, doubles):
     doubles[0].hooks[SEEN] = refuse
     with pytest.raises(RunError, match="400"):
         engine.generate([[7]], ONE_TOKEN)
-    engine.idle_share()
+    engine.idle_fraction()
     time.sleep(0.01)
-    assert engine.idle_share() == 1
+    assert engine.idle_fraction() == 1
 
 
 def test_of_several_servers_it_is_the_mean_over_those_that_take_requests(engines, doubles):
@@ -121,16 +121,16 @@ def test_of_several_servers_it_is_the_mean_over_those_that_take_requests(engines
         return sum(1 - covered(spans[number], since) / total for number in numbers) / len(numbers)
 
     for told in (pool, SharedGPUs(pool, members)):
-        pool.idle_share()
+        pool.idle_fraction()
         since = time.monotonic()
         pool.generate([[10, 1], [10, 2]], ONE_TOKEN)  # one each: 0.1 and 0.3 s
-        assert told.idle_share() == pytest.approx(shares(since, (0, 1)), abs=0.01)
+        assert told.idle_fraction() == pytest.approx(shares(since, (0, 1)), abs=0.01)
         assert all(covered(of_server, since) > 0.1 for of_server in spans)
     doubles[1].hooks = dict.fromkeys((SEEN, "/health", "/weight_info"), dropped)
     pool.generate([[10, 1], [10, 2]], ONE_TOKEN)
     assert pool.metrics == {"live_servers": 1}
-    pool.idle_share()
+    pool.idle_fraction()
     since = time.monotonic()
     pool.generate([[10]], ONE_TOKEN)
     time.sleep(0.1)
-    assert pool.idle_share() == pytest.approx(shares(since, (0,)), abs=0.01)
+    assert pool.idle_fraction() == pytest.approx(shares(since, (0,)), abs=0.01)

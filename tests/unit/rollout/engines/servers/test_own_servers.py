@@ -30,7 +30,7 @@ model: {pretrained: Qwen/Qwen3-0.6B}
 VLLM = ("rollout=vllm", "rollout.engine.transport=files")
 TWO = "rollout.engine.servers={number: 2, gpus: 4, tensor_parallel: 2}"
 COLOCATED = "rollout.placement=colocated"
-STALE = ("objective.correction=truncate", "objective.correction_max=2.0")
+STALE = ("objective.sampler_correction=truncate", "objective.sampler_correction_clip_max=2.0")
 ALLOWED = Trust(frozenset({"command"}))
 
 
@@ -135,18 +135,18 @@ def test_gpus_of_servers_are_no_gpus_of_ranks() -> None:
         ((*VLLM, TWO, "rollout.engine.command=x"), "has a command of its own"),
         ((*VLLM, "rollout.engine.servers={gpus: 3, tensor_parallel: 2}"), "no whole number of copies"),
         ((*VLLM, "rollout.engine.servers={gpus: 0, expert_parallel: true}"), "spreads a model over GPUs"),
-        ((*VLLM, "rollout.engine.servers={memory_share: 1.5}"), "below 1"),
+        ((*VLLM, "rollout.engine.servers={gpu_memory_utilization: 1.5}"), "below 1"),
         ((*VLLM, TWO, "rollout.placement=beside"), "rollout.placement"),
         ((*VLLM, "rollout.engine.servers={gpus: 0}", "rollout.replay_routing=true"), "on GPUs only"),
-        ((*VLLM, TWO, COLOCATED, "rollout.max_staleness=1", *STALE), "do both in turns"),
+        ((*VLLM, TWO, COLOCATED, "rollout.max_off_policy_steps=1", *STALE), "do both in turns"),
         (SGLANG, "neither is given"),
         ((*SGLANG, TWO, "rollout.engine.command=x"), "has a command of its own"),
         ((*SGLANG, "rollout.engine.servers={gpus: 4, expert_parallel: true}"), "over the GPUs of a copy"),
         ((*SGLANG, TWO, "rollout.engine.transport=broadcast"), "with tensor parallelism alone"),
         ((*SGLANG, TWO, COLOCATED, "rollout.engine.transport=broadcast"), "with tensor parallelism alone"),
-        ((*SGLANG, "rollout.engine.servers={memory_share: 0}"), "above 0"),
+        ((*SGLANG, "rollout.engine.servers={gpu_memory_utilization: 0}"), "above 0"),
         (("rollout=vllm", "rollout.engine.url=http://a:1", COLOCATED), "needs GPUs of its own"),
-        (("rollout.placement=separate",), "in the processes that train"),
+        (("rollout.placement=disaggregated",), "in the processes that train"),
         ((*VLLM[:1], "rollout.engine.url=http://a:1", "rollout.engine.transport=ipc"), "it has others than they"),
     ],
 )
