@@ -46,7 +46,7 @@ from automodel_cli.config.errors import ConfigError
     type=click.FloatRange(0, 1, min_open=True),
     help="Nucleus sampling threshold.",
 )
-@click.option("--seed", default=0, show_default=True, help="Sampling seed.")
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Sampling seed.")
 @click.option("--one-conversation", is_flag=True, help="Treat all lines of a pipe as one conversation.")
 def chat(
     run: str,

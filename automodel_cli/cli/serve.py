@@ -26,7 +26,11 @@ _NAME_OPTION = "--served-model-name"
 @click.argument("run", metavar="RUN", shell_complete=completion_values.runs)
 @common.checkpoint_option
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on. 0.0.0.0 accepts other machines."
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="HOST",
+    help="Address to listen on. 0.0.0.0 accepts other machines.",
 )
 @click.option(
     "--port", metavar="PORT", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on."

@@ -84,7 +84,9 @@ def cluster_options(*, required: bool) -> Callable[[F], F]:
             metavar="OPTION",
             help="Additional #SBATCH option, for example --qos=high. Repeatable.",
         ),
-        click.option("--image", help="Container image of the ranks. On Slurm, this needs the pyxis plugin."),
+        click.option(
+            "--image", metavar="IMAGE", help="Container image of the ranks. On Slurm, this needs the pyxis plugin."
+        ),
     )
 
     def add(function: F) -> F:
