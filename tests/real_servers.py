@@ -20,7 +20,7 @@ from automodel_cli.rollout.engines.servers.server_process import ServerProcess, 
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import Completion, SamplingParams
 from tests.tiny import perturb
-from tests.unit.rollout.engines.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_engine_servers import free_port
 
 RUN = """
 defaults: [grpo, {data: chat_tasks}, {override rewards: none}, _self_]

@@ -19,7 +19,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from automodel_cli.rollout.engines.transformers_engine import HFEngine
-    from tests.unit.rollout.engines.servers.test_http_servers import VLLMDouble
+    from tests.unit.rollout.engines.servers.test_http_engine_servers import VLLMDouble
 
     torch.set_num_threads(1)
     words = sys.argv[1:]

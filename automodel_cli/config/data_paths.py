@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from automodel_cli.config.diagnostics import Origin
 
-NAMES = {"path": "data.path", "sources": "data.datasets", "task": "data.generator._target_"}
+NAMES = {"path": "data.path", "datasets": "data.datasets", "generator": "data.generator._target_"}
 """Keys of `data` that name a dataset, and the key whose origin decides who named it."""
-DESCRIBES = ("name", "revision", "split", "format", "columns", "text_unit", "validation_split")
+DESCRIBES = ("name", "revision", "split", "format", "column_mapping", "text_unit", "validation_split")
 """Keys of `data` that say something about one dataset."""
 WHOLE = ("data.column_mapping",)
 """Maps that an override replaces; `data.column_mapping.prompt=question` changes one entry."""
@@ -54,7 +54,7 @@ def _forget(
     if name not in section or not bundled:
         return
     kept = [other for other in below if other not in (key, *bundled)]
-    if kept and name != "columns":
+    if kept and name != "column_mapping":
         return
     for other in bundled:
         if kept and other != key:

@@ -82,6 +82,9 @@ def _outside(path: str, allowed: Sequence[str]) -> ConfigError:
     message = f"{path} is outside the allowed packages"
     if top == "torch":
         message += f" ({', '.join(name for name in allowed if name.startswith('torch.'))})"
+    node = _node_called(f"automodel_cli.{path}") if top in ("recipe", "recipes") else None
+    if node is not None:
+        return ConfigError(message, code="untrusted_code", fix=f"_target_={node}")
     near = difflib.get_close_matches(top, OWN, 1, 0.75)
     if near:
         return ConfigError(message, code="untrusted_code", fix=f"_target_={near[0]}{path[len(top) :]}")
@@ -153,7 +156,7 @@ def _node_called(path: str) -> str | None:
     found = []
     for package in OWN:
         root = Path(importlib.import_module(package).__path__[0])
-        for file in sorted(root.rglob("*.py")):
+        for file in sorted({*root.rglob("*.py"), *(root / "recipes").rglob("*.py")}):  # a link in a checkout
             if node.search(file.read_text(encoding="utf-8")):
                 parts = (package, *file.relative_to(root).with_suffix("").parts, name)
                 found.append(".".join(part for part in parts if part != "__init__"))

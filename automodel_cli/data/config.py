@@ -62,7 +62,7 @@ def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
             hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
             raise ConfigError(
                 f"columns maps {name!r}, which {reader}; {hint} (columns maps a field to its column)",
-                keys=("columns",),
+                keys=("column_mapping",),
                 fix=fix,
             )
 
@@ -232,7 +232,7 @@ class DataConfig:
         if len(given) != 1:
             said = "none is set" if not given else f"{' and '.join(given)} are set"
             raise ConfigError(
-                f"data comes from exactly one of path, sources and task; {said}",
+                f"data comes from exactly one of path, datasets and generator; {said}",
                 keys=tuple(given),
                 fix="data.path=train.jsonl",
             )

@@ -128,7 +128,7 @@ def _library_model(hf_config: PretrainedConfig, config: ModelConfig, name: str) 
         reason = f"it knows no attention of that name ({error})" if unknown else error
         raise ConfigError(
             f"{type(hf_config).__name__} with attention={config.attn_implementation!r} cannot be built: {reason}",
-            keys=("attention",),
+            keys=("attn_implementation",),
             fix="model.attn_implementation=eager"
             if config.attn_implementation == attention_packed.PACKED
             else "model.attn_implementation=packed",

@@ -37,7 +37,7 @@ class OnlineDPO(DPO):
                 f"loss={self.loss} with wpo={self.use_wpo_weighting}: what they measure before an update is "
                 "measured for pairs of a "
                 "dataset only",
-                keys=("loss", "wpo"),
+                keys=("loss", "use_wpo_weighting"),
                 fix="objective.loss=sigmoid objective.use_wpo_weighting=false",
             )
 

@@ -19,7 +19,7 @@ _YAML = {
     **{name: f"pipeline.{name}" for name in _FIELDS},
     "defer_fsdp_grad_sync": "parallelizer.defer_fsdp_grad_sync",
 }
-_KEYWORDS = {"schedule": "pp_schedule", "csv": "pp_schedule_csv"}
+_KEYWORDS = {"schedule": "pp_schedule", "schedule_csv": "pp_schedule_csv"}
 _SECTIONS = {"train.global_batch_size": "pp_batch_size", "train.microbatch_size": "pp_microbatch_size"}
 _SWITCHES = [
     *("defer_fsdp_grad_sync", "patch_stage_backward_maybe_with_nosync", "pp_seq_len"),

@@ -168,7 +168,7 @@ class PipelineStages:
         elif plan.splits_backward and resharding:
             raise ConfigError(
                 "a CSV with I and W actions needs reshard_after_forward=false",
-                keys=("csv",),
+                keys=("schedule_csv",),
                 fix="fully_shard(..., reshard_after_forward=False) in parallelize_fn",
             )
         return part

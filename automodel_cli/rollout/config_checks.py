@@ -149,7 +149,7 @@ def check_prompt_data(data: DataConfig) -> None:
                 keys=("data.format",),
                 fix="data.format=auto, with a prompt column",
             )
-        for field in node.columns:
+        for field in node.column_mapping:
             if field not in fmt.fields:
                 raise ConfigError(
                     f"data.column_mapping.{field} is not read from prompts, only {', '.join(fmt.fields)}; rewards "

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from automodel_cli.training.config import TrainConfig
 
 _OF_ADVANTAGES: tuple[tuple[str, str | bool | None], ...] = (
-    ("baseline", "group"),
+    ("advantage_estimator", "group"),
     ("leave_one_out", False),
-    ("scale", "group"),
+    ("reward_scaling", "group"),
 )
 
 

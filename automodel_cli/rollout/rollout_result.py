@@ -89,7 +89,7 @@ class Rollout:
             "num_excluded": len(samples) - len(counted(samples)),
             "response_length_max": max(lengths),
             "turns": statistics.fmean(sample.num_turns for sample in samples),
-            "truncated": sum(sample.truncated for sample in samples) / len(samples),
+            "truncation_rate": sum(sample.truncated for sample in samples) / len(samples),
             "num_groups": len({sample.place for sample in samples}),
             "num_zero_std_groups": len(equal),
             "num_solved_groups": sum(all(map(is_right, group)) for group in groups),

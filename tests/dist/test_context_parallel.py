@@ -125,7 +125,7 @@ def in_one_process(case: Case) -> tuple[Reference, list[Tensor]]:
             ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
             lengths = [n for row in rows for n in row]
             parts = [
-                tiny.logprobs_of(model(input_ids=ids[None], use_cache=False).logits[0], labels)
+                tiny.reference_logprobs(model(input_ids=ids[None], use_cache=False).logits[0], labels)
                 for ids, labels in zip(ids_N.split(lengths), labels_N.split(lengths), strict=True)
             ]
             logprobs.append(torch.cat(parts).view(batch.shape))

@@ -21,7 +21,7 @@ from automodel_cli.objectives.sft import SFT
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import NonFiniteError, train_step
 from tests.dist.harness import launch, launch_all
-from tests.dist.parity import FSDP2, Case, Recorder, one_step, reference, step_batches, tiny_part
+from tests.dist.parity import FSDP2, Case, GradientRecorder, one_step, reference, step_batches, tiny_part
 
 REPLICATED_THEN_SHARDED = MeshConfig(dp_replicate_size=2)
 
@@ -116,7 +116,7 @@ def _refused(rank, world, kind):
     else:
         for batch in batches:
             batch.labels_BT.fill_(-100)
-    recorder = Recorder(part)
+    recorder = GradientRecorder(part)
     with pytest.raises(NonFiniteError) as caught:
         train_step(stages, batches, objective, recorder, mesh, max_grad_norm=1.0)
     located = str(caught.value.located(7, lambda row: f"train.jsonl:{row}"))

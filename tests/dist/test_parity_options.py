@@ -21,7 +21,7 @@ from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
-from tests.dist.parity import FP32, FSDP2, Case, Recorder, compare, step_batches, tiny_part
+from tests.dist.parity import FP32, FSDP2, Case, GradientRecorder, compare, step_batches, tiny_part
 from tests.marks import slow
 
 EXACT = {
@@ -135,7 +135,7 @@ def _operators(config, world, *, pp_size=1, ep_size=1):
         parallelize(part, mesh, config)
     batches = step_batches(Case(), world)[mesh.dp_rank]
     with _Count() as count:
-        train_step(SingleStage(part), batches, SFT(), Recorder(part), mesh, max_grad_norm=None)
+        train_step(SingleStage(part), batches, SFT(), GradientRecorder(part), mesh, max_grad_norm=None)
     return count.counts
 
 

@@ -49,7 +49,7 @@ def _grpo(rank, world, folder, *overrides):
         for step, prompts in opened.steps():
             rollout = rollouts.collect(step, prompts)
             with rollouts.scoring():
-                opened.train(step, *rollout.num_iterations())
+                opened.train(step, *rollout.passes())
             rollouts.sync(step)
 
 

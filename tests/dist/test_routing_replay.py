@@ -188,7 +188,7 @@ def replayed_run(rank: int, world: int, folder: Path, overrides: Sequence[str]) 
         for step, prompts in opened.steps():
             rollout = rollouts.collect(step, prompts)
             with rollouts.scoring():
-                measured = opened.train(step, *rollout.num_iterations(), shown=rollout.shown, unshown=rollout.unshown)
+                measured = opened.train(step, *rollout.passes(), shown=rollout.shown, unshown=rollout.unshown)
             rollouts.sync(step)
             names = ("logprob_abs_diff", "logprob_abs_diff_without_replay")
             found.append({"mismatch": measured["routing_mismatch"].item(), **{n: rollout.unshown[n] for n in names}})

@@ -252,9 +252,7 @@ def two_steps(
                 rollout = rollouts.collect(step, prompts)
                 batches = [batch for update in rollout.updates for batch in update.batches]
                 with rollouts.scoring():
-                    measured = opened.train(
-                        step, *rollout.num_iterations(), shown=rollout.shown, unshown=rollout.unshown
-                    )
+                    measured = opened.train(step, *rollout.passes(), shown=rollout.shown, unshown=rollout.unshown)
                 rollouts.sync(step)
                 rows = sum(len(batch.input_ids_BT) for batch in batches)
                 steps.append({"rows": rows, **{name: value.item() for name, value in measured.items()}})

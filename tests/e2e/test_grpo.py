@@ -89,7 +89,7 @@ def test_run_folder_holds_every_sample_and_every_number(whole: Path) -> None:
     rows = [row for row in metrics(folder) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     promised = {"reward", "response_length", "kl_penalty", "clip_fraction", "gen_kl_error", "token_mult_prob_error"}
-    promised |= {"reward_digit", "reward_other", "num_zero_std_groups", "truncated", "weight_version"}
+    promised |= {"reward_digit", "reward_other", "num_zero_std_groups", "truncation_rate", "weight_version"}
     assert all(promised <= set(row) for row in rows)
     (held_out,) = [row for row in metrics(folder) if "val_reward" in row and row["step"] == STEPS]
     assert held_out["val_avg_at_k"] <= held_out["val_best_at_k"] <= 1.5 and 0 <= held_out["val_pass_at_k"] <= 1

@@ -25,7 +25,7 @@ from tests.e2e.command import automodel, curve, metrics
 from tests.e2e.test_grpo import TINY, samples_of, write_config
 from tests.e2e.test_grpo_turns import STOPS
 from tests.pages import undocumented_metrics
-from tests.unit.rollout.engines.servers.test_http_servers import VLLMDouble, free_port
+from tests.unit.rollout.engines.servers.test_http_engine_servers import VLLMDouble, free_port
 
 FILES = "rollout.engine.transport=files"
 DOUBLE = """

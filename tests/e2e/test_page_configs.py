@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 import pytest
-from automodel_cli.data.datasets.file_discovery import local_files
 
 from automodel_cli.cli.main import cli, run
 from automodel_cli.cli.optuna_sweep import axes
@@ -21,6 +20,7 @@ from automodel_cli.config.compose import compose
 from automodel_cli.config.trust import Trust
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
+from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.evaluation.config import EvalConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests.pages import PAGES, ROOT, Block, blocks, commands

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests import slurm_cluster
 from tests.e2e.command import automodel, curve, metrics, write_config
-from tests.unit.rollout.engines.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_engine_servers import free_port
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(slurm_cluster.missing()), reason=str(slurm_cluster.missing()))]
 _SIZE = ["--nodes", "2", "--gpus-per-node", "0"]

@@ -27,7 +27,7 @@ from tests.e2e.command import automodel, curve
 from tests.real_servers import RUN, prompts
 from tests.sglang.server import MARKS, OPTIONS, PROGRAM, SGLangServed
 from tests.tiny import perturb
-from tests.unit.rollout.engines.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_engine_servers import free_port
 
 pytestmark = MARKS
 PARAMS = SamplingParams(24, routing=True)

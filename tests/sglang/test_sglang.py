@@ -26,7 +26,7 @@ from automodel_cli.rollout.weight_sync.transports import FileTransfer, Transfer
 from tests.e2e.command import automodel, curve
 from tests.real_servers import RUN, built, gap_of_versions, largest_gap, moved, prompts, saved, weights_of
 from tests.sglang.server import MARKS, SGLangServed
-from tests.unit.rollout.engines.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_engine_servers import free_port
 
 pytestmark = MARKS
 

@@ -33,7 +33,7 @@ from automodel_cli.rollout.types import Completion, SamplingParams
 from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests.e2e.command import automodel, curve, metrics, start
 from tests.real_servers import RUN, Served, built, gap_of_versions, largest_gap, moved, prompts, saved, weights_of
-from tests.unit.rollout.engines.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_engine_servers import free_port
 
 ROOT = Path(__file__).parents[2]
 VLLM = os.environ.get("AUTOMODEL_VLLM")

@@ -96,7 +96,7 @@ def _dataset(draft: Draft, i: int, prefix: str | None) -> dict[str, Any]:
         put("format", _FORMATS[kind], there + "type")
     columns = _columns(draft, there, kind)
     if columns:
-        put("columns", columns, *(k for k in draft.source if k.startswith(there) and "field" in k))
+        put("column_mapping", columns, *(k for k in draft.source if k.startswith(there) and "field" in k))
     return entry
 
 
@@ -162,7 +162,7 @@ TABLE = Table(
         "sample_packing": KeyMapping("data.packing", values={"true": "best_fit", "false": "none"}),
         "eval_sample_packing": none("validation rows are packed as the training rows are"),
         "pad_to_sequence_len": none("packed rows always have data.seq_len tokens; unpacked ones see data.padding"),
-        "excess_length_strategy": to("data.truncation", drop="drop", truncate="truncate", **{"raise": "fail"}),
+        "excess_length_strategy": to("data.truncation", drop="drop", truncate="truncate", **{"raise": "error"}),
         "train_on_inputs": to("data.loss_mask", true="all", false="assistant"),
         "roles_to_train": none("data.loss_mask: the assistant's turns, or all"),
         "train_on_eos": none("a trained turn always ends with its stop token, trained"),
@@ -172,7 +172,7 @@ TABLE = Table(
         "datasets[].roles_to_train": none("data.loss_mask: the assistant's turns, or all"),
         "datasets[].train_on_eos": none("a trained turn always ends with its stop token, trained"),
         "datasets[].message_property_mappings.*": none("role and content, or from and value, are found"),
-        "datasets[].*": none("no counterpart in data.path, .name, .split, .format, .columns"),
+        "datasets[].*": none("no counterpart in data.path, .name, .split, .format, .column_mapping"),
         "test_datasets[].*": none("data.validation_path or data.validation_split reads as the training data is read"),
         "dataset_prepared_path": none("prepared data has its own cache: data.cache_dir"),
         "dataset_processes": to("data.num_workers"),

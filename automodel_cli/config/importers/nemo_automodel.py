@@ -285,10 +285,10 @@ TABLE = Table(
         "loss_fn.*": none("objective: the log-probs come in chunks, fused with the head"),
         "dataset.split": to("data.split"),
         "dataset.chat_template": to("data.chat_template"),
-        "dataset.truncation": to("data.truncation", true="truncate", false="fail"),
+        "dataset.truncation": to("data.truncation", true="truncate", false="error"),
         "dataset.limit_dataset_samples": none("all rows are read: cut the file, or set train.max_steps"),
         "dataset.shuffle_seed": none("seed decides the order of rows"),
-        "dataset.*": none("no counterpart in data.path, .name, .split, .format, .columns"),
+        "dataset.*": none("no counterpart in data.path, .name, .split, .format, .column_mapping"),
         "validation_dataset.*": none(
             "validation rows are read as the training rows are; validation.num_batches limits them"
         ),

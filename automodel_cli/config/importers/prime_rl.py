@@ -177,7 +177,7 @@ TABLE = Table(
         "data.seed": to("seed"),
         "data.subsets": to("data.name"),
         "data.probabilities": none("data.datasets have weights"),
-        "data.*": none("no counterpart in data.path, .name, .split, .format, .columns"),
+        "data.*": none("no counterpart in data.path, .name, .split, .format, .column_mapping"),
         "val.interval": to("validation.every"),
         "val.eval_on_start": to("validation.at_start"),
         "val.*": none("validation rows are read as the training rows are"),

@@ -143,7 +143,7 @@ def _dpo(draft: Draft, ranks: int) -> None:
     if draft.get("rpo_alpha"):
         draft.put("objective.nll_weight", draft.get("rpo_alpha"), "rpo_alpha")
     if draft.get("precompute_ref_log_probs"):
-        draft.put("reference", "precomputed", "precompute_ref_log_probs")
+        draft.put("reference_mode", "precomputed", "precompute_ref_log_probs")
 
 
 def _grpo(draft: Draft, ranks: int) -> None:

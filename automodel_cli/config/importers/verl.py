@@ -166,7 +166,7 @@ def _policy_loss(draft: Draft, response: int) -> None:
 
 def _aggregate(draft: Draft, own: str, mode: str, response: int) -> None:
     if mode not in _AGGREGATION:
-        draft.decide(own, "no such mean here: objective.loss_aggregation is token, sequence or max_tokens")
+        draft.decide(own, "no such mean here: objective.loss_aggregation is token, sequence or constant")
         return
     draft.put("objective.loss_aggregation", _AGGREGATION[mode], own)
     if mode == "seq-mean-token-sum":
@@ -295,12 +295,12 @@ TABLE = Table(
     rows={
         "data.prompt_key": none("data.column_mapping={prompt: ...}"),
         "data.shuffle": to("data.shuffle"),
-        "data.truncation": to("data.truncation", error="fail", right="truncate"),
+        "data.truncation": to("data.truncation", error="error", right="truncate"),
         "data.chat_template": to("data.chat_template"),
         "data.seed": to("seed"),
         "data.balance_dp_token": hf.SPEED,
         "data.reward_fn_key": _REWARD,
-        "data.*": none("no counterpart in data.path, .format, .columns"),
+        "data.*": none("no counterpart in data.path, .format, .column_mapping"),
         _MODEL + "path": to("model.pretrained"),
         _MODEL + "enable_gradient_checkpointing": to("parallelizer.activation_checkpointing", true="full", false=False),
         _MODEL + "trust_remote_code": hf.REMOTE_CODE,
@@ -369,7 +369,7 @@ TABLE = Table(
         Default("optimizer.betas", [0.9, 0.999], "ours is [0.9, 0.95]", ("grpo",)),
         Default("optimizer.weight_decay", 0.01, "ours is 0 for grpo", ("grpo",)),
         Default("lr_scheduler", "constant", "ours too for grpo", ("grpo",)),
-        Default("data.truncation", "fail", "truncation: error", ("sft",)),
+        Default("data.truncation", "error", "truncation: error", ("sft",)),
         Default("seed", 1, "ours is 0"),
     ),
     averaging="theirs divides by the tokens of a mini batch (token-mean; older ones average microbatches), ours by all",

@@ -29,7 +29,7 @@ _SECTIONS = (
         "run_name",
         "output_dir",
         "seed",
-        "reference",
+        "reference_mode",
         "model",
         "teacher",
         "data",

@@ -214,7 +214,7 @@ def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwa
     if dropout > 0:
         raise ConfigError(
             f"packed attention has no dropout, the model asks for attention_dropout={dropout}",
-            keys=("attention",),
+            keys=("attn_implementation",),
             fix="model.config.attention_dropout=0, or model.attn_implementation=eager",
         )
     if key.shape[2] != query.shape[2]:
@@ -225,7 +225,7 @@ def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwa
     if mask is not None:
         raise ConfigError(
             "packed attention takes document boundaries, but this model passed an attention mask of its own",
-            keys=("attention",),
+            keys=("attn_implementation",),
             fix="model.attn_implementation=eager",
         )
     if kwargs.get("is_causal") is False:

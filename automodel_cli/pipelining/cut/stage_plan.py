@@ -70,7 +70,7 @@ class StagePlan:
                 raise ConfigError(
                     f"{self.config.schedule_csv} is a program for {self.csv_program.num_microbatches} microbatches "
                     f"per step, not {num_microbatches}",
-                    keys=("csv",),
+                    keys=("schedule_csv",),
                     fix=f"{self.csv_program.num_microbatches} microbatches per step (train.global_batch_size)",
                 )
             return
@@ -102,7 +102,7 @@ def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure
     if csv_program is not None and csv_program.pp_size != pp_size:
         raise ConfigError(
             f"{config.schedule_csv} has {csv_program.pp_size} rows, one per rank, but pp_size={pp_size}",
-            keys=("csv",),
+            keys=("schedule_csv",),
             fix=f"mesh.pp_size={csv_program.pp_size}",
         )
     layers = _layers(config, part, anatomy, pp_size, csv_program)
@@ -120,7 +120,7 @@ def _owned(
         if csv_program.num_stages != len(layers):
             raise ConfigError(
                 f"{config.schedule_csv} runs {csv_program.num_stages} stages; the model is cut into {len(layers)}",
-                keys=("csv",),
+                keys=("schedule_csv",),
             )
         return StagePlan(tuple(layers), csv_program.owner, config, csv_program, depths)
     assert config.named_schedule is not None
@@ -154,7 +154,7 @@ def _check_uses_of_table(plan: StagePlan, part: ModelPart) -> None:
             f"{plan.config.schedule_csv or plan.config.schedule} splits the backward, which is not exact for the "
             "embedding: the "
             f"stage with the layers for multi-token prediction uses it {uses} times",
-            keys=("schedule", "csv"),
+            keys=("schedule", "schedule_csv"),
             fix="schedule=1f1b csv=null",
         )
 

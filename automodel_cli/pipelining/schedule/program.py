@@ -105,7 +105,7 @@ def read_csv(path: Path | str) -> Program:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"csv={path} is no file", keys=("csv",))
+        raise ConfigError(f"schedule_csv={path} is no file", keys=("schedule_csv",))
     ranks: list[tuple[Step, ...]] = []
     with path.open(newline="") as file:
         for rank, row in enumerate(csv.reader(file)):
@@ -136,7 +136,7 @@ def _parse(cell: str, where: str) -> Step:
     if match := _ACTION.fullmatch(cell):
         return Action(match[2], int(match[1]), int(match[3]))
     raise ConfigError(
-        f"{where}: {cell!r} is no action; examples: 0F3, 1B0, 2I1, 2W1, (0F4;1B2)OVERLAP_F_B", keys=("csv",)
+        f"{where}: {cell!r} is no action; examples: 0F3, 1B0, 2I1, 2W1, (0F4;1B2)OVERLAP_F_B", keys=("schedule_csv",)
     )
 
 

@@ -25,7 +25,7 @@ def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         found[f"environment_{name}_share"] = len(mine) / len(samples)
         found[f"environment_{name}_reward"] = mean_reward([sample for sample, _ in mine])
         found[f"environment_{name}_turns"] = statistics.fmean(sample.num_turns for sample, _ in mine)
-        found[f"environment_{name}_truncated"] = statistics.fmean(sample.truncated for sample, _ in mine)
+        found[f"environment_{name}_truncation_rate"] = statistics.fmean(sample.truncated for sample, _ in mine)
     return found
 
 

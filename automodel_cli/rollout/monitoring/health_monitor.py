@@ -59,9 +59,9 @@ class HealthMonitor:
 
     def _found(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         """What is wrong at this step, by name; an empty sentence where nothing is."""
-        truncated = values["truncated"]
+        truncated = values["truncation_rate"]
         yield (
-            "truncated",
+            "truncation_rate",
             f"more than {_TRUNCATED:.0%} of the responses (now {truncated:.0%}) did not end within "
             f"rollout.max_new_tokens={self.max_new_tokens}: their rewards say little; raise it, or see rollout.overlong"
             if truncated > _TRUNCATED

@@ -267,7 +267,7 @@ def _judges(reward: RewardFunction, row: Mapping[str, Any]) -> bool:
 
 def _only(reward: RewardFunction) -> Mapping[str, Any]:
     """Which rows it is for; a node without our base class judges every row."""
-    only: Mapping[str, Any] = getattr(reward, "only", {})
+    only: Mapping[str, Any] = getattr(reward, "filter", {})
     return only
 
 

@@ -228,9 +228,9 @@ def test_dr_grpo_is_both_its_halves(here: Path) -> None:
     """arXiv:2503.20783 takes the length out of the loss and the deviation out of the advantages."""
     write(here / "mine.yaml", "defaults: [grpo, {override objective: dr_grpo}, _self_]\n")
     tree = compose("mine.yaml").tree
-    assert tree["objective"]["aggregation"] == "max_tokens" and tree["rollout"]["normalise"] is False
-    assert compose("mine.yaml", ["rollout.normalize_advantages=true"]).tree["rollout"]["normalise"] is True
-    assert "normalise" not in compose("mine.yaml", ["objective=grpo"]).tree["rollout"]
+    assert tree["objective"]["loss_aggregation"] == "constant" and tree["rollout"]["normalize_advantages"] is False
+    assert compose("mine.yaml", ["rollout.normalize_advantages=true"]).tree["rollout"]["normalize_advantages"] is True
+    assert "normalize_advantages" not in compose("mine.yaml", ["objective=grpo"]).tree["rollout"]
 
 
 def test_interpolations_that_fail_are_problems_not_tracebacks(here: Path) -> None:
@@ -320,19 +320,22 @@ DOLLY = {"instruction": "instruction", "input": "context", "output": "response"}
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], {"path": "databricks/databricks-dolly-15k", "columns": DOLLY}),
+        ([], {"path": "databricks/databricks-dolly-15k", "column_mapping": DOLLY}),
         (["data.path=rows.jsonl"], {"path": "rows.jsonl"}),
-        (["data.path=databricks/databricks-dolly-15k"], {"path": "databricks/databricks-dolly-15k", "columns": DOLLY}),
+        (
+            ["data.path=databricks/databricks-dolly-15k"],
+            {"path": "databricks/databricks-dolly-15k", "column_mapping": DOLLY},
+        ),
         (
             ["data.path=rows.jsonl", "data.column_mapping.text=said"],
-            {"path": "rows.jsonl", "columns": {"text": "said"}},
+            {"path": "rows.jsonl", "column_mapping": {"text": "said"}},
         ),
-        (["data.column_mapping={}"], {"path": "databricks/databricks-dolly-15k", "columns": {}}),
+        (["data.column_mapping={}"], {"path": "databricks/databricks-dolly-15k", "column_mapping": {}}),
         (
             ["data.column_mapping={text: said}"],
-            {"path": "databricks/databricks-dolly-15k", "columns": {"text": "said"}},
+            {"path": "databricks/databricks-dolly-15k", "column_mapping": {"text": "said"}},
         ),
-        (["data.datasets=[{path: rows.jsonl}]"], {"sources": [{"path": "rows.jsonl"}]}),
+        (["data.datasets=[{path: rows.jsonl}]"], {"datasets": [{"path": "rows.jsonl"}]}),
     ],
 )
 def test_a_path_of_ones_own_takes_the_columns_of_the_groups_dataset_with_it(
@@ -341,7 +344,7 @@ def test_a_path_of_ones_own_takes_the_columns_of_the_groups_dataset_with_it(
     held_out = {"validation_size": 0.02}
     write(here / "mine.yaml", "defaults: [sft, data: dolly, _self_]\ndata: {seq_len: 9}\n")
     found = compose("mine.yaml", overrides).tree["data"]
-    described = {key: value for key, value in found.items() if key not in ("seq_len", "packing", "mask")}
+    described = {key: value for key, value in found.items() if key not in ("seq_len", "packing", "loss_mask")}
     assert described == held_out | expected
 
 
@@ -354,5 +357,5 @@ def test_a_path_in_the_users_file_does_so_too_and_keeps_what_that_file_says(here
 
 
 def test_a_task_of_a_recipe_makes_room_for_rows(here: Path) -> None:
-    assert "task" not in compose("quickstart", ["data.path=rows.jsonl"]).tree["data"]
-    assert compose("quickstart", ["data.generator.num_train=3"]).tree["data"]["task"]["num_train"] == 3
+    assert "generator" not in compose("quickstart", ["data.path=rows.jsonl"]).tree["data"]
+    assert compose("quickstart", ["data.generator.num_train=3"]).tree["data"]["generator"]["num_train"] == 3

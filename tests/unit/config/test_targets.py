@@ -141,6 +141,8 @@ def test_allowed_targets() -> None:
 def test_near_misses_are_named() -> None:
     cases = {
         "recipe.sft.SFTRecipe": "_target_=automodel_cli.recipes.sft.SFTRecipe",
+        "recipes.finetune.SFTRecipe": "_target_=automodel_cli.recipes.sft.SFTRecipe",
+        "recipes.objectives.SFT": "_target_=automodel_cli.objectives.sft.SFT",
         "torch.optim.AdanW": "_target_=torch.optim.AdamW",
         "automodel_cli.distributed.mesh_config.MeshKonfig": "_target_=automodel_cli.distributed.mesh_config.MeshConfig",
     }
@@ -157,8 +159,6 @@ def test_a_node_that_was_moved_is_named_where_it_is() -> None:
         "automodel_cli.rollout.calculator.Calculator": calculator,
         "automodel_cli.rollout.enviroments.calculator.Calculator": calculator,
         "automodel_cli.rollout.engines.base.VLLMConfig": "automodel_cli.rollout.engines.config.VLLMConfig",
-        "recipes.finetune.SFTRecipe": "automodel_cli.recipes.sft.SFTRecipe",
-        "recipes.objectives.SFT": "automodel_cli.objectives.sft.SFT",
     }
     for old, new in cases.items():
         with raises(ConfigError, "invalid_target", values=(old,), fix=f"_target_={new}"):

@@ -99,7 +99,7 @@ def test_fill_of_the_log_normal_set(seq_len):
 
 def test_fill_of_the_hard_set():
     lengths = np.random.default_rng(0).integers(int(0.2 * 2048), int(0.7 * 2048) + 1, 20_000)
-    packed = pack(cut_long(lengths, 2048, "fail"), 2048, "best_fit")
+    packed = pack(cut_long(lengths, 2048, "error"), 2048, "best_fit")
     assert packed.fill(2048) >= 0.986
 
 
@@ -111,7 +111,7 @@ def test_what_happens_to_long_documents():
     assert (split.document.tolist(), split.start.tolist()) == ([0, 1, 1, 1, 2], [0, 0, 4, 8, 0])
     assert split.length.tolist() == [3, 4, 4, 2, 4]
     with pytest.raises(DataError) as caught:
-        cut_long(lengths, 4, "fail")
+        cut_long(lengths, 4, "error")
     assert str(caught.value) == (
         "1 of 3 documents are longer than seq_len=4 (the longest has 10 tokens)\n"
         "  fix   data.seq_len=10, or data.truncation=split"

@@ -9,8 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from automodel_cli.data.datasets.file_discovery import local_files
-from automodel_cli.data.datasets.file_readers import read_file
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.config.fix_syntax import alternatives, kind
@@ -21,6 +19,8 @@ from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.unused_columns import MEDIA, AllowedKeys, unused_columns
 from automodel_cli.data.row_errors import Rejected, RowError, TableRow, rows_error
+from automodel_cli.data.sources.file_discovery import local_files
+from automodel_cli.data.sources.file_readers import read_file
 from tests.unit.data.helpers import turn, write_jsonl
 
 ROWS = [{"q": "a", "a": "b"}, {"q": "c", "a": "ü"}]
@@ -383,11 +383,11 @@ def test_rows_are_grouped_by_cause_first_in_full_the_rest_counted():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "data comes from exactly one of path, sources and task; none is set"),
-        ({"path": "x", "task": object()}, "path and task are set"),
-        ({"sources": [SourceConfig("x")], "split": "test"}, "split describe data.path, but data comes from sources"),
+        ({}, "data comes from exactly one of path, datasets and generator; none is set"),
+        ({"path": "x", "generator": object()}, "path and generator are set"),
+        ({"datasets": [SourceConfig("x")], "split": "test"}, "split describe data.path, but data comes from datasets"),
         (
-            {"path": "x", "columns": {"promt": "q"}},
+            {"path": "x", "column_mapping": {"promt": "q"}},
             "columns maps 'promt', which no format reads; did you mean 'prompt'?",
         ),
         ({"path": "x", "validation_size": 3, "validation_path": "y"}, "validation comes from one place"),

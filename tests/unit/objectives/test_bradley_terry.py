@@ -59,5 +59,5 @@ def test_a_pair_without_label_tokens_does_not_count():
 
 
 def test_a_center_below_0_is_refused():
-    with pytest.raises(ConfigError, match="center=-1"):
+    with pytest.raises(ConfigError, match="center_rewards_coef=-1"):
         BradleyTerry(center_rewards_coef=-1)

@@ -35,5 +35,5 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair_unless_they_are_equal():
 
 
 def test_nothing_kept_is_refused():
-    with pytest.raises(ConfigError, match="keep=0"):
+    with pytest.raises(ConfigError, match="num_kept=0"):
         BestOfN(num_kept=0)

@@ -229,7 +229,7 @@ def test_sequence_mask_keeps_a_close_sequence_and_drops_an_impossible_token():
 
 def test_max_tokens_divides_by_a_constant():
     mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]])
-    objective = GRPO(loss_aggregation="max_tokens", normalization_length=10)
+    objective = GRPO(loss_aggregation="constant", normalization_length=10)
     loss, _, _ = step_of(objective, [[-1.0] * 3] * 2, mask=mask)
     assert loss == pytest.approx(-4 / (2 * 10))
 
@@ -254,7 +254,7 @@ ONLY_UPDATE = {
     "sequence mask": GRPO(
         sampler_correction="sequence_mask", sampler_correction_clip_max=1.2, sampler_correction_clip_min=0.8
     ),
-    "max tokens": GRPO(loss_aggregation="max_tokens", normalization_length=7, positive_nll_coef=0.1),
+    "max tokens": GRPO(loss_aggregation="constant", normalization_length=7, positive_nll_coef=0.1),
 }
 
 
@@ -297,8 +297,8 @@ def test_all_masked_is_zero_and_has_a_gradient_of_zero():
     ("options", "mean"),
     [
         ({}, (0.5 + 1.5 + 1.0 + 4.0) / 4),
-        ({"aggregation": "sequence"}, (3.0 / 3 + 4.0 / 1) / 2),
-        ({"aggregation": "max_tokens", "max_tokens": 8}, 7.0 / (2 * 8)),
+        ({"loss_aggregation": "sequence"}, (3.0 / 3 + 4.0 / 1) / 2),
+        ({"loss_aggregation": "constant", "normalization_length": 8}, 7.0 / (2 * 8)),
     ],
 )
 def test_the_entropy_bonus_is_divided_like_the_loss(options, mean):
@@ -331,19 +331,22 @@ REFUSED = [
     ({"clip_low": 1.5}, "clip_low"),
     ({"clip_high": -0.1}, "clip_high"),
     ({"dual_clip_ratio": 1.0}, "dual_clip_ratio"),
-    ({"dual_clip_ratio": 3.0, "surrogate": "cispo"}, "dual_clip_ratio"),
-    ({"dual_clip_ratio": 3.0, "ratio": "on_policy"}, "dual_clip_ratio"),
-    ({"surrogate": "reinforce", "clip_high": 0.28}, "clip_high"),
-    ({"surrogate": "sapo", "clip_low": 0.1}, "clip_low"),
-    ({"ratio": "on_policy", "clip_high": 0.28}, "clip_high"),
-    ({"ratio": "sequence"}, "aggregation"),
-    ({"ratio": "sequence", "surrogate": "reinforce", "aggregation": "sequence"}, "surrogate"),
-    ({"surrogate": "cispo", "ratio": "on_policy"}, "ratio"),
-    ({"surrogate": "cispo", "aggregation": "sequence"}, "aggregation"),
-    ({"aggregation": "max_tokens"}, "max_tokens"),
-    ({"max_tokens": 5}, "max_tokens"),
+    ({"dual_clip_ratio": 3.0, "policy_loss": "cispo"}, "dual_clip_ratio"),
+    ({"dual_clip_ratio": 3.0, "importance_sampling_level": "on_policy"}, "dual_clip_ratio"),
+    ({"policy_loss": "reinforce", "clip_high": 0.28}, "clip_high"),
+    ({"policy_loss": "sapo", "clip_low": 0.1}, "clip_low"),
+    ({"importance_sampling_level": "on_policy", "clip_high": 0.28}, "clip_high"),
+    ({"importance_sampling_level": "sequence"}, "loss_aggregation"),
+    (
+        {"importance_sampling_level": "sequence", "policy_loss": "reinforce", "loss_aggregation": "sequence"},
+        "policy_loss",
+    ),
+    ({"policy_loss": "cispo", "importance_sampling_level": "on_policy"}, "importance_sampling_level"),
+    ({"policy_loss": "cispo", "loss_aggregation": "sequence"}, "loss_aggregation"),
+    ({"loss_aggregation": "constant"}, "normalization_length"),
+    ({"normalization_length": 5}, "normalization_length"),
     ({"entropy_coef": -0.1}, "entropy_coef"),
-    ({"aggregation": "max_tokens", "max_tokens": 0}, "max_tokens"),
+    ({"loss_aggregation": "constant", "normalization_length": 0}, "normalization_length"),
     ({"kl_coef": -1.0}, "kl_coef"),
     ({"kl_input_clamp": 0.0}, "kl_input_clamp"),
     ({"kl_placement": "reward"}, "kl_placement"),
@@ -351,22 +354,22 @@ REFUSED = [
     ({"kl_output_clamp": None}, "kl_output_clamp"),
     ({"kl_bias_correction": True}, "kl_bias_correction"),
     ({"sampler_correction_clip_max": 2.0}, "sampler_correction_clip_max"),
-    ({"correction": "truncate"}, "sampler_correction_clip_max"),
+    ({"sampler_correction": "truncate"}, "sampler_correction_clip_max"),
     ({"sampler_correction_level": "sequence"}, "sampler_correction_level"),
-    ({"correction": "icepop", "sampler_correction_clip_max": 2.0}, "sampler_correction_clip_min"),
+    ({"sampler_correction": "icepop", "sampler_correction_clip_max": 2.0}, "sampler_correction_clip_min"),
     (
-        {"correction": "truncate", "sampler_correction_clip_max": 1.0, "sampler_correction_clip_min": 2.0},
+        {"sampler_correction": "truncate", "sampler_correction_clip_max": 1.0, "sampler_correction_clip_min": 2.0},
         "sampler_correction_clip_min",
     ),
     (
         {
-            "ratio": "sequence",
-            "aggregation": "sequence",
-            "correction": "sequence_mask",
+            "importance_sampling_level": "sequence",
+            "loss_aggregation": "sequence",
+            "sampler_correction": "sequence_mask",
             "sampler_correction_clip_max": 2.0,
             "sampler_correction_clip_min": 0.5,
         },
-        "correction",
+        "sampler_correction",
     ),
     ({"positive_nll_coef": -1.0}, "positive_nll_coef"),
     ({"top_entropy_fraction": 1.0}, "top_entropy_fraction"),

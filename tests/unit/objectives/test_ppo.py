@@ -76,13 +76,19 @@ def test_without_a_critic_a_token_is_worth_the_discounted_rewards_from_it_on():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 1}, "group_size=1 with baseline=group"),
-        ({"gamma": 0.9}, "gamma=0.9 with baseline=group"),
-        ({"baseline": "critic", "leave_one_out": True}, "leave_one_out=True with baseline=critic"),
-        ({"baseline": "batch", "scale": "batch"}, "scale=batch with baseline=batch"),
-        ({"baseline": "batch", "gae_lambda": 0.9}, "there is no critic"),
-        ({"scale": "mean", "normalise": False}, "does nothing with normalise=false"),
-        ({"baseline": "critic", "gamma": 1.5}, "gamma=1.5 must be from 0 to 1"),
+        ({"group_size": 1}, "group_size=1 with advantage_estimator=group"),
+        ({"gamma": 0.9}, "gamma=0.9 with advantage_estimator=group"),
+        (
+            {"advantage_estimator": "critic", "leave_one_out": True},
+            "leave_one_out=True with advantage_estimator=critic",
+        ),
+        (
+            {"advantage_estimator": "batch", "reward_scaling": "batch"},
+            "reward_scaling=batch with advantage_estimator=batch",
+        ),
+        ({"advantage_estimator": "batch", "gae_lambda": 0.9}, "there is no critic"),
+        ({"reward_scaling": "mean", "normalize_advantages": False}, "does nothing with normalize_advantages=false"),
+        ({"advantage_estimator": "critic", "gamma": 1.5}, "gamma=1.5 must be from 0 to 1"),
     ],
 )
 def test_baselines_refuse_what_they_do_not_read(options, message):

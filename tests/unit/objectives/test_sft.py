@@ -16,7 +16,7 @@ def test_sum_and_weight_are_the_token_mean():
     batch = tiny.packed_batch([[tiny.token_row(5), tiny.token_row(7, seed=1)]])
     batch.labels_BT[0, :2] = IGNORE_INDEX
     logits_BTV = torch.randn(1, 12, tiny.VOCAB, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    logprobs_BT = tiny.logprobs_of(logits_BTV, batch.labels_BT)
+    logprobs_BT = tiny.reference_logprobs(logits_BTV, batch.labels_BT)
     sft = SFT()
     assert sft.weight(batch) == 12 - 2 - 2  # two documents have no next token at their end, two labels are masked
     loss = sft(HeadOutput(logprobs_BT), batch) / sft.weight(batch)

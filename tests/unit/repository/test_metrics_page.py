@@ -15,7 +15,7 @@ from automodel_cli.objectives.ppo import PPO
 from tests.pages import documented_metrics
 
 EVERYTHING = {"kl_coef": 0.1, "dual_clip_ratio": 3.0, "positive_nll_coef": 0.1, "top_entropy_fraction": 0.2}
-CORRECTED = {"correction": "truncate", "sampler_correction_clip_max": 2.0}
+CORRECTED = {"sampler_correction": "truncate", "sampler_correction_clip_max": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -148,11 +148,18 @@ def test_the_words_that_start_a_server_are_in_its_files(
 
 @pytest.mark.parametrize(
     ("package", "files", "least"),
-    [("vllm", ("transfer", "vllm", "openai"), 16), ("sglang", ("sglang", "group_transfer"), 11)],
+    [
+        (
+            "vllm",
+            ("weight_sync/transports", "engines/servers/vllm", "engines/servers/openai"),
+            16,
+        ),
+        ("sglang", ("engines/servers/sglang", "weight_sync/broadcast"), 11),
+    ],
     ids=["vllm", "sglang"],
 )
 def test_the_paths_that_we_ask_are_routes_of_the_server(package: str, files: tuple[str, ...], least: int) -> None:
-    sources = [(ROOT / f"automodel_cli/rollout/engines/servers/{name}.py").read_text() for name in files]
+    sources = [(ROOT / f"automodel_cli/rollout/{name}.py").read_text() for name in files]
     texts = [
         node.value.partition("?")[0]
         for source in sources

@@ -48,7 +48,7 @@ from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Scor
 from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests import tiny
 from tests.dist.parity import tiny_part
-from tests.unit.rollout.engines.servers.test_http_servers import VLLMDouble
+from tests.unit.rollout.engines.servers.test_http_engine_servers import VLLMDouble
 from tests.unit.rollout.engines.servers.test_sglang import SGLangDouble
 
 STOP = list(range(2, 160, 6))
@@ -172,7 +172,7 @@ def test_a_row_holds_the_experts_of_its_samples_and_nothing_elsewhere():
 def test_experts_of_all_layers_are_those_of_the_layers_that_have_some(part):
     routing = part.routing
     assert isinstance(routing, Routing)
-    num_layers = routing.max_num_seqs
+    num_layers = routing.num_slots
     every = np.arange(3 * num_layers * 2, dtype=np.uint8).reshape(3, num_layers, 2)
     assert np.array_equal(routing.of_layers(every), every[:, list(routing.slots)])
     dense = num_layers - len(routing.slots)

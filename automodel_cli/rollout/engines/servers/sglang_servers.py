@@ -41,7 +41,7 @@ class SGLangServers(ManagedServers):
             raise ConfigError(
                 "expert_parallel spreads experts over the GPUs of a copy in SGLang, and tensor_parallel=1 is its only "
                 "one",
-                keys=("expert_parallel", "tensor_parallel"),
+                keys=("expert_parallel", "tensor_parallel_size"),
                 fix=f"tensor_parallel={self.gpus_per_server}" if self.gpus_per_server > 1 else "expert_parallel=false",
             )
 

@@ -44,7 +44,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.max_grad_norm": 0.5,
         "data.datasets": [
             {
-                "columns": {"messages": "conversations"},
+                "column_mapping": {"messages": "conversations"},
                 "format": "messages",
                 "path": "fozziethebeat/alpaca_messages_2k_test",
             },
@@ -77,7 +77,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "trl_grpo.yaml": {
         "train.global_batch_size": 256,
         "rollout.prompts_per_step": 16,
-        "objective.loss_aggregation": "max_tokens",
+        "objective.loss_aggregation": "constant",
         "objective.normalization_length": 1024,
         "objective.clip_high": 0.28,
         "objective.dual_clip_ratio": 4.0,
@@ -203,7 +203,7 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
     (tmp_path / "theirs.yaml").write_text(theirs.replace("epsilon_high: 0.28", "epsilon_high: 5.0"))
     (tmp_path / "ours.yaml").write_text(imported(tmp_path / "theirs.yaml", gpus=8))
     objective = compose(str(tmp_path / "ours.yaml")).tree["objective"]
-    assert [objective[key] for key in ("surrogate", "clip_low", "clip_high")] == ["cispo", 1.0, 4.0]
+    assert [objective[key] for key in ("policy_loss", "clip_low", "clip_high")] == ["cispo", 1.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "verl_grpo.yaml",
             "clip_ratio: 0.2\n    loss_agg_mode: token-mean",
             "clip_ratio: 0.2\n    loss_agg_mode: seq-mean-token-sum",  # sum over tokens, mean over responses
-            {"objective.loss_aggregation": "max_tokens", "objective.normalization_length": 1},
+            {"objective.loss_aggregation": "constant", "objective.normalization_length": 1},
         ),
         ("trl_grpo.yaml", "loss_type: dr_grpo", "entropy_coef: 0.01", {"objective.entropy_coef": 0.01}),
         (

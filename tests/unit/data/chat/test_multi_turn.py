@@ -270,9 +270,9 @@ def test_the_report_says_how_many_rows_were_unrolled_and_what_it_costs(tmp_path)
     assert report.num_documents == 40 and report.unrolled.repeated == 20 * first
     line = "  turns: 20 of 20 rows unrolled into 40 documents, because the chat template shows a turn another history"
     assert any(text.startswith(line) for text in report.lines())
-    whole = prepare_data(replace(config, turns="single"), tokenizer, seed=0).report.train[0]
+    whole = prepare_data(replace(config, multi_turn="single"), tokenizer, seed=0).report.train[0]
     assert whole.num_documents == 20 and "our training template for qwen3" in whole.masked_by
-    own = replace(config, turns="single", chat_template="tokenizer")
+    own = replace(config, multi_turn="single", chat_template="tokenizer")
     with pytest.raises(DataError, match="renders the text up to message 1 differently"):
         prepare_data(own, tokenizer, seed=0)
 
@@ -320,7 +320,7 @@ def test_prompts_are_rendered_by_the_tokenizer_s_template_whatever_trains(tmp_pa
 
 
 def test_unrolling_everything_is_refused():
-    with pytest.raises(ConfigError, match="turns=unroll makes a document of each trained turn") as caught:
+    with pytest.raises(ConfigError, match="multi_turn=per_turn makes a document of each trained turn") as caught:
         DataConfig(path="x", multi_turn="per_turn", loss_mask="all")
     assert caught.value.fix == "data.multi_turn=single, or data.loss_mask=assistant"
 
@@ -333,7 +333,12 @@ def test_documents_of_a_conversation_are_stored_without_their_common_beginning(t
     tokenizer = family.tokenizer()
     words = ["hello", "a", "about", "text", "small", "chat", "hello", "seven"]
     path = write_jsonl(tmp_path / "train.jsonl", [chat_row(*words[: 2 * n]) for n in (1, 4, 2, 3)])
-    settings = {"turns": "per_turn", "packing": packing, "truncation": "split", "cache_dir": str(tmp_path / "cache")}
+    settings = {
+        "multi_turn": "per_turn",
+        "packing": packing,
+        "truncation": "split",
+        "cache_dir": str(tmp_path / "cache"),
+    }
     config = DataConfig(path=str(path), seq_len=4096, **settings)
     prepared = prepare_data(config, tokenizer, seed=0)
     expected = []

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from automodel_cli.data.datasets import file_readers
-from automodel_cli.data.datasets.file_readers import read_file
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data import json_reader
@@ -18,6 +16,8 @@ from automodel_cli.data.chat.encoder import ChatEncoder
 from automodel_cli.data.chat.time_limit import time_limit
 from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.sources import file_readers
+from automodel_cli.data.sources.file_readers import read_file
 from automodel_cli.models.tokenizer import ByteTokenizer
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}"

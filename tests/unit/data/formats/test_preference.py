@@ -141,7 +141,7 @@ def test_a_row_counts_its_pairs_or_responses(tmp_path, kind):
 def test_judged_conversations_end_with_the_response(tmp_path):
     tokenizer = tiny_tokenizer()
     rows = [{"messages": [*EARLIER, USER, RIGHT], "kto_tag": True}, {"messages": [USER, WRONG], "kto_tag": False}]
-    config = data(tmp_path, rows, packing="none", columns={"label": "kto_tag"})
+    config = data(tmp_path, rows, packing="none", column_mapping={"label": "kto_tag"})
     (_, said), _ = documents_of(prepared(config, tokenizer).train, tokenizer, 0)
     assert said == GOOD + "<|im_end|>"
 
@@ -188,7 +188,7 @@ def test_pairs_longer_than_a_row_are_dropped_or_named(tmp_path):
     [
         ({"packing": "wrapped", "truncation": "split"}, "packing"),
         ({"truncation": "truncate"}, "truncation"),
-        ({"mask": "all"}, "mask"),
+        ({"loss_mask": "all"}, "loss_mask"),
         ({"format": "alpaca"}, "format"),
     ],
 )

@@ -81,7 +81,7 @@ def test_split_documents_lose_only_the_labels_at_their_cuts_and_pieces_without_l
 
 @pytest.mark.parametrize("packing", ["best_fit", "wrapped", "none"])
 def test_cut_documents_predict_nothing_across_their_cuts(config, packing):
-    prepared = prepare_data(replace(config, seq_len=24, packing=packing, mask="all"), tiny_tokenizer(), seed=0)
+    prepared = prepare_data(replace(config, seq_len=24, packing=packing, loss_mask="all"), tiny_tokenizer(), seed=0)
     data = prepared.train
     batch = data.collate(range(len(data)))
     labels, ids = batch.labels_BT.flatten(), batch.input_ids_BT.flatten()
@@ -256,12 +256,12 @@ def test_every_ingredient_changes_the_key_and_nothing_else_does(config, tmp_path
     other = tiny_tokenizer()
     other.add_tokens(["chat template"])
     for tokens_differ in (
-        (replace(config, columns={"messages": "chat"}),),
+        (replace(config, column_mapping={"messages": "chat"}),),
         (replace(config, format="messages"),),
-        (replace(config, mask="last_turn"),),
+        (replace(config, loss_mask="last_turn"),),
         (replace(config, chat_template=TAGGED),),
         (config, tiny_tokenizer(TAGGED.replace("\n", "\n\n"))),
-        (replace(config, turns="per_turn"),),
+        (replace(config, multi_turn="per_turn"),),
         (config, other),
     ):
         assert new(*tokens_differ) == 2

@@ -49,10 +49,12 @@ def test_a_format_that_is_named_reads_prompts_too(tmp_path):
 
 
 def test_columns_name_the_prompt(tmp_path):
-    data = read(tmp_path, [{"question": "1 + 1", "answer": "2", "hint": "Be short."}], columns={"prompt": "question"})
+    data = read(
+        tmp_path, [{"question": "1 + 1", "answer": "2", "hint": "Be short."}], column_mapping={"prompt": "question"}
+    )
     assert TOKENIZER.decode(data.train.prompts[0].tokens) == "<|user|>1 + 1<|end|><|assistant|>"
     data = read(
-        tmp_path, [{"question": "1 + 1", "hint": "Be short."}], columns={"prompt": "question", "system": "hint"}
+        tmp_path, [{"question": "1 + 1", "hint": "Be short."}], column_mapping={"prompt": "question", "system": "hint"}
     )
     assert TOKENIZER.decode(data.train.prompts[0].tokens).startswith("<|system|>Be short.<|end|>")
 

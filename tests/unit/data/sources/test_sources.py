@@ -9,15 +9,15 @@ import random
 import tracemalloc
 
 import pytest
-from automodel_cli.data.datasets.file_discovery import local_files
-from automodel_cli.data.datasets.file_readers import read_file
-from automodel_cli.data.datasets.sources import open_source
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig, SourceConfig
 from automodel_cli.data.json_reader import BLOCK, read_array
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.row_errors import DAMAGED, RowError
+from automodel_cli.data.sources.file_discovery import local_files
+from automodel_cli.data.sources.file_readers import read_file
+from automodel_cli.data.sources.sources import open_source
 from tests.unit.data.helpers import chat_row, tiny_tokenizer, write_jsonl
 
 GOOD = json.dumps(chat_row("a question", "an answer"))
@@ -245,7 +245,7 @@ def test_plain_text(tmp_path, text_unit, expected, suffix):
 
 
 def test_a_text_too_large_for_one_document(tmp_path, monkeypatch):
-    monkeypatch.setattr("automodel_cli.data.datasets.text_reader.MAX_DOCUMENT", 10)
+    monkeypatch.setattr("automodel_cli.data.sources.text_reader.MAX_DOCUMENT", 10)
     (tmp_path / "book.txt").write_text("more than ten")
     with pytest.raises(DataError) as caught:
         list(read_file(tmp_path / "book.txt"))

@@ -20,7 +20,7 @@ from automodel_cli.models.packing_support import Rows, probe_context, probe_pack
 from automodel_cli.models.probes.tiny_model import SWITCH, shrink
 from automodel_cli.rollout.engines.policy_engine import check_decoding, check_lengths
 from tests import tiny
-from tests.tiny import gradient_error, gradients, logprobs_of, next_token_labels, packed_batch, token_row
+from tests.tiny import gradient_error, gradients, next_token_labels, packed_batch, reference_logprobs, token_row
 
 _FACTORS = {"short_factor": [1 + 0.1 * i for i in range(8)], "long_factor": [2 + 0.7 * i for i in range(8)]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": SWITCH, **_FACTORS}
@@ -61,7 +61,7 @@ def alone(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]
         for document in row:
             fresh = copy.deepcopy(model)
             logits_TV = fresh(input_ids=document[None], use_cache=False).logits[0]
-            logprobs.append(logprobs_of(logits_TV, next_token_labels(document)))
+            logprobs.append(reference_logprobs(logits_TV, next_token_labels(document)))
             logprobs[-1].sum().backward()
             sums = {name: sums.get(name, 0) + grad for name, grad in gradients(fresh).items()}
         rows.append(torch.cat(logprobs).detach())

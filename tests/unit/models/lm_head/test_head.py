@@ -16,8 +16,8 @@ from automodel_cli.models.lm_head import head as head_module
 from automodel_cli.models.lm_head.fused_linear_logprobs import Settings, fused_scores
 from automodel_cli.models.lm_head.head import Head, HeadKind, classify, default_chunk_size, detect_head, head_logits
 from automodel_cli.parity.reference import output_of
-from automodel_cli.rollout.engines.sampler.sampling import Shaping
-from tests.tiny import build_hf, logprobs_of, packed_batch, tiny_config, token_row
+from automodel_cli.rollout.engines.sampler.sampling import SamplingTransform
+from tests.tiny import build_hf, packed_batch, reference_logprobs, tiny_config, token_row
 
 VOCAB, WIDTH = 50, 12
 EXPECTED = {"llama": "plain", "gemma3_text": "plain", "gpt_oss": "plain", "gemma2": "softcap", "granite": "scale"}
@@ -71,7 +71,7 @@ def test_fused_equals_the_definition(kind: HeadKind, uniform: bool):
     labels = torch.randint(0, VOCAB, (23,), generator=generator)
     incoming = torch.full((23,), -0.7) if uniform else torch.randn(23, generator=generator)
     logits = _final(hidden @ weight.t(), kind)
-    expected = logprobs_of(logits, labels)
+    expected = reference_logprobs(logits, labels)
     want = torch.autograd.grad((expected * incoming).sum(), (hidden, weight))
     logprobs = fused_scores(hidden, weight, labels[:, None], Settings(kind, 5)).logprobs_SN[:, 0]
     got = torch.autograd.grad((logprobs * incoming).sum(), (hidden, weight))
@@ -133,9 +133,13 @@ def test_every_field_and_its_gradients_are_those_of_whole_logits(kind: HeadKind 
         assert (ours - theirs).abs().max() < 3e-6 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("shaping", [Shaping(temperature=0.7), Shaping(temperature=1.3, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize(
+    "shaping", [SamplingTransform(temperature=0.7), SamplingTransform(temperature=1.3, top_k=20, top_p=0.9)]
+)
 @pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: kind.name if kind else "generic")
-def test_entropies_log_probs_and_gradients_are_those_of_the_distribution_that_was_drawn_from(kind, shaping: Shaping):
+def test_entropies_log_probs_and_gradients_are_those_of_the_distribution_that_was_drawn_from(
+    kind, shaping: SamplingTransform
+):
     head, hidden_BTD, labels_BT, _ = _case(kind)
     head.shaping = shaping
     got = head(hidden_BTD.requires_grad_(), labels_BT, HeadRequest(entropy=True))
@@ -168,12 +172,12 @@ def test_entropies_log_probs_and_gradients_are_those_of_the_distribution_that_wa
 def test_without_entropies_too_and_for_equal_gradients(kind: HeadKind):
     """What forward then keeps for its backward."""
     head, hidden_BTD, labels_BT, _ = _case(kind)
-    head.shaping = Shaping(temperature=0.7)
+    head.shaping = SamplingTransform(temperature=0.7)
     index = (labels_BT != IGNORE_INDEX).flatten().nonzero()[:, 0]
     leaves = (hidden_BTD.requires_grad_(), head.model.lm_head.weight)
     wanted = tuple(leaf.detach().double().requires_grad_() for leaf in leaves)
     logits = head.shaping(_final(wanted[0].flatten(0, 1)[index] @ wanted[1].t(), kind).float())
-    want = torch.autograd.grad(logprobs_of(logits, labels_BT.flatten()[index]).sum() * -0.3, wanted)
+    want = torch.autograd.grad(reference_logprobs(logits, labels_BT.flatten()[index]).sum() * -0.3, wanted)
     got = torch.autograd.grad(head(hidden_BTD, labels_BT).logprobs_BT.sum() * -0.3, leaves)
     for ours, theirs in zip(got, want, strict=True):
         assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
@@ -206,7 +210,7 @@ def test_a_frozen_weight_gets_no_gradient_and_bf16_stays_close():
     logprobs = fused_scores(hidden, weight, labels[:, None], Settings(HeadKind("plain"), 4)).logprobs_SN[:, 0]
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32 and weight.grad is None and hidden.grad is not None
-    assert torch.allclose(logprobs, logprobs_of(hidden.float() @ weight.float().t(), labels), atol=0.1)
+    assert torch.allclose(logprobs, reference_logprobs(hidden.float() @ weight.float().t(), labels), atol=0.1)
 
 
 def test_hidden_states_in_fp32_meet_a_head_in_bf16_as_in_the_librarys_mamba():
@@ -314,5 +318,5 @@ def test_a_head_with_a_bias_takes_the_generic_path():
     model.lm_head = nn.Linear(64, 160, bias=True)
     hidden, labels = torch.randn(1, 6, 64), torch.randint(0, 160, (1, 6))
     logprobs = Head(model, HeadKind("plain"), chunk_size=4)(hidden, labels).logprobs_BT
-    assert torch.allclose(logprobs, logprobs_of(model.lm_head(hidden), labels), atol=2e-6)
+    assert torch.allclose(logprobs, reference_logprobs(model.lm_head(hidden), labels), atol=2e-6)
     assert torch.equal(head_logits(model, hidden), model.lm_head(hidden))

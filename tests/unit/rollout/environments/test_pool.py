@@ -93,7 +93,7 @@ def test_what_is_drawn_does_not_depend_on_which_conversation_is_ready_first(toke
     for delays in ((0.0, 0.02, 0.005, 0.03, 0.01), (0.03, 0.0, 0.01)):
         slow = Echo(max_turns=5, delays=delays)
         assert content(played(tokenizer, slow, new(tokenizer, 9))) == want
-        assert content(played(tokenizer, slow, new(tokenizer, 9), run_async=4)) == want
+        assert content(played(tokenizer, slow, new(tokenizer, 9), freely=4)) == want
 
 
 def test_conversations_that_go_at_their_own_pace_do_not_wait_for_the_slowest(tokenizer: Any) -> None:
@@ -110,7 +110,7 @@ def test_conversations_that_go_at_their_own_pace_do_not_wait_for_the_slowest(tok
             return Turn(({"role": "tool", "content": "on"},), done=count == 3, state=count)
 
     episodes = [*new(tokenizer, 1, slow=True), *new(tokenizer, 7)]
-    played(tokenizer, Slow(), episodes, run_async=8)
+    played(tokenizer, Slow(), episodes, freely=8)
     assert ended == ["fast"] * 7 + ["slow"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from automodel_cli.rollout.monitoring.health_monitor import HealthMonitor
 
 FINE = {
-    "truncated": 0.1,
+    "truncation_rate": 0.1,
     "num_zero_std_groups": 3,
     "num_unused_groups": 3,
     "num_groups": 8,
@@ -20,17 +20,17 @@ def said(*steps: dict[str, float]) -> list[list[str]]:
 
 
 def test_a_good_run_is_not_commented():
-    assert said(*[{"entropy": 1.0 - 0.04 * step, "truncated": 0.5} for step in range(20)]) == [[]] * 20
+    assert said(*[{"entropy": 1.0 - 0.04 * step, "truncation_rate": 0.5} for step in range(20)]) == [[]] * 20
 
 
 def test_responses_that_are_cut_off_are_said_at_the_fifth_step_and_once():
-    found = said(*[{"truncated": 0.75}] * 12)
+    found = said(*[{"truncation_rate": 0.75}] * 12)
     assert [bool(lines) for lines in found] == [False] * 4 + [True] + [False] * 7
     assert "now 75%" in found[4][0] and "rollout.max_new_tokens=128" in found[4][0]
 
 
 def test_a_good_step_between_bad_ones_begins_the_count_anew():
-    found = said(*[{"truncated": 0.75}] * 4, {}, *[{"truncated": 0.75}] * 5)
+    found = said(*[{"truncation_rate": 0.75}] * 4, {}, *[{"truncation_rate": 0.75}] * 5)
     assert [bool(lines) for lines in found] == [False] * 9 + [True]
 
 

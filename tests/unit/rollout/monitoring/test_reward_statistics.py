@@ -96,7 +96,7 @@ def test_an_environment_that_fails_is_told_once_and_not_as_a_reward_too():
     )
     rollout = Rollout(0, [lost], torch.zeros(1), torch.tensor([False]), [], [], 1, 1, 1, 1.0, 0.25, None, {})
     alarms = HealthMonitor(max_new_tokens=8)
-    *_, said = [alarms.of({**rollout.unshown, "truncated": 0.0}, rollout.failures) for _ in range(5)]
+    *_, said = [alarms.of({**rollout.unshown, "truncation_rate": 0.0}, rollout.failures) for _ in range(5)]
     assert len(said) == 1 and "failed in their environment" in said[0]
 
 

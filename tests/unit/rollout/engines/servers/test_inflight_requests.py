@@ -10,7 +10,7 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.engines.servers.colocated import SharedGPUs
 from automodel_cli.rollout.types import SamplingParams
-from tests.unit.rollout.engines.servers.test_http_servers import Refused, VLLMDouble, make_oracle
+from tests.unit.rollout.engines.servers.test_http_engine_servers import Refused, VLLMDouble, make_oracle
 from tests.unit.rollout.engines.servers.test_server_pool import SEEN, dropped, pool_of
 
 ONE_TOKEN = SamplingParams(1, temperature=0.0)

@@ -24,7 +24,7 @@ from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import SamplingParams
 from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests import tiny
-from tests.unit.rollout.engines.servers.test_http_servers import Refused, VLLMDouble, build_model, make_oracle
+from tests.unit.rollout.engines.servers.test_http_engine_servers import Refused, VLLMDouble, build_model, make_oracle
 
 PROMPTS = [[7, 8, 9], [30, 31], [40, 41, 42, 43], [50]]
 PARAMS = SamplingParams(max_new_tokens=6)

@@ -28,7 +28,7 @@ from automodel_cli.rollout.types import SamplingParams
 from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests import tiny
 from tests.signatures import SIGNATURES, bind
-from tests.unit.rollout.engines.servers.test_http_servers import Refused, VLLMDouble, build_model, make_oracle
+from tests.unit.rollout.engines.servers.test_http_engine_servers import Refused, VLLMDouble, build_model, make_oracle
 
 TAKEN = {
     "/generate": "GenerateReqInput",

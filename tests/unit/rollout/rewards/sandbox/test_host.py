@@ -20,7 +20,7 @@ from tests.unit.rollout.rewards.test_base import judged
 
 needs_isolation = pytest.mark.skipif(not set(_CUT_OFF) <= isolation(), reason=f"the kernel enforces: {statement()}")
 
-COMPLETIONS = Path(__file__).parents[5] / "vectors" / "completions"
+COMPLETIONS = Path(__file__).parents[4] / "vectors" / "completions"
 ADD = "def add(a, b):\n    return a + b\n"
 
 

@@ -112,7 +112,7 @@ def test_conversations_are_those_of_the_same_messages(own, tmp_path):
     assert tokens(data) == tokens(ours)
     assert "rows.jsonl: 2 rows (talk_format.Talk)" in data.report.lines()
     mapped = [{"question": row["q"], "a": row["a"], "system": ""} for row in ROWS]
-    assert tokens(prepared(tmp_path, mapped, own.Talk(), columns={"q": "question"})) == tokens(ours)
+    assert tokens(prepared(tmp_path, mapped, own.Talk(), column_mapping={"q": "question"})) == tokens(ours)
 
 
 def test_a_listed_system_text_stands_in_front(own, tmp_path):

@@ -21,7 +21,7 @@ from automodel_cli.launch.slurm_servers import RolloutNodes
 from automodel_cli.rollout.engines.servers import server_launcher as own_servers
 from automodel_cli.rollout.engines.servers.server_launcher import Machines
 from automodel_cli.rollout.http import ServerError
-from tests.unit.rollout.engines.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_engine_servers import free_port
 
 BASE = """
 defaults: [grpo, {data: chat_tasks}, _self_]
