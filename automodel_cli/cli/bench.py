@@ -98,7 +98,9 @@ def compare(
     """
     first, second = (_config(c, (*overrides, *own), trust) for c, own in zip(confs, (only_a, only_b), strict=True))
     if first.arguments == second.arguments:
-        raise ConfigError("A and B are the same config", fix="--b KEY=VALUE, an override of B alone")
+        raise ConfigError(
+            "A and B are the same config", code="nothing_to_compare", keys=("--b",), fix="--b KEY=VALUE   (for B only)"
+        )
     from automodel_cli.run.commands import bench as of_run
 
     return of_run.compare_configs(first, second, **options)

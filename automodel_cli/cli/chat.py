@@ -94,7 +94,9 @@ def _base_of(adapter: Path) -> str:
     try:
         name = json.loads((adapter / "adapter_config.json").read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError):
-        raise ConfigError(f"--unmerged: {adapter} holds no adapters; only a run with LoRA has them") from None
+        message = f"--unmerged requires a run with LoRA, but {adapter} contains no adapters"
+        raise ConfigError(message, code="wrong_recipe", keys=("--unmerged",)) from None
     if not name:
-        raise ConfigError("--unmerged: the adapters name no base model: the run began with random weights")
+        message = "--unmerged requires a base model, but the run began with random weights"
+        raise ConfigError(message, code="model_not_found", keys=("--unmerged",))
     return str(name)

@@ -36,10 +36,14 @@ def check(
     from automodel_cli.config.bundled_recipes import conf_dir, display
 
     if gpu is not None and gpus is None:
-        raise ConfigError(f"--gpu {gpu}: a check dry-runs the step only with --gpus N", fix=f"--gpus 1 --gpu {gpu}")
+        message = f"--gpu {gpu} has no effect without --gpus"
+        raise ConfigError(message, code="requires_setting", keys=("--gpu", "--gpus"), fix=f"--gpus 1 --gpu {gpu}")
     if resolved and gpus is not None:
         raise ConfigError(
-            f"--resolved prints the config and runs no step, but --gpus {gpus} asks for one", fix="--resolved"
+            f"--resolved and --gpus {gpus} exclude each other: --resolved only prints the config",
+            code="mutually_exclusive",
+            keys=("--resolved", "--gpus"),
+            fix="--resolved",
         )
     untrusted: list[Need] = []
     load = common.load if gpus is None else common.load_recipe

@@ -117,7 +117,10 @@ def load(
         recipe = check_config(composed, composed.trust, untrusted)
     if not isinstance(recipe, ConfigRoot):
         raise ConfigError(
-            f"{type(recipe).__name__} is no recipe: it does not inherit from {ConfigRoot.__module__}.ConfigRoot",
+            f"_target_={composed.tree['_target_']} is not a recipe: {type(recipe).__name__} must inherit from "
+            f"{ConfigRoot.__module__}.ConfigRoot",
+            code="wrong_recipe",
+            keys=("_target_",),
             origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
         )
     return composed, recipe
@@ -130,7 +133,10 @@ def load_recipe(*args: Any, **options: Any) -> tuple[Composed, Recipe]:
     composed, found = load(*args, **options)
     if not isinstance(found, Recipe):
         raise ConfigError(
-            f"{type(found).__name__} has not the sections that this command reads: it is no {Recipe.__module__}.Recipe",
+            f"_target_={composed.tree['_target_']} is not supported by this command: {type(found).__name__} must "
+            f"inherit from {Recipe.__module__}.Recipe",
+            code="wrong_recipe",
+            keys=("_target_",),
             origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
         )
     return composed, found
@@ -188,19 +194,22 @@ def run_folder(name: str, *fetched: Literal["checkpoint", "export"]) -> Path:
     of_checkpoint = Path(name).parent
     if of_checkpoint.name == "checkpoints" and (of_checkpoint.parent / "config.yaml").is_file():
         raise ConfigError(
-            f"{name} is a checkpoint, and a run is expected",
+            f"{name} is a checkpoint. Name its run",
+            code="run_not_found",
             fix=f"automodel export {word(of_checkpoint.parent)} --checkpoint {Path(name).name}",
         )
     known = sorted((p.parent for p in Path("runs").glob("*/config.yaml")), key=lambda p: p.stat().st_mtime)
-    raise ConfigError(f"no run at {name}: it has no config.yaml", fix=str(known[-1]) if known else None)
+    fix = str(known[-1]) if known else None
+    raise ConfigError(f"{name} is not a run: it has no config.yaml", code="run_not_found", fix=fix)
 
 
 def export_that_talks(folder: Path, checkpoint: str | None = None) -> Path:
     """The export of a run, which must be a model that generates. Raises RunError or ConfigError."""
     export = exported_checkpoint(folder, checkpoint)
     if not (export / "config.json").is_file():
-        raise RunError(f"{folder} has no export", fix=f"automodel export {word(folder)}")
+        raise RunError(f"{folder} has no export", code="no_export", fix=f"automodel export {word(folder)}")
     kinds = json.loads((export / "config.json").read_bytes()).get("architectures") or []
     if any("Classification" in kind for kind in kinds):
-        raise ConfigError(f"{folder} trained a classifier ({', '.join(kinds)}): it gives scores, and says nothing")
+        message = f"{folder} is not supported because it trained a classifier ({', '.join(kinds)})"
+        raise ConfigError(message, code="wrong_model_kind")
     return export

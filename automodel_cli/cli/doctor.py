@@ -58,7 +58,8 @@ def doctor(run: str | None, nodes: bool, trust: Trust) -> int:
     """
     if nodes:
         if run:
-            raise ConfigError("--nodes looks at machines, RUN at files", fix="automodel doctor --nodes")
+            message = f"--nodes and RUN={run} exclude each other"
+            raise ConfigError(message, code="mutually_exclusive", keys=("--nodes",), fix="automodel doctor --nodes")
         if process_context.detect().kind == "local":
             return _on_every_node()
         verdicts = list(of_nodes())
@@ -88,7 +89,9 @@ def _on_every_node() -> int:
     srun = shutil.which("srun")
     if "SLURM_JOB_ID" not in os.environ or srun is None:
         raise ConfigError(
-            "--nodes measures between the nodes of an allocation, and this process is in none",
+            "--nodes requires a Slurm allocation or torchrun",
+            code="invalid_environment",
+            keys=("--nodes",),
             fix="srun --nodes 2 --ntasks-per-node 1 automodel doctor --nodes",
         )
     each = [srun, "--ntasks-per-node=1", f"--ntasks={os.environ.get('SLURM_JOB_NUM_NODES', '1')}"]

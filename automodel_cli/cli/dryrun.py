@@ -109,4 +109,5 @@ def dryrun(
 def _number(rank: str, gpus: int) -> int:
     if rank.isdecimal() and int(rank) < gpus:
         return int(rank)
-    raise ConfigError(f"--rank {rank}: a number below --gpus {gpus} is expected, or {_ALL}", fix="--rank 0")
+    message = f"--rank {rank} must be a number below --gpus {gpus}, or {_ALL}"
+    raise ConfigError(message, code="out_of_range", keys=("--rank", "--gpus"), fix="--rank 0")

@@ -70,13 +70,21 @@ def evaluate(
     are paired: both models answer the same questions.
     """
     if alone and against:
-        raise ConfigError(f"--alone and --against {against[0]} exclude each other", fix=f"--against {against[0]}")
+        message, fix = f"--alone and --against {against[0]} exclude each other", f"--against {against[0]}"
+        raise ConfigError(message, code="mutually_exclusive", keys=("--alone", "--against"), fix=fix)
     if (conf is None) == (harness is None):
-        raise ConfigError("one of -c EVAL and --harness TASKS says what is asked", fix="-c quickstart")
+        code = "missing_key" if conf is None else "mutually_exclusive"
+        message = "exactly one of -c EVAL and --harness TASKS is required"
+        raise ConfigError(message, code=code, keys=("--conf", "--harness"), fix="-c quickstart")
     if harness is None and (include or harness_python):
-        raise ConfigError("--include and --harness-python belong to --harness", fix="--harness TASK,...")
+        message, option = (
+            "--include and --harness-python require --harness",
+            "--include" if include else "--harness-python",
+        )
+        raise ConfigError(message, code="requires_setting", keys=(option, "--harness"), fix="--harness TASK,...")
     if checkpoint is not None and _folder(target) is None:
-        raise ConfigError(f"--checkpoint {checkpoint}: {target} is a model, and only a run has checkpoints")
+        message = f"--checkpoint {checkpoint} requires a run, but {target} is a model"
+        raise ConfigError(message, code="no_checkpoint", keys=("--checkpoint",))
     if harness is not None:
         return _by_harness(target, checkpoint, harness, include, harness_python, overrides, against, out)
     assert conf is not None
@@ -134,13 +142,16 @@ def _by_harness(
 def _exported(name: str, checkpoint: str | None = None) -> str:
     """The model that `transformers` loads: of a run its export, or that of a chosen checkpoint."""
     if name == _BEFORE:
-        raise ConfigError("--against before: lm-eval reads exported models", fix="--against MODEL")
+        message = "--against before is not supported with --harness, which reads exported models"
+        raise ConfigError(
+            message, code="unsupported_combination", keys=("--against", "--harness"), fix="--against MODEL"
+        )
     folder = _folder(name)
     if folder is None:
         return name
     export = common.exported_checkpoint(folder, checkpoint)
     if not export.is_dir():
-        raise ConfigError(f"{name} has no export, which lm-eval would load", fix=f"automodel export {word(folder)}")
+        raise ConfigError(f"{name} has no export", code="no_export", fix=f"automodel export {word(folder)}")
     return str(export)
 
 
@@ -156,7 +167,9 @@ def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Compos
     found = check_config(composed, trust, kind=EvalConfig)
     if not isinstance(found, EvalConfig):
         raise ConfigError(
-            f"{conf} makes a {type(found).__name__}, which is no evaluation",
+            f"{conf} is not an evaluation but a {type(found).__name__}",
+            code="wrong_recipe",
+            keys=("--conf",),
             origin=f"_target_={composed.tree.get('_target_')} ({composed.origin('_target_')})",
             fix="-c quickstart   (bundled)",
         )
@@ -180,7 +193,8 @@ def _check_rows(target: str, config: EvalConfig, conf: str) -> None:
             exported_by = _folder(str(Path(target).parent)) if Path(target).name == "export" else None
             own = f"'tasks.{name}.data={{path: <file>}}'"
             raise ConfigError(
-                f"tasks.{name} names no data of its own and asks the held-out rows of a run, but {target} is a model",
+                f"tasks.{name}.data is required because {target} is a model, which has no held-out rows",
+                code="missing_key",
                 keys=(f"tasks.{name}.data",),
                 fix=own if exported_by is None else f"automodel eval {word(exported_by)} -c {word(conf)}",
             )
@@ -190,7 +204,8 @@ def _recipe(target: str, folder: Path | None, config: EvalConfig, trust: Trust) 
     if folder is not None:
         recipe = common.load_recipe(folder / "config.yaml", (), trust, run_dir=folder)[1]
         if recipe.as_classifier:
-            raise ConfigError(f"{folder} trained a classifier: it gives scores, and answers no questions")
+            message = f"{folder} is not supported because it trained a classifier"
+            raise ConfigError(message, code="wrong_model_kind")
         return recipe
     length = [f"data.seq_len={config.longest()}"] if config.longest() else []
     return common.load_recipe("sft", [f"model.pretrained={target}", "data.path=none", *length], trust)[1]
@@ -201,7 +216,8 @@ def _other(name: str, recipe: Recipe, folder: Path | None, trust: Trust) -> Targ
 
     if name == _BEFORE:
         if folder is None:
-            raise ConfigError(f"--against {_BEFORE}: only a run began with something", fix="--against MODEL")
+            message = f"--against {_BEFORE} requires a run, but a model was given"
+            raise ConfigError(message, code="run_not_found", keys=("--against",), fix="--against MODEL")
         return runner.before(recipe)
     other: Any = _folder(name)
     if other is None:

@@ -76,7 +76,9 @@ def of_kind(kind: str, what: str) -> click.Group:
         composed, recipe = common.load(conf, overrides, trust)
         if recipe.kind != kind:
             raise ConfigError(
-                f"{conf} is no {kind} recipe: it makes a {type(recipe).__name__}",
+                f"{conf} is not a {kind} recipe but a {type(recipe).__name__}",
+                code="wrong_recipe",
+                keys=("_target_",),
                 origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
                 fix=(
                     f"automodel finetune llm -c {word(conf)}, or a config that begins with `defaults: [{kind}, _self_]`"
@@ -142,4 +144,5 @@ def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> i
     try:
         return recipe.run(composed)
     except BrokenPipeError as error:  # never of our output: click would end the process without a word
-        raise RunError(f"a process or server that this run talks to is gone: {error}") from error
+        message = f"the connection to a process or server was lost: {error}"
+        raise RunError(message, code="server_unreachable") from error

@@ -1,4 +1,4 @@
-"""What people type who come from another tool, and what to type here."""
+"""Commands and options of other tools, and their equivalents here."""
 
 from __future__ import annotations
 
@@ -16,67 +16,68 @@ _SWEEP = "automodel sweep -c quickstart optimizer.lr=0.01,0.02"
 _ANSWERS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("train", "sft", "run", "tune", "launch", "fit", "pretrain"),
-        "training is finetune, with the config of your run after -c",
+        "use finetune, with your config after -c",
         _TRAIN,
     ),
-    (("rl", "ppo", "rlhf"), "reinforcement learning is grpo", "automodel grpo llm -c quickstart_grpo"),
-    (("kto", "orpo", "simpo"), "preferences are dpo, with an objective", "automodel dpo llm -c quickstart_dpo"),
+    (("rl", "ppo", "rlhf"), "use grpo for reinforcement learning", "automodel grpo llm -c quickstart_grpo"),
+    (("kto", "orpo", "simpo"), "use dpo with another objective", "automodel dpo llm -c quickstart_dpo"),
     (
         ("evaluate", "test", "validate", "judge"),
-        "a run is judged by eval, with the questions of a config",
+        "use eval, with the tasks of a config",
         "automodel eval quickstart -c quickstart",
     ),
     (
         ("generate", "inference", "infer", "predict"),
-        "a run answers in chat, and behind OpenAI's interface with serve",
+        "use chat, or serve for an OpenAI-compatible server",
         "automodel chat quickstart",
     ),
-    (("upload", "publish"), "a run goes to the hub by push", "automodel push quickstart me/quickstart --dry-run"),
-    (("merge", "convert", "save"), "export writes a run, adapters merged", "automodel export runs/quickstart"),
-    (("ls", "list", "cp", "init", "new", "template"), "configs to start from", "automodel recipes ls"),
-    (("lint", "validate-config"), "a config is checked by check", "automodel check -c quickstart"),
-    (("dry-run", "dry_run", "simulate"), "it is one word", "automodel dryrun -c quickstart --gpus 1"),
+    (("upload", "publish"), "use push to upload a run to the hub", "automodel push quickstart me/quickstart --dry-run"),
+    (("merge", "convert", "save"), "use export, which merges adapters", "automodel export runs/quickstart"),
+    (("ls", "list", "cp", "init", "new", "template"), "list the bundled recipes", "automodel recipes ls"),
+    (("lint", "validate-config"), "use check to validate a config", "automodel check -c quickstart"),
+    (("dry-run", "dry_run", "simulate"), "use dryrun", "automodel dryrun -c quickstart --gpus 1"),
     (
         ("preprocess", "tokenize", "prepare"),
-        "a run prepares its data itself; this shows it",
+        "runs prepare their data. Use data inspect to see it",
         "automodel data inspect -c quickstart",
     ),
-    (("env", "info", "status"), "the machine is looked at by doctor", "automodel doctor"),
-    (("config", "keys", "params", "schema"), "every key is listed by options", "automodel options"),
-    (("help",), "the commands are listed by --help", "automodel --help"),
+    (("env", "info", "status"), "use doctor to inspect the machine", "automodel doctor"),
+    (("config", "keys", "params", "schema"), "use options to list all keys", "automodel options"),
+    (("help",), "use --help to list the commands", "automodel --help"),
 )
 _COMMANDS = {word: (says, fix) for words, says, fix in _ANSWERS for word in words}
 
 
 def other_command(word: str) -> ConfigError | None:
-    """The answer to another tool's name for a command."""
+    """Return the error for a command of another tool, with the equivalent here."""
     if word not in _COMMANDS:
         return None
     says, fix = _COMMANDS[word]
-    return ConfigError(f"no such command: {word}; {says}", fix=fix)
+    return ConfigError(f"{word} is not a command: {says}", code="unknown_command", keys=(word,), fix=fix)
 
 
 def unknown_option(error: NoSuchOption, arguments: Sequence[str]) -> ConfigError:
-    """An option that does not exist: Hydra's own, a config key with dashes (of a command that takes any), or a
-    misspelling."""
+    """Return the error for an option that does not exist: an option of Hydra, a config key with dashes, or a typo."""
     name = error.option_name
+
+    def unknown(rule: str, fix: str) -> ConfigError:
+        return ConfigError(f"{name} is not an option{rule}", code="unknown_option", keys=(name,), fix=fix)
+
     if name in ("-m", "--multirun"):
-        return ConfigError(f"no such option: {name}; several runs are a sweep", fix=_SWEEP)
+        return unknown(". Use sweep for several runs", _SWEEP)
     if name in ("--config-name", "--config-path", "-cn", "-cp", "--config", "--cfg"):
         given = _value(name, arguments)
-        return ConfigError(f"no such option: {name}; a config is named by -c", fix=f"-c {word(given or 'quickstart')}")
+        return unknown(". Use -c for the config", f"-c {word(given or 'quickstart')}")
     command = error.ctx
     if command is not None and not any(parameter.name == "overrides" for parameter in command.command.params):
         known = ", ".join(name for parameter in command.command.params for name in parameter.opts if name[0] == "-")
         near = sorted(error.possibilities or [f"{command.command_path} --help"])
-        return ConfigError(f"no such option: {error.option_name}; there are {known or 'none'}", fix=near[0])
+        return unknown(f". The options are: {known or 'none'}", near[0])
     key, value = name.lstrip("-").replace("-", "_"), _value(name, arguments)
     fix = _override(key, value, completion_values.keys(_value("-c", arguments) or _value("--conf", arguments) or "sft"))
     if fix is None and error.possibilities:
-        return ConfigError(f"no such option: {name}", fix=sorted(error.possibilities)[0])
-    return ConfigError(
-        f"no such option: {name}; a config key is set without dashes, as key=value", fix=fix or f"{key}=VALUE"
-    )
+        return unknown("", sorted(error.possibilities)[0])
+    return unknown(". Write config keys without dashes: key=value", fix or f"{key}=VALUE")
 
 
 def _override(key: str, value: str | None, known: set[str]) -> str | None:

@@ -49,9 +49,11 @@ def import_config(file: Path, slug: str | None, output: Path | None, gpus: int, 
         click.echo(text, nl=False)
         return
     if output.suffix != ".yaml":
-        raise ConfigError(f"{output}: only the suffix .yaml is read", fix=f"-o {output.with_suffix('.yaml')}")
+        fix = f"-o {output.with_suffix('.yaml')}"
+        raise ConfigError(f"{output} must end in .yaml", code="unsupported_file_type", keys=("--output",), fix=fix)
     if output.exists():
-        raise ConfigError(f"{output} exists already", fix=f"-o {output.with_stem(output.stem + '_2')}")
+        fix = f"-o {output.with_stem(output.stem + '_2')}"
+        raise ConfigError(f"{output} exists already", code="file_exists", keys=("--output",), fix=fix)
     output.write_text(text, encoding="utf-8")
     num_left = len(re.findall(r"^#   \S", text, flags=re.M))
     left = f"   ({num_left} of its keys have no counterpart: the end of the file says why)" if num_left else ""

@@ -108,7 +108,7 @@ class LazyGroup(click.Group):
                 raise answer
             near = difflib.get_close_matches(word, [*COMMANDS, *bundled_recipes.recipe_names()], 1, 0.6)
             fix = f"automodel {near[0]}" if near else "automodel --help"
-            raise ConfigError(f"no such command: {word}", fix=fix)
+            raise ConfigError(f"{word} is not a command", code="unknown_command", keys=(word,), fix=fix)
         return super().resolve_command(ctx, args)
 
 
@@ -179,9 +179,10 @@ def _lost_peer(error: Exception) -> int | None:
 
 
 def _disk(error: OSError) -> RunError:
-    """A full or read-only disk is nobody's mistake in the code, wherever it shows."""
+    """Return the error for a full or read-only disk, which any write may meet."""
     return RunError(
         f"{error.filename or 'a file'} could not be written: {error.strerror}",
+        code="disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable_file",
         fix="free space there, or output_dir=another-disk data.cache_dir=another-disk/cache",
     )
 

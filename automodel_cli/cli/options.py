@@ -63,7 +63,9 @@ def _chosen(found: list[ReferenceNode], section: str) -> list[ReferenceNode]:
     names = {n.path for n in found if n.path} | {k.name for n in found for k in n.keys}
     near = difflib.get_close_matches(section, sorted(names), 1, 0.5)
     raise ConfigError(
-        f"no section and no key is called {section}",
+        f"{section} is not a section or key",
+        code="unknown_name",
+        keys=(section,),
         fix=f"automodel options {near[0]}" if near else "automodel options",
     )
 

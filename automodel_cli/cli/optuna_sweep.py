@@ -24,15 +24,19 @@ def axes(overrides: Sequence[str]) -> tuple[list[hydra_adapter.SweepAxis], list[
         found, fixed = hydra_adapter.sweep_axes(overrides)
     except ValueError as error:
         raise ConfigError(
-            f"{error}: a list, choice(...), range(...) or interval(low,high) is expected; tag(log, interval(...)) "
-            "needs low > 0",
+            f"{error} must be one of: a list, choice(...), range(...), interval(low,high), or "
+            "tag(log, interval(low,high)) with low > 0",
+            code="invalid_override",
+            keys=(str(error).partition("=")[0],),
             origin=f"{error} (command line)",
         ) from error
     except hydra_adapter.HydraException as error:
-        raise ConfigError(f"the overrides cannot be read: {str(error).splitlines()[0]}") from error
+        message = f"the overrides cannot be parsed: {str(error).splitlines()[0]}"
+        raise ConfigError(message, code="invalid_override") from error
     if not found:
         raise ConfigError(
-            "nothing is searched: each key has one value",
+            "the search has one point because each key has one value",
+            code="empty_value",
             fix="automodel finetune llm, or 'optimizer.lr=tag(log, interval(1e-5, 1e-3))'",
         )
     return found, fixed
@@ -83,7 +87,8 @@ class Search:
             worst = max(worst, code)
             value = value_of(number, words) if code == 0 else None
             if code == 0 and value is None:
-                raise RunError("the run has no such metric to be judged by", fix="--metric loss")
+                message = "the run did not log the metric of --metric"
+                raise RunError(message, code="unknown_name", keys=("--metric",), fix="--metric loss")
             state = self._optuna.trial.TrialState.FAIL if value is None else None
             self._study.tell(number, value, state=state)
         return worst
@@ -123,6 +128,9 @@ def _optuna() -> Any:
         import optuna.storages.journal
     except ImportError as error:
         raise ConfigError(
-            f"--optuna needs the package optuna: {error}", fix="pip install 'automodel-cli[sweep]'"
+            f"--optuna needs the package optuna: {error}",
+            code="missing_package",
+            keys=("--optuna",),
+            fix="pip install 'automodel-cli[sweep]'",
         ) from error
     return optuna

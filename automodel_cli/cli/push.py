@@ -29,7 +29,8 @@ def push(run: str, repository: str, checkpoint: str | None, private: bool, licen
     With --checkpoint, RUN/exports/step-NNNNNN is written first if it is missing.
     """
     if not _ID.fullmatch(repository):
-        raise ConfigError(f"{repository} is no repository: owner/name is expected", fix=f"your-name/{repository}")
+        message = f"{repository} must have the form owner/name"
+        raise ConfigError(message, code="invalid_value", keys=("REPOSITORY",), fix=f"your-name/{repository}")
     folder = common.run_folder(run, "export", *common.with_checkpoints(checkpoint))
     export = common.exported_checkpoint(folder, checkpoint)
     from automodel_cli.runs.index import RunEntry

@@ -52,10 +52,11 @@ def cp(name: str, target: Path | None) -> None:
     if destination.is_dir():
         destination /= source.name
     if destination.suffix != ".yaml":
-        raise ConfigError(f"{destination}: only the suffix .yaml is read", fix=f"{destination.with_suffix('.yaml')}")
+        fix = f"{destination.with_suffix('.yaml')}"
+        raise ConfigError(f"{destination} must end in .yaml", code="unsupported_file_type", fix=fix)
     if destination.exists():
         fix = f"automodel recipes cp {word(name)} {word(destination.with_stem(destination.stem + '_2'))}"
-        raise ConfigError(f"{destination} exists already", fix=fix)
+        raise ConfigError(f"{destination} exists already", code="file_exists", fix=fix)
     shutil.copyfile(source, destination)
     click.echo(f"wrote {destination}\nnext  automodel finetune llm -c {word(destination)}")
 
@@ -64,5 +65,6 @@ def _path(name: str) -> Path:
     stem = name.removesuffix(".yaml")
     if stem not in bundled_recipes.recipe_names():
         near = difflib.get_close_matches(stem, bundled_recipes.recipe_names(), 1, 0.5)
-        raise ConfigError(f"no bundled recipe is called {name}", fix=near[0] if near else "automodel recipes ls")
+        fix = near[0] if near else "automodel recipes ls"
+        raise ConfigError(f"{name} is not a bundled recipe", code="unknown_name", keys=(name,), fix=fix)
     return bundled_recipes.recipe_path(stem)

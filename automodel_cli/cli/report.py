@@ -44,6 +44,6 @@ def _folders(name: str) -> Iterator[str | Path]:
         return
     found = runs_at(name)
     if not found:
-        raise ConfigError(f"no run at {name}", fix=f"automodel runs ls {word(name)}")
+        raise ConfigError(f"{name} is not a run", code="run_not_found", fix=f"automodel runs ls {word(name)}")
     for url in found:
         yield fetch(url)

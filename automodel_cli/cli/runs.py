@@ -187,7 +187,8 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
     try:
         begin, end = (int(part) if part else None for part in (first, last))
     except ValueError:
-        raise ConfigError(f"--step {text} is no step, and no range of steps", fix="--step 40:60") from None
+        message = f"--step {text} must be a step or a range of steps"
+        raise ConfigError(message, code="invalid_value", keys=("--step",), fix="--step 40:60") from None
     return begin, end if colon else begin
 
 
@@ -270,7 +271,7 @@ def _one(name: str | None) -> RunEntry:
         folder = run_folder(name)
         return RunEntry(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
     if not (found := find_runs(Path("runs"))):
-        raise ConfigError("no run in runs/", fix="automodel runs show FOLDER")
+        raise ConfigError("runs/ contains no run", code="run_not_found", fix="automodel runs show FOLDER")
     return found[-1]
 
 

@@ -94,16 +94,22 @@ def _command(
     if server == "vllm":
         program = shutil.which("vllm")
         if program is None and not dry_run:
-            raise ConfigError("--with vllm: vllm is not installed", fix="--with transformers")
+            message = "--with vllm needs the package vllm, which is not installed"
+            raise ConfigError(message, code="missing_package", keys=("--with",), fix="--with transformers")
         is_named = any(text.partition("=")[0] == _NAME_OPTION for text in more)
         name = [] if is_named else [_NAME_OPTION, asked_as]
         return [program or "vllm", "serve", str(export), *name, *where]
     if not dry_run and any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
-        raise ConfigError("transformers serve needs fastapi and uvicorn", fix="pip install 'transformers[serving]'")
+        message, fix = (
+            "--with transformers needs the packages fastapi and uvicorn",
+            "pip install 'transformers[serving]'",
+        )
+        raise ConfigError(message, code="missing_package", keys=("--with",), fix=fix)
     beside = Path(sys.executable).with_name("transformers")
     program = str(beside) if beside.exists() else shutil.which("transformers")
     if program is None and not dry_run:
-        raise ConfigError("the command transformers is not on the path", fix="pip install 'transformers[serving]'")
+        message, fix = "the command transformers is not on PATH", "pip install 'transformers[serving]'"
+        raise ConfigError(message, code="missing_package", keys=("--with",), fix=fix)
     return [program or "transformers", "serve", asked_as, *where]
 
 

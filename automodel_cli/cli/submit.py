@@ -235,23 +235,29 @@ def _rollout_nodes(
             number = -(-servers.own_gpus // (options["gpus_per_node"] or 8)) or 1
             elsewhere = "rollout.engine.servers=null rollout.engine.url=http://localhost:8000"
             raise ConfigError(
-                "rollout.engine.servers with placement=disaggregated need GPUs besides those of the ranks, and each of "
-                "--gpus-per-node has a rank" + ("" if to == "slurm" else f"; --to {to} starts no servers"),
+                "rollout.placement=disaggregated needs additional GPUs for rollout.engine.servers, because each GPU of "
+                "--gpus-per-node has a rank" + ("" if to == "slurm" else f". --to {to} starts no servers"),
+                code="requires_setting",
                 keys=("rollout.engine.servers", "rollout.placement"),
                 fix=f"--rollout-nodes {number}" if to == "slurm" else elsewhere,
             )
         if (option := next((name for name, value in given.items() if value is not None), None)) is not None:
-            raise ConfigError(f"{option} says something of nodes that --rollout-nodes asks for", fix=f"remove {option}")
+            message = f"{option} requires --rollout-nodes"
+            raise ConfigError(
+                message, code="requires_setting", keys=(option, "--rollout-nodes"), fix=f"remove {option}"
+            )
         return None
     if to != "slurm":
         raise ConfigError(
-            f"--rollout-nodes is Slurm's; for --to {to} start the servers yourself and name them",
-            keys=("rollout.engine.url",),
-            fix="remove --rollout-nodes; rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
+            f"--rollout-nodes is not supported with --to {to}. Start the servers yourself and set rollout.engine.url",
+            code="unsupported_combination",
+            keys=("--rollout-nodes", "--to", "rollout.engine.url"),
+            fix="remove --rollout-nodes, and set rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
         )
     if servers is None or not has_own:
         raise ConfigError(
-            f"--rollout-nodes {nodes}: this run starts no generation servers of its own there",
+            f"--rollout-nodes {nodes} has no effect because this run starts no separate generation servers",
+            code="no_effect",
             keys=("rollout.engine.servers", "rollout.placement"),
             fix=f"rollout=vllm rollout.placement=disaggregated rollout.engine.servers='{{number: {nodes}}}' "
             "rollout.engine.transport=files, or remove --rollout-nodes",
@@ -266,15 +272,20 @@ def _refuse_foreign(to: str, dry_run: bool, options: Mapping[str, Any], cloud: M
     """An option that the chosen scheduler knows nothing of."""
     if to == "slurm":
         if (given := next((name for name, value in cloud.items() if value), None)) is not None:
-            raise ConfigError(f"{given} is for --to k8s or skypilot", fix=f"--to k8s --dry-run, or remove {given}")
+            message, fix = f"{given} requires --to k8s or skypilot", f"--to k8s --dry-run, or remove {given}"
+            raise ConfigError(message, code="requires_setting", keys=(given, "--to"), fix=fix)
         return
     for name in ("partition", "account", "time", "options"):
         if options[name]:
             option = "--sbatch" if name == "options" else f"--{name}"
-            raise ConfigError(f"{option} is Slurm's; --to {to} has no such thing", fix=f"remove {option}")
+            message, keys = f"{option} is not supported with --to {to}", (option, "--to")
+            raise ConfigError(message, code="unsupported_combination", keys=keys, fix=f"remove {option}")
     if not dry_run:
         hand = "| kubectl apply -f -" if to == "k8s" else "> task.yaml; sky jobs launch task.yaml"
-        raise ConfigError(f"--to {to} prints a file and submits nothing", fix=f"--dry-run   (then {hand})")
+        message = f"--to {to} requires --dry-run, because it prints a file and does not submit it"
+        raise ConfigError(
+            message, code="requires_setting", keys=("--to", "--dry-run"), fix=f"--dry-run   (then {hand})"
+        )
 
 
 def _send(sbatch: str, job: slurm.Job, *, remove: bool) -> None:
@@ -310,7 +321,9 @@ def warn_of_a_job_that_waits_forever(number: str) -> None:
 def _ranks_per_node(num_gpus: int, num_ranks: int | None) -> int:
     if num_gpus and num_ranks not in (None, num_gpus):
         raise ConfigError(
-            f"--ranks-per-node {num_ranks} with --gpus-per-node {num_gpus}: a GPU takes one rank",
+            f"--ranks-per-node {num_ranks} must equal --gpus-per-node {num_gpus}: each GPU has one rank",
+            code="mesh_size",
+            keys=("--ranks-per-node", "--gpus-per-node"),
             fix=f"--gpus-per-node {num_gpus} without --ranks-per-node",
         )
     return num_gpus or num_ranks or 1
@@ -325,4 +338,5 @@ def _check_ranks(composed: Composed, recipe: ConfigRoot, nodes: int, ranks_per_n
         known = {path: composed.origin(path) for path in (*error.keys, *paths)}
         keys = [f"{path} ({origin})" for path, origin in known.items() if origin != "default"]
         asked = f"--nodes {nodes} x {ranks_per_node} rank(s) a node"
-        raise ConfigError(error.message, keys=error.keys, origin="; ".join([*keys, asked]), fix=error.fix) from error
+        origin = "; ".join([*keys, asked])
+        raise ConfigError(error.message, code=error.code, keys=error.keys, origin=origin, fix=error.fix) from error

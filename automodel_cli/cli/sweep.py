@@ -91,7 +91,10 @@ def sweep(
         _check_cluster(False, at_once, cluster)
         if on_slurm:
             raise ConfigError(
-                "--optuna needs the end of a run to choose the next: no job array", fix="leave --slurm out"
+                "--optuna is not supported with --slurm, because each run depends on the previous one",
+                code="unsupported_combination",
+                keys=("--optuna", "--slurm"),
+                fix="leave --slurm out",
             )
         code, points = _search(folder, conf, overrides, trust, optuna, metric, maximize=maximize, dry_run=dry_run)
         return _told(code, points, metric, maximize)
@@ -127,16 +130,20 @@ def _points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
         found = hydra_adapter.points(overrides)
     except ValueError as error:
         raise ConfigError(
-            f"{error}: a list of values or a range is expected, no interval and no glob",
+            f"{error} must be a list of values or a range",
+            code="invalid_override",
+            keys=(str(error).partition("=")[0],),
             origin=f"{error} (command line)",
             fix="--optuna 20" if "interval(" in str(error) else None,
         ) from error
     except hydra_adapter.HydraException as error:
-        raise ConfigError(f"the overrides cannot be read: {str(error).splitlines()[0]}") from error
+        message = f"the overrides cannot be parsed: {str(error).splitlines()[0]}"
+        raise ConfigError(message, code="invalid_override") from error
     if len(found) == 1:
-        raise ConfigError("nothing is swept: each key has one value", fix="automodel finetune llm, or a list: seed=0,1")
+        fix = "automodel finetune llm, or a list: seed=0,1"
+        raise ConfigError("the sweep has one run because each key has one value", code="empty_value", fix=fix)
     if len(found) > _MOST:
-        raise ConfigError(f"{len(found):,} runs are more than {_MOST:,}: name fewer values")
+        raise ConfigError(f"the sweep has {len(found):,} runs. The limit is {_MOST:,}", code="limit_exceeded")
     return [_point(folder, number, swept, everything) for number, (swept, everything) in enumerate(found)]
 
 
@@ -151,7 +158,10 @@ def _check_own(folder: Path, overrides: Sequence[str]) -> None:
     for text in overrides:
         if (key := text.lstrip("+").partition("=")[0]) in _OWN:
             raise ConfigError(
-                f"{key} is set by the sweep itself: every run has a folder of its own", fix=f"--name {folder.name}"
+                f"{key} cannot be set in a sweep, which gives each run a separate folder",
+                code="unsupported_combination",
+                keys=(key,),
+                fix=f"--name {folder.name}",
             )
 
 
@@ -212,7 +222,8 @@ def _same_sweep(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
         return
     if before != {"conf": conf, "overrides": list(overrides)}:
         said = " ".join([before.get("conf", "?"), *before.get("overrides", [])])
-        raise ConfigError(f"{folder} is another sweep: {said}", fix=f"--name {folder.name}-2")
+        message = f"{folder} belongs to another sweep: {said}"
+        raise ConfigError(message, code="resume_conflict", keys=("--name",), fix=f"--name {folder.name}-2")
 
 
 def _remember(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
@@ -278,10 +289,12 @@ def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
 def _check_cluster(on_slurm: bool, at_once: int | None, cluster: dict[str, Any]) -> None:
     given = [name for name in ("nodes", "gpus_per_node") if cluster[name] is not None]
     if on_slurm and len(given) < 2:
-        raise ConfigError("--slurm needs the size of one run", fix="--slurm --nodes 1 --gpus-per-node 8")
+        message, fix = "--slurm requires --nodes and --gpus-per-node", "--slurm --nodes 1 --gpus-per-node 8"
+        raise ConfigError(message, code="requires_setting", keys=("--slurm", "--nodes", "--gpus-per-node"), fix=fix)
     if not on_slurm and (given or at_once):
         option = given[0].replace("_", "-") if given else "at-once"
-        raise ConfigError(f"--{option} is for a cluster", fix="--slurm")
+        message = f"--{option} requires --slurm"
+        raise ConfigError(message, code="requires_setting", keys=(f"--{option}", "--slurm"), fix="--slurm")
 
 
 def _submit(
@@ -300,7 +313,9 @@ def _submit(
         servers = recipe.generation_servers()
         if servers is not None and not servers.colocated:
             raise ConfigError(
-                "a sweep's jobs have no nodes for the generation servers of rollout.engine.servers",
+                "rollout.engine.servers with placement=separate is not supported by --slurm, whose jobs have no nodes "
+                "for generation servers",
+                code="unsupported_combination",
                 keys=("rollout.engine.servers", "rollout.placement"),
                 fix="rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
             )

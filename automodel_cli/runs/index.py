@@ -139,7 +139,8 @@ def runs_named(names: Sequence[str]) -> list[RunEntry]:
         runs = find_runs(Path(name)) or find_runs(Path("runs") / name)
         if not runs:
             known = find_runs(Path("runs"))
-            raise ConfigError(f"no run at {name}", fix=str(known[-1].folder) if known else "automodel runs ls")
+            fix = str(known[-1].folder) if known else "automodel runs ls"
+            raise ConfigError(f"{name} is not a run", code="run_not_found", fix=fix)
         found += runs
     return found
 

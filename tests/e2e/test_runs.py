@@ -12,6 +12,7 @@ import pytest
 
 from automodel_cli.runs.lock import hold
 from tests.e2e.command import automodel, environment, write_config
+from tests.errors import assert_error
 from tests.unit.cli.test_main import PROBE
 
 
@@ -108,7 +109,8 @@ def test_clean_says_first_and_removes_only_what_is_neither_newest_nor_best(home:
 def test_a_name_that_is_no_run_is_answered(home: Path) -> None:
     for arguments in (("show", "frist"), ("clean", "frist"), ("diff", "first", "frist")):
         refused = automodel(home, "runs", *arguments)
-        assert refused.returncode == 2 and "no run at frist" in refused.stderr
+        assert refused.returncode == 2
+        assert_error(refused.stderr, "run_not_found", values=("frist",))
 
 
 def test_report_of_several_runs_says_what_differs_and_that_of_one_is_in_its_folder(home: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 
 from automodel_cli.config.compose import compose
 from tests.e2e.command import automodel, curve, write_config
+from tests.errors import assert_error
 
 SWEEP = ("sweep", "-c", "tiny.yaml", "train.max_steps=3", "data.generator.num_validation=2")
 RUNS = {"000-lr=0.001": "0.001", "001-lr=0.01": "0.01"}
@@ -55,20 +56,23 @@ def test_lines_of_a_dry_run_can_be_read_and_pasted(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("words", "code", "values"),
     [
-        (("optimizer.lr=1e-3",), "nothing is swept"),
-        (("optimizer.lr=interval(0,1)",), "no interval and no glob"),
-        (("run_name=a,b",), "run_name is set by the sweep itself"),
-        (("optimizer.lr=1e-3,x",), "optimizer.lr"),
-        (("seed=0,1", "--nodes", "2"), "--nodes is for a cluster"),
-        (("seed=0,1", "--slurm"), "--slurm needs the size of one run"),
-        (("seed=0,1", "--slurm", "--optuna", "2"), "--optuna needs the end of a run"),
+        (("optimizer.lr=1e-3",), "empty_value", ()),
+        (("optimizer.lr=interval(0,1)",), "invalid_override", ("optimizer.lr=interval(0,1)",)),
+        (("run_name=a,b",), "unsupported_combination", ("run_name",)),
+        (("optimizer.lr=1e-3,x",), "wrong_type", ("optimizer.lr", "'x'")),
+        (("seed=0,1", "--nodes", "2"), "requires_setting", ("--nodes", "--slurm")),
+        (("seed=0,1", "--slurm"), "requires_setting", ("--slurm", "--nodes", "--gpus-per-node")),
+        (("seed=0,1", "--slurm", "--optuna", "2"), "unsupported_combination", ("--optuna", "--slurm")),
     ],
 )
-def test_what_cannot_run_is_refused_before_the_first_run(home: Path, words: tuple[str, ...], text: str) -> None:
+def test_what_cannot_run_is_refused_before_the_first_run(
+    home: Path, words: tuple[str, ...], code: str, values: tuple[str, ...]
+) -> None:
     refused = automodel(home, *SWEEP, *words)
-    assert refused.returncode == 2 and text in refused.stderr
+    assert refused.returncode == 2
+    assert_error(refused.stderr, code, values=values)
     assert not (home / "runs").exists()
 
 
@@ -87,7 +91,8 @@ def test_finished_runs_are_skipped_the_best_is_on_top_and_a_run_is_the_same_as_a
     assert (sweep / "000-lr=0.001/metrics.jsonl").stat().st_mtime_ns == kept
     assert curve(sweep / "001-lr=0.01", "val_loss")[-1] == losses["001-lr=0.01"]
     other = automodel(home, *SWEEP, "optimizer.lr=1e-3,2e-2")
-    assert other.returncode == 2 and "is another sweep: tiny.yaml train.max_steps=3" in other.stderr
+    assert other.returncode == 2
+    assert_error(other.stderr, "resume_conflict", values=("tiny.yaml train.max_steps=3",))
     listed = automodel(home, "runs", "ls", "--json").stdout.splitlines()
     assert {json.loads(line)["folder"] for line in listed} == {f"runs/sweep-tiny/{name}" for name in RUNS}
 

@@ -25,6 +25,7 @@ from automodel_cli.rollout.environments.base import EnvironmentNode
 from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.training.config import ValidationTask
 from automodel_cli.training.trackers import TrackerNode
+from tests.errors import assert_error
 from tests.unit.cli.test_main import check_quick
 
 NODES = key_reference.nodes()
@@ -159,7 +160,7 @@ def test_a_part_can_be_asked_for(section: str, expected: list[str], capsys: pyte
 
 def test_a_misspelt_section_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["options", "optimiser"]) == 2
-    assert "fix   automodel options optimizer" in capsys.readouterr().err
+    assert_error(capsys.readouterr().err, "unknown_name", "optimiser", fix="fix   automodel options optimizer")
 
 
 def test_it_is_quick_and_torch_free(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation import reporting
 from automodel_cli.evaluation.config import EvalConfig, Generation
 from automodel_cli.evaluation.scores import TaskScores, interval, paired_difference, pass_at_k
+from tests.errors import assert_error
 
 
 @pytest.mark.parametrize(("num_samples", "num_right"), [(5, 0), (5, 2), (5, 5), (4, 1)])
@@ -86,13 +87,13 @@ def test_samples_that_would_all_be_the_same_are_refused() -> None:
 
 def test_a_config_that_is_no_evaluation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["eval", "some/model", "-c", str(bundled_recipes.recipe_path("quickstart"))]) == 2
-    assert "which is no evaluation" in capsys.readouterr().err
+    assert_error(capsys.readouterr().err, "wrong_recipe", values=("SFTRecipe",))
 
 
 def test_a_model_has_no_held_out_rows_to_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["eval", "org/model", "-c", "quickstart"]) == 2
-    said = capsys.readouterr().err
-    assert "tasks.answers names no data of its own" in said and "'tasks.answers.data={path: <file>}'" in said
+    fix = "'tasks.answers.data={path: <file>}'"
+    assert_error(capsys.readouterr().err, "missing_key", "tasks.answers.data", values=("org/model",), fix=fix)
     (tmp_path / "export").mkdir()
     (tmp_path / "config.yaml").write_text("")
     assert run(["eval", str(tmp_path / "export"), "-c", "quickstart"]) == 2

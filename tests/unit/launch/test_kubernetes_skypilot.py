@@ -15,6 +15,7 @@ import yaml
 from automodel_cli.cli.main import run
 from automodel_cli.config.compose import compose
 from tests.e2e.command import environment, metrics, write_config
+from tests.errors import assert_error
 
 SIZE = ("--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--cpus-per-task", "2", "--dry-run")
 
@@ -150,22 +151,28 @@ def test_a_config_that_is_refused_ends_the_pod_with_its_code(folder: Path, capsy
 
 
 def test_what_is_missing_or_belongs_to_slurm_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for more, said in (
-        (("--to", "k8s", "--volume", "a:/b"), "--to k8s needs an image"),
-        (("--to", "k8s", "--image", "x"), "NAME:/PATH is expected"),
-        (("--to", "skypilot", "--volume", "a:/b", "--partition", "gpu"), "--partition is Slurm's"),
-        (("--volume", "a:/b"), "--volume is for --to k8s or skypilot"),
-        (("--secret", "HF_TOKEN"), "--secret is for --to k8s or skypilot"),
-        ((*K8S, "--env", "NCCL_DEBUG"), "--env NCCL_DEBUG: NAME=VALUE is expected"),
-        ((*K8S, "--secret", "HF_TOKEN=hf_abc"), "--secret HF_TOKEN: NAME or NAME=SECRET:KEY is expected"),
-        ((*K8S, "--rdma", "8"), "--rdma 8: RESOURCE=N is expected"),
-        ((*SKYPILOT, "--rdma", "rdma/ib=8"), "--rdma is for --to k8s"),
+    for more, code, values in (
+        (("--to", "k8s", "--volume", "a:/b"), "invalid_config", ("--to k8s", "image")),
+        (("--to", "k8s", "--image", "x"), "invalid_config", ("NAME:/PATH",)),
+        (
+            ("--to", "skypilot", "--volume", "a:/b", "--partition", "gpu"),
+            "unsupported_combination",
+            ("--partition", "--to skypilot"),
+        ),
+        (("--volume", "a:/b"), "requires_setting", ("--volume", "--to k8s")),
+        (("--secret", "HF_TOKEN"), "requires_setting", ("--secret", "--to k8s")),
+        ((*K8S, "--env", "NCCL_DEBUG"), "invalid_config", ("--env NCCL_DEBUG", "NAME=VALUE")),
+        ((*K8S, "--secret", "HF_TOKEN=hf_abc"), "invalid_config", ("--secret HF_TOKEN", "NAME=SECRET:KEY")),
+        ((*K8S, "--rdma", "8"), "invalid_config", ("--rdma 8", "RESOURCE=N")),
+        ((*SKYPILOT, "--rdma", "rdma/ib=8"), "invalid_config", ("--rdma", "--to k8s")),
     ):
         assert run(["submit", "-c", "My_Run.yaml", *SIZE, *more, "mesh.dp_size=2"]) == 2
-        assert said in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "hf_abc" not in said, "a secret is not repeated"
+        assert_error(said, code, values=values)
     without = [word for word in SIZE if word != "--dry-run"]
     assert run(["submit", "-c", "My_Run.yaml", *without, "--to", "k8s", "mesh.dp_size=2"]) == 2
-    assert "--dry-run" in capsys.readouterr().err
+    assert_error(capsys.readouterr().err, "requires_setting", "--dry-run", values=("--to k8s",))
 
 
 def test_a_skypilot_task_has_the_fields_of_its_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import peer_failure
 from automodel_cli.launch.slurm import Job, setup_block
+from tests.errors import assert_error
 from tests.unit.cli.test_main import TRUST, automodel, check_quick
 
 ROOT = Path(__file__).parents[3]
@@ -131,22 +132,29 @@ def test_a_dry_run_prints_and_writes_nothing(toy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "code", "values"),
     [
+        ([*SIZE, "mesh.dp_size=4"], "invalid_config", (4, "mesh.dp_size (command line); --nodes 2 x 1 rank")),
+        ([*SIZE, "train.lr=1"], "unknown_key", ("train.lr",)),
+        ([*SIZE, "mesh.dp_size=2", "--time", "soon"], "invalid_config", ("--time", "soon")),
+        (["--nodes", "0", "--gpus-per-node", "1"], None, "0 is not in the range"),  # of click
         (
-            [*SIZE, "mesh.dp_size=4"],
-            "mesh needs 4 ranks, but there are 2\n  from  mesh.dp_size (command line); --nodes 2 x",
+            ["--nodes", "2", "--gpus-per-node", "8", "--ranks-per-node", "2"],
+            "mesh_size",
+            ("--gpus-per-node 8", "--ranks-per-node 2"),
         ),
-        ([*SIZE, "train.lr=1"], "unknown key train.lr"),
-        ([*SIZE, "mesh.dp_size=2", "--time", "soon"], "no time limit of Slurm"),
-        (["--nodes", "0", "--gpus-per-node", "1"], "0 is not in the range"),
-        (["--nodes", "2", "--gpus-per-node", "8", "--ranks-per-node", "2"], "a GPU takes one rank"),
-        ([*SIZE, "mesh.dp_size=2"], "sbatch is not on PATH"),
+        ([*SIZE, "mesh.dp_size=2"], "invalid_config", ("sbatch",)),
     ],
 )
-def test_refused_before_anything_is_submitted(toy: Path, arguments: list[str], text: str) -> None:
+def test_refused_before_anything_is_submitted(
+    toy: Path, arguments: list[str], code: str | None, values: tuple[object, ...] | str
+) -> None:
     found = automodel(toy, "submit", "-c", "toy.yaml", *TRUST, *arguments, PATH="/nonexistent")
-    assert found.returncode == 2 and text in found.stderr, found.stderr
+    assert found.returncode == 2, found.stderr
+    if code is None:
+        assert values in found.stderr
+    else:
+        assert_error(found.stderr, code, values=values)
     assert [path.name for path in toy.iterdir()] == ["toy.yaml"]
 
 
@@ -217,20 +225,31 @@ def test_nodes_that_generate_are_a_second_component(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("conf", "more", "said"),
+    ("conf", "more", "code", "values"),
     [
-        ("grpo_qwen3_moe_30b_separate", [], "--rollout-nodes 2"),
-        ("grpo_qwen3_moe_30b_separate", ["--rollout-nodes", "1"], "are not its 8 GPUs"),
-        ("grpo_qwen3_moe_30b_separate", ["--rollout-nodes", "2", "--to", "k8s"], "--rollout-nodes is Slurm's"),
-        ("grpo_qwen3_moe_30b_colocated", ["--rollout-nodes", "2"], "starts no generation servers of its own there"),
-        ("grpo_qwen3_moe_30b_colocated", ["--rollout-image", "x"], "says something of nodes"),
+        ("grpo_qwen3_moe_30b_separate", [], "requires_setting", ("rollout.engine.servers", "--rollout-nodes 2")),
+        ("grpo_qwen3_moe_30b_separate", ["--rollout-nodes", "1"], "invalid_config", (8, "rollout.engine.servers.gpus")),
+        (
+            "grpo_qwen3_moe_30b_separate",
+            ["--rollout-nodes", "2", "--to", "k8s"],
+            "unsupported_combination",
+            ("--rollout-nodes", "--to k8s", "rollout.engine.url"),
+        ),
+        ("grpo_qwen3_moe_30b_colocated", ["--rollout-nodes", "2"], "no_effect", ("--rollout-nodes 2",)),
+        (
+            "grpo_qwen3_moe_30b_colocated",
+            ["--rollout-image", "x"],
+            "requires_setting",
+            ("--rollout-image", "--rollout-nodes"),
+        ),
     ],
 )
 def test_servers_and_nodes_that_do_not_go_together_are_refused(
-    tmp_path: Path, conf: str, more: list[str], said: str
+    tmp_path: Path, conf: str, more: list[str], code: str, values: tuple[object, ...]
 ) -> None:
     done = automodel(tmp_path, "submit", "-c", conf, "--nodes", "2", "--gpus-per-node", "8", "--dry-run", *more)
-    assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert_error(done.stderr, code, values=values)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from tests.errors import assert_error, raises
 from tests.pages import ROOT
 
 NOT_CONVERTED = (
-    "automodel_cli/cli",
     "automodel_cli/data",
     "automodel_cli/distributed",
     "automodel_cli/dryrun",

@@ -423,7 +423,7 @@ def test_the_command_writes_a_file_and_never_over_another(tmp_path: Path, capsys
     assert run(words) == 0 and f"next  automodel check -c {out}" in capsys.readouterr().out
     assert compose(out).tree["train"]["global_batch_size"] == 32
     assert run(words) == 2
-    assert_error(capsys.readouterr().err, "invalid_config", values=(out,))
+    assert_error(capsys.readouterr().err, "file_exists", values=(out,))
 
 
 @pytest.mark.parametrize(
