@@ -313,7 +313,7 @@ def _submit(
         servers = recipe.generation_servers()
         if servers is not None and not servers.colocated:
             raise ConfigError(
-                "rollout.engine.servers with placement=separate is not supported by --slurm, whose jobs have no nodes "
+                "rollout.engine.servers with placement=disaggregated is not supported by --slurm, whose jobs have no nodes "
                 "for generation servers",
                 code="unsupported_combination",
                 keys=("rollout.engine.servers", "rollout.placement"),

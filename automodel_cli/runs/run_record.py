@@ -76,9 +76,10 @@ class RunRecord:
         self._attempt |= {"state": state, "ended": _now()}
         if error is not None:
             first = (str(error).splitlines() or [""])[0]
+            heading = f"{type(error).__name__}:"
             if isinstance(error, ConfigError):
-                self._attempt["error_code"] = error.code
-            self._attempt["error"] = f"{type(error).__name__}: {first}"
+                heading, self._attempt["error_code"] = error.heading, error.code
+            self._attempt["error"] = f"{heading} {first}"
         try:
             self._write()
         except OSError:

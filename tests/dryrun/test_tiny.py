@@ -36,6 +36,7 @@ from automodel_cli.run.plan_request import plan_request
 from tests.dist.harness import RankFailure, launch
 from tests.dryrun.traces import ends_of_steps, failed_in_fork, trace_in_fork
 from tests.e2e.command import automodel
+from tests.errors import assert_error
 
 _LAYERS = 2
 _PLAIN = (
@@ -108,11 +109,13 @@ def test_a_check_with_gpus_says_that_the_step_fits_or_what_it_would_hold(tmp_pat
     (line,) = [line for line in fits.stdout.splitlines() if line.startswith("dry run")]
     held = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN).peak / 2**30
     assert f"runs, and fits: {held:.1f} GiB and {RESERVE_GIB:g} set aside, of 79.1" in line
-    for more, what in ((("--resolved",), "runs no step"), (("--gpu", "tpu"), "'tpu' is not one of")):
-        refused = automodel(tmp_path, *command, *more)
-        assert refused.returncode == 2 and what in refused.stderr
+    refused = automodel(tmp_path, *command, "--resolved")
+    assert_error(refused.stderr, "mutually_exclusive", "--resolved", "--gpus")
+    unknown = automodel(tmp_path, *command, "--gpu", "tpu")
+    assert unknown.returncode == 2 and "'tpu' is not one of" in unknown.stderr  # of click
     alone = automodel(tmp_path, "check", "-c", "llama3_8b_tp2cp2_tiny", "--gpu", "l40s")
-    assert alone.returncode == 2 and "only with --gpus N" in alone.stderr
+    assert alone.returncode == refused.returncode == 2
+    assert_error(alone.stderr, "requires_setting", "--gpu", "--gpus", values=("l40s",))
     large = "model.config.vocab_size=30000000"
     found = automodel(tmp_path, *command, large, "--gpu", "l40s")
     assert found.returncode == 2 and "ok " not in found.stdout

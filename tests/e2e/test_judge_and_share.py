@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from automodel_cli.cli.main import run
 from automodel_cli.run.commands.chat import Speaker
 from tests.e2e.command import automodel, cold, environment, metrics, write_config
+from tests.errors import assert_error
 
 CHOICES = [
     {"question": "Give the larger of 64 and 29.", "choices": ["64", "29"], "answer": 0},
@@ -247,7 +248,7 @@ def test_chat_with_unmerged_adapters_beside_their_base_says_what_peft_and_transf
         assert f"[adapters] {answer(theirs)}\n[tiny] {of_base}\n" in said
         ours = Speaker.load("adapters", "runs/tiny/export", adapter=adapter).model(**encoded).logits
         assert torch.allclose(ours, theirs(**encoded).logits, atol=1e-5) and (ours - plain).abs().max() > 0.01
-    assert "holds no adapters" in automodel(home, "chat", "tiny", "--unmerged").stderr
+    assert_error(automodel(home, "chat", "tiny", "--unmerged").stderr, "wrong_recipe", "--unmerged")
 
 
 def test_an_answer_comes_in_pieces_as_it_is_generated(home: Path) -> None:
@@ -326,7 +327,7 @@ def test_push_commits_the_export_with_its_card_to_a_stand_in_of_the_hub(home: Pa
 def test_push_can_be_looked_at_first(home: Path) -> None:
     said = automodel(home, "push", "tiny", "me/tiny", "--dry-run")
     assert "nothing was sent" in said.stdout and "model.safetensors" in said.stdout
-    assert "no repository: owner/name is expected" in automodel(home, "push", "tiny", "tiny").stderr
+    assert_error(automodel(home, "push", "tiny", "tiny").stderr, "invalid_value", values=("tiny", "owner/name"))
 
 
 @pytest.mark.slow

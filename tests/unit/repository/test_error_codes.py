@@ -13,6 +13,7 @@ import click
 import pytest
 
 from automodel_cli.cli.main import render
+from automodel_cli.config.compose import compose
 from automodel_cli.config.diagnostics import Origin, Problem, as_error
 from automodel_cli.config.error_codes import ALL_CODES, CODES, ROW_CODES
 from automodel_cli.config.errors import ConfigError, DataError, RunError
@@ -21,6 +22,7 @@ from automodel_cli.dryrun.command import DryRunError
 from automodel_cli.pipelining.cut.layout_string import LayoutError
 from automodel_cli.pipelining.cut.model_structure import NotMeasuredError, SplitError
 from automodel_cli.rollout.http import ServerError
+from automodel_cli.runs.record import RunRecord, read_record
 from automodel_cli.training.step import NonFiniteError
 from tests.errors import assert_error, raises
 from tests.pages import ROOT
@@ -149,6 +151,15 @@ def test_several_errors_are_listed_with_their_codes():
     error = ERRORS[-1]
     assert error.code == "several_errors" and error.problems == (("missing_key", "b"), ("unknown_key", "a"))
     assert "x.yaml:1  [unknown_key] no a" in str(error)
+
+
+def test_the_record_of_a_run_keeps_the_code(tmp_path):
+    composed = compose("quickstart")
+    RunRecord(tmp_path, composed).end("failed", ERRORS[2])
+    (attempt,) = read_record(tmp_path)["attempts"]
+    assert (attempt["error"], attempt["error_code"]) == ("RunError [rank_failure]: a rank", "rank_failure")
+    RunRecord(tmp_path, composed).end("failed", ValueError("a bug"))
+    assert read_record(tmp_path)["attempts"][-1]["error"] == "ValueError: a bug"
 
 
 def test_a_warning_has_a_code(caplog):

@@ -21,6 +21,7 @@ from automodel_cli.training.monitors import watchdog
 from automodel_cli.training.monitors.watchdog import FIRST_SECONDS, Watchdog, _waits, last_collective, sentence
 from automodel_cli.training.step import wait_for_device
 from tests.dist.harness import RankFailure, launch
+from tests.errors import assert_error
 
 
 def told(rank: int, *, beats: int = 9, step: int = 7, waits: bool = True, at: str = "all_reduce (c10d.py:1)") -> Any:
@@ -96,8 +97,9 @@ def _hang_behind_a_cut_link(rank: int, world: int, logs: Path) -> None:
 
 def test_a_rank_that_is_cut_off_from_the_store_ends_by_its_own_limit(tmp_path: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(RankFailure, match=r"RunError: the store of the ranks on 127.0.0.1 does not answer rank 0 on "):
+    with pytest.raises(RankFailure) as failure:
         launch(_hang_behind_a_cut_link, 1, tmp_path, timeout=50)
+    assert_error(str(failure.value), "timeout", values=("127.0.0.1", "rank 0"))
     assert time.monotonic() - began < 40
     assert "_hang_behind_a_cut_link" in (tmp_path / "rank-0.stacks").read_text()
 
