@@ -313,8 +313,8 @@ def _submit(
         servers = recipe.generation_servers()
         if servers is not None and not servers.colocated:
             raise ConfigError(
-                "rollout.engine.servers with placement=disaggregated is not supported by --slurm, whose jobs have no nodes "
-                "for generation servers",
+                "rollout.engine.servers with placement=disaggregated is not supported by --slurm: its jobs "
+                "have no nodes for generation servers",
                 code="unsupported_combination",
                 keys=("rollout.engine.servers", "rollout.placement"),
                 fix="rollout.engine.servers=null rollout.engine.url=http://localhost:8000",

@@ -22,7 +22,7 @@ from automodel_cli.dryrun.command import DryRunError
 from automodel_cli.pipelining.cut.layout_string import LayoutError
 from automodel_cli.pipelining.cut.model_structure import NotMeasuredError, SplitError
 from automodel_cli.rollout.http import ServerError
-from automodel_cli.runs.record import RunRecord, read_record
+from automodel_cli.runs.run_record import RunRecord, read_record
 from automodel_cli.training.step import NonFiniteError
 from tests.errors import assert_error, raises
 from tests.pages import ROOT
