@@ -228,7 +228,7 @@ def test_nodes_that_generate_are_a_second_component(tmp_path: Path) -> None:
     ("conf", "more", "code", "values"),
     [
         ("grpo_qwen3_moe_30b_separate", [], "requires_setting", ("rollout.engine.servers", "--rollout-nodes 2")),
-        ("grpo_qwen3_moe_30b_separate", ["--rollout-nodes", "1"], "invalid_config", (8, "rollout.engine.servers.gpus")),
+        ("grpo_qwen3_moe_30b_separate", ["--rollout-nodes", "1"], "invalid_config", (8,)),
         (
             "grpo_qwen3_moe_30b_separate",
             ["--rollout-nodes", "2", "--to", "k8s"],
