@@ -14,12 +14,12 @@ def import_classes_from_paths(paths: list[str]) -> list[type]:
 
 def _import_class(path: str) -> type:
     if not isinstance(path, str) or not all(path.split(".")) or "." not in path:
-        raise ConfigError(f"{path!r} is not the import path of a class (package.module.Class)")
+        raise ConfigError(f"{path!r} must be the import path of a class: package.module.Class", code="invalid_value")
     module_name, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # a module may fail in any way while it is imported
-        raise ConfigError(f"{path} cannot be imported: {error}") from error
+        raise ConfigError(f"{path} cannot be imported: {error}", code="import_failed") from error
     if not isinstance(found, type):
-        raise ConfigError(f"{path} is no class but {type(found).__name__}")
+        raise ConfigError(f"{path} must be a class, not {type(found).__name__}", code="wrong_type")
     return found

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Callable
 
 import torch
 
-logger = logging.getLogger(__name__)
+from automodel_cli.config.warn import warn
 
 
 def trusted(device_type: str, without: str, difference: Callable[[torch.device], str]) -> bool:
@@ -26,7 +25,7 @@ def trusted(device_type: str, without: str, difference: Callable[[torch.device],
         except Exception as failure:  # whatever a compiler says
             reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
     if reason:
-        logger.warning("%s: %s", without, reason)
+        warn("kernel_unavailable", "%s: %s", without, reason)
     return not reason
 
 

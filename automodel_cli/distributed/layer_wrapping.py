@@ -65,9 +65,11 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
     is_empty_stage = bool(lists) and not any(True for entries in lists for _ in entries.parameters())
     if not layers and not is_empty_stage:
         raise ConfigError(
-            f"{type(model).__name__} has no layers that the library marks as blocks: none of its modules is a "
+            f"{type(model).__name__} is not supported because it has no decoder layers: none of its modules is a "
             "GradientCheckpointingLayer",
-            fix="use a decoder model that transformers' own Trainer can checkpoint",
+            code="not_supported_by_model",
+            keys=("model",),
+            fix="use a model that supports gradient checkpointing in transformers",
         )
     return layers
 

@@ -88,7 +88,8 @@ class MeshConfig:
             size = getattr(self, field.name)
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ConfigError(
-                    f"{field.name}={size!r} is not a number of ranks: it must be an integer of at least 1, or null",
+                    f"{field.name}={size!r} must be null or an integer of at least 1",
+                    code="out_of_range",
                     keys=(field.name,),
                     fix=f"mesh.{field.name}={'null' if field.name == 'dp_size' else 1}",
                 )
@@ -106,7 +107,9 @@ class MeshConfig:
         problem = self._problem(world_size)
         if problem is not None:
             message, keys = problem
-            raise ConfigError(f"mesh does not fit: {message}", keys=keys, fix=self._advice(world_size, keys))
+            raise ConfigError(
+                f"mesh does not fit: {message}", code="mesh_size", keys=keys, fix=self._advice(world_size, keys)
+            )
         dp, dp_replicate = world_size // self.ranks_per_replica, self.dp_replicate_size or 1
         return Layout(
             pp=self.pp_size or 1,
@@ -132,6 +135,7 @@ class MeshConfig:
         if 0 < num_gpus < wanted:
             raise ConfigError(
                 f"mesh does not fit: {self._product()} needs {wanted} ranks, but this machine has {num_gpus} GPUs",
+                code="mesh_size",
                 keys=self._set_sizes(),
                 fix=self._advice(num_gpus, self._set_sizes()),
             )

@@ -37,7 +37,11 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     everyone = _presence(store, rank, world_size, timeout)
     for other, about in everyone.items():
         if about["problem"]:
-            raise RunError(f"rank {other} on {about['host']} cannot go on: {about['problem']}", fix=about["fix"])
+            raise RunError(
+                f"rank {other} on {about['host']} cannot start: {about['problem']}",
+                code="rendezvous_failed",
+                fix=about["fix"],
+            )
     _choose_interface(rank, everyone)
     return store
 
@@ -47,8 +51,10 @@ def unconnected(error: BaseException) -> RunError:
     reason = (str(error).splitlines() or ["no reason given"])[0]
     name = os.environ.get(_IFNAME, "not set")
     return RunError(
-        f"the ranks have met at {_master()[0]}, but rank {os.environ.get('RANK', '0')} on {_host()} cannot connect to "
-        f"the others ({_IFNAME} is {name}): {reason}",
+        f"rank {os.environ.get('RANK', '0')} on {_host()} reached MASTER_ADDR={_master()[0]} but cannot connect to "
+        f"the other ranks ({_IFNAME} is {name}): {reason}",
+        code="rendezvous_failed",
+        keys=("GLOO_SOCKET_IFNAME",),
         fix=f"export {_IFNAME}=eth0 on every host: the interface that reaches the other hosts (`ip -br address`)",
     )
 
@@ -62,7 +68,9 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
             )
         except RuntimeError as error:  # DistNetworkError
             raise RunError(
-                f"rank 0 on {_host()} cannot listen at port {port}: {str(error).splitlines()[0]}",
+                f"rank 0 on {_host()} cannot listen on MASTER_PORT={port}: {str(error).splitlines()[0]}",
+                code="rendezvous_failed",
+                keys=("MASTER_PORT",),
                 fix=f"export MASTER_PORT={port + 1}",
             ) from None
     _wait_for_server(rank, host, port, timeout)
@@ -79,7 +87,9 @@ def _wait_for_server(rank: int, host: str, port: int, timeout: timedelta) -> Non
         except socket.gaierror as error:
             if wait.seconds() > RESOLVE_SECONDS:
                 raise RunError(
-                    f"MASTER_ADDR={host}, where the ranks meet, is no host that {_host()} knows: {error.strerror}",
+                    f"MASTER_ADDR={host} cannot be resolved on {_host()}: {error.strerror}",
+                    code="rendezvous_failed",
+                    keys=("MASTER_ADDR",),
                     fix="MASTER_ADDR=an address of the first host that every host reaches   "
                     "(torchrun: --master-addr or --local-addr)",
                 ) from None
@@ -174,11 +184,17 @@ class _Wait:
         """Go on waiting for a moment. Raises RunError."""
         text = f"{self._what} since {self.seconds():.0f} s: {reason}"
         if (signum := signals.requested()) is not None:
-            error = RunError(f"{signum.name} while {text}; nothing was trained", fix="the same command again")
+            error = RunError(
+                f"{signum.name} while {text}. Nothing was trained", code="interrupted", fix="run the same command again"
+            )
             error.exit_code = signals.exit_code()
             raise error
         if self.seconds() > self._timeout:
-            raise RunError(text, fix="find out why they do not start: logs/rank-N.log, or the output of their host")
+            raise RunError(
+                text,
+                code="timeout",
+                fix="read logs/rank-N.log, or the output of the other host, to find why they do not start",
+            )
         if self.seconds() > self._tell_at:
             self._tell_at *= 4
             if int(os.environ.get("LOCAL_RANK", "0")) == 0 or os.environ.get("RANK") == "0":

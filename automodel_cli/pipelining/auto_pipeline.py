@@ -169,7 +169,12 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         """Describe the buffers for rows of `seq_len` tokens. Nothing happens when it is the current length."""
         self._built()
         if seq_len < 1:
-            raise ConfigError(f"seq_len={seq_len} must be at least 1", keys=("pp_seq_len",), fix="pp_seq_len=2048")
+            raise ConfigError(
+                f"seq_len={seq_len} must be at least 1",
+                code="out_of_range",
+                keys=("pp_seq_len",),
+                fix="pp_seq_len=2048",
+            )
         if seq_len != self._seq_len:
             self._seq_len = seq_len
             self._describe(seq_len)
@@ -227,6 +232,7 @@ def _check_runtime(runtime: str, overlap_p2p_comm: bool, num_partial: int | None
             raise ConfigError(
                 f"{key}={value!r} is not supported because AutoPipeline runs every schedule on "
                 "torch.distributed.pipelining. Only the functions of pipelining.megatron_core have this option",
+                code="not_supported",
                 keys=(key,),
                 fix=f"{key}={default!r}",
             )
@@ -254,5 +260,7 @@ def _lists(names: Sequence[Sequence[str]] | None) -> list[list[str]] | None:
 def _dtype_name(dtype: torch.dtype | str | None) -> str | None:
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     if name is not None and not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ConfigError(f"dtype={dtype!r} is no dtype of torch", keys=("dtype",), fix="dtype=bfloat16")
+        raise ConfigError(
+            f"dtype={dtype!r} must be a dtype of torch", code="invalid_choice", keys=("dtype",), fix="dtype=bfloat16"
+        )
     return name

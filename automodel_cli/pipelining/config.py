@@ -50,7 +50,8 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         if self.schedule is None and self.schedule_csv is None:
             raise ConfigError(
-                "schedule=null and schedule_csv=null: nothing says in which order the microbatches run",
+                "schedule=null and schedule_csv=null define no order of the microbatches. Set one of them",
+                code="missing_key",
                 keys=("schedule", "schedule_csv"),
                 fix="schedule=1f1b",
             )
@@ -88,22 +89,33 @@ def _check_cut(config: PipelineConfig) -> None:
     given = [name for name in WAYS if getattr(config, name) is not None]
     if len(given) > 1:
         others = " ".join(f"{name}=null" for name in given[1:])
-        raise ConfigError(f"{' and '.join(given)} exclude each other", keys=given, fix=others)
+        raise ConfigError(
+            f"{' and '.join(given)} cannot be set together", code="mutually_exclusive", keys=given, fix=others
+        )
     if config.layers_per_stage is not None and config.layers_per_stage < 1:
         raise ConfigError(
             f"layers_per_stage={config.layers_per_stage} must be at least 1",
+            code="out_of_range",
             keys=("layers_per_stage",),
             fix="layers_per_stage=null",
         )
     rounding = config.round_virtual_stages_to_pp_multiple
     if rounding not in (None, "up", "down"):
         key = "round_virtual_stages_to_pp_multiple"
-        raise ConfigError(f"{key}={rounding!r} must be 'up', 'down' or null", keys=(key,), fix=f"{key}=up")
+        raise ConfigError(
+            f"{key}={rounding!r} must be one of: up, down, null", code="invalid_choice", keys=(key,), fix=f"{key}=up"
+        )
     if config.balance not in ("even", "cost"):
-        raise ConfigError(f"balance={config.balance!r} must be 'even' or 'cost'", keys=("balance",), fix="balance=even")
+        raise ConfigError(
+            f"balance={config.balance!r} must be one of: even, cost",
+            code="invalid_choice",
+            keys=("balance",),
+            fix="balance=even",
+        )
     if config.microbatch_group_size is not None and config.microbatch_group_size < 1:
         raise ConfigError(
             f"microbatch_group_size={config.microbatch_group_size} must be at least 1",
+            code="out_of_range",
             keys=("microbatch_group_size",),
             fix="microbatch_group_size=null",
         )

@@ -36,7 +36,9 @@ class Axes:
     def __post_init__(self) -> None:
         if self.mesh is None:
             raise ConfigError(
-                "AutoPipeline needs world_mesh, the device mesh with the pipeline axis", keys=("world_mesh",)
+                "AutoPipeline needs world_mesh, a device mesh with the pipeline axis",
+                code="missing_key",
+                keys=("world_mesh",),
             )
         known = self.mesh.mesh_dim_names or ()
         expert = known if self.moe_mesh is None else self.moe_mesh.mesh_dim_names or ()
@@ -50,7 +52,11 @@ class Axes:
         ):
             for name in given:
                 if name is not None and name not in valid:
-                    raise ConfigError(f"{key}: the mesh has no axis {name!r}; it has {', '.join(valid)}", keys=(key,))
+                    raise ConfigError(
+                        f"{key}={name!r} must be an axis of the mesh: {', '.join(valid)}",
+                        code="unknown_name",
+                        keys=(key,),
+                    )
 
     def _dp_axes(self) -> tuple[str, ...]:
         """ "dp" stands for the axes of our mesh, and for nothing on a mesh that has the pipeline axis alone."""
@@ -97,17 +103,21 @@ def check_batch_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
     if microbatch < 1:
         raise ConfigError(
             f"pp_microbatch_size={microbatch} must be at least 1",
+            code="out_of_range",
             keys=("pp_microbatch_size",),
             fix="pp_microbatch_size=1",
         )
     if batch < 1 or batch % microbatch:
         raise ConfigError(
-            f"pp_microbatch_size={microbatch} does not divide pp_batch_size={batch} rows of a step",
+            f"pp_microbatch_size={microbatch} must divide pp_batch_size={batch}",
+            code="not_divisible",
             keys=("pp_microbatch_size", "pp_batch_size"),
             fix=f"pp_microbatch_size={max((d for d in range(1, microbatch) if batch % d == 0), default=1)}",
         )
     if seq_len is not None and seq_len < 1:
-        raise ConfigError(f"pp_seq_len={seq_len} must be at least 1", keys=("pp_seq_len",), fix="pp_seq_len=null")
+        raise ConfigError(
+            f"pp_seq_len={seq_len} must be at least 1", code="out_of_range", keys=("pp_seq_len",), fix="pp_seq_len=null"
+        )
 
 
 def default_device() -> torch.device:

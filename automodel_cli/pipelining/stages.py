@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.sharded_module import handle_of
@@ -38,7 +38,6 @@ from automodel_cli.pipelining.torch_runtime.torch_compat import Runtime, Stage
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
 
 LossFn = Callable[[HeadOutput, Batch], Tensor]
 
@@ -97,7 +96,11 @@ class PipelineStages:
         """
         part = _as_part(model, self._ready)
         if loss_fn is not None and not callable(loss_fn):
-            raise ConfigError(f"loss_fn must be callable as loss_fn(output, batch), not {type(loss_fn).__name__}")
+            raise ConfigError(
+                f"loss_fn must be callable as loss_fn(output, batch), not {type(loss_fn).__name__}",
+                code="wrong_type",
+                keys=("loss_fn",),
+            )
         with self._spelling():
             return self._build(part, loss_fn, parallelize_fn)
 
@@ -106,7 +109,8 @@ class PipelineStages:
     ) -> Self:
         if self._axes.group.size() == 1:
             raise ConfigError(
-                f"mesh axis {self._axes.pp_axis_name!r} has 1 rank: there is nothing to cut",
+                f"mesh axis {self._axes.pp_axis_name!r} has 1 rank, but a pipeline needs at least 2",
+                code="mesh_size",
                 keys=("mesh.pp_size",),
                 fix="mesh.pp_size=2",
             )
@@ -145,7 +149,9 @@ class PipelineStages:
         result = parallelize_fn and parallelize_fn(part, **self._axes.keywords())
         if isinstance(result, DistributedDataParallel):
             raise ConfigError(
-                "parallelize_fn returned a DDP wrapper, whose reducer does not know when the last backward is over",
+                "parallelize_fn must not return a DDP wrapper, because its reducer cannot detect the last backward of "
+                "a step",
+                code="unsupported_combination",
                 keys=("parallelizer",),
                 fix="leave the part unwrapped: AutoPipeline sums plain gradients over dp_axis_names once per step",
             )
@@ -157,9 +163,9 @@ class PipelineStages:
         if plan.splits_backward and (not self._defer_sync or nested_sync):
             switch = "patch_stage_backward_maybe_with_nosync" if nested_sync else "defer_fsdp_grad_sync"
             raise ConfigError(
-                f"{self._config.schedule_csv or self._config.schedule} splits the backward: FSDP must reduce "
-                "after a step's "
-                "last weight gradient",
+                f"schedule={self._config.schedule_csv or self._config.schedule} splits the backward, so FSDP must "
+                "reduce gradients after the last weight gradient of a step",
+                code="requires_setting",
                 keys=(switch,),
                 fix=f"{switch}=true",
             )
@@ -167,7 +173,8 @@ class PipelineStages:
             check_composition(self._config.named_schedule, reshard_after_forward=resharding)
         elif plan.splits_backward and resharding:
             raise ConfigError(
-                "a CSV with I and W actions needs reshard_after_forward=false",
+                "schedule_csv with I and W actions needs reshard_after_forward=false",
+                code="requires_setting",
                 keys=("schedule_csv",),
                 fix="fully_shard(..., reshard_after_forward=False) in parallelize_fn",
             )
@@ -177,12 +184,16 @@ class PipelineStages:
         hidden_size = getattr(whole.model.config.get_text_config(), "hidden_size", None)
         if hidden_size is None:
             raise ConfigError(
-                f"the config of {type(whole.model).__name__} has no hidden_size, so the width between stages is unknown"
+                f"{type(whole.model).__name__} is not supported because its config has no hidden_size, the width "
+                "between stages",
+                code="not_supported_by_model",
+                keys=("model",),
             )
         compute_dtype = self._agreed_dtype(whole, parts)
         if self._dtype not in (None, compute_dtype):
-            logger.warning(
-                "stages compute in %s but send %s: activations and gradients are rounded at every boundary",
+            warn(
+                "precision_loss",
+                "stages compute in %s but send %s. Activations and gradients are rounded at every stage boundary",
                 compute_dtype,
                 self._dtype,
             )
@@ -231,7 +242,11 @@ class PipelineStages:
         """See `Stages.forward_backward`. Microbatches may have different lengths, and other ones in the next step."""
         info, loss = self._built(), loss or self._loss_fn
         if loss is None:
-            raise ConfigError("no loss: build(model, loss_fn) or forward_backward(batches, loss)")
+            raise ConfigError(
+                "no loss is set: pass it to build(model, loss_fn) or forward_backward(batches, loss)",
+                code="missing_key",
+                keys=("loss_fn",),
+            )
         with self._spelling():
             runtime = self._runtime(len(batches), train=True)
         plain, tied = self._plain_parameters(), self._tied_copies()
@@ -400,5 +415,7 @@ def _as_part(model: Any, ready: Ready) -> ModelPart:
         # The logits of a causal LM with a forward of its own are what that forward returns.
         return ModelPart(model, HeadKind("generic") if ready.outer else detect_head(model.config))
     raise ConfigError(
-        f"build(model) takes a ModelPart or a Hugging Face model, not {type(model).__name__}", keys=("model",)
+        f"model must be a ModelPart or a Hugging Face model, not {type(model).__name__}",
+        code="wrong_type",
+        keys=("model",),
     )

@@ -84,6 +84,7 @@ def draw_program(program: Program, path: Path | None) -> str:
     else:
         raise ConfigError(
             f"filename={str(path)!r} must end in .svg",
+            code="unsupported_file_type",
             keys=("filename",),
             fix=f"filename={path.with_suffix('.svg')}",
         )

@@ -38,6 +38,7 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Errors, microbatch, tiny_part
+from tests.errors import assert_error
 from tests.marks import slow
 from tests.rounding import tolerance
 
@@ -445,23 +446,23 @@ def _refused(rank, world, family):
         part.model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**fields))
     with pytest.raises(ConfigError) as caught:
         apply_expert_parallel(part, mesh)
-    return caught.value.message, caught.value.fix
+    return caught.value
 
 
 LLAMA4 = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
 
 
 @pytest.mark.parametrize(
-    ("family", "ep", "message"),
+    ("family", "ep", "code", "values"),
     [
-        ("qwen3_moe", 3, "mesh.ep_size=3 does not divide the 8 experts of Qwen3MoeExperts"),
-        ("llama", 2, "mesh.ep_size=2: LlamaForCausalLM has no experts, so there is nothing to distribute"),
-        ("llama4_text", 2, "mesh.ep_size=2: Llama4ForCausalLM calls its experts (Llama4TextExperts) without the lib"),
+        ("qwen3_moe", 3, "not_divisible", (8, "Qwen3MoeExperts")),
+        ("llama", 2, "not_supported_by_model", ("LlamaForCausalLM",)),
+        ("llama4_text", 2, "not_supported_by_model", ("Llama4ForCausalLM", "Llama4TextExperts")),
     ],
 )
-def test_what_cannot_be_distributed_is_refused(family, ep, message):
-    got, fix = launch(_refused, ep, family)
-    assert got.startswith(message) and fix == "mesh.ep_size=1"
+def test_models_whose_experts_cannot_be_distributed_are_rejected(family, ep, code, values):
+    error = launch(_refused, ep, family)
+    assert_error(error, code, "mesh.ep_size", values=(f"mesh.ep_size={ep}", *values), fix="mesh.ep_size=1")
 
 
 def sum_experts_over_ep_too():

@@ -22,6 +22,7 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.parity import FP32, FSDP2, Case, GradientRecorder, compare, step_batches, tiny_part
+from tests.errors import raises
 from tests.marks import slow
 
 EXACT = {
@@ -194,10 +195,10 @@ def test_forward_leaves_shards_and_modes_as_they_were():
 
 def _refusals(rank, world):
     mesh = build_mesh(MeshConfig(tp_size=2).resolve(world), "cpu")
-    with pytest.raises(ConfigError, match="tp_size=2 must be 1"):
+    with raises(ConfigError, "unsupported_combination", keys=("mesh.tp_size",), fix="mesh.tp_size=1"):
         parallelize(tiny_part("llama"), mesh, DDPConfig())
     one_axis = build_mesh(MeshConfig().resolve(world), "cpu")
-    with pytest.raises(ConfigError, match="no layers that the library marks as blocks"):
+    with raises(ConfigError, "not_supported_by_model", keys=("model",), values=("Linear",)):
         parallelize(torch.nn.Linear(2, 2), one_axis, FSDP2)
 
 

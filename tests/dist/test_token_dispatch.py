@@ -16,6 +16,7 @@ from automodel_cli.distributed.expert_parallel.token_dispatcher import AllToAll,
 from automodel_cli.distributed.mesh_config import MeshConfig
 from tests.dist import deep_ep_stand_in
 from tests.dist.harness import launch, launch_all
+from tests.errors import raises
 
 NUM_EXPERTS, TOKENS, WIDTH = 6, 5, 4
 
@@ -76,18 +77,19 @@ def test_an_exchange_that_nobody_asks_for_is_over_before_its_memory_is_free():
 
 def _refuses_float32(rank, world):
     dispatch = DeepEP(2, dist.group.WORLD)
-    with pytest.raises(ConfigError, match=r"sends bfloat16, but tokens are torch.float32"):
+    with raises(ConfigError, "unsupported_combination", values=("torch.float32",)):
         dispatch(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), lambda *_: None)
 
 
 def test_deep_ep_is_refused_where_it_cannot_run():
     launch(_refuses_float32, 1)
-    with pytest.raises(ConfigError, match="needs the package deep_ep") as caught:
+    with raises(ConfigError, "missing_package", values=("deep_ep",)) as caught:
         require_deep_ep("cuda")
     assert caught.value.fix.startswith("pip install ")
-    with pytest.raises(ConfigError, match=r"expert_dispatch=deepep does nothing while mesh.ep_size=1"):
+    keys = ("parallelizer.expert_dispatch", "mesh.ep_size")
+    with raises(ConfigError, "no_effect", keys=keys, values=("deepep", "mesh.ep_size=1")):
         FSDP2Config(expert_dispatch="deepep").check_mesh(MeshConfig())
-    with pytest.raises(ConfigError, match="expert_dispatch='nccl' is not one of all_to_all, deepep"):
+    with raises(ConfigError, "invalid_choice", keys=("expert_dispatch",), values=("nccl", "all_to_all", "deepep")):
         FSDP2Config(expert_dispatch="nccl")
 
 

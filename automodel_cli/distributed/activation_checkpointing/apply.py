@@ -56,7 +56,8 @@ def apply_activation_checkpointing(
     """
     if mode == AUTO:
         raise ConfigError(
-            "activation_checkpointing=auto is decided by a run, which knows its rows and GPUs: name a mode here",
+            "activation_checkpointing=auto is not supported here because it needs the data and GPUs of a run",
+            code="not_supported",
             keys=("activation_checkpointing",),
             fix="parallelizer.activation_checkpointing=full",
         )
@@ -66,7 +67,9 @@ def apply_activation_checkpointing(
     for layer in layers[::every]:
         if not _can_checkpoint(layer):
             raise ConfigError(
-                f"activation_checkpointing={mode}: the library does not support it for {type(layer).__name__}",
+                f"activation_checkpointing={mode} is not supported because {type(layer).__name__} has no gradient "
+                "checkpointing",
+                code="not_supported_by_model",
                 keys=("activation_checkpointing",),
                 fix="parallelizer.activation_checkpointing=false",
             )

@@ -12,7 +12,6 @@ results, so that no token is computed or counted twice.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.distributed.activation_checkpointing.saved_results import register_saver
 from automodel_cli.distributed.expert_parallel.deep_ep import DeepEP, require_deep_ep
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, main_grads_of, parameters_of
@@ -31,8 +31,6 @@ from automodel_cli.distributed.float8.quantization import autocast_dtype
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.scatter_gather import gather_from_group, scatter_to_group
-
-logger = logging.getLogger(__name__)
 
 _Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LIBRARYS_CHOICE = "grouped_mm"
@@ -85,9 +83,10 @@ def multiply_in_fp8(part: nn.Module, mesh: Mesh, fuser: RegionCompiler | None = 
     distributed."""
     modules = [experts for experts in experts_modules(part) if arithmetic_of(experts) is not None]
     if modules and mesh.layout.tp > 1:
-        logger.warning(
-            "fp8: not the experts of %d layers, which tensor parallelism cuts (mesh.ep_size distributes them whole): "
-            "they compute otherwise than in one process",
+        warn(
+            "precision_loss",
+            "%d experts modules do not compute in float8 because tensor parallelism shards them. Results differ from "
+            "one process. Expert parallelism (mesh.ep_size) keeps experts unsharded",
             len(modules),
         )
         return
@@ -177,8 +176,9 @@ def _check(experts: nn.Module, mesh: Mesh) -> None:
     for name, param in experts.named_parameters():
         if param.shape[0] != num_experts:
             raise ConfigError(
-                f"mesh.ep_size={ep}: {type(experts).__name__}.{name} has shape {tuple(param.shape)}, which all of its "
-                f"{num_experts} experts share",
+                f"mesh.ep_size={ep} is not supported because the {num_experts} experts share the parameter "
+                f"{type(experts).__name__}.{name} of shape {tuple(param.shape)}",
+                code="not_supported_by_model",
                 keys=("mesh.ep_size",),
                 fix="mesh.ep_size=1",
             )
@@ -187,7 +187,8 @@ def _check(experts: nn.Module, mesh: Mesh) -> None:
         valid = [size for size in range(1, num_experts + 1) if num_experts % size == 0 and ranks % size == 0]
         below, above = max(n for n in valid if n < ep), min((n for n in valid if n > ep), default=None)
         raise ConfigError(
-            f"mesh.ep_size={ep} does not divide the {num_experts} experts of {type(experts).__name__}",
+            f"mesh.ep_size={ep} must divide the {num_experts} experts of {type(experts).__name__}",
+            code="not_divisible",
             keys=("mesh.ep_size",),
             fix=f"mesh.ep_size={below}" + (f", or mesh.ep_size={above}" if above else ""),
         )
@@ -205,9 +206,12 @@ def _check_whole_model(part: nn.Module, mesh: Mesh) -> None:
         m for path, m in whole.named_modules() if path.rpartition(".")[2] == "experts" or "Experts" in type(m).__name__
     ]
     if own:
-        reason = f"{name} calls its experts ({type(own[0]).__name__}) without the library's experts interface"
+        reason = f"{name} calls its experts ({type(own[0]).__name__}) without the experts interface of transformers"
     else:
         reason = f"{name} has no experts"
     raise ConfigError(
-        f"mesh.ep_size={ep}: {reason}, so there is nothing to distribute", keys=("mesh.ep_size",), fix="mesh.ep_size=1"
+        f"mesh.ep_size={ep} is not supported because {reason}",
+        code="not_supported_by_model",
+        keys=("mesh.ep_size",),
+        fix="mesh.ep_size=1",
     )

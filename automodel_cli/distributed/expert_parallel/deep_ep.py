@@ -26,12 +26,14 @@ def require_deep_ep(device_type: str) -> None:
     if importlib.util.find_spec("deep_ep") is None:
         raise ConfigError(
             "expert_dispatch=deepep needs the package deep_ep, which is not installed",
+            code="missing_package",
             keys=("parallelizer.expert_dispatch",),
             fix=f"pip install git+https://github.com/deepseek-ai/DeepEP --no-build-isolation, or {_FIX}",
         )
     if device_type != "cuda":
         raise ConfigError(
-            f"expert_dispatch=deepep runs on CUDA devices only, not on {device_type}",
+            f"expert_dispatch=deepep needs CUDA devices, but this run uses {device_type}",
+            code="hardware_required",
             keys=("parallelizer.expert_dispatch",),
             fix=_FIX,
         )
@@ -47,7 +49,8 @@ class DeepEP:
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
         if hidden_TD.dtype != torch.bfloat16:
             raise ConfigError(
-                f"expert_dispatch=deepep sends bfloat16, but tokens are {hidden_TD.dtype}",
+                f"expert_dispatch=deepep supports bfloat16 only, but the hidden states are {hidden_TD.dtype}",
+                code="unsupported_combination",
                 keys=("parallelizer.expert_dispatch", "parallelizer.mp_policy"),
                 fix=_FIX,
             )

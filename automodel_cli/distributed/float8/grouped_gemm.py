@@ -56,8 +56,9 @@ def require_grouped(device: torch.device, recipe: Float8Recipe) -> None:
     if capability[0] not in GENERATIONS:
         has = ".".join(map(str, capability))
         raise ConfigError(
-            "model.fp8.experts: torch has grouped products of 8-bit floats for GPUs of compute capability 9 and 10 "
-            f"(H100, B200), but {torch.cuda.get_device_name()} has {has}",
+            "model.fp8.experts=true needs a GPU of compute capability 9 or 10 (H100, B200), because torch has "
+            f"grouped float8 GEMMs for no other GPU, but {torch.cuda.get_device_name()} has {has}",
+            code="hardware_required",
             keys=("model.fp8.experts",),
             fix="model.fp8.experts=false",
         )

@@ -12,7 +12,6 @@ every rank casts as one process would.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from automodel_cli.config.warn import warn
 from automodel_cli.distributed.float8.grouped_gemm import require_grouped
 from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require_float8
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
-
-logger = logging.getLogger(__name__)
 
 
 class Fp8Linear(nn.Linear):
@@ -74,9 +72,10 @@ def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionComp
             arithmetic.fuse(fuser)
     if left:
         sizes = ", ".join(f"{count} of {size}" for size, count in left.items())
-        logger.warning(
-            "fp8: not the linear layers whose share of this rank is no multiple of %d (%s): they compute otherwise "
-            "than in one process",
+        warn(
+            "precision_loss",
+            "Linear layers whose local size is not a multiple of %d do not compute in float8 (%s). Results differ from "
+            "one process",
             layers[0].fp8.recipe.multiple,
             sizes,
         )

@@ -171,8 +171,8 @@ def require_float8(device: torch.device, recipe: Float8Recipe) -> None:
         return
     needed = ".".join(map(str, recipe.capability))
     raise ConfigError(
-        f"{where}: products of 8-bit floats need an NVIDIA GPU of compute capability {needed} or higher ({kinds}), but "
-        f"{reason}",
+        f"{where} needs an NVIDIA GPU of compute capability {needed} or higher ({kinds}), but {reason}",
+        code="hardware_required",
         keys=("model.fp8",),
         fix=fix,
     )

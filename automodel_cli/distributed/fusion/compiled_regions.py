@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.distributed import torch_compat
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 
@@ -79,8 +80,9 @@ class Compiled:
         if by_name and self.refused:
             name, reason = next(iter(self.refused.items()))
             raise ConfigError(
-                f"enable_compile=fused_ops: {name} cannot be compiled by {self.backend} on {self.device.type}: "
-                f"{reason}",
+                f"enable_compile=fused_ops is not supported because {self.backend} cannot compile {name!r} on "
+                f"{self.device.type}: {reason}",
+                code="kernel_unavailable",
                 keys=("parallelizer.enable_compile", "parallelizer.compile_backend"),
                 fix="parallelizer.enable_compile=auto",
             )
@@ -124,7 +126,7 @@ def _or_as_written(glue: FusibleRegion, run: Callable[..., Any]) -> Callable[...
         try:
             return now(*args)
         except torch_compat.CompilerError as failure:
-            logger.warning("glue: %s runs as written from here on: %s", glue.name, _said(failure))
+            warn("kernel_unavailable", "Fused ops %r run uncompiled from now on: %s", glue.name, _said(failure))
             now = glue.function
             return now(*args)
 

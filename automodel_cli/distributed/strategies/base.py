@@ -134,19 +134,22 @@ class ParallelizerConfig:
         if not (isinstance(value, bool) or every_nth or value in ("full", "selective", "minimal", AUTO)):
             choices = "false, true, full, selective, minimal, auto, or n >= 1 (every n-th layer)"
             raise ConfigError(
-                f"activation_checkpointing={value!r} is not one of {choices}",
+                f"activation_checkpointing={value!r} must be one of: {choices}",
+                code="invalid_choice",
                 keys=("activation_checkpointing",),
                 fix="parallelizer.activation_checkpointing=full",
             )
         if not isinstance(self.enable_compile, bool) and self.enable_compile not in (FUSED_OPS, AUTO):
             raise ConfigError(
-                f"enable_compile={self.enable_compile!r} is not one of auto, glue, true, false",
+                f"enable_compile={self.enable_compile!r} must be one of: auto, fused_ops, true, false",
+                code="invalid_choice",
                 keys=("enable_compile",),
                 fix="parallelizer.enable_compile=auto",
             )
         if self.compile_backend != DEFAULT_COMPILE_BACKEND and not self.enable_compile:
             raise ConfigError(
-                f"compile_backend={self.compile_backend} does nothing while enable_compile=false",
+                f"compile_backend={self.compile_backend} has no effect with enable_compile=false",
+                code="no_effect",
                 keys=("compile_backend", "enable_compile"),
                 fix="parallelizer.enable_compile=true",
             )
@@ -162,8 +165,9 @@ class ParallelizerConfig:
         refuse_axes(self.name, mesh, axes)
         if (mesh.dp_replicate_size or 1) > 1 and "hsdp" not in self.supports:
             raise ConfigError(
-                f"parallelizer {self.name} has one copy of the model on its ranks, or one a rank: dp_replicate_size="
-                f"{mesh.dp_replicate_size} is for hybrid sharding, which is fsdp2's",
+                f"mesh.dp_replicate_size={mesh.dp_replicate_size} is not supported with parallelizer={self.name}: only "
+                "fsdp2 has hybrid sharding",
+                code="unsupported_combination",
                 keys=("mesh.dp_replicate_size",),
                 fix="mesh.dp_replicate_size=1, or parallelizer=fsdp2",
             )
@@ -253,7 +257,10 @@ def check_dtype(name: str, value: object, path: str) -> None:
 def check_choice(name: str, value: object, choices: Sequence[str], path: str) -> None:
     if value not in choices:
         raise ConfigError(
-            f"{name}={value!r} is not one of {', '.join(choices)}", keys=(name,), fix=f"{path}={choices[0]}"
+            f"{name}={value!r} must be one of: {', '.join(choices)}",
+            code="invalid_choice",
+            keys=(name,),
+            fix=f"{path}={choices[0]}",
         )
 
 
@@ -262,7 +269,8 @@ def refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:
         size = getattr(mesh, name) or 1
         if size > 1:
             raise ConfigError(
-                f"parallelizer {strategy} has no {kind} parallelism: {name}={size} must be 1",
+                f"mesh.{name}={size} is not supported because parallelizer={strategy} has no {kind} parallelism",
+                code="unsupported_combination",
                 keys=(f"mesh.{name}",),
                 fix=f"mesh.{name}=1",
             )
@@ -275,12 +283,13 @@ def check_tp_plan(plan: Any) -> None:
     if plan is None or callable(plan) or (isinstance(plan, str) and plan):
         return
     if not isinstance(plan, Mapping) or not plan:
-        message = f"tp_plan={plan!r} is no import path and no mapping of module names to styles"
-        raise ConfigError(message, keys=("tp_plan",), fix=fix)
+        message = f"tp_plan={plan!r} must be an import path or a mapping of module names to styles"
+        raise ConfigError(message, code="wrong_type", keys=("tp_plan",), fix=fix)
     for name, style in plan.items():
         if style is None or isinstance(style, (bool, int, float, list, dict)):
             raise ConfigError(
-                f"tp_plan[{name!r}]={style!r} is no style: a name such as colwise is expected",
+                f"tp_plan[{name!r}]={style!r} must be the name of a style, for example colwise",
+                code="wrong_type",
                 keys=("tp_plan",),
                 fix=fix,
             )
@@ -293,6 +302,7 @@ def refuse_idle_tp_options(config: ParallelizerConfig, names: Sequence[str], mes
             off = "null" if name == "tp_plan" else "false"
             raise ConfigError(
                 f"{name} needs tensor parallelism, but mesh.tp_size={mesh.tp_size or 1}",
+                code="requires_setting",
                 keys=(f"parallelizer.{name}", "mesh.tp_size"),
                 fix=f"parallelizer.{name}={off}",
             )

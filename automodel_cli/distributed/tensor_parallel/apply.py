@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.layer_wrapping import transformer_layers
@@ -141,14 +142,16 @@ def use_async_collectives(mesh: DeviceMesh) -> None:
     """
     if mesh.device_type != "cuda":
         raise ConfigError(
-            f"enable_async_tensor_parallel works through symmetric memory, which needs CUDA, not {mesh.device_type}",
+            "enable_async_tensor_parallel=true needs CUDA devices for symmetric memory, but this run uses "
+            f"{mesh.device_type}",
+            code="hardware_required",
             keys=("parallelizer.enable_async_tensor_parallel",),
             fix="parallelizer.enable_async_tensor_parallel=false",
         )
     from torch._inductor import config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    logger.warning("enable_async_tensor_parallel overlaps what sequence parallelism communicates: it is on")
+    warn("implied_setting", "enable_async_tensor_parallel enables sequence_parallel, whose communication it overlaps")
     inductor._micro_pipeline_tp = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # needed in torch 2.11, done by itself in 2.13
@@ -170,8 +173,9 @@ def check_heads(config: PretrainedConfig, plan: Plan, tp_size: int) -> None:
             sizes = [size for size in range(1, count + 1) if math.gcd(*counts.values()) % size == 0]
             nearest = max((size for size in sizes if size < tp_size), default=1)
             raise ConfigError(
-                f"tensor parallelism shards heads: {field}={count} is not a multiple of tp_size={tp_size}; this model "
-                f"takes {', '.join(map(str, sizes))}",
+                f"mesh.tp_size={tp_size} must divide {field}={count}. Valid sizes for this model: "
+                f"{', '.join(map(str, sizes))}",
+                code="not_divisible",
                 keys=("mesh.tp_size",),
                 fix=f"mesh.tp_size={nearest}",
             )
@@ -235,7 +239,8 @@ def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: Devic
     base = wrapper.get_base_layer()
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in wrapper.modules()):
         raise ConfigError(
-            "lora.dropout would drop other inputs on every tp rank: adapters need dropout 0 under tensor parallelism",
+            "lora.dropout must be 0 under tensor parallelism, because every tp rank would drop different inputs",
+            code="unsupported_combination",
             keys=("model.lora.dropout", "mesh.tp_size"),
             fix="model.lora.dropout=0",
         )
@@ -244,9 +249,10 @@ def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: Devic
         return
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         raise ConfigError(
-            f"an adapter around {name} cannot be sharded as {type(style).__name__}",
+            f"an adapter on {name} cannot be sharded as {type(style).__name__}",
+            code="unsupported_combination",
             keys=("model.lora.target_modules", "mesh.tp_size"),
-            fix="lora.target_modules without it",
+            fix="model.lora.target_modules without this module",
         )
     _check_features(name, base, style, mesh.size())
     parallelize_module(base, mesh, style, src_data_rank=None)
@@ -264,7 +270,8 @@ def _check_features(name: str, module: nn.Module, style: ParallelStyle, tp_size:
     for kind, field in ((ColwiseParallel | PackedColwise, "out_features"), (RowwiseParallel, "in_features")):
         if isinstance(style, kind) and getattr(module, field) % tp_size:
             raise ConfigError(
-                f"{name} has {field}={getattr(module, field)}, which tp_size={tp_size} does not divide",
+                f"mesh.tp_size={tp_size} must divide {field}={getattr(module, field)} of {name}",
+                code="not_divisible",
                 keys=("mesh.tp_size",),
                 fix=f"mesh.tp_size={math.gcd(getattr(module, field), tp_size)}",
             )
@@ -279,7 +286,8 @@ def _shard_own_parameters(name: str, module: nn.Module, plan: Plan, mesh: Device
         dim = max(param.ndim - 2, 0) if isinstance(style, ColwiseParallel) else param.ndim - 1
         if param.shape[dim] % mesh.size():
             raise ConfigError(
-                f"{name}.{leaf} has {param.shape[dim]} entries, which tp_size={mesh.size()} does not divide",
+                f"mesh.tp_size={mesh.size()} must divide the {param.shape[dim]} entries of {name}.{leaf}",
+                code="not_divisible",
                 keys=("mesh.tp_size",),
                 fix=f"mesh.tp_size={math.gcd(param.shape[dim], mesh.size())}",
             )

@@ -111,7 +111,8 @@ def get_hf_tp_shard_plan(model: PreTrainedModel) -> Plan:
     has_layers = any(isinstance(module, nn.Linear) and name not in outer for name, module in model.named_modules())
     if has_layers and not structural and not strings.keys() - outer:
         raise ConfigError(
-            f"{type(model).__name__} has no tensor-parallel plan: its class and config name no layers to shard",
+            f"{type(model).__name__} has no tensor-parallel plan: its class and config list no layers to shard",
+            code="not_supported_by_model",
             keys=("parallelizer.tp_plan", "mesh.tp_size"),
             fix="mesh.tp_size=1, or parallelizer.tp_plan={module name: style, ...}",
         )
@@ -173,11 +174,11 @@ def custom_plan(given: object, model: PreTrainedModel) -> Plan:
     if callable(plan):
         plan = plan(model)
     if not isinstance(plan, Mapping) or not plan:
-        raise _bad_plan(f"tp_plan is {plan!r}, not a mapping of module names to styles")
+        raise _bad_plan("wrong_type", f"tp_plan={plan!r} must be a mapping of module names to styles")
     try:
         return translate_plan(plan)
     except (TypeError, ValueError) as error:
-        raise _bad_plan(f"tp_plan: {error}") from error
+        raise _bad_plan("invalid_choice", f"tp_plan: {error}") from error
 
 
 def translate_plan(plan: Mapping[str, Any]) -> Plan:
@@ -203,17 +204,18 @@ def _import(path: str) -> object:
     module_name, _, attribute = path.rpartition(".")
     if not module_name or module_name.partition(".")[0] not in sys.modules:
         raise ConfigError(
-            f"tp_plan={path!r} lies in a package that this run has not loaded",
+            f"tp_plan={path!r} is in a package that this run has not loaded",
+            code="untrusted_code",
             keys=("tp_plan",),
             fix=f"parallelizer.tp_plan._target_={path} --trust-package {path.partition('.')[0]}",
         )
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise _bad_plan(f"tp_plan={path!r} cannot be imported: {error}") from error
+        raise _bad_plan("import_failed", f"tp_plan={path!r} cannot be imported: {error}") from error
 
 
-def _bad_plan(message: str) -> ConfigError:
+def _bad_plan(code: str, message: str) -> ConfigError:
     return ConfigError(
-        message, keys=("tp_plan",), fix="parallelizer.tp_plan=null, for the plan that the model publishes"
+        message, code=code, keys=("tp_plan",), fix="parallelizer.tp_plan=null   (uses the plan of the model)"
     )

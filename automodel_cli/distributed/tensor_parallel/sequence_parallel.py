@@ -105,8 +105,9 @@ def norms(layer: nn.Module) -> Iterator[nn.Module]:
     if next(layer.parameters(recurse=False), None) is not None:
         names = [name for name, _ in layer.named_parameters(recurse=False)]
         raise ConfigError(
-            f"sequence_parallel: {type(layer).__name__} has parameters of its own ({', '.join(names)}), whose place in "
-            "the layer is not known",
+            f"sequence_parallel=true is not supported because {type(layer).__name__} has parameters outside its "
+            f"submodules: {', '.join(names)}",
+            code="not_supported_by_model",
             keys=("parallelizer.sequence_parallel",),
             fix="parallelizer.sequence_parallel=false",
         )
@@ -158,8 +159,9 @@ def _num_tokens(kwargs: dict[str, Any], own_BtD: Tensor, mesh: DeviceMesh) -> in
 def _refuse_padding(num_tokens: int, tp_size: int) -> None:
     if num_tokens % tp_size:
         raise ConfigError(
-            f"rows of {num_tokens} tokens do not divide over tp_size={tp_size}: routers would count the padding that "
-            "sequence parallelism adds",
+            f"mesh.tp_size={tp_size} must divide the {num_tokens} tokens of a sequence. Otherwise routers count the "
+            "padding that sequence parallelism adds",
+            code="not_divisible",
             keys=("data.seq_len", "data.pad_to_multiple_of", "mesh.tp_size"),
             fix=f"data.pad_to_multiple_of={tp_size}, or parallelizer.sequence_parallel=false",
         )

@@ -189,7 +189,8 @@ class PackedRowwise(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise ConfigError(
-            f"packed_rowwise is for the parameters of an experts module, not for {type(module).__name__}",
+            f"packed_rowwise supports experts modules only, not {type(module).__name__}",
+            code="wrong_type",
             keys=("tp_plan",),
             fix="rowwise, or rowwise_split_input",
         )

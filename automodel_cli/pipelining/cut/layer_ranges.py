@@ -33,13 +33,16 @@ def stage_count(
     """
     key = "round_virtual_stages_to_pp_multiple"
     if rounding not in (None, "up", "down"):
-        raise ConfigError(f"{key}={rounding!r} must be 'up', 'down' or null", keys=(key,), fix=f"{key}=up")
+        raise ConfigError(
+            f"{key}={rounding!r} must be one of: up, down, null", code="invalid_choice", keys=(key,), fix=f"{key}=up"
+        )
     if layers_per_stage is None:
         count = pp_size if kind == "single" else 2 * pp_size
     else:
         if layers_per_stage < 1:
             raise ConfigError(
                 f"layers_per_stage={layers_per_stage} must be at least 1",
+                code="out_of_range",
                 keys=("layers_per_stage",),
                 fix="layers_per_stage=null",
             )
@@ -48,8 +51,9 @@ def stage_count(
             more = _round_up(count, pp_size)
             works = more == pp_size if kind == "single" else more >= 2 * pp_size
             raise ConfigError(
-                f"{num_layers} layers in stages of layers_per_stage={layers_per_stage} give {count} stages, "
-                f"which pp_size={pp_size} does not divide ({count} % {pp_size} = {count % pp_size})",
+                f"layers_per_stage={layers_per_stage} splits {num_layers} layers into {count} stages, which is not a "
+                f"multiple of pp_size={pp_size} ({count} % {pp_size} = {count % pp_size})",
+                code="not_divisible",
                 keys=("layers_per_stage", key),
                 fix=f"{key}=up   ({more} stages)" if works else "layers_per_stage=null",
             )
@@ -59,7 +63,9 @@ def stage_count(
     if wrong:
         need = "exactly 1" if kind == "single" else "at least 2"
         raise ConfigError(
-            f"{count} stages on pp_size={pp_size} ranks are {per_rank} per rank; a {kind}-stage schedule needs {need}",
+            f"{count} stages on pp_size={pp_size} ranks are {per_rank} per rank, but a {kind}-stage schedule needs "
+            f"{need}",
+            code="stage_count",
             keys=("layers_per_stage",),
             fix="layers_per_stage=null",
         )
@@ -74,7 +80,8 @@ def even_sizes(num_stages: int, num_layers: int) -> list[int]:
     """Layers per stage: `num_layers // num_stages`, the first ones get one more; no stage gets none."""
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
-            f"{num_stages} stages for {num_layers} decoder layers: every stage needs at least one layer",
+            f"{num_stages} stages need at least one layer each, but the model has {num_layers} decoder layers",
+            code="stage_count",
             fix="a smaller mesh.pp_size, or a layout with empty stages",
         )
     base, rest = divmod(num_layers, num_stages)
@@ -144,10 +151,15 @@ def ranges_from_names(
                 near = difflib.get_close_matches(name, module_names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(
-                    f"{key}[{s}]: the model has no module {name!r}{hint}", keys=(key,), fix=near[0] if near else None
+                    f"{key}[{s}]: the model has no module {name!r}{hint}",
+                    code="unknown_name",
+                    keys=(key,),
+                    fix=near[0] if near else None,
                 )
             if name in seen and name in once:
-                raise ConfigError(f"{key}: {name!r} is in stage {seen[name]} and again in stage {s}", keys=(key,))
+                raise ConfigError(
+                    f"{key}: {name!r} is in two stages, {seen[name]} and {s}", code="invalid_value", keys=(key,)
+                )
             seen[name] = s
             if match := layer.fullmatch(name):
                 layers.append(int(match[1]))
@@ -158,7 +170,8 @@ def ranges_from_names(
         if seen.get(name) != stage:
             where = f"is in stage {seen[name]}" if name in seen else "is in no stage"
             raise ConfigError(
-                f"{key}: {name!r} {where}; it belongs to stage {stage}",
+                f"{key}: {name!r} {where}, but must be in stage {stage}",
+                code="invalid_value",
                 keys=(key,),
                 fix=f"list {name!r} in stage {stage}",
             )
@@ -171,12 +184,17 @@ def _check_order(per_stage: Sequence[Sequence[int]], prefix: str, num_layers: in
     if missing:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise ConfigError(
-            f"{key}: no stage holds {shown}", keys=(key,), fix="list every decoder layer in exactly one stage"
+            f"{key} must contain every decoder layer. Missing: {shown}",
+            code="stage_count",
+            keys=(key,),
+            fix="list every decoder layer in exactly one stage",
         )
     for a, b in pairwise(flat):
         if b < a:
             raise ConfigError(
-                f"{key}: {prefix}.{b} comes after {prefix}.{a}; stages hold consecutive layers in order", keys=(key,)
+                f"{key}: stages must contain consecutive layers in order, but {prefix}.{b} comes after {prefix}.{a}",
+                code="invalid_value",
+                keys=(key,),
             )
 
 
@@ -197,7 +215,8 @@ def balanced_sizes(
     num_layers = len(layer_costs)
     if num_stages < 1 or num_stages * min_layers > num_layers:
         raise ConfigError(
-            f"{num_stages} stages of at least {min_layers} layers need more than the {num_layers} decoder layers"
+            f"{num_stages} stages of at least {min_layers} layers need more than the {num_layers} decoder layers",
+            code="stage_count",
         )
     prefix = [0.0]
     for cost in layer_costs:

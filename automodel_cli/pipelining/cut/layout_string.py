@@ -38,7 +38,7 @@ class LayoutError(ConfigError):
     ):
         self.position = position
         pointer = _pointer(source, position)
-        super().__init__(f"layout: {text} ({code}){pointer}", code=code, keys=("layout",), fix=fix)
+        super().__init__(f"layout: {text}{pointer}", code=code, keys=("layout",), fix=fix)
 
 
 def _pointer(source: object, position: Position) -> str:
@@ -131,11 +131,11 @@ class _Parser:
             self.at += 1
             return []
         if char == "*":
-            raise self.fail("dangling-star", "'*' has nothing before it to repeat", start)
+            raise self.fail("dangling-star", "'*' must follow a letter, '|' or a group", start)
         if char in DIGITS:
-            raise self.fail("stray-digit", "a number may stand only directly after '*'", start)
+            raise self.fail("stray-digit", "a number must follow '*' directly", start)
         if char not in LETTERS + "|":
-            raise self.fail("bad-character", f"{char!r} is none of E t m L | * ( ) , and digits", start)
+            raise self.fail("bad-character", f"{char!r} must be one of: E t m L | * ( ) , and digits", start)
         self.at += 1
         count = self.count() if self.peek() == "*" else 1
         self.guard(count)
@@ -152,12 +152,12 @@ class _Parser:
             if not self.peek():
                 raise self.fail("unclosed-group", "'(' is never closed", start)
             if self.peek() == "(":
-                raise self.fail("nested-group", "groups do not nest; write the inner group out", self.at)
+                raise self.fail("nested-group", "groups cannot be nested. Write the inner group out", self.at)
             body += self.unit()
             self.guard(len(body))
         self.at += 1
         if self.peek() != "*":
-            raise self.fail("missing-count", "a group needs a count: '*' and a number must follow ')'", self.at)
+            raise self.fail("missing-count", "'*' and a number must follow ')'", self.at)
         count = self.count()
         self.guard(count * len(body))
         return body * count
@@ -170,9 +170,9 @@ class _Parser:
             self.at += 1
         digits = self.source[start : self.at].lstrip("0")
         if start == self.at:
-            raise self.fail("bad-count", "'*' must be followed by a number written in digits 0-9", start)
+            raise self.fail("bad-count", "a number (digits 0-9) must follow '*'", start)
         if self.peek() == "*":
-            raise self.fail("chained-star", "one unit takes one count; multiply the two numbers", self.at)
+            raise self.fail("chained-star", "a unit has one count only. Multiply the two numbers", self.at)
         if len(digits) > len(str(MAX_ITEMS)):  # before int(), which takes quadratic time and stops at 4300 digits
             self.guard(MAX_ITEMS + 1)
         return int(digits or "0")
@@ -200,7 +200,7 @@ def _parse_list(source: Sequence[Sequence[str]]) -> StageLayout:
             letter = name if name in NAMES.values() else NAMES.get(name.strip().lower())
             if letter is None:
                 raise LayoutError(
-                    f"{name!r} is no layer; known are {', '.join(NAMES)} and {' '.join(LETTERS)}",
+                    f"{name!r} must be one of: {', '.join(NAMES)}, {', '.join(LETTERS)}",
                     code="unknown-layer",
                     position=(s, i),
                 )
@@ -221,7 +221,7 @@ def num_chunks(layout: StageLayout, pp_size: int) -> int:
         near = [p for p in range(1, stages + 1) if stages % p == 0]
         best = min(near, key=lambda p: abs(p - pp_size))
         raise layout.error(
-            f"{stages} stages do not divide over pp_size={pp_size} ranks",
+            f"{stages} stages must be a multiple of pp_size={pp_size} ranks",
             "stage-count",
             fix=f"mesh.pp_size={best} (one of {near})",
         )
@@ -238,10 +238,10 @@ def validate_layout(layout: StageLayout, pp_size: int, num_layers: int, mtp_num_
     _check_ends(layout)
     decoders, mtp = layout.count("t"), layout.count("m")
     if decoders != num_layers:
-        raise layout.error(f"it places {decoders} decoder layers, but the model has {num_layers}", "layer-count")
+        raise layout.error(f"it contains {decoders} decoder layers, but the model has {num_layers}", "layer-count")
     if mtp != (mtp_num_layers or 0):
         raise layout.error(
-            f"it places {mtp} multi-token-prediction layers, but the model has {mtp_num_layers or 0}", "mtp-count"
+            f"it contains {mtp} multi-token-prediction layers, but the model has {mtp_num_layers or 0}", "mtp-count"
         )
     _check_mtp(layout, pp_size, chunks)
 
@@ -251,10 +251,12 @@ def _check_ends(layout: StageLayout) -> None:
     places = {letter: [entry for entry in flat if entry[2].letter == letter] for letter in "EL"}
     for letter, name in (("E", "embedding"), ("L", "loss")):
         if not places[letter]:
-            raise layout.error(f"no {letter}: exactly one stage must hold the {name}", f"no-{name}")
+            raise layout.error(f"one stage must contain {letter}, the {name}", f"no-{name}")
         if len(places[letter]) > 1:
             raise layout.error(
-                f"a second {letter}: the {name} exists once", f"duplicate-{name}", places[letter][1][2].position
+                f"exactly one stage must contain {letter}, the {name}",
+                f"duplicate-{name}",
+                places[letter][1][2].position,
             )
     stage, index, item = places["E"][0]
     if (stage, index) != (0, 0):
@@ -272,15 +274,13 @@ def _check_mtp(layout: StageLayout, pp_size: int, chunks: int) -> None:
     k, stage, head = first
     for _, item in flat[k:]:
         if item.letter == "t":
-            raise layout.error(
-                "a decoder layer follows a multi-token-prediction layer", "decoder-after-mtp", item.position
-            )
+            raise layout.error("t must not follow m: decoder layers come first", "decoder-after-mtp", item.position)
     for s, item in flat[k:]:
         if item.letter == "m" and s != stage:
             raise layout.error("all m must be in one stage", "mtp-split", item.position)
     if stage // pp_size != chunks - 1:
         where = f"m is in chunk {stage // pp_size} of rank {stage % pp_size}"
-        text = f"{where}; it must be in the rank's last chunk, {chunks - 1}"
+        text = f"{where}, but must be in chunk {chunks - 1}, the last one of the rank"
         raise layout.error(text, "mtp-not-last-chunk", head.position)
     if pp_size > 1 and stage % pp_size == 0:
-        raise layout.error("m must not be on rank 0, which holds the embedding", "mtp-on-first-rank", head.position)
+        raise layout.error("m must not be on rank 0, which has the embedding", "mtp-on-first-rank", head.position)

@@ -61,7 +61,7 @@ def find_decoder_layers(model: PreTrainedModel) -> str:
     Some families count their layers in a field of their own.
     """
     if model.config.is_encoder_decoder:
-        raise SplitError(model, "it is an encoder-decoder, whose stages would need two streams")
+        raise SplitError(model, "encoder-decoder models would need two streams between stages")
     text = model.config.get_text_config()
     counts = {value for name in LAYER_COUNTS if (value := getattr(text, name, None))}
     lists = [
@@ -71,7 +71,7 @@ def find_decoder_layers(model: PreTrainedModel) -> str:
     if len(outermost) != 1:
         found = ", ".join(outermost) or "none"
         expected = " or ".join(str(count) for count in sorted(counts)) or "unknown number of"
-        raise SplitError(model, f"expected one module list with the config's {expected} layers, found {found}")
+        raise SplitError(model, f"expected one module list with the {expected} layers of the config, found {found}")
     return outermost[0]
 
 
@@ -95,7 +95,7 @@ def observe(small: PreTrainedModel) -> ModelStructure:
     try:
         small(input_ids=_IDS_BT, use_cache=False)
     except Exception as error:
-        raise NotMeasuredError(small, f"a small copy of it does not run: {error!r}") from error
+        raise NotMeasuredError(small, f"a small copy of the model does not run: {error!r}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -124,12 +124,14 @@ class _Watch:
 
 def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], watch: _Watch) -> ModelStructure:
     if watch.order != list(range(watch.count)):
-        raise SplitError(model, f"{path} runs its layers as {watch.order}, not once each and in order")
+        raise SplitError(model, f"{path} must run each layer once and in order, but runs them as {watch.order}")
     if len(watch.arities) != 1:
-        raise SplitError(model, f"its layers return tuples of different lengths {watch.arities}")
+        raise SplitError(model, f"its layers return tuples of different lengths: {watch.arities}")
     shape = next(iter(watch.shapes))
     if len(watch.shapes) != 1 or shape[:2] != _IDS_BT.shape:
-        raise SplitError(model, f"its layers hand on hidden states {sorted(watch.shapes)}, not [rows, tokens, ...]")
+        raise SplitError(
+            model, f"its layers must return hidden states [B, T, ...], but return the shapes {sorted(watch.shapes)}"
+        )
     before, after = [], []
     for name in outside:
         times = watch.started_at.get(name, {0})  # one that never runs stays with the embedding

@@ -107,7 +107,7 @@ def place_layers(
     chosen = [name for name, used in ways.items() if used]
     if len(chosen) > 1:
         raise PlacementError(
-            f"{' and '.join(chosen)} exclude each other", code="exclusive-options", fix=f"keep {chosen[0]} only"
+            f"{' and '.join(chosen)} cannot be set together", code="exclusive-options", fix=f"keep {chosen[0]} only"
         )
     if layout is not None:
         return _place_checked_layout(layout, num_layers, pp_size, vpp_size, mtp_num_layers)
@@ -140,8 +140,8 @@ def _place_checked_layout(
     chunks = num_chunks(layout, pp_size)
     if vpp_size is not None and vpp_size != chunks:
         raise PlacementError(
-            f"the layout has {len(layout.stages)} stages on pp_size={pp_size}, that is {chunks} per rank, "
-            f"but vpp_size={vpp_size}",
+            f"the layout has {len(layout.stages)} stages, which are {chunks} per rank with pp_size={pp_size}, but "
+            f"vpp_size={vpp_size}",
             code="vpp-conflict",
             keys=("vpp_size",),
             fix=f"vpp_size={chunks}, or leave it out",
@@ -152,14 +152,15 @@ def _place_checked_layout(
 
 def _chunks_from_layers(num_layers: int, pp_size: int, vpp_size: int | None, layers_per_virtual_stage: int) -> int:
     if vpp_size is not None:
-        raise PlacementError("vpp_size and layers_per_virtual_stage exclude each other", code="exclusive-options")
+        raise PlacementError("vpp_size and layers_per_virtual_stage cannot be set together", code="exclusive-options")
     if layers_per_virtual_stage < 1:
         raise PlacementError(
             f"layers_per_virtual_stage={layers_per_virtual_stage} must be at least 1", code="not-positive"
         )
     if num_layers % (pp_size * layers_per_virtual_stage):
         raise PlacementError(
-            f"{num_layers} layers do not divide into stages of {layers_per_virtual_stage} over {pp_size} ranks",
+            f"layers_per_virtual_stage={layers_per_virtual_stage} does not divide {num_layers} layers into equal "
+            f"stages on pp_size={pp_size} ranks",
             code="not-divisible",
         )
     return num_layers // (pp_size * layers_per_virtual_stage)
@@ -170,13 +171,13 @@ def _even(num_layers: int, pp_size: int, chunks: int, extra: int) -> int:
     if (num_layers + extra) % (pp_size * chunks):
         counted = f"{num_layers} layers" + (f" + {extra} for embedding and loss" if extra else "")
         raise PlacementError(
-            f"{counted} do not divide over {pp_size} ranks x {chunks} chunks",
+            f"{counted} must be a multiple of pp_size={pp_size} ranks x {chunks} chunks",
             code="not-divisible",
             fix="write a layout, or set first_stage_layers and last_stage_layers",
         )
     per_chunk = (num_layers + extra) // (pp_size * chunks)
     if per_chunk < 1 and num_layers:
-        raise PlacementError(f"{num_layers} layers leave no layer for a stage", code="not-positive")
+        raise PlacementError(f"{num_layers} layers are too few: every stage needs at least one", code="not-positive")
     return per_chunk
 
 
@@ -190,11 +191,13 @@ def _fixed_ends(num_layers: int, pp_size: int, chunks: int, first: int | None, l
     middle_ranks, middle = pp_size - len(fixed), num_layers - sum(fixed)
     if middle_ranks < 0 or (middle_ranks == 0) != (middle == 0) or middle < 0:
         raise PlacementError(
-            f"{num_layers} layers minus {' + '.join(map(str, fixed))} leave {middle} for {middle_ranks} ranks",
+            f"{num_layers} layers minus {' + '.join(map(str, fixed))} leave {middle} layers for {middle_ranks} ranks",
             code="middle-mismatch",
         )
     if middle_ranks and middle % middle_ranks:
-        raise PlacementError(f"{middle} layers do not divide over the {middle_ranks} other ranks", code="not-divisible")
+        raise PlacementError(
+            f"{middle} layers must be a multiple of the other {middle_ranks} ranks", code="not-divisible"
+        )
     totals = [middle // middle_ranks if middle_ranks else 0] * pp_size
     if first is not None:
         totals[0] = first
@@ -203,7 +206,7 @@ def _fixed_ends(num_layers: int, pp_size: int, chunks: int, first: int | None, l
     for rank, total in enumerate(totals):
         if total % chunks:
             raise PlacementError(
-                f"{total} layers of rank {rank} do not divide into {chunks} chunks", code="not-divisible"
+                f"the {total} layers of rank {rank} must be a multiple of its {chunks} chunks", code="not-divisible"
             )
     return [total // chunks for total in totals]
 

@@ -76,7 +76,7 @@ def _unknown_unless_refused(model_class: type[PreTrainedModel]) -> Iterator[None
         raise SplitError(model_class.__name__, error.message) from error
     except Exception as error:
         raise NotMeasuredError(
-            model_class.__name__, f"no small copy of it can be built to measure a split on: {error!r}"
+            model_class.__name__, f"no small copy of the model can be built to measure a split: {error!r}"
         ) from error
 
 
@@ -94,14 +94,14 @@ def compare_split(part: ModelPart, anatomy: ModelStructure, ready: Ready = PATCH
     try:
         whole = _run([part], anatomy)
     except Exception as error:
-        raise NotMeasuredError(part.model, f"a small copy of it does not train: {error!r}") from error
+        raise NotMeasuredError(part.model, f"a small copy of the model does not train: {error!r}") from error
     try:
         split = _run(stages, anatomy)
     except Exception as error:
         raise SplitError(part.model, f"its stages do not run: {_why(error)}") from error
     for name, want in whole.items():
         if not _agree(split.get(name), want):
-            raise SplitError(part.model, f"{name} differs between its stages and the whole model")
+            raise SplitError(part.model, f"{name} differs between its stages and the unsplit model")
 
 
 def _why(error: Exception) -> str:

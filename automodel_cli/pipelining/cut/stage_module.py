@@ -293,7 +293,7 @@ def _fill_slots(stage: StagePart, anatomy: ModelStructure) -> None:
     if not isinstance(slots, nn.ModuleList):
         raise SplitError(
             stage.model,
-            f"{anatomy.layers} is a {type(slots).__name__}, in which stand-ins have no place; a base model whose "
+            f"{anatomy.layers} is a {type(slots).__name__}, which cannot contain stand-ins. A base model whose "
             "forward takes and returns hidden states needs patch_inner_model=False",
         )
     first, end = stage.layers.start, stage.layers.stop

@@ -68,8 +68,9 @@ class StagePlan:
         if self.csv_program is not None:
             if num_microbatches != self.csv_program.num_microbatches:
                 raise ConfigError(
-                    f"{self.config.schedule_csv} is a program for {self.csv_program.num_microbatches} microbatches "
+                    f"schedule_csv={self.config.schedule_csv} runs {self.csv_program.num_microbatches} microbatches "
                     f"per step, not {num_microbatches}",
+                    code="invalid_schedule",
                     keys=("schedule_csv",),
                     fix=f"{self.csv_program.num_microbatches} microbatches per step (train.global_batch_size)",
                 )
@@ -101,7 +102,8 @@ def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure
     csv_program = config.read_program()
     if csv_program is not None and csv_program.pp_size != pp_size:
         raise ConfigError(
-            f"{config.schedule_csv} has {csv_program.pp_size} rows, one per rank, but pp_size={pp_size}",
+            f"schedule_csv={config.schedule_csv} has {csv_program.pp_size} rows (one per rank), but pp_size={pp_size}",
+            code="stage_count",
             keys=("schedule_csv",),
             fix=f"mesh.pp_size={csv_program.pp_size}",
         )
@@ -119,7 +121,9 @@ def _owned(
     if csv_program is not None:
         if csv_program.num_stages != len(layers):
             raise ConfigError(
-                f"{config.schedule_csv} runs {csv_program.num_stages} stages; the model is cut into {len(layers)}",
+                f"schedule_csv={config.schedule_csv} runs {csv_program.num_stages} stages, but the model is split into "
+                f"{len(layers)}",
+                code="stage_count",
                 keys=("schedule_csv",),
             )
         return StagePlan(tuple(layers), csv_program.owner, config, csv_program, depths)
@@ -137,7 +141,8 @@ def _stage_of_depths(config: PipelineConfig, part: ModelPart, anatomy: ModelStru
     stage = next(s for s, letters in enumerate(parse_layout(config.layout).letters) if "m" in letters)
     if stage < num_stages - 1 and anatomy.streams:
         raise ConfigError(
-            "the layers hand on several residual streams, of which a stage with m before the last one sends their sum",
+            "layout with m before the last stage is not supported because the layers return several residual streams",
+            code="not_supported_by_model",
             keys=("layout",),
             fix="layout=null",
         )
@@ -151,11 +156,12 @@ def _check_uses_of_table(plan: StagePlan, part: ModelPart) -> None:
     uses = len(part.multi_token or ()) + is_head
     if plan.splits_backward and uses > 1:
         raise ConfigError(
-            f"{plan.config.schedule_csv or plan.config.schedule} splits the backward, which is not exact for the "
-            "embedding: the "
-            f"stage with the layers for multi-token prediction uses it {uses} times",
+            f"schedule={plan.config.schedule_csv or plan.config.schedule} is not supported because a split backward "
+            f"is not exact for the embedding, which the stage with the layers for multi-token prediction uses {uses} "
+            "times",
+            code="not_supported_by_model",
             keys=("schedule", "schedule_csv"),
-            fix="schedule=1f1b csv=null",
+            fix="schedule=1f1b schedule_csv=null",
         )
 
 
@@ -178,8 +184,9 @@ def _layers(
         layout = parse_layout(config.layout)
         if layout.count("m") and part.multi_token is None:
             raise ConfigError(
-                f"layout: it places {layout.count('m')} multi-token-prediction layers (m), but "
-                f"{type(part.model).__name__} builds none without model.mtp",
+                f"layout places {layout.count('m')} multi-token-prediction layers (m), but "
+                f"{type(part.model).__name__} has none. model.mtp adds them",
+                code="not_supported_by_model",
                 keys=("layout",),
                 fix="layout=null, or a layout without m",
             )
@@ -202,7 +209,8 @@ def _check_count(count: int, pp_size: int, kind: str | None) -> None:
     if count % pp_size or (kind == "single" and count != pp_size):
         rule = "equally many per rank" if count % pp_size else "exactly one per rank for this schedule"
         raise ConfigError(
-            f"{count} stages on pp_size={pp_size} ranks: need {rule}",
+            f"{count} stages are not supported on pp_size={pp_size} ranks: the schedule needs {rule}",
+            code="stage_count",
             keys=(key,),
             fix=f"{key}=null, or {pp_size} stages",
         )

@@ -105,7 +105,9 @@ def read_csv(path: Path | str) -> Program:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"schedule_csv={path} is no file", keys=("schedule_csv",))
+        raise ConfigError(
+            f"schedule_csv={path} does not exist or is not a file", code="missing_file", keys=("schedule_csv",)
+        )
     ranks: list[tuple[Step, ...]] = []
     with path.open(newline="") as file:
         for rank, row in enumerate(csv.reader(file)):
@@ -119,10 +121,18 @@ def read_csv(path: Path | str) -> Program:
     for rank in range(len(ranks)):
         for action in Program("", 0, (), tuple(ranks)).actions(rank):
             if owner.setdefault(action.stage, rank) != rank:
-                raise ConfigError(f"{path}: stage {action.stage} runs on rank {owner[action.stage]} and on rank {rank}")
+                raise ConfigError(
+                    f"{path}: stage {action.stage} runs on two ranks, {owner[action.stage]} and {rank}",
+                    code="invalid_schedule",
+                    keys=("schedule_csv",),
+                )
             microbatches = max(microbatches, action.microbatch + 1)
     if not owner or sorted(owner) != list(range(len(owner))) or len(owner) % len(ranks):
-        raise ConfigError(f"{path}: stages {sorted(owner)} on {len(ranks)} ranks; need 0..S-1, equally many per rank")
+        raise ConfigError(
+            f"{path}: stages {sorted(owner)} on {len(ranks)} ranks must be 0..S-1, with the same number on every rank",
+            code="invalid_schedule",
+            keys=("schedule_csv",),
+        )
     program = Program(path.name, microbatches, tuple(owner[s] for s in range(len(owner))), tuple(ranks))
     check_complete(program)
     return program
@@ -136,7 +146,9 @@ def _parse(cell: str, where: str) -> Step:
     if match := _ACTION.fullmatch(cell):
         return Action(match[2], int(match[1]), int(match[3]))
     raise ConfigError(
-        f"{where}: {cell!r} is no action; examples: 0F3, 1B0, 2I1, 2W1, (0F4;1B2)OVERLAP_F_B", keys=("schedule_csv",)
+        f"{where}: {cell!r} is not an action. Examples: 0F3, 1B0, 2I1, 2W1, (0F4;1B2)OVERLAP_F_B",
+        code="invalid_schedule",
+        keys=("schedule_csv",),
     )
 
 
@@ -154,14 +166,23 @@ def check_complete(program: Program) -> None:
                 or (kind in "IW" and Action("B", stage, k) in done)
                 or (kind == "B" and Action("I", stage, k) in done)
             ):
-                raise ConfigError(f"{program.schedule}: {action} repeats work on rank {rank}")
+                raise ConfigError(f"{program.schedule}: {action} repeats work on rank {rank}", code="invalid_schedule")
             needs = {"F": None, "I": "F", "B": "F", "W": "I"}[kind]
             if needs and Action(needs, stage, k) not in done:
-                raise ConfigError(f"{program.schedule}: {action} runs before {Action(needs, stage, k)} on rank {rank}")
+                raise ConfigError(
+                    f"{program.schedule}: {action} must run after {Action(needs, stage, k)} on rank {rank}",
+                    code="invalid_schedule",
+                )
             done.add(action)
         for stage in (s for s, owner in enumerate(program.owner) if owner == rank):
             for k in range(program.num_microbatches):
                 if Action("F", stage, k) not in done:
-                    raise ConfigError(f"{program.schedule}: {Action('F', stage, k)} is missing on rank {rank}")
+                    raise ConfigError(
+                        f"{program.schedule}: {Action('F', stage, k)} is missing on rank {rank}",
+                        code="invalid_schedule",
+                    )
                 if Action("B", stage, k) not in done and Action("W", stage, k) not in done:
-                    raise ConfigError(f"{program.schedule}: the backward of microbatch {k} is missing on stage {stage}")
+                    raise ConfigError(
+                        f"{program.schedule}: the backward of microbatch {k} is missing on stage {stage}",
+                        code="invalid_schedule",
+                    )

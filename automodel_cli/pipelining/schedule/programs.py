@@ -34,7 +34,9 @@ def build_program(
     p, m, v = pp_size, num_microbatches, num_chunks
     check_schedule(schedule, p, m, v, group_size)
     if extra_warmup and group_size is None:
-        raise ConfigError("extra_warmup needs Interleaved1F1B with microbatch_group_size")
+        raise ConfigError(
+            "extra_warmup needs schedule=Interleaved1F1B and microbatch_group_size", code="requires_setting"
+        )
     ranks: Iterable[tuple[Step, ...]]
     if schedule.name == "GPipe":
         ranks = [_gpipe(rank, m) for rank in range(p)]

@@ -111,7 +111,8 @@ def find_schedule(name: str) -> Schedule:
     if found is None:
         near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.5)
         raise ConfigError(
-            f"schedule={name!r} is no schedule; known are {', '.join(s.name for s in SCHEDULES)}",
+            f"schedule={name!r} must be one of: {', '.join(s.name for s in SCHEDULES)}",
+            code="invalid_choice",
             keys=("schedule",),
             fix=f"schedule={_BY_NAME[near[0]].name}" if near else None,
         )
@@ -128,16 +129,20 @@ def check_schedule(
     """
     name, p, m, v = schedule.name, pp_size, num_microbatches, num_chunks
     if p < 1 or m < 1 or v < 1:
-        raise ConfigError(f"{name}: pp_size={p}, num_microbatches={m} and stages per rank {v} must be at least 1")
+        raise ConfigError(
+            f"{name}: pp_size={p}, num_microbatches={m} and {v} stages per rank must be at least 1", code="out_of_range"
+        )
     if schedule.kind == "single" and v != 1:
         raise ConfigError(
-            f"{name} runs exactly 1 stage per rank, not {v}",
+            f"schedule={name} needs exactly 1 stage per rank, not {v}",
+            code="stage_count",
             keys=("schedule",),
             fix="schedule=Interleaved1F1B, or fewer stages",
         )
     if schedule.style == "v" and v != 2:
         raise ConfigError(
-            f"{name} places stages on a V: it needs exactly 2 stages per rank, not {v}",
+            f"schedule={name} places stages on a V and needs exactly 2 stages per rank, not {v}",
+            code="stage_count",
             keys=("schedule",),
             fix=f"schedule=Interleaved1F1B, or {2 * p} stages",
         )
@@ -148,45 +153,53 @@ def check_schedule(
         if m % rounds:
             near = [k for k in (m - m % p, m + p - m % p) if k > 0]
             raise _microbatches(
-                f"{name} runs m microbatches in max(1, m // pp_size) equal rounds: "
+                "not_divisible",
+                f"{name} splits the {m} microbatches into max(1, {m} // pp_size) = {rounds} equal rounds, but "
                 f"{m} % {rounds} = {m % rounds} with pp_size={p}",
                 near[0],
             )
     if name == "1F1B" and m < p:
         raise _microbatches(
-            f"1F1B needs at least as many microbatches as stages: {m} < {p}", p, " (GPipe and ZB-H1 run with fewer)"
+            "out_of_range",
+            f"1F1B needs at least as many microbatches as stages: {m} < {p}",
+            p,
+            " (GPipe and ZB-H1 run with fewer)",
         )
     if name == "DualPipeV" and m < 2 * p:
         raise _microbatches(
+            "out_of_range",
             f"DualPipeV needs at least 2 * pp_size microbatches: {m} < {2 * p}",
             2 * p,
             " (ZBVZeroBubble runs with fewer)",
         )
 
 
-def _microbatches(text: str, wish: int, other: str = "") -> ConfigError:
-    fix = f"{wish} microbatches per step (train.global_batch_size and train.microbatch_size){other}"
-    return ConfigError(text, keys=("train.global_batch_size", "train.microbatch_size"), fix=fix)
+def _microbatches(code: str, message: str, num_microbatches: int, other: str = "") -> ConfigError:
+    fix = f"{num_microbatches} microbatches per step (train.global_batch_size and train.microbatch_size){other}"
+    return ConfigError(message, code=code, keys=("train.global_batch_size", "train.microbatch_size"), fix=fix)
 
 
 def _check_group(schedule: Schedule, p: int, m: int, g: int) -> None:
     if schedule.name != "Interleaved1F1B":
         raise ConfigError(
-            f"microbatch_group_size={g} is an option of Interleaved1F1B, not of {schedule.name}",
+            f"microbatch_group_size={g} has no effect with schedule={schedule.name}. Only Interleaved1F1B uses it",
+            code="no_effect",
             keys=("microbatch_group_size",),
             fix="microbatch_group_size=null",
         )
     if not p <= g <= m:
         raise ConfigError(
             f"microbatch_group_size={g} must be at least pp_size={p} and at most the {m} microbatches of a step",
+            code="out_of_range",
             keys=("microbatch_group_size",),
             fix=f"microbatch_group_size={p}" if m >= p else f"microbatch_group_size=null, or at least {p} microbatches",
         )
     if 0 < m % g < p:
         legal = [k for k in range(p, m + 1) if m % k == 0 or m % k >= p]
         raise ConfigError(
-            f"{m} microbatches in groups of microbatch_group_size={g} leave a last group of {m % g}, "
-            f"fewer than pp_size={p}",
+            f"microbatch_group_size={g} leaves a last group of {m % g} of {m} microbatches, which is less than "
+            f"pp_size={p}",
+            code="not_divisible",
             keys=("microbatch_group_size",),
             fix=f"microbatch_group_size={min(legal, key=lambda k: (abs(k - g), k))}",
         )
@@ -200,27 +213,35 @@ def check_composition(
     compiled_wrapper: bool = False,
     checkpoint_partial: bool = False,
 ) -> None:
-    """Refuse neighbours of a split backward that lose gradients silently (2e-2 to 3e-2) or cannot run at all."""
+    """Raise ConfigError for settings that a split backward does not support.
+
+    With resharding or a DDP wrapper, gradients would be wrong without an error (relative error 2e-2 to 3e-2).
+    """
     if not schedule.splits_backward:
         return
     wrong: list[tuple[bool, str, str]] = [
         (
             reshard_after_forward,
-            "reshard_after_forward=true frees parameters before the weight gradients, which come out wrong",
+            "reshard_after_forward=true frees parameters before the weight gradients, which are wrong then",
             "fully_shard(..., reshard_after_forward=False) in parallelize_fn",
         ),
         (
             ddp_wrapper,
-            "the DDP wrapper reduces before the weight gradients exist, and gradients come out wrong",
+            "a DDP wrapper reduces gradients before the weight gradients exist, and they are wrong then",
             "replicate, which reduces once after the step",
         ),
-        (compiled_wrapper, "it does not take a torch.compile wrapper", "module.compile() in place, per layer"),
+        (compiled_wrapper, "torch.compile wrappers are not supported", "module.compile() in place, per layer"),
         (
             checkpoint_partial,
-            "outputs cannot be released, and activations not partly recomputed, between input and weight gradients",
+            "releasing outputs and partial recomputation are not supported with it",
             "schedule=1F1B, or Interleaved1F1B",
         ),
     ]
     for used, text, fix in wrong:
         if used:
-            raise ConfigError(f"{schedule.name} splits the backward: {text}", keys=("schedule",), fix=fix)
+            raise ConfigError(
+                f"schedule={schedule.name} splits the backward, but {text}",
+                code="unsupported_combination",
+                keys=("schedule",),
+                fix=fix,
+            )

@@ -16,15 +16,19 @@ def stages_of_rank(rank: int, pp_size: int, num_stages: int, style: Style = "loo
     """Stage indices on a rank: loop `r, r+p, r+2p, ...`; V (exactly two per rank) `r, S-1-r`."""
     if num_stages % pp_size:
         raise ConfigError(
-            f"{num_stages} stages do not divide over pp_size={pp_size} ranks ({num_stages} % {pp_size} != 0)"
+            f"{num_stages} stages must be a multiple of pp_size={pp_size} ranks ({num_stages} % {pp_size} != 0)",
+            code="not_divisible",
+            keys=("pp_size",),
         )
     if style == "loop":
         return tuple(range(rank, num_stages, pp_size))
     if style != "v":
-        raise ConfigError(f"placement style {style!r} is neither 'loop' nor 'v'")
+        raise ConfigError(f"style={style!r} must be one of: loop, v", code="invalid_choice")
     if num_stages != 2 * pp_size:
         raise ConfigError(
-            f"a V placement needs exactly 2 stages per rank, not {num_stages // pp_size}", fix=f"{2 * pp_size} stages"
+            f"a V placement needs exactly 2 stages per rank, not {num_stages // pp_size}",
+            code="stage_count",
+            fix=f"{2 * pp_size} stages",
         )
     return (rank, num_stages - 1 - rank)
 

@@ -169,7 +169,10 @@ def simulate(program: Program, costs: Costs) -> Timeline:
                 progress = True
     stuck = [f"rank {r} at {queue[r][at[r]]}" for r in range(program.pp_size) if at[r] < len(queue[r])]
     if stuck:
-        raise ConfigError(f"{program.schedule} deadlocks: {'; '.join(stuck)} wait for work that never runs")
+        raise ConfigError(
+            f"{program.schedule} deadlocks. These actions wait for actions that never run: {'; '.join(stuck)}",
+            code="invalid_schedule",
+        )
     return Timeline(program, costs, tuple(tuple(s) for s in spans), tuple(busy))
 
 

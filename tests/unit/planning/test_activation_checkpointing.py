@@ -14,6 +14,7 @@ from automodel_cli.planning.activation_checkpointing import GIB, MARGIN, choose_
 from automodel_cli.planning.plan import PlanRequest, make_plan
 from automodel_cli.planning.reserve import RESERVE_GIB
 from tests.e2e.command import automodel, write_config
+from tests.errors import raises
 from tests.unit.planning.test_plan import request
 
 
@@ -67,7 +68,7 @@ def test_the_choice_says_its_numbers_and_what_was_turned_down():
 
 
 def test_layers_are_not_marked_by_a_word_that_only_a_run_understands():
-    with pytest.raises(ConfigError, match="decided by a run"):
+    with raises(ConfigError, "not_supported", keys=("activation_checkpointing",), values=("auto",)):
         apply_activation_checkpointing([], "auto")
 
 

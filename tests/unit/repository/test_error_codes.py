@@ -29,14 +29,12 @@ from tests.pages import ROOT
 
 NOT_CONVERTED = (
     "automodel_cli/data",
-    "automodel_cli/distributed",
     "automodel_cli/dryrun",
     "automodel_cli/evaluation",
     "automodel_cli/launch",
     "automodel_cli/models",
     "automodel_cli/objectives",
     "automodel_cli/parity",
-    "automodel_cli/pipelining",
     "automodel_cli/planning",
     "automodel_cli/rollout",
     "automodel_cli/run/",

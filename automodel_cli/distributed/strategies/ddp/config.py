@@ -40,7 +40,8 @@ class DDPConfig(BuiltInStrategy):
         super().__post_init__()
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ConfigError(
-                f"bucket_cap_mb={self.bucket_cap_mb!r} is not a size in MiB",
+                f"bucket_cap_mb={self.bucket_cap_mb!r} must be a positive size in MiB",
+                code="out_of_range",
                 keys=("bucket_cap_mb",),
                 fix="parallelizer.bucket_cap_mb=25",
             )

@@ -34,8 +34,9 @@ class DDPSharded(Sharded):
         assert wrapped is not None, "the wrapper runs, so somebody holds it"
         if not is_last and wrapped.static_graph:
             raise ConfigError(
-                "static_graph=true works with one microbatch per step only: torch's DDP fails when the first ones are "
-                "not reduced",
+                "static_graph=true supports one microbatch per step only, because torch's DDP fails if the first "
+                "microbatches are not reduced",
+                code="unsupported_combination",
                 keys=("static_graph",),
                 fix="parallelizer.static_graph=false",
             )

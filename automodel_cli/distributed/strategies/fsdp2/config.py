@@ -152,14 +152,16 @@ class FSDP2Config(BuiltInStrategy):
         check_choice("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCH, "parallelizer.expert_dispatch")
         if not isinstance(self.keep_cast_experts, bool) and self.keep_cast_experts != AUTO:
             raise ConfigError(
-                f"keep_cast_experts={self.keep_cast_experts!r} is not one of auto, true, false",
+                f"keep_cast_experts={self.keep_cast_experts!r} must be one of: auto, true, false",
+                code="invalid_choice",
                 keys=("keep_cast_experts",),
                 fix="parallelizer.keep_cast_experts=auto",
             )
         if self.enable_async_tensor_parallel and self.enable_compile is not True:
             raise ConfigError(
-                f"enable_async_tensor_parallel is something that the compiler does with whole layers, but "
+                "enable_async_tensor_parallel=true needs compiled layers, but "
                 f"enable_compile={str(self.enable_compile).lower()}",
+                code="requires_setting",
                 keys=("enable_async_tensor_parallel", "enable_compile"),
                 fix="parallelizer.enable_compile=true",
             )
@@ -172,8 +174,9 @@ class FSDP2Config(BuiltInStrategy):
         if self.autocast_dtype is None or dtype == "float32":
             return
         raise ConfigError(
-            f"autocast_dtype={self.autocast_dtype} casts nothing: parameters are gathered as {dtype}, and autocast "
-            "looks at float32 only",
+            f"autocast_dtype={self.autocast_dtype} has no effect because mp_policy gathers parameters in {dtype}, and "
+            "autocast casts float32 only",
+            code="no_effect",
             keys=("autocast_dtype", "mp_policy"),
             fix=f"parallelizer.autocast_dtype=null parallelizer.mp_policy.param_dtype={self.autocast_dtype}",
         )
@@ -183,13 +186,15 @@ class FSDP2Config(BuiltInStrategy):
             depth, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
                 raise ConfigError(
-                    f"{name}={depth!r} is not a number of layers",
+                    f"{name}={depth!r} must be a number of layers, at least 0",
+                    code="out_of_range",
                     keys=(name,),
                     fix=f"parallelizer.{name}={default}",
                 )
             if depth != default and not self.enable_fsdp2_prefetch:
                 raise ConfigError(
-                    f"{name}={depth} does nothing while enable_fsdp2_prefetch=false",
+                    f"{name}={depth} has no effect with enable_fsdp2_prefetch=false",
+                    code="no_effect",
                     keys=(name, "enable_fsdp2_prefetch"),
                     fix="parallelizer.enable_fsdp2_prefetch=true",
                 )
@@ -200,8 +205,10 @@ class FSDP2Config(BuiltInStrategy):
         refuse_idle_tp_options(self, ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"), mesh)
         if (mesh.ep_size or 1) > 1 and self.enable_compile is True and self.activation_checkpointing == "selective":
             raise ConfigError(
-                f"mesh.ep_size={mesh.ep_size}: how many tokens reach an expert is known only while the layer runs, so "
-                "it cannot compile whole, as activation_checkpointing=selective together with enable_compile needs",
+                "enable_compile with activation_checkpointing=selective is not supported with "
+                f"mesh.ep_size={mesh.ep_size}, because the number of tokens per expert depends on the data and breaks "
+                "the graph of a layer",
+                code="unsupported_combination",
                 keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "mesh.ep_size"),
                 fix="parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=false",
             )
@@ -212,7 +219,8 @@ class FSDP2Config(BuiltInStrategy):
         ):
             if getattr(self, name) != default and (getattr(mesh, axis) or 1) == 1:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} does nothing while mesh.{axis}={getattr(mesh, axis) or 1}",
+                    f"{name}={getattr(self, name)} has no effect with mesh.{axis}={getattr(mesh, axis) or 1}",
+                    code="no_effect",
                     keys=(f"parallelizer.{name}", f"mesh.{axis}"),
                     fix=f"parallelizer.{name}={default}",
                 )
@@ -290,7 +298,8 @@ def _check_policy(name: str, value: object, node: type, torch_name: str) -> None
     torchs = any(c.__name__ == torch_name and c.__module__.startswith("torch.") for c in type(value).__mro__)
     if value is not None and not isinstance(value, node) and not torchs:
         raise ConfigError(
-            f"{name} is {value!r}, which is neither a {node.__name__} nor torch's {torch_name}",
+            f"{name}={value!r} must be a {node.__name__} or torch's {torch_name}",
+            code="wrong_type",
             keys=(name,),
             fix=f"parallelizer.{name}._target_={node.__module__}.{node.__name__}",
         )

@@ -170,7 +170,12 @@ def fsdp2_strategy_parallelize(
         plan = config.tp_plan if tp_shard_plan is None else tp_shard_plan
         apply_tensor_parallel(model, tp_mesh, dataclasses.replace(config.axis_options(), tp_plan=plan))
     elif tp_shard_plan is not None:
-        raise ConfigError("tp_shard_plan needs tensor parallelism", keys=("tp_plan",), fix="parallelizer.tp_plan=null")
+        raise ConfigError(
+            "tp_shard_plan needs tensor parallelism",
+            code="requires_setting",
+            keys=("tp_plan",),
+            fix="parallelizer.tp_plan=null",
+        )
     mesh = fsdp_mesh(device_mesh) if device_mesh.mesh_dim_names == AXES else device_mesh
     policy = mp_policy or config.build_mp_policy()
     layers = prepare_layers(model, config, device_mesh.device_type)

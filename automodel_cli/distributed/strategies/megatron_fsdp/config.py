@@ -83,7 +83,9 @@ class MegatronFSDPConfig(BuiltInStrategy):
             is_on = value is True if name == "enable_compile" else bool(value)  # glue is inside of what has hooks
             if is_on is refused:
                 raise ConfigError(
-                    f"{name}={value} is refused under megatron_fsdp: {reason}",
+                    f"{name}={str(value).lower() if isinstance(value, bool) else value} is not supported with "
+                    f"megatron_fsdp: {reason}",
+                    code="not_supported",
                     keys=(name,),
                     fix=f"parallelizer.{name}={str(not refused).lower()}",
                 )
@@ -93,20 +95,23 @@ class MegatronFSDPConfig(BuiltInStrategy):
         for name, strategies in needs_overlap.items():
             if strategy in strategies and not getattr(self, name):
                 raise ConfigError(
-                    f"{name}=false cannot be honoured by zero_dp_strategy={self.zero_dp_strategy}, which communicates "
-                    "inside forward and backward",
+                    f"{name}=false is not supported with zero_dp_strategy={self.zero_dp_strategy}, which communicates "
+                    "during forward and backward",
+                    code="unsupported_combination",
                     keys=(name, "zero_dp_strategy"),
                     fix=f"parallelizer.{name}=true",
                 )
         if self.init_fsdp_with_meta_device and strategy == "no_shard":
             raise ConfigError(
-                "init_fsdp_with_meta_device=true has nothing to shard with zero_dp_strategy=no_shard",
+                "init_fsdp_with_meta_device=true has no effect with zero_dp_strategy=no_shard",
+                code="no_effect",
                 keys=("init_fsdp_with_meta_device", "zero_dp_strategy"),
                 fix="parallelizer.init_fsdp_with_meta_device=false",
             )
         if self.nccl_ub and self.backend != "nccl":
             raise ConfigError(
-                f"nccl_ub=true registers buffers with NCCL, but backend={self.backend}",
+                f"nccl_ub=true needs backend=nccl, but backend={self.backend}",
+                code="requires_setting",
                 keys=("nccl_ub", "backend"),
                 fix="parallelizer.nccl_ub=false",
             )
@@ -120,7 +125,8 @@ class MegatronFSDPConfig(BuiltInStrategy):
         super().check_mesh(mesh)
         if self.backend == "gloo":  # means the CPU in any case; with nccl a login node without a GPU may check
             raise ConfigError(
-                "parallelizer.backend=gloo computes on the CPU, and megatron_fsdp runs on CUDA devices only",
+                "parallelizer.backend=gloo is not supported because megatron_fsdp runs on CUDA devices only",
+                code="unsupported_combination",
                 keys=("parallelizer.backend",),
                 fix="parallelizer.backend=nccl, or parallelizer=fsdp2",
             )
@@ -139,12 +145,12 @@ class MegatronFSDPConfig(BuiltInStrategy):
 
 
 _MEGATRON_REFUSALS = {
-    "sequence_parallel": (True, "the strategy has no sequence parallelism"),
-    "activation_checkpointing": (True, "the package gathers parameters per unit and knows nothing of recomputing one"),
-    "average_in_collective": (True, "gradients are sums here, and averaging them would weigh ranks, not tokens"),
-    "check_for_nan_in_grad": (False, "every step is checked before the optimizer sees it, at no cost"),
-    "keep_fp8_transpose_cache": (True, "it is for parameters stored in fp8, and none is"),
-    "enable_compile": (True, "the package's hooks break every layer's graph"),
+    "sequence_parallel": (True, "it has no sequence parallelism"),
+    "activation_checkpointing": (True, "it gathers the parameters of a unit once and does not support recomputation"),
+    "average_in_collective": (True, "gradients are sums over tokens, not means over ranks"),
+    "check_for_nan_in_grad": (False, "gradients are always checked before the optimizer step"),
+    "keep_fp8_transpose_cache": (True, "no parameters are stored in float8"),
+    "enable_compile": (True, "its hooks break the graph of every layer"),
 }
 
 
@@ -156,7 +162,8 @@ def zero_strategy(value: int | str) -> str:
         return str(value)
     choices = ", ".join(f"{number} = {name}" for number, name in enumerate(ZERO_STRATEGIES))
     raise ConfigError(
-        f"zero_dp_strategy={value!r} is not one of {choices}",
+        f"zero_dp_strategy={value!r} must be one of: {choices}",
+        code="invalid_choice",
         keys=("zero_dp_strategy",),
         fix="parallelizer.zero_dp_strategy=3",
     )

@@ -16,7 +16,6 @@ have NEVER been run on a GPU here.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.distributed.import_classes import import_classes_from_paths
 from automodel_cli.distributed.layer_wrapping import materialize, prepare_layers
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
@@ -39,8 +39,6 @@ from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFS
 
 HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
 HAVE_NVFSDP = HAVE_MEGATRON_FSDP  # the package's former name
-
-logger = logging.getLogger(__name__)
 
 
 class MegatronPart(nn.Module):
@@ -113,7 +111,8 @@ def require_megatron_fsdp() -> None:
     """Raise ConfigError, with the command that helps, where the strategy cannot run."""
     if not HAVE_MEGATRON_FSDP:
         raise ConfigError(
-            "parallelizer megatron_fsdp needs the package megatron-fsdp, which is not installed",
+            "parallelizer=megatron_fsdp needs the package megatron-fsdp, which is not installed",
+            code="missing_package",
             keys=("parallelizer",),
             fix="pip install automodel-cli[megatron]",
         )
@@ -121,7 +120,8 @@ def require_megatron_fsdp() -> None:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:  # torch without CUDA, or no device
         raise ConfigError(
-            f"parallelizer megatron_fsdp runs on CUDA devices only: {error}",
+            f"parallelizer=megatron_fsdp needs CUDA devices: {error}",
+            code="hardware_required",
             keys=("parallelizer",),
             fix="parallelizer=fsdp2",
         ) from error
@@ -164,7 +164,8 @@ def megatron_fsdp_strategy_parallelize(
     require_megatron_fsdp()
     if average_in_collective:
         raise ConfigError(
-            "average_in_collective=true would weigh ranks, not tokens: gradients are sums",
+            "average_in_collective=true is not supported because gradients are sums over tokens, not means over ranks",
+            code="not_supported",
             keys=("average_in_collective",),
             fix="parallelizer.average_in_collective=false",
         )
@@ -172,7 +173,7 @@ def megatron_fsdp_strategy_parallelize(
         parallelize_module(model, device_mesh[tp_dim], tp_shard_plan)
     mesh, shard_dim = _sharding_mesh(device_mesh, dp_shard_dim, tp_dim)
     if mesh[shard_dim].size() == 1:
-        logger.warning("megatron_fsdp: one data-parallel rank has nothing to shard; only tensor parallelism is applied")
+        warn("no_effect", "megatron_fsdp shards nothing on one data-parallel rank. Only tensor parallelism is applied")
         return model, optimizer
     import megatron_fsdp
 
@@ -269,7 +270,8 @@ def unit_modules(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | Non
         absent = [] if classes else sorted(declared) or ["_no_split_modules"]
     if absent:
         raise ConfigError(
-            f"{type(model).__name__} contains no {', '.join(absent)} to gather as one unit",
+            f"megatron_fsdp_unit_modules={','.join(absent)} matches no module of {type(model).__name__}",
+            code="unknown_name",
             keys=("megatron_fsdp_unit_modules",),
             fix=f"parallelizer.megatron_fsdp_unit_modules=[{','.join(_layer_classes(inside))}]",
         )
@@ -291,13 +293,16 @@ def _sharding_mesh(device_mesh: DeviceMesh, dp_dim: str, tp_dim: str) -> tuple[D
     replicate, dp = ("dp_replicate", "dp_shard") if names == AXES else ("", dp_dim)
     if replicate and device_mesh[replicate].size() > 1:
         raise ConfigError(
-            "megatron_fsdp has no hybrid sharding",
+            "hybrid sharding (mesh.dp_replicate_size) is not supported with megatron_fsdp",
+            code="unsupported_combination",
             keys=("mesh.dp_replicate_size",),
             fix="mesh.dp_replicate_size=1, or parallelizer=fsdp2",
         )
     if dp not in names or tp_dim not in names:
         raise ConfigError(
-            f"megatron_fsdp needs mesh axes {dp} and {tp_dim}, this mesh has {', '.join(names) or 'none'}"
+            f"megatron_fsdp needs the mesh axes {dp} and {tp_dim}, but the mesh has: {', '.join(names) or 'none'}",
+            code="unknown_name",
+            keys=("device_mesh",),
         )
     if "cp" not in names or device_mesh["cp"].size() == 1:
         return device_mesh[dp, tp_dim], dp
@@ -317,7 +322,8 @@ def _fillable_later(model: nn.Module) -> Iterator[None]:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if len(names) != len(list(model.parameters())):
         raise ConfigError(
-            "init_fsdp_with_meta_device=true would untie the tied weights of this model",
+            "init_fsdp_with_meta_device=true is not supported because it would untie the tied weights of this model",
+            code="not_supported_by_model",
             keys=("init_fsdp_with_meta_device",),
             fix="parallelizer.init_fsdp_with_meta_device=false",
         )

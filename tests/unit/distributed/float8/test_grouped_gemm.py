@@ -17,6 +17,7 @@ from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, 
 from automodel_cli.distributed.float8 import group_cast, grouped_gemm
 from automodel_cli.distributed.float8.quantization import RECIPES, Arithmetic
 from tests import tiny
+from tests.errors import raises
 
 E4M3 = torch.float8_e4m3fn
 COUNTS = [5, 0, 20, 16, 7]  # rows of each expert: none, one below, at and above a multiple of 16
@@ -180,7 +181,8 @@ def test_a_layer_of_experts_has_these_products_and_nothing_else(family: str, mon
 def test_gpus_without_grouped_products_are_refused_by_name(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L40S")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-    with pytest.raises(ConfigError, match=r"9 and 10 \(H100, B200\), but NVIDIA L40S has 8\.9"):
+    fix = "model.fp8.experts=false"
+    with raises(ConfigError, "hardware_required", keys=("model.fp8.experts",), values=("NVIDIA L40S", "8.9"), fix=fix):
         grouped_gemm.require_grouped(torch.device("cuda"), RECIPES["rowwise"])
     for generation in (9, 10):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, g=generation: (g, 0))

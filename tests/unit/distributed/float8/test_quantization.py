@@ -14,6 +14,7 @@ from automodel_cli.distributed.float8 import linear as float8_linear
 from automodel_cli.distributed.float8 import mxfp8
 from automodel_cli.distributed.float8.quantization import RECIPES, Arithmetic, require_float8
 from automodel_cli.distributed.fusion import compiled_regions
+from tests.errors import raises
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TOKENS, INPUTS, OUTPUTS = 32, 96, 64
@@ -233,16 +234,16 @@ def test_autocast_decides_what_the_layer_gives_and_not_what_it_adds_in():
 
 def test_devices_without_such_products_are_refused_by_name(monkeypatch):
     rowwise, blocks = RECIPES["rowwise"], RECIPES["mxfp8"]
-    with pytest.raises(ConfigError, match=r"8\.9 or higher .*but this run is on cpu"):
+    with raises(ConfigError, "hardware_required", keys=("model.fp8",), values=("8.9", "cpu")):
         require_float8(torch.device("cpu"), rowwise)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    with pytest.raises(ConfigError, match=r"but NVIDIA A100-SXM4-80GB has 8\.0") as caught:
+    with raises(ConfigError, "hardware_required", values=("NVIDIA A100-SXM4-80GB", "8.0")) as caught:
         require_float8(torch.device("cuda"), rowwise)
     assert "model.fp8.emulate=true" in caught.value.fix
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     require_float8(torch.device("cuda"), rowwise)
-    with pytest.raises(ConfigError, match=r"mxfp8: .* capability 10\.0 or higher \(B200\), but .* has 9\.0"):
+    with raises(ConfigError, "hardware_required", values=("model.fp8.recipe=mxfp8", "10.0", "B200", "9.0")):
         require_float8(torch.device("cuda"), blocks)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     require_float8(torch.device("cuda"), blocks)

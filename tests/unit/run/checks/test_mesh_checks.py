@@ -29,11 +29,11 @@ REFUSED = {
     ),
     "layout": (
         ["mesh.pp_size=2", "pipeline=1f1b", 'pipeline.layout="Ett|tL"'],
-        "it places 3 decoder layers, but the model has 2",
+        "3 decoder layers, but the model has 2",
     ),
     "layers per stage": (
         ["mesh.pp_size=2", "pipeline=1f1b", "pipeline.layers_per_stage=2"],
-        "give 1 stages, which pp_size=2 does not divide",
+        "into 1 stages, which is not a multiple of pp_size=2",
     ),
     "dense": (["mesh.ep_size=2"], "distributes experts, but qwen3 is dense"),
     "experts": (
