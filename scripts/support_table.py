@@ -129,7 +129,7 @@ def measure(check: Callable[[], object]) -> tuple[str, str]:
         return "no", str(error)
     except ConfigError as error:
         with_fix = f"{error.message} (works with: {error.fix})" if error.fix else error.message
-        return "unknown" if "cannot be measured" in error.message else "no", with_fix
+        return "unknown" if error.code == "not_measured" else "no", with_fix
     except Exception as error:
         return "unknown", f"{type(error).__name__}: {error}"
     return "yes", ""
@@ -267,23 +267,28 @@ IN_WORDS = (
     ("is a GradientCheckpointingLayer", "the library marks none of its modules as a layer, which FSDP2 needs here"),
     ("the library's own model fails alike", "the library's own model fails alike under FSDP2"),
     ("it is a drafter", "it is a drafter for another model"),
+    ("it is a draft model", "it is a draft model of another model"),
     (
         "run document by document, which has no slots",
         "attention that is run per document has no slots; rollout=hf samples",
     ),
+    ("document by document on full rows", "its attention runs document by document"),
     ("not once each and in order", "some of its layers are skipped on text"),
     ("expected one module list", "its decoder is not one list of layers"),
     ("differs between its stages", "its layers read embeddings, keys or weights that an earlier stage has"),
     ("its stages", "its layers hand each other more than hidden states"),
     ("[rows, tokens, ...]", "its layers hand on several hidden states at once"),
+    ("attention_dropout=", "its attention has dropout, and it counts positions after its padding id"),
     ("has no dropout", "its attention has dropout, and it counts positions after its padding id"),
     (
         "does not give packed documents",
         "its attention has a layout that cannot be cut into documents",
     ),
+    ("mixes packed documents", "its attention has a layout that cannot be split into documents"),
     ("token by token", "token by token it gives other log-probs than the whole text"),
     ("a small copy of it fails", "it cannot be decoded through the caches of the sampler"),
     ("no small copy", "not measured: no small copy of it can be built"),
+    ("a small copy of the model does not run", "not measured: a small copy of it does not run"),
     ("cannot be measured", "not measured: a small copy of it does not run"),
 )
 

@@ -77,8 +77,9 @@ def _check_untied(part: ModelPart, config: ModelConfig) -> None:
     head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
     if head is None or head.weight is table.weight:
         raise ConfigError(
-            f"lora.target_modules reaches the head of {type(part.model).__name__}, which is tied to the embedding in "
-            "any case: no export could hold its adapter",
+            f"lora.target_modules must not match the head of {type(part.model).__name__}, because it is always tied to "
+            "the embedding and no export could contain its adapter",
+            code="not_supported_by_model",
             keys=("lora.target_modules",),
             fix="model.lora.target_modules=all-linear",
         )
@@ -125,9 +126,11 @@ def _library_model(hf_config: PretrainedConfig, config: ModelConfig, name: str) 
         )
     except (ValueError, ImportError, KeyError) as error:
         unknown = isinstance(error, KeyError) and error.args == (name,)  # a class with attention of its own kinds
-        reason = f"it knows no attention of that name ({error})" if unknown else error
+        reason = f"the model has no attention of this name ({error})" if unknown else error
         raise ConfigError(
-            f"{type(hf_config).__name__} with attention={config.attn_implementation!r} cannot be built: {reason}",
+            f"attn_implementation={config.attn_implementation!r} is not supported with {type(hf_config).__name__}: "
+            f"{reason}",
+            code="not_supported_by_model",
             keys=("attn_implementation",),
             fix="model.attn_implementation=eager"
             if config.attn_implementation == attention_packed.PACKED
@@ -142,9 +145,10 @@ def _choose_experts_kernel(model: PreTrainedModel, config: ModelConfig) -> None:
         return
     if not any(is_experts(module) for module in model.modules()):
         raise ConfigError(
-            f"moe.experts={kernel}, but {type(model).__name__} has no experts that the library calls through its "
-            "interface",
-            keys=("moe.experts",),
+            f"moe.experts_implementation={kernel} is not supported because {type(model).__name__} has no experts that "
+            "use the experts interface of transformers",
+            code="not_supported_by_model",
+            keys=("moe.experts_implementation",),
             fix=f"model.moe.experts_implementation={MoEConfig.experts_implementation}",
         )
     model.set_experts_implementation(kernel)

@@ -54,14 +54,24 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f"rank={self.rank} must be at least 1", keys=("rank",), fix="model.lora.rank=16")
+            raise ConfigError(
+                f"rank={self.rank} must be at least 1", code="out_of_range", keys=("rank",), fix="model.lora.rank=16"
+            )
         if self.alpha <= 0:
-            raise ConfigError(f"alpha={self.alpha} must be positive", keys=("alpha",), fix="model.lora.alpha=32")
+            raise ConfigError(
+                f"alpha={self.alpha} must be above 0", code="out_of_range", keys=("alpha",), fix="model.lora.alpha=32"
+            )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout} is not in [0, 1)", keys=("dropout",), fix="model.lora.dropout=0")
+            raise ConfigError(
+                f"dropout={self.dropout} must be at least 0 and below 1",
+                code="out_of_range",
+                keys=("dropout",),
+                fix="model.lora.dropout=0",
+            )
         if not self.target_modules:
             raise ConfigError(
-                "target_modules is empty: no layer would be trained",
+                "target_modules is empty, so no layer would be trained",
+                code="empty_value",
                 keys=("target_modules",),
                 fix="model.lora.target_modules=all-linear",
             )
@@ -89,7 +99,10 @@ class MoEConfig:
         for name in ("aux_loss_coef", "bias_update_rate"):
             if getattr(self, name) < 0:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} must not be negative", keys=(name,), fix=f"model.moe.{name}=0"
+                    f"{name}={getattr(self, name)} must be at least 0",
+                    code="out_of_range",
+                    keys=(name,),
+                    fix=f"model.moe.{name}=0",
                 )
 
 
@@ -105,12 +118,18 @@ class MTPConfig:
     def __post_init__(self) -> None:
         if self.loss_weight <= 0:
             raise ConfigError(
-                f"loss_weight={self.loss_weight} must be positive: without it the layers would not be trained",
+                f"loss_weight={self.loss_weight} must be above 0, or the layers would not be trained",
+                code="out_of_range",
                 keys=("loss_weight",),
                 fix="model.mtp.loss_weight=0.1, or model.mtp=null",
             )
         if self.depths is not None and self.depths < 1:
-            raise ConfigError(f"depths={self.depths} must be at least 1", keys=("depths",), fix="model.mtp.depths=1")
+            raise ConfigError(
+                f"depths={self.depths} must be at least 1",
+                code="out_of_range",
+                keys=("depths",),
+                fix="model.mtp.depths=1",
+            )
 
 
 @dataclass(frozen=True)
@@ -135,19 +154,22 @@ class TransformerEngineConfig:
     def __post_init__(self) -> None:
         if self.fp8_recipe not in ("none", "current", "block", "mxfp8"):
             raise ConfigError(
-                f"fp8_recipe={self.fp8_recipe!r} is none of none, current, block, mxfp8",
+                f"fp8_recipe={self.fp8_recipe!r} must be one of: none, current, block, mxfp8",
+                code="invalid_choice",
                 keys=("fp8_recipe",),
                 fix="model.transformer_engine.fp8_recipe=current",
             )
         if self.fp8_recipe != "none" and not self.linear:
             raise ConfigError(
-                f"fp8_recipe={self.fp8_recipe} is for linear layers, but linear=false",
+                f"fp8_recipe={self.fp8_recipe} has no effect with linear=false, because it applies to linear layers",
+                code="no_effect",
                 keys=("fp8_recipe", "linear"),
                 fix="model.transformer_engine.linear=true",
             )
         if not (self.attention or self.linear or self.norm):
             raise ConfigError(
-                "attention, linear and norm are all false, so Transformer Engine would do nothing",
+                "attention, linear and norm are all false, so Transformer Engine has no effect",
+                code="no_effect",
                 keys=("attention", "linear", "norm"),
                 fix="model.transformer_engine=null",
             )
@@ -178,7 +200,8 @@ class Fp8Config:
     def __post_init__(self) -> None:
         if self.recipe not in ("rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"):
             raise ConfigError(
-                f"recipe={self.recipe!r} is none of rowwise, tensorwise, rowwise_with_gw_hp, mxfp8",
+                f"recipe={self.recipe!r} must be one of: rowwise, tensorwise, rowwise_with_gw_hp, mxfp8",
+                code="invalid_choice",
                 keys=("recipe",),
                 fix="model.fp8.recipe=rowwise",
             )
@@ -259,19 +282,25 @@ class ModelConfig:
         self._check_mtp()
         if self.lm_head_chunk_size is not None and self.lm_head_chunk_size < 1:
             raise ConfigError(
-                f"lm_head_chunk_size={self.lm_head_chunk_size} must be at least 1 token",
+                f"lm_head_chunk_size={self.lm_head_chunk_size} must be at least 1",
+                code="out_of_range",
                 keys=("lm_head_chunk_size",),
                 fix="model.lm_head_chunk_size=null",
             )
         if self.attention_kernel != "auto" and (self.attn_implementation != "packed" or self._engine_attends):
             raise ConfigError(
-                f"attention_kernel={self.attention_kernel} is for packed attention, which does not run here",
+                f"attention_kernel={self.attention_kernel} has no effect, because it selects the kernel of packed "
+                "attention, which this config does not use",
+                code="no_effect",
                 keys=("attention_kernel", "attn_implementation"),
                 fix="model.attention_kernel=auto",
             )
         if not self.attn_implementation:
             raise ConfigError(
-                "attention is empty", keys=("attn_implementation",), fix="model.attn_implementation=packed"
+                "attn_implementation is empty",
+                code="empty_value",
+                keys=("attn_implementation",),
+                fix="model.attn_implementation=packed",
             )
 
     @property
@@ -284,14 +313,16 @@ class ModelConfig:
             return
         if engine.attention and self.attn_implementation != "packed":
             raise ConfigError(
-                f"attn_implementation={self.attn_implementation} and transformer_engine.attention=true name two "
-                "kinds of attention",
+                f"attn_implementation={self.attn_implementation} and transformer_engine.attention=true select two "
+                "different attention implementations",
+                code="mutually_exclusive",
                 keys=("attn_implementation", "transformer_engine.attention"),
                 fix="model.attn_implementation=packed, or model.transformer_engine.attention=false",
             )
         if engine.linear and self.lora is not None:
             raise ConfigError(
-                "lora puts adapters on torch's linear layers, which transformer_engine.linear=true takes away",
+                "lora is not supported with transformer_engine.linear=true, because adapters need torch.nn.Linear",
+                code="unsupported_combination",
                 keys=("lora", "transformer_engine.linear"),
                 fix="model.transformer_engine.linear=false",
             )
@@ -301,13 +332,16 @@ class ModelConfig:
             return
         if self.transformer_engine is not None and self.transformer_engine.linear:
             raise ConfigError(
-                "fp8 is for torch's linear layers, which transformer_engine.linear=true takes away",
+                "fp8 and transformer_engine.linear=true are mutually exclusive, because both replace linear layers",
+                code="mutually_exclusive",
                 keys=("fp8", "transformer_engine.linear"),
                 fix="model.fp8=null, or model.transformer_engine.linear=false",
             )
         if self.lora is not None and self.lora.quantization != "none":
             raise ConfigError(
-                f"fp8 casts weights at every use, but lora.quantization={self.lora.quantization} has packed them",
+                f"fp8 is not supported with lora.quantization={self.lora.quantization}, because the base weights are "
+                "stored in 4 bits",
+                code="unsupported_combination",
                 keys=("fp8", "lora.quantization"),
                 fix="model.fp8=null, or model.lora.quantization=none",
             )
@@ -317,19 +351,24 @@ class ModelConfig:
             return
         if self.lora is not None:
             raise ConfigError(
-                "lora freezes all weights and mtp trains whole layers: adapters on them are not supported",
+                "lora is not supported with mtp, because mtp trains all weights of its layers",
+                code="unsupported_combination",
                 keys=("lora", "mtp"),
                 fix="model.mtp=null, or model.lora=null",
             )
         if self.gguf_file is not None:
             raise ConfigError(
-                f"gguf_file={self.gguf_file!r}: the library reads no layers for multi-token prediction from such files",
+                f"gguf_file={self.gguf_file!r} is not supported with mtp, because transformers does not read "
+                "multi-token prediction layers from GGUF files",
+                code="unsupported_combination",
                 keys=("gguf_file", "mtp"),
                 fix="model.mtp=null",
             )
         if self.pretrained is not None and self.mtp.depths is not None:
             raise ConfigError(
-                f"mtp.depths={self.mtp.depths} is for random weights: {self.pretrained} has the layers that it has",
+                f"mtp.depths={self.mtp.depths} has no effect with pretrained={self.pretrained}, because the checkpoint "
+                "determines the number of layers",
+                code="no_effect",
                 keys=("mtp.depths", "pretrained"),
                 fix="model.mtp.depths=null",
             )
@@ -337,7 +376,8 @@ class ModelConfig:
     def _check_source(self) -> None:
         if self.pretrained is not None and self.config is not None:
             raise ConfigError(
-                f"pretrained={self.pretrained!r} and config are both given: weights come from one place",
+                f"pretrained={self.pretrained!r} and config are mutually exclusive, because each defines the model",
+                code="mutually_exclusive",
                 keys=("pretrained", "config"),
                 fix="model.config=null, or model.pretrained=null",
             )
@@ -345,25 +385,29 @@ class ModelConfig:
             self._refuse_file_as_folder(self.pretrained)
         if self.gguf_file is not None and self.config is not None:
             raise ConfigError(
-                f"gguf_file={self.gguf_file!r} brings its own config",
+                f"gguf_file={self.gguf_file!r} and config are mutually exclusive, because the file contains its config",
+                code="mutually_exclusive",
                 keys=("gguf_file", "config"),
                 fix="model.config=null",
             )
         if self.pretrained is None and self.config is None and self.gguf_file is None:
             raise ConfigError(
-                "no model: one of pretrained, config or gguf_file must be given",
+                "no model is set: one of pretrained, config or gguf_file is required",
+                code="missing_key",
                 keys=("pretrained", "config", "gguf_file"),
                 fix="model.pretrained=HuggingFaceTB/SmolLM2-135M-Instruct",
             )
         if self.config is not None and "model_type" not in self.config:
             raise ConfigError(
-                "config has no model_type, so no architecture is named",
+                "config.model_type is required, because it selects the architecture",
+                code="missing_key",
                 keys=("config",),
                 fix="model.config.model_type=llama",
             )
         if self.config is not None and self.revision is not None:
             raise ConfigError(
-                f"revision={self.revision!r} belongs to a hub id, but the model is random",
+                f"revision={self.revision!r} has no effect with config, because the weights are random",
+                code="no_effect",
                 keys=("revision",),
                 fix="model.revision=null",
             )
@@ -374,7 +418,8 @@ class ModelConfig:
         on_hub = folder.count("/") == 1 and not folder.startswith((".", "/", "~"))
         here = f"{override('model.pretrained', folder)} {override('model.gguf_file', name)}" if on_hub else None
         raise ConfigError(
-            f"pretrained={path} is a file: a folder or a hub id is expected, and gguf_file names a file",
+            f"pretrained={path} must be a folder or a hub id, not a file. Set gguf_file to load a GGUF file",
+            code="invalid_value",
             keys=("pretrained",),
             fix=here or f"model.pretrained=null {override('model.gguf_file', path)}",
         )

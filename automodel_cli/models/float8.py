@@ -49,8 +49,9 @@ def convert_layers(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig) ->
     logger.info("fp8 %s: %d linear layers%s%s", config.recipe, len(linear) - len(reasons), left, of_experts)
     if len(linear) == len(reasons) and not num_experts:
         raise ConfigError(
-            f"model.fp8 converts no layer of {type(model).__name__}, which has {len(linear)} linear layers inside its "
-            f"layers{left}",
+            f"fp8 is not supported because no layer of {type(model).__name__} can be converted. Its layers contain "
+            f"{len(linear)} linear layers{left}",
+            code="not_supported_by_model",
             keys=("fp8",),
             fix="model.fp8=null",
         )

@@ -46,14 +46,16 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
             peft.inject_adapter_in_model(_peft_config(model, config), model, adapter_name=_ADAPTER)
     except ValueError as error:
-        raise _fits_no_layer(model, config, str(error)) from error
+        raise _unsupported_target(model, config, str(error), no_match=True) from error
     for name, wrapper in wrappers(model):
         if not lora_targets.is_linear(wrapper.get_base_layer()):
-            raise _fits_no_layer(model, config, f"it reaches {name}, which is not a linear layer")
+            raise _unsupported_target(model, config, f"it matches {name}, which is not a linear layer")
         if name in dead:
-            raise _fits_no_layer(model, config, f"it reaches {name}, whose weight the model reads without the layer")
+            raise _unsupported_target(
+                model, config, f"it matches {name}, whose weight the model reads without calling the layer"
+            )
         if name in shared:
-            raise _fits_no_layer(model, config, f"it reaches {name}, whose weight is another layer's too")
+            raise _unsupported_target(model, config, f"it matches {name}, which shares its weight with another layer")
     if config.quantization == "nf4":
         _check_4bit_heads(model, config)
         _pack_bases(model)
@@ -72,8 +74,8 @@ def sharing(model: nn.Module) -> list[str]:
 
 def _check_4bit_heads(model: nn.Module, config: LoRAConfig) -> None:
     if heads := sharing(model):
-        reason = f"it reaches {heads[0]}, which is tied to the embedding, and in 4 bits would be another weight"
-        raise _fits_no_layer(model, config, reason)
+        reason = f"it matches {heads[0]}, which is tied to the embedding and therefore cannot be stored in 4 bits"
+        raise _unsupported_target(model, config, reason)
 
 
 def _pack_bases(model: nn.Module) -> None:
@@ -81,20 +83,22 @@ def _pack_bases(model: nn.Module) -> None:
         base = wrapper.get_base_layer()
         if not isinstance(base, nn.Linear):
             raise ConfigError(
-                f"lora.quantization=nf4 packs torch's linear layers, and {name} is a {type(base).__name__}",
+                f"lora.quantization=nf4 is not supported because {name} is a {type(base).__name__}, not a Linear",
+                code="not_supported_by_model",
                 keys=("lora.quantization",),
                 fix="model.lora.quantization=none",
             )
         wrapper.base_layer = nf4.NF4Linear(base)
 
 
-def _fits_no_layer(model: nn.Module, config: LoRAConfig, reason: str) -> ConfigError:
+def _unsupported_target(model: nn.Module, config: LoRAConfig, reason: str, *, no_match: bool = False) -> ConfigError:
     with bare(model):  # some layers may be wrapped already
         names = lora_targets.all_linear(model)
     every = config.target_modules == "all-linear"
     fix = f"model.lora.target_modules=[{','.join(names)}]" if every else "model.lora.target_modules=all-linear"
     return ConfigError(
-        f"lora.target_modules={config.target_modules!r} does not fit the model: {reason}",
+        f"lora.target_modules={config.target_modules!r} is not supported because {reason}",
+        code="unknown_name" if no_match else "not_supported_by_model",
         keys=("lora.target_modules",),
         fix=fix if names else "model.lora=null",
     )
@@ -120,7 +124,12 @@ def _peft_config(model: nn.Module, config: LoRAConfig) -> Any:
 
 def _need(what: str, package: str, *, key: str, fix: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{what} needs the package {package}, which is not installed", keys=(key,), fix=fix)
+        raise ConfigError(
+            f"{what} requires the package {package}, which is not installed",
+            code="missing_package",
+            keys=(key,),
+            fix=fix,
+        )
 
 
 def wrappers(model: nn.Module) -> list[tuple[str, Any]]:

@@ -172,15 +172,16 @@ class ModelPart(nn.Module):
         attention = self.model.config._attn_implementation
         if recurrent_layers.runs_by_document(self.model):
             raise ConfigError(
-                f"the attention of {type(self.model).__name__} is run document by document on whole rows, but "
-                f"mesh.cp_size={group.size} shares rows between ranks",
+                f"mesh.cp_size={group.size} is not supported because {type(self.model).__name__} runs its attention "
+                "document by document on full rows",
+                code="not_supported_by_model",
                 keys=("mesh.cp_size",),
                 fix="mesh.cp_size=1",
             )
         if attention != PACKED:
             raise ConfigError(
-                f"attention={attention!r} knows nothing of tokens on other ranks, but mesh.cp_size={group.size} shares "
-                "rows between ranks",
+                f"attn_implementation={attention!r} does not support context parallelism (mesh.cp_size={group.size})",
+                code="unsupported_combination",
                 keys=("model.attn_implementation", "mesh.cp_size"),
                 fix="model.attn_implementation=packed",
             )

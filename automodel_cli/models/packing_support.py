@@ -48,7 +48,7 @@ _SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
     "whole": (),
 }
 _NO_SWITCH = 512  # tokens: no document of a probe is as long
-_UNMEASURED = "a small copy of it cannot be measured"
+_UNMEASURED = "a small copy of the model does not run"
 _TOLERANCE = 1e-4  # of the largest hidden value; a leak is 1e-2 and more
 
 
@@ -72,7 +72,9 @@ def probe_packing(
             return
         fix = _fix(hf_config, attention, rows, trust_remote_code)
     raise ConfigError(
-        f"{hf_config.model_type} with attention={attention!r} cannot train on {rows} rows: {reason}",
+        f"attn_implementation={attention!r} is not supported for {hf_config.model_type} with {rows} rows because "
+        f"{reason}",
+        code="not_measured" if reason.startswith(_UNMEASURED) else "not_supported_by_model",
         keys=("data.packing", "model.attn_implementation"),
         fix=fix,
     )
@@ -97,8 +99,9 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
     packed.register_packed_attention()
     if isolation.select_isolation(hf_config, trust_remote_code=trust_remote_code).by_document:
         raise ConfigError(
-            f"{hf_config.model_type} cannot share its rows between ranks: its attention is the library's own, run "
-            "document by document on whole rows",
+            f"context parallelism is not supported for {hf_config.model_type} because its attention runs document by "
+            "document on full rows",
+            code="not_supported_by_model",
             keys=("mesh.cp_size",),
             fix="mesh.cp_size=1",
         )
@@ -112,11 +115,17 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
             difference, where = _shared_against_whole(model)
         except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            difference, where = float("inf"), f"a small copy of it cannot be measured ({reason}): it"
+            raise ConfigError(
+                f"context parallelism is not supported for {hf_config.model_type} because {_UNMEASURED} ({reason})",
+                code="not_measured",
+                keys=("mesh.cp_size",),
+                fix="mesh.cp_size=1",
+            ) from error
     if difference > _TOLERANCE:
         raise ConfigError(
-            f"{hf_config.model_type} cannot share its rows between ranks: {where} does not give shared rows what it "
-            f"gives whole ones (off by {difference:.1e})",
+            f"context parallelism is not supported for {hf_config.model_type} because {where} computes other values "
+            f"for a sharded sequence (relative difference {difference:.1e})",
+            code="not_supported_by_model",
             keys=("mesh.cp_size",),
             fix="mesh.cp_size=1",
         )
@@ -232,8 +241,8 @@ def _refuse_dropped_layers(hf_config: PretrainedConfig) -> None:
     share = getattr(hf_config.get_text_config(), "layerdrop", None) or 0
     if share > 0:
         raise ConfigError(
-            f"layerdrop={share} skips layers at random, and ranks that skip different ones would wait for each other "
-            "for ever",
+            f"layerdrop={share} is not supported because ranks that skip different layers would deadlock",
+            code="not_supported",
             keys=("model",),
             fix="model.config.layerdrop=0, or layerdrop: 0.0 in the model's config.json",
         )
@@ -262,8 +271,8 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
     if difference <= _TOLERANCE:
         return None
     if rows == "packed":
-        return f"{where} does not give packed documents what they get apart (off by {difference:.1e})"
-    return f"{where} does not give what the library's own attention gives (off by {difference:.1e})"
+        return f"{where} mixes packed documents (relative difference {difference:.1e})"
+    return f"{where} differs from the attention of transformers (relative difference {difference:.1e})"
 
 
 def _train_once(part: ModelPart, documents: tuple[int, ...]) -> None:

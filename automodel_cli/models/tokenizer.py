@@ -65,7 +65,11 @@ class ByteTokenizer:
     def __post_init__(self) -> None:
         for word in self.words:
             if not (word.isascii() and word.isalpha()):
-                raise ConfigError(f"words has {word!r}: a word must be ASCII letters only", keys=("words",))
+                raise ConfigError(
+                    f"words contains {word!r}, but words must consist of ASCII letters",
+                    code="invalid_value",
+                    keys=("words",),
+                )
 
     def build(self) -> PreTrainedTokenizerFast:
         """A fast tokenizer that `save_pretrained` writes and `AutoTokenizer` reads back."""
@@ -120,7 +124,8 @@ class PretrainedTokenizer:
             and not self.chat_template.endswith(".jinja")
         ):
             raise ConfigError(
-                f"chat_template={self.chat_template!r} is neither a template (no {{{{ or {{% in it) nor a .jinja file",
+                f"chat_template={self.chat_template!r} must be a template (with {{{{ or {{%) or a .jinja file",
+                code="invalid_value",
                 keys=("chat_template",),
             )
 
@@ -149,7 +154,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.pretrained is not None:
         return _load(config.pretrained, config.gguf_file, config.revision, config.trust_remote_code)
     raise ConfigError(
-        "model.config has random weights, so there is no tokenizer beside them",
+        "tokenizer is required with model.config, because random weights come without a tokenizer",
+        code="missing_key",
         keys=("tokenizer",),
         fix="model.tokenizer='{_target_: automodel_cli.models.tokenizer.ByteTokenizer}'",
     )
@@ -168,11 +174,14 @@ def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote
     except Exception as error:  # tokenizers raises plain Exception for a file of another form
         _refuse_adapter(Path(source))
         if not Path(source).exists() and hub.is_offline(error):
-            message = f"no tokenizer could be read from {source}: {hub.not_here(source)}"
-            raise ConfigError(message, keys=("tokenizer",), fix=hub.download(source, revision)) from error
+            message = f"the tokenizer of {source} cannot be loaded: {hub.not_here(source)}"
+            raise ConfigError(
+                message, code="model_not_found", keys=("tokenizer",), fix=hub.download(source, revision)
+            ) from error
         where = f"{source}, {gguf_file}" if gguf_file is not None else source
         raise ConfigError(
-            f"no tokenizer could be read from {where}: {error}",
+            f"the tokenizer of {where} cannot be loaded: {error}",
+            code="model_not_found",
             keys=("tokenizer",),
             fix="model.tokenizer=<a folder with tokenizer.json, or a hub id>",
         ) from error
@@ -190,7 +199,8 @@ def _refuse_adapter(folder: Path) -> None:
         override("model.pretrained", str(whole)) if whole else "merge the adapter into its model, and name that folder"
     )
     raise ConfigError(
-        f"model.pretrained={folder} holds an adapter alone, without the model that it belongs to",
+        f"model.pretrained={folder} contains only an adapter, without its base model",
+        code="wrong_model_kind",
         keys=("pretrained",),
         fix=merged,
     )
@@ -228,8 +238,9 @@ def _set_gguf_split(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
         cut = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"]
         if cut["type"] == "ByteLevel" and cut["use_regex"]:
             raise ConfigError(
-                f"{path.name} cuts text into words by the rule {rule!r} (tokenizer.ggml.pre), which is not known here: "
-                "numbers and punctuation could be tokenised differently from the model's training",
+                f"gguf_file={path.name} is not supported because its pre-tokenizer {rule!r} (tokenizer.ggml.pre) is "
+                "unknown. Numbers and punctuation could be tokenized differently from training",
+                code="not_supported",
                 keys=("gguf_file",),
                 fix="model.tokenizer=<hub id or folder of the original model>",
             )
@@ -240,7 +251,11 @@ def _read_template(choice: str) -> str:
         return choice
     file = Path(choice)
     if not file.is_file():
-        raise ConfigError(f"chat_template={choice}: no such file in {Path.cwd()}", keys=("tokenizer.chat_template",))
+        raise ConfigError(
+            f"chat_template={choice} does not exist in {Path.cwd()}",
+            code="missing_file",
+            keys=("tokenizer.chat_template",),
+        )
     return file.read_text(encoding="utf-8")
 
 

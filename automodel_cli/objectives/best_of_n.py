@@ -40,7 +40,10 @@ class BestOfN:
     def __post_init__(self) -> None:
         if self.num_kept < 1:
             raise ConfigError(
-                f"num_kept={self.num_kept} must be at least 1", keys=("num_kept",), fix="objective.num_kept=1"
+                f"num_kept={self.num_kept} must be at least 1",
+                code="out_of_range",
+                keys=("num_kept",),
+                fix="objective.num_kept=1",
             )
 
     @property

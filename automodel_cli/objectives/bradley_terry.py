@@ -39,6 +39,7 @@ class BradleyTerry:
         if not self.center_rewards_coef >= 0:
             raise ConfigError(
                 f"center_rewards_coef={self.center_rewards_coef} must be at least 0",
+                code="out_of_range",
                 keys=("center_rewards_coef",),
                 fix="objective.center_rewards_coef=0.01",
             )

@@ -54,18 +54,29 @@ class Distillation:
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:
-            raise ConfigError(f"beta={self.beta} must be from 0 to 1", keys=("beta",), fix="objective.beta=0.5")
+            raise ConfigError(
+                f"beta={self.beta} must be between 0 and 1",
+                code="out_of_range",
+                keys=("beta",),
+                fix="objective.beta=0.5",
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k={self.top_k} must be at least 1", keys=("top_k",), fix="objective.top_k=64")
+            raise ConfigError(
+                f"top_k={self.top_k} must be at least 1", code="out_of_range", keys=("top_k",), fix="objective.top_k=64"
+            )
         if not self.kd_weight > 0:
             raise ConfigError(
-                f"kd_weight={self.kd_weight} must be above 0: nothing would be learnt from the teacher",
+                f"kd_weight={self.kd_weight} must be above 0, or the loss does not depend on the teacher",
+                code="out_of_range",
                 keys=("kd_weight",),
                 fix="objective.kd_weight=1.0",
             )
         if not self.nll_weight >= 0:
             raise ConfigError(
-                f"nll_weight={self.nll_weight} must be at least 0", keys=("nll_weight",), fix="objective.nll_weight=0.0"
+                f"nll_weight={self.nll_weight} must be at least 0",
+                code="out_of_range",
+                keys=("nll_weight",),
+                fix="objective.nll_weight=0.0",
             )
 
     @property

@@ -107,55 +107,71 @@ class DPO:
 
     def __post_init__(self) -> None:
         if not self.beta >= 0:
-            raise ConfigError(f"beta={self.beta} must be at least 0", keys=("beta",), fix="objective.beta=0.1")
+            raise ConfigError(
+                f"beta={self.beta} must be at least 0", code="out_of_range", keys=("beta",), fix="objective.beta=0.1"
+            )
         if self.beta == 0 and self.loss in ("ipo", "sppo_hard", "discopop", "orpo"):
             raise ConfigError(
-                f"beta=0 with loss={self.loss} has no meaning", keys=("beta", "loss"), fix="objective.beta=0.1"
+                f"beta=0 is not supported with loss={self.loss}, because the loss would be constant or undefined",
+                code="unsupported_combination",
+                keys=("beta", "loss"),
+                fix="objective.beta=0.1",
             )
         self._check_smoothing()
         for name, loss in (("gamma", "simpo"), ("tau", "discopop")):
             if getattr(self, name) is not None and self.loss != loss:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} is for loss={loss} and does nothing with loss={self.loss}",
+                    f"{name}={getattr(self, name)} has no effect with loss={self.loss}. Only loss={loss} uses it",
+                    code="no_effect",
                     keys=(name, "loss"),
                     fix=f"objective.loss={loss}, or remove objective.{name}",
                 )
         if self.tau is not None and not self.tau > 0:
-            raise ConfigError(f"tau={self.tau} must be greater than 0", keys=("tau",), fix="objective.tau=0.05")
+            raise ConfigError(
+                f"tau={self.tau} must be above 0", code="out_of_range", keys=("tau",), fix="objective.tau=0.05"
+            )
         self._check_more()
         for name in ("preference_weight", "nll_weight"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0", keys=(name,))
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be at least 0",
+                    code="out_of_range",
+                    keys=(name,),
+                    fix=f"objective.{name}=1.0",
+                )
         if not self.preference_weight + self.nll_weight > 0:
             raise ConfigError(
                 "preference_weight and nll_weight are both 0, so nothing is trained",
+                code="nothing_to_train",
                 keys=("preference_weight", "nll_weight"),
                 fix="objective.preference_weight=1.0",
             )
         if self.loss == "orpo" and self.nll_weight == 0:
             raise ConfigError(
-                "orpo is an SFT loss with an odds-ratio penalty, but nll_weight=0",
+                "loss=orpo requires nll_weight above 0, because it is an SFT loss with an odds-ratio penalty",
+                code="requires_setting",
                 keys=("nll_weight", "loss"),
                 fix="objective.nll_weight=1.0 objective.average_sft=true",
             )
         if self.average_log_probs is False and self.loss in ("sigmoid_norm", "simpo", "orpo"):
             raise ConfigError(
-                f"loss={self.loss} is defined on means over tokens, but average_log_probs=false",
+                f"average_log_probs=false is not supported with loss={self.loss}, which uses means over tokens",
+                code="unsupported_combination",
                 keys=("average_log_probs", "loss"),
                 fix="remove objective.average_log_probs",
             )
         if self.average_sft and self.nll_weight == 0:
             raise ConfigError(
-                "average_sft=true does nothing with nll_weight=0",
+                "average_sft=true has no effect with nll_weight=0",
+                code="no_effect",
                 keys=("average_sft", "nll_weight"),
                 fix="objective.nll_weight=0.1",
             )
 
     def _check_more(self) -> None:
-        def refuse(what: str, *keys: str, fix: str) -> None:
-            raise ConfigError(
-                f"{' with '.join(f'{key}={getattr(self, key)}' for key in keys)}: {what}", keys=keys, fix=fix
-            )
+        def reject(code: str, reason: str, *keys: str, fix: str) -> None:
+            values = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
+            raise ConfigError(f"{values} {reason}", code=code, keys=keys, fix=fix)
 
         plain = "objective.extra_losses={}"
         for name, weight in self.extra_losses.items():
@@ -164,55 +180,84 @@ class DPO:
                 or name == self.loss
                 or name in ("robust", "exo_pair", "discopop", "simpo", *SORTED)
             ):
-                refuse("no loss that can be added with the settings of another", "extra_losses", fix=plain)
+                reject(
+                    "invalid_choice",
+                    f"contains {name}, which cannot be added to another loss",
+                    "extra_losses",
+                    "loss",
+                    fix=plain,
+                )
             if (name in REFERENCE_FREE) != (self.loss in REFERENCE_FREE):
-                refuse("one has a reference and the other has none", "extra_losses", "loss", fix=plain)
+                reason = "is not supported because only one of the two uses a reference model"
+                reject("unsupported_combination", reason, "extra_losses", "loss", fix=plain)
             if not weight > 0:
-                refuse("a weight is above 0", "extra_losses", fix=plain)
+                reject("out_of_range", "must have weights above 0", "extra_losses", fix=plain)
         if self.extra_losses and self.average_log_probs is not None:
-            refuse("each loss averages as it is defined", "extra_losses", "average_log_probs", fix=plain)
+            reason = "is not supported because each loss averages by its own definition"
+            reject("unsupported_combination", reason, "extra_losses", "average_log_probs", fix=plain)
         if self.loss in SORTED:
             if self.averages:
-                refuse(
-                    "it sorts sums of log-probs", "average_log_probs", "loss", fix="remove objective.average_log_probs"
+                reject(
+                    "unsupported_combination",
+                    "is not supported because the loss sorts sums of log-probs",
+                    "average_log_probs",
+                    "loss",
+                    fix="remove objective.average_log_probs",
                 )
             if self.ld_alpha is not None:
-                refuse("a matched response is of another pair", "ld_alpha", "loss", fix="objective.ld_alpha=null")
+                reject(
+                    "unsupported_combination",
+                    "is not supported because the loss compares responses of different pairs",
+                    "ld_alpha",
+                    "loss",
+                    fix="objective.ld_alpha=null",
+                )
             if self.use_wpo_weighting:
-                refuse(
-                    "a loss of matched responses is no pair's",
+                reject(
+                    "unsupported_combination",
+                    "is not supported because the loss compares responses of different pairs",
                     "use_wpo_weighting",
                     "loss",
                     fix="objective.use_wpo_weighting=false",
                 )
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
-            refuse("a weight of 0 to 1", "ld_alpha", fix="objective.ld_alpha=0.5")
+            reject("out_of_range", "must be between 0 and 1", "ld_alpha", fix="objective.ld_alpha=0.5")
         if self.f_divergence != "reverse_kl":
             losses = (self.loss, *self.extra_losses)
             if self.averages or any(name not in _OF_DIFFERENCES for name in losses):
-                what = f"a divergence is for {', '.join(_OF_DIFFERENCES)} on sums"
-                refuse(what, "f_divergence", "loss", fix="objective.f_divergence=reverse_kl")
+                reason = (
+                    f"is not supported. loss must be one of: {', '.join(_OF_DIFFERENCES)}, on sums of log-probs "
+                    "(average_log_probs=false)"
+                )
+                reject(
+                    "unsupported_combination", reason, "f_divergence", "loss", fix="objective.f_divergence=reverse_kl"
+                )
         if (self.f_divergence == "alpha") != (self.f_alpha is not None) or self.f_alpha == 1:
             fix = "objective.f_divergence=alpha objective.f_alpha=0.5"
-            refuse("the two belong together, and alpha=1 is reverse_kl", "f_divergence", "f_alpha", fix=fix)
+            reason = "is not valid: f_divergence=alpha requires f_alpha, and f_alpha=1 is f_divergence=reverse_kl"
+            reject("requires_setting", reason, "f_divergence", "f_alpha", fix=fix)
 
     def _check_smoothing(self) -> None:
         share = self.label_smoothing
         if not 0 <= share < 0.5:
             raise ConfigError(
-                f"label_smoothing={share} must be at least 0 and below 0.5: it is the share of wrong labels",
+                f"label_smoothing={share} must be at least 0 and below 0.5",
+                code="out_of_range",
                 keys=("label_smoothing",),
                 fix="objective.label_smoothing=0.1",
             )
         if share and self.loss not in _SMOOTHED:
             raise ConfigError(
-                f"label_smoothing={share} does nothing with loss={self.loss}; it is for {', '.join(_SMOOTHED)}",
+                f"label_smoothing={share} has no effect with loss={self.loss}. loss must be one of: "
+                f"{', '.join(_SMOOTHED)}",
+                code="no_effect",
                 keys=("label_smoothing", "loss"),
                 fix="objective.label_smoothing=0.0",
             )
         if not share and self.loss == "exo_pair":
             raise ConfigError(
-                "exo_pair needs label_smoothing above 0: it takes its logarithm",
+                "loss=exo_pair requires label_smoothing above 0, because the loss contains its logarithm",
+                code="requires_setting",
                 keys=("label_smoothing", "loss"),
                 fix="objective.label_smoothing=0.001",
             )

@@ -40,7 +40,8 @@ class KTO:
             if not getattr(self, name) > 0:
                 value = getattr(self, name)
                 raise ConfigError(
-                    f"{name}={value} must be greater than 0",
+                    f"{name}={value} must be above 0",
+                    code="out_of_range",
                     keys=(name,),
                     fix=f"objective.{name}={0.1 if name == 'beta' else 1.0}",
                 )

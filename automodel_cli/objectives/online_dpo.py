@@ -34,9 +34,9 @@ class OnlineDPO(DPO):
         super().__post_init__()
         if self.loss in SORTED or self.use_wpo_weighting:
             raise ConfigError(
-                f"loss={self.loss} with wpo={self.use_wpo_weighting}: what they measure before an update is "
-                "measured for pairs of a "
-                "dataset only",
+                f"loss={self.loss} with use_wpo_weighting={self.use_wpo_weighting} is not supported with online DPO, "
+                "because it needs log-probs of dataset pairs from before the update",
+                code="unsupported_combination",
                 keys=("loss", "use_wpo_weighting"),
                 fix="objective.loss=sigmoid objective.use_wpo_weighting=false",
             )

@@ -71,42 +71,46 @@ class PolicySettings:
         self._check_correction()
         if not self.positive_nll_coef >= 0:
             raise ConfigError(
-                f"positive_nll_coef={self.positive_nll_coef} must be at least 0", keys=("positive_nll_coef",)
+                f"positive_nll_coef={self.positive_nll_coef} must be at least 0",
+                code="out_of_range",
+                keys=("positive_nll_coef",),
+                fix="objective.positive_nll_coef=0.0",
             )
         if not self.entropy_coef >= 0:
-            self._refuse("a bonus is at least 0", "entropy_coef", fix="objective.entropy_coef=0.001")
+            self._reject("out_of_range", "must be at least 0", "entropy_coef", fix="objective.entropy_coef=0.001")
 
         if self.top_entropy_fraction is not None and not 0 < self.top_entropy_fraction < 1:
-            self._refuse(
-                "a share of the tokens, between 0 and 1",
+            self._reject(
+                "out_of_range",
+                "must be between 0 and 1",
                 "top_entropy_fraction",
                 fix="objective.top_entropy_fraction=0.2",
             )
 
-    def _refuse(self, what: str, *keys: str, fix: str) -> None:
-        said = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
-        raise ConfigError(f"{said}: {what}", keys=keys, fix=fix)
+    def _reject(self, code: str, reason: str, *keys: str, fix: str) -> None:
+        values = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
+        raise ConfigError(f"{values} {reason}", code=code, keys=keys, fix=fix)
 
     def _check_surrogate(self) -> None:
         if not 0 <= self.clip_low <= 1:
-            self._refuse(
-                "the ratio is clamped to 1 - clip_low, so it is 0 to 1", "clip_low", fix="objective.clip_low=0.2"
-            )
+            self._reject("out_of_range", "must be between 0 and 1", "clip_low", fix="objective.clip_low=0.2")
         if not self.clip_high >= 0:
-            self._refuse("must be at least 0", "clip_high", fix="objective.clip_high=0.2")
+            self._reject("out_of_range", "must be at least 0", "clip_high", fix="objective.clip_high=0.2")
         if self.dual_clip_ratio is not None:
             if not self.dual_clip_ratio > 1:
-                self._refuse("must be above 1", "dual_clip_ratio", fix="objective.dual_clip_ratio=3.0")
+                self._reject("out_of_range", "must be above 1", "dual_clip_ratio", fix="objective.dual_clip_ratio=3.0")
             if self.policy_loss != "clip":
-                self._refuse(
-                    "dual clip bounds the clipped loss only",
+                self._reject(
+                    "no_effect",
+                    "has no effect, because dual clip applies to policy_loss=clip only",
                     "dual_clip_ratio",
                     "policy_loss",
                     fix="objective.dual_clip_ratio=null",
                 )
             if self.importance_sampling_level == "on_policy":
-                self._refuse(
-                    "the ratio is 1, so nothing is ever bounded",
+                self._reject(
+                    "no_effect",
+                    "has no effect, because the importance ratio is always 1",
                     "dual_clip_ratio",
                     "importance_sampling_level",
                     fix="objective.dual_clip_ratio=null",
@@ -114,8 +118,9 @@ class PolicySettings:
         clips = self.policy_loss in ("clip", "cispo") and self.importance_sampling_level != "on_policy"
         for name, default in (("clip_low", 0.2), ("clip_high", 0.2)):
             if getattr(self, name) != default and not clips:
-                self._refuse(
-                    "this loss has no ratio to clamp",
+                self._reject(
+                    "no_effect",
+                    "has no effect, because this loss has no importance ratio to clamp",
                     name,
                     "policy_loss",
                     "importance_sampling_level",
@@ -123,19 +128,27 @@ class PolicySettings:
                 )
         for name, default in (("sapo_positive", 1.0), ("sapo_negative", 1.05)):
             if not getattr(self, name) > 0:
-                self._refuse("must be above 0", name, fix=f"objective.{name}={default}")
+                self._reject("out_of_range", "must be above 0", name, fix=f"objective.{name}={default}")
             if getattr(self, name) != default and self.policy_loss != "sapo":
-                self._refuse("only sapo has a gate", name, "policy_loss", fix=f"objective.{name}={default}")
+                self._reject(
+                    "no_effect",
+                    "has no effect, because only policy_loss=sapo has a gate",
+                    name,
+                    "policy_loss",
+                    fix=f"objective.{name}={default}",
+                )
         if self.policy_loss != "clip" and self.by_sequence:
-            self._refuse(
-                "sequence ratios are for the clipped loss",
+            self._reject(
+                "unsupported_combination",
+                "is not supported because sequence ratios need policy_loss=clip",
                 "policy_loss",
                 "importance_sampling_level",
                 fix="objective.importance_sampling_level=token",
             )
         if self.policy_loss == "cispo" and self.importance_sampling_level == "on_policy":
-            self._refuse(
-                "cispo weighs by the token ratio, which would be 1",
+            self._reject(
+                "unsupported_combination",
+                "is not supported because the token ratio of cispo would always be 1",
                 "policy_loss",
                 "importance_sampling_level",
                 fix="objective.importance_sampling_level=token",
@@ -143,32 +156,42 @@ class PolicySettings:
 
     def _check_aggregation(self) -> None:
         if self.by_sequence and self.loss_aggregation != "sequence":
-            self._refuse(
-                "a ratio of sequences needs means over sequences",
+            self._reject(
+                "requires_setting",
+                "is not supported because sequence ratios require loss_aggregation=sequence",
                 "importance_sampling_level",
                 "loss_aggregation",
                 fix="objective.loss_aggregation=sequence",
             )
         if self.policy_loss == "cispo" and self.loss_aggregation == "sequence":
-            self._refuse(
-                "cispo is a sum over tokens", "policy_loss", "loss_aggregation", fix="objective.loss_aggregation=token"
+            self._reject(
+                "unsupported_combination",
+                "is not supported because cispo is a sum over tokens",
+                "policy_loss",
+                "loss_aggregation",
+                fix="objective.loss_aggregation=token",
             )
         if (self.loss_aggregation == "constant") != (self.normalization_length is not None):
-            self._refuse(
-                "the two belong together",
+            self._reject(
+                "requires_setting",
+                "is not valid: loss_aggregation=constant and normalization_length require each other",
                 "loss_aggregation",
                 "normalization_length",
                 fix="objective.loss_aggregation=constant objective.normalization_length=1024",
             )
         if self.normalization_length is not None and self.normalization_length < 1:
-            self._refuse("must be at least 1", "normalization_length", fix="objective.normalization_length=1024")
+            self._reject(
+                "out_of_range", "must be at least 1", "normalization_length", fix="objective.normalization_length=1024"
+            )
 
     def _check_kl(self) -> None:
         if not self.kl_coef >= 0:
-            self._refuse("must be at least 0", "kl_coef", fix="objective.kl_coef=0.01")
+            self._reject("out_of_range", "must be at least 0", "kl_coef", fix="objective.kl_coef=0.01")
         for name in ("kl_input_clamp", "kl_output_clamp"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
-                self._refuse("must be above 0, or null for no clamp", name, fix=f"objective.{name}=null")
+                self._reject(
+                    "out_of_range", "must be above 0, or null for no clamp", name, fix=f"objective.{name}=null"
+                )
         of_kl = {
             "kl_type": "k3",
             "kl_placement": "loss",
@@ -179,14 +202,21 @@ class PolicySettings:
         unread = [name for name, default in of_kl.items() if getattr(self, name) != default]
         if self.kl_coef == 0 and unread:
             back = " ".join(f"objective.{name}={str(of_kl[name]).lower()}" for name in unread)
-            self._refuse("there is no KL", *unread, "kl_coef", fix=f"objective.kl_coef=0.01, or {back}")
+            self._reject(
+                "no_effect",
+                "has no effect, because the loss has no KL term",
+                *unread,
+                "kl_coef",
+                fix=f"objective.kl_coef=0.01, or {back}",
+            )
         if not self.kl_score_term and (self.kl_placement == "reward" or self.kl_bias_correction):
             other = "kl_placement" if self.kl_placement == "reward" else "kl_bias_correction"
             reason = "the loss has no KL" if other == "kl_placement" else "the weight brings a gradient of its own"
-            self._refuse(reason, "kl_score_term", other, fix="objective.kl_score_term=true")
+            self._reject("no_effect", reason, "kl_score_term", other, fix="objective.kl_score_term=true")
         if self.kl_bias_correction and (self.kl_coef == 0 or self.kl_placement == "reward"):
-            self._refuse(
-                "the loss has no KL to weigh",
+            self._reject(
+                "no_effect",
+                "has no effect, because the loss has no KL term",
                 "kl_bias_correction",
                 "kl_coef",
                 "kl_placement",
@@ -197,15 +227,17 @@ class PolicySettings:
         low, high = self.sampler_correction_clip_min, self.sampler_correction_clip_max
         bounded = self.sampler_correction in ("truncate", "icepop", "sequence_mask")
         if self.sampler_correction_level is not None and self.sampler_correction in ("none", "sequence_mask"):
-            self._refuse(
-                "only the weights of plain, truncate and icepop have a level",
+            self._reject(
+                "no_effect",
+                "has no effect, because only importance, truncate and icepop have a level",
                 "sampler_correction_level",
                 "sampler_correction",
                 fix="objective.sampler_correction_level=null",
             )
         if not bounded and (low is not None or high is not None):
-            self._refuse(
-                "has no bounds",
+            self._reject(
+                "no_effect",
+                "has no effect, because this correction has no bounds",
                 "sampler_correction",
                 "sampler_correction_clip_min",
                 "sampler_correction_clip_max",
@@ -214,29 +246,33 @@ class PolicySettings:
         if not bounded:
             return
         if high is None or not high > 0:
-            self._refuse(
-                "needs an upper bound above 0",
+            self._reject(
+                "requires_setting",
+                "requires an upper bound above 0",
                 "sampler_correction",
                 "sampler_correction_clip_max",
                 fix="objective.sampler_correction_clip_max=2.0",
             )
         if low is None and self.sampler_correction != "truncate":
-            self._refuse(
-                "needs a lower bound",
+            self._reject(
+                "requires_setting",
+                "requires a lower bound",
                 "sampler_correction",
                 "sampler_correction_clip_min",
                 fix="objective.sampler_correction_clip_min=0.5",
             )
         if low is not None and high is not None and low > high:
-            self._refuse(
-                "the lower bound is above the upper one",
+            self._reject(
+                "out_of_range",
+                "is not valid because the lower bound is above the upper bound",
                 "sampler_correction_clip_min",
                 "sampler_correction_clip_max",
                 fix=f"objective.sampler_correction_clip_min={high}",
             )
         if self.sampler_correction == "sequence_mask" and self.by_sequence:
-            self._refuse(
-                "masks by token ratios",
+            self._reject(
+                "unsupported_combination",
+                "is not supported because sequence_mask uses token ratios",
                 "sampler_correction",
                 "importance_sampling_level",
                 fix="objective.sampler_correction=truncate",

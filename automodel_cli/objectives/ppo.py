@@ -40,10 +40,18 @@ class PPO(GRPO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.value_coef > 0:
-            self._refuse("a critic that learns nothing", "value_coef", fix="objective.value_coef=0.1")
+            self._reject(
+                "out_of_range",
+                "must be above 0, or the critic is not trained",
+                "value_coef",
+                fix="objective.value_coef=0.1",
+            )
         if self.value_clip_range is not None and not self.value_clip_range > 0:
-            self._refuse(
-                "must be above 0, or null for no clip", "value_clip_range", fix="objective.value_clip_range=null"
+            self._reject(
+                "out_of_range",
+                "must be above 0, or null for no clip",
+                "value_clip_range",
+                fix="objective.value_clip_range=null",
             )
 
     @property

@@ -87,7 +87,12 @@ def pick(rows: Sequence[Case], wanted: Sequence[str]) -> list[Case]:
     for words in wanted:
         found = [row for row in rows if set(words.replace(",", " ").split()) <= _words(row)]
         if not found:
-            raise ConfigError(f"--rows {words!r} is no row of this recipe", fix="one of: " + "; ".join(map(str, rows)))
+            raise ConfigError(
+                f"--rows {words!r} matches no case of this recipe",
+                code="unknown_name",
+                keys=("--rows",),
+                fix="one of: " + "; ".join(map(str, rows)),
+            )
         chosen += [row for row in found if row not in chosen]
     return [row for row in rows if row in chosen] if wanted else list(rows)
 

@@ -303,4 +303,4 @@ def _refused(rank: int, world: int, attention: str) -> str:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_that_would_not_see_other_ranks_is_refused(attention: str):
     message = launch(_refused, 2, attention)
-    assert f"attention='{attention}'" in message and "model.attn_implementation=packed" in message
+    assert f"attn_implementation='{attention}'" in message and "model.attn_implementation=packed" in message

@@ -55,7 +55,7 @@ def _is_right(r: Case, outcome: Errors | Refused) -> bool:
     if isinstance(outcome, Refused):  # the library publishes no plan for LFM2
         known = (
             "no tensor-parallel plan",
-            "document by document on whole rows",
+            "document by document on full rows",
             "Shared DSA layers",
         )
         return any(reason in outcome.reason for reason in known)

@@ -169,8 +169,8 @@ def why_unavailable(device: torch.device) -> str:
     if _stand_in is not None:
         return ""
     if device.type != "cuda":
-        return f"it is for CUDA, not for {device.type} devices"
-    return "" if importlib.util.find_spec("triton") else "it needs triton, which is not installed"
+        return f"it requires CUDA, and the device is {device.type}"
+    return "" if importlib.util.find_spec("triton") else "it requires triton, which is not installed"
 
 
 @torch.compiler.disable(reason=_OWN_GRAPH)
@@ -179,7 +179,7 @@ def why_flex_unsupported(query: Tensor, value: Tensor, softcap: float | None) ->
     if query.device.type == "cpu" or _stand_in is not None:
         return ""
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it has no {str(query.dtype).removeprefix('torch.')}"
+        return f"it does not support {str(query.dtype).removeprefix('torch.')}"
     return why_unavailable(query.device) or _disagrees(
         query.device, query.dtype, query.shape[-1], value.shape[-1], softcap
     )

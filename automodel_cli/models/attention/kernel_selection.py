@@ -93,7 +93,8 @@ def _by_name(wanted: str, device: torch.device) -> KernelChoice:
         reason = attention_flex.why_unavailable(device)
     if reason:
         raise ConfigError(
-            f"attention_kernel={wanted} cannot run here: {reason}",
+            f"attention_kernel={wanted} is not supported because {reason}",
+            code="kernel_unavailable",
             keys=("model.attention_kernel",),
             fix="model.attention_kernel=auto",
         )
@@ -126,35 +127,38 @@ def way(query: Tensor, value: Tensor, softcap: float | None) -> tuple[Way, str]:
     on_cpu = query.device.type == "cpu"
     is_probe = on_cpu and _chosen.device_type != "cpu"
     if _chosen.kernel == "flex" and not is_probe:
-        _refuse_by_name(attention_flex.why_flex_unsupported(query, value, softcap))
+        _reject_forced_kernel(attention_flex.why_flex_unsupported(query, value, softcap))
         return "flex", ""
     no_flash = kernels.why_not_flash_cpu(softcap) if on_cpu else kernels.why_not_flash_cuda(query, value, softcap)
     if not no_flash:
         return "flash", ""
     if _chosen.forced and _chosen.kernel != "flex":
-        _refuse_by_name(f"no flash kernel takes {no_flash}")
-    no_flex = "it is for GPUs" if on_cpu else attention_flex.why_flex_unsupported(query, value, softcap)
+        _reject_forced_kernel(f"flash kernels do not support {no_flash}")
+    no_flex = "it requires a GPU" if on_cpu else attention_flex.why_flex_unsupported(query, value, softcap)
     if no_flex:
         return (
             "dense",
-            "" if is_probe else f"no flash kernel takes {no_flash}, and FlexAttention cannot help: {no_flex}",
+            ""
+            if is_probe
+            else f"flash kernels do not support {no_flash}, and FlexAttention is not available because {no_flex}",
         )
-    _say_flex(no_flash)
+    _log_flex(no_flash)
     return "flex", ""
 
 
-def _refuse_by_name(reason: str) -> None:
+def _reject_forced_kernel(reason: str) -> None:
     if reason:
         raise ConfigError(
-            f"attention_kernel={_chosen.kernel}: {reason}",
+            f"attention_kernel={_chosen.kernel} is not supported because {reason}",
+            code="kernel_unavailable",
             keys=("attention_kernel",),
             fix="model.attention_kernel=auto",
         )
 
 
 @functools.cache
-def _say_flex(no_flash: str) -> None:
-    _logger.info("attention runs on FlexAttention: no flash kernel takes %s", no_flash)
+def _log_flex(no_flash: str) -> None:
+    _logger.info("attention kernel: FlexAttention, because flash kernels do not support %s", no_flash)
 
 
 def _activate(name: str, device: torch.device) -> tuple[str, bool]:
@@ -197,15 +201,15 @@ def why_kernel_unsupported(
 ) -> str:
     """What keeps a package's kernels from a GPU of this compute capability (None: no GPU); empty where nothing does."""
     if capability is None:
-        return "there is no CUDA device"
+        return "no CUDA device is available"
     if capability[0] not in capabilities:
         wanted = " or ".join(f"{major}.x" for major in capabilities)
-        return f"it is for GPUs of compute capability {wanted}, this one has {capability[0]}.{capability[1]}"
+        return f"it requires compute capability {wanted}, and the GPU has {capability[0]}.{capability[1]}"
     known: list[str] = getattr(torch_attention, "list_flash_attention_impls", list)()  # not in all versions of torch
     if label not in known:
-        return f"torch {torch.__version__} does not know {label}"
+        return f"torch {torch.__version__} does not support {label}"
     if not _is_installed(module):
-        return f"the package of {module} is not installed"
+        return f"the package that contains {module} is not installed"
     return ""
 
 

@@ -257,10 +257,10 @@ def why_not_flash_cuda(query: Tensor, value: Tensor, softcap: float | None) -> s
     if softcap is not None:
         return f"soft caps (here {softcap:g})"
     if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"{str(query.dtype).removeprefix('torch.')}: bfloat16 or float16 are needed"
+        return f"{str(query.dtype).removeprefix('torch.')} (bfloat16 or float16 is required)"
     widest = max(query.shape[-1], value.shape[-1])
     if widest > _FLASH_MAX_HEAD_DIM or widest % 8:
-        return f"heads of width {widest}: a multiple of 8 up to {_FLASH_MAX_HEAD_DIM} is needed"
+        return f"heads of width {widest} (a multiple of 8, at most {_FLASH_MAX_HEAD_DIM}, is required)"
     return ""
 
 

@@ -20,7 +20,6 @@ keys.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernel_selection
@@ -36,8 +36,6 @@ from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import varlen_segments as segments
 from automodel_cli.models.attention.ring import Setting, ring_attention
 from automodel_cli.models.context_parallel_layout import Context
-
-_logger = logging.getLogger(__name__)
 
 PACKED = "packed"
 
@@ -158,17 +156,17 @@ def _groups(
     return segments.document_groups(documents, device)
 
 
-_said_dense: set[str] = set()
+_warned_dense: set[str] = set()
 
 
 def _say_that_it_is_dense(reason: str, cost: Callable[[], int]) -> None:
     """Once for each reason: on long rows this is most of a step and of its memory."""
-    if reason not in _said_dense:
-        _said_dense.add(reason)
-        _logger.warning(
-            "attention is computed densely, tokens x tokens in float32, which keeps %.3g MiB of this microbatch for "
-            "each layer's backward and needs about twice that while it runs: %s. Shorter documents (data.seq_len) "
-            "need less",
+    if reason not in _warned_dense:
+        _warned_dense.add(reason)
+        warn(
+            "high_memory_use",
+            "attention uses the dense float32 definition. Each layer saves %.3g MiB of this microbatch for backward "
+            "and needs about twice as much while it runs. Reason: %s. Shorter documents (data.seq_len) need less",
             cost() / 2**20,
             reason,
         )
@@ -213,22 +211,29 @@ def _gather(key_NKD: Tensor, value_NKV: Tensor, context: Context) -> tuple[Tenso
 def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout > 0:
         raise ConfigError(
-            f"packed attention has no dropout, the model asks for attention_dropout={dropout}",
+            f"attention_dropout={dropout} is not supported with attn_implementation=packed",
+            code="unsupported_combination",
             keys=("attn_implementation",),
             fix="model.config.attention_dropout=0, or model.attn_implementation=eager",
         )
     if key.shape[2] != query.shape[2]:
         raise ConfigError(
-            f"packed attention is for whole sequences: {query.shape[2]} queries met {key.shape[2]} cached keys",
+            f"packed attention does not support a KV cache: the model passed {query.shape[2]} queries and "
+            f"{key.shape[2]} keys",
+            code="not_supported",
             fix="generate inside automodel_cli.models.attention.packed.library_attention(model)",
         )
     if mask is not None:
         raise ConfigError(
-            "packed attention takes document boundaries, but this model passed an attention mask of its own",
+            "attn_implementation=packed is not supported because the model passes its own attention mask",
+            code="not_supported_by_model",
             keys=("attn_implementation",),
             fix="model.attn_implementation=eager",
         )
     if kwargs.get("is_causal") is False:
         raise ConfigError(
-            "packed attention is causal, this model asks for full attention", fix="model.attn_implementation=eager"
+            "attn_implementation=packed is not supported because the attention of the model is not causal",
+            code="not_supported_by_model",
+            keys=("attn_implementation",),
+            fix="model.attn_implementation=eager",
         )

@@ -38,13 +38,15 @@ def require_transformer_engine() -> None:
     """Raise ConfigError, with the command that helps, where Transformer Engine cannot run."""
     if find_spec("transformer_engine") is None:
         raise ConfigError(
-            "model.transformer_engine needs the package transformer-engine, which is not installed",
+            "model.transformer_engine requires the package transformer-engine, which is not installed",
+            code="missing_package",
             keys=("transformer_engine",),
             fix="pip install --no-build-isolation automodel-cli[te]",
         )
     if not torch.cuda.is_available():
         raise ConfigError(
-            "model.transformer_engine runs on CUDA devices only, and there is none",
+            "model.transformer_engine requires a CUDA device, and none is available",
+            code="hardware_required",
             keys=("transformer_engine",),
             fix="model.transformer_engine=null",
         )
@@ -125,23 +127,24 @@ def _refuse(
 ) -> None:
     reason = None
     if dropout > 0:
-        reason = f"has no dropout here, the model asks for attention_dropout={dropout}"
+        reason = f"the model sets attention_dropout={dropout}"
     elif mask is not None:
-        reason = "takes document boundaries, but this model passed an attention mask of its own"
+        reason = "the model passes its own attention mask"
     elif sinks is not None:
-        reason = "cannot use the sinks of this model: it would hold them as parameters of its own"
+        reason = "the model has attention sinks, which Transformer Engine stores as its own parameters"
     elif key.shape[2] != query.shape[2]:
-        reason = f"is for whole sequences: {query.shape[2]} queries met {key.shape[2]} cached keys"
+        reason = f"the model passed {query.shape[2]} queries and {key.shape[2]} keys, and a KV cache is not implemented"
     elif kwargs.get("is_causal") is False:
-        reason = "is causal here, this model asks for full attention"
+        reason = "the attention of the model is not causal"
     elif kwargs.get("context") is not None:
-        reason = "does not know how rows are shared by context parallelism"
+        reason = "it does not implement context parallelism"
     elif query.dtype == torch.float32 and key.dtype == torch.float32:
-        reason = "computes in bfloat16 or float16 only"
+        reason = "it computes in bfloat16 or float16 only, and the inputs are float32"
     if reason is not None:
         raise ConfigError(
-            f"Transformer Engine's attention {reason}",
-            keys=("transformer_engine",),
+            f"transformer_engine.attention=true is not supported because {reason}",
+            code="not_supported_by_model",
+            keys=("transformer_engine.attention",),
             fix="model.transformer_engine.attention=false",
         )
 
@@ -172,7 +175,9 @@ def _linear_factory(fp8_recipe: str) -> Callable[[str, nn.Linear], nn.Module]:
             def forward(self, inp: Tensor) -> Tensor:
                 if inp.shape[:-1].numel() % _FP8_MULTIPLE:
                     raise ConfigError(
-                        f"fp8 works on blocks of {_FP8_MULTIPLE} tokens, this microbatch has {inp.shape[:-1].numel()}",
+                        f"transformer_engine.fp8_recipe={fp8_recipe} is not supported because the microbatch has "
+                        f"{inp.shape[:-1].numel()} tokens, which must be a multiple of {_FP8_MULTIPLE}",
+                        code="not_divisible",
                         keys=("transformer_engine.fp8_recipe", "data.seq_len"),
                         fix="data.packing=best_fit with a data.seq_len that is a multiple of 32",
                     )
@@ -186,8 +191,9 @@ def _linear_factory(fp8_recipe: str) -> Callable[[str, nn.Linear], nn.Module]:
         features = (linear.in_features, linear.out_features)
         if fp8_recipe != "none" and any(number % _FP8_MULTIPLE for number in features):
             raise ConfigError(
-                f"{path} has {features[0]} inputs and {features[1]} outputs, which fp8 cannot cut into blocks of "
-                f"{_FP8_MULTIPLE}",
+                f"transformer_engine.fp8_recipe={fp8_recipe} is not supported because {path} has {features[0]} inputs "
+                f"and {features[1]} outputs, which must be multiples of {_FP8_MULTIPLE}",
+                code="not_divisible",
                 keys=("transformer_engine.fp8_recipe",),
                 fix="model.transformer_engine.fp8_recipe=none",
             )
@@ -230,7 +236,9 @@ def _formula(path: str, norm: nn.Module) -> tuple[bool, float]:
             if torch.allclose(got, unit * (weight + 1 if zero_centered else weight), rtol=1e-4, atol=1e-6):
                 return zero_centered, epsilons[0]
     raise ConfigError(
-        f"{path} ({type(norm).__name__}) is no RMS norm that Transformer Engine has",
+        f"transformer_engine.norm=true is not supported because {path} ({type(norm).__name__}) is not an RMS norm that "
+        "Transformer Engine implements",
+        code="not_supported_by_model",
         keys=("transformer_engine.norm",),
         fix="model.transformer_engine.norm=false",
     )

@@ -183,9 +183,14 @@ def _loaded(folder: Path, trust: bool, as_classifier: bool) -> PreTrainedModel:
             auto: Any = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
             model, info = auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust, output_loading_info=True)
     except Exception as error:  # whatever it is, the export is not what we promise
-        raise RunError(f"the export in {folder} does not load with transformers: {error}") from error
+        raise RunError(
+            f"export={folder} cannot be loaded with transformers: {error}", code="export_mismatch"
+        ) from error
     if missing := sorted(info["missing_keys"]):
-        raise RunError(f"the export in {folder} lacks {len(missing)} tensors of its model: {', '.join(missing[:3])}")
+        raise RunError(
+            f"export={folder} lacks {len(missing)} tensors of its model: {', '.join(missing[:3])}",
+            code="export_mismatch",
+        )
     loaded: PreTrainedModel = model.eval()
     return loaded
 

@@ -9,7 +9,6 @@ matter, and the peak is one layer above the part itself.
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.models import lora, nf4, transformers_compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import dequantize, multimodal_backbone, passthrough_tensors, source
@@ -31,9 +31,6 @@ from automodel_cli.models.uneven_dtensor import is_uneven
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,9 @@ def load_weights(
     part.unclaimed, part.within = report.unclaimed, report.within
     if part.unties_head and report.within is not None:
         raise ConfigError(
-            "lora.target_modules reaches the head, which is tied to the embedding: the export of a model with other "
-            "parts than text keeps its config, tie included",
+            "lora.target_modules must not match the head, because it is tied to the embedding. The export of a "
+            "multimodal model keeps its config and therefore the tie",
+            code="not_supported_by_model",
             keys=("lora.target_modules",),
             fix="model.lora.target_modules=all-linear",
         )
@@ -154,7 +152,8 @@ class _Target:
         if earlier != name:
             if not torch.equal(local, value.to(local.device, local.dtype)):
                 raise ConfigError(
-                    f"{earlier} and {name} are tied by the model's config but differ in the checkpoint",
+                    f"{earlier} and {name} are tied by the config of the model but differ in the checkpoint",
+                    code="weights_mismatch",
                     keys=("pretrained",),
                     fix="set tie_word_embeddings to false in the checkpoint's config.json",
                 )
@@ -252,7 +251,9 @@ def _fill_from(named: dict[str, Any], whole: PreTrainedModel, target: _Target, m
         done = transformers_compat.convert_into(skeleton, plain, mapping, skeleton.dtype)
         if done.mismatched:
             raise ConfigError(
-                f"the checkpoint does not fit the model: {'; '.join(done.mismatched[:3])}", keys=("pretrained",)
+                f"the checkpoint does not match the model: {'; '.join(done.mismatched[:3])}",
+                code="weights_mismatch",
+                keys=("pretrained",),
             )
         for name in sorted(done.loaded):
             module, leaf = _owner(skeleton, name)
@@ -265,7 +266,8 @@ def _fill_from(named: dict[str, Any], whole: PreTrainedModel, target: _Target, m
                 _to_meta(module, leaf)
     if missing := target.missing():
         raise ConfigError(
-            f"the checkpoint lacks {len(missing)} of the model's tensors: {', '.join(missing[:3])}",
+            f"the checkpoint lacks {len(missing)} tensors of the model: {', '.join(missing[:3])}",
+            code="weights_mismatch",
             keys=("pretrained",),
             fix="model.pretrained=<a checkpoint of the same architecture>",
         )
@@ -316,7 +318,7 @@ def _compare_copies(copies: dict[str, str], checkpoint: _Checkpoint, report: Loa
         count = copied.get_shape()[0]
         rows = slice(count * rank // world, count * (rank + 1) // world)
         if not torch.equal(copied[rows], own[rows]):
-            logger.warning("%s is not the same as %s, which is used and exported in its place", key, table)
+            warn("weights_mismatch", "%s differs from %s, which is used and exported in its place", key, table)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -354,7 +356,11 @@ def _load_gguf(part: ModelPart, config: ModelConfig, gguf: tuple[str, str], targ
         if name == canonical and name in state and name not in target.non_persistent:
             target.fill(name, transformers_compat.local_part(target.tensors[name], state[name].detach()))
     if missing := target.missing():
-        raise ConfigError(f"gguf_file={file!r} lacks {', '.join(missing[:3])}", keys=("gguf_file",))
+        raise ConfigError(
+            f"gguf_file={file!r} lacks {len(missing)} tensors of the model: {', '.join(missing[:3])}",
+            code="weights_mismatch",
+            keys=("gguf_file",),
+        )
     return LoadReport((Path(folder) / file).stat().st_size)
 
 
@@ -405,7 +411,11 @@ def _initialised(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bo
             module._parameters.update(params)
             module._buffers.update(buffers)
     if unset := [name for name, tensor in values.items() if _is_poisoned(tensor)]:
-        raise ConfigError(f"{type(skeleton).__name__} does not initialise {unset[0]}: random weights are undefined")
+        raise ConfigError(
+            f"random weights are not supported because {type(skeleton).__name__} does not initialize {unset[0]}",
+            code="not_supported_by_model",
+            keys=("config",),
+        )
     return values
 
 

@@ -42,8 +42,9 @@ def require_classifier(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
             kept: type[PreTrainedModel] = found
             return kept
     raise ConfigError(
-        f"transformers has no sequence classifier with a linear `score` for {hf_config.model_type}, so nothing could "
-        "load the reward model",
+        f"reward models are not supported for {hf_config.model_type} because transformers has no sequence classifier "
+        "with a linear `score` for it",
+        code="not_supported_by_model",
         keys=("model",),
     )
 
@@ -77,17 +78,20 @@ def check_classifier(folder: str) -> None:
         num_labels = AutoConfig.from_pretrained(folder).num_labels
     except (OSError, ValueError, ImportError) as error:
         if not Path(folder).exists() and hub.is_offline(error):
-            message = f"folder={folder} does not load: {hub.not_here(folder)}"
-            raise ConfigError(message, keys=("folder",), fix=hub.download(folder)) from error
+            message = f"folder={folder} cannot be loaded: {hub.not_here(folder)}"
+            raise ConfigError(message, code="model_not_found", keys=("folder",), fix=hub.download(folder)) from error
         reason = (
             f"{type(error).__name__}: {error}"
             if Path(folder).is_dir()
             else "there is no such folder, nor can the hub give it"
         )
-        raise ConfigError(f"folder={folder} does not load: {reason}", keys=("folder",), fix=_EXPORTED) from error
+        raise ConfigError(
+            f"folder={folder} cannot be loaded: {reason}", code="model_not_found", keys=("folder",), fix=_EXPORTED
+        ) from error
     if num_labels != 1:
         raise ConfigError(
-            f"folder={folder} is no reward model: it has {num_labels} labels by its config, or names none",
+            f"folder={folder} is not a reward model, because its config has {num_labels} labels instead of 1",
+            code="wrong_model_kind",
             keys=("folder",),
             fix=_EXPORTED,
         )
@@ -103,10 +107,12 @@ def load_classifier(folder: Path | str, dtype: torch.dtype | Literal["auto"]) ->
                 folder, dtype=dtype, output_loading_info=True
             )
     except Exception as error:  # whatever it is, the folder is no reward model
-        raise RunError(f"{folder} does not load as a sequence classifier: {error}") from error
+        raise RunError(
+            f"folder={folder} cannot be loaded as a sequence classifier: {error}", code="model_not_found"
+        ) from error
     lacking = sorted(info["missing_keys"])
     if lacking or model.config.num_labels != 1:
         what = f"it lacks {', '.join(lacking[:3])}" if lacking else f"it has {model.config.num_labels} labels"
-        raise RunError(f"{folder} is no reward model: {what}", fix=_EXPORTED)
+        raise RunError(f"folder={folder} is not a reward model, because {what}", code="wrong_model_kind", fix=_EXPORTED)
     loaded: PreTrainedModel = model.eval()
     return loaded

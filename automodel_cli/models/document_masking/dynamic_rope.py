@@ -75,8 +75,9 @@ class _PerDocument(nn.Module):
             return super().forward(x, position_ids, *arguments)
         if position_ids.dim() != 2:
             raise ConfigError(
-                f"{type(self).__name__} has {rope_type} tables and position ids of {position_ids.dim()} dimensions: "
-                "which of them tell the length of a document is not known",
+                f"{type(self).__name__} with {rope_type} rotary tables is not supported because its position ids have "
+                f"{position_ids.dim()} dimensions instead of 2",
+                code="not_supported_by_model",
                 keys=("model",),
             )
         lengths_BT: Tensor | None = getattr(self, _LENGTHS, None)

@@ -143,8 +143,9 @@ class DocumentBounds:
             if self.by_position and is_by_position(x, self.tokens):
                 return _ByPosition(x, self.rows, self.tokens)
             raise ConfigError(
-                f"{module} takes a tensor of shape {tuple(x.shape)} for {self.rows} rows of {self.tokens} tokens: "
-                "which of it belongs to which document is not known",
+                f"packing is not supported because {module} receives a tensor of shape {tuple(x.shape)} for "
+                f"{self.rows} rows of {self.tokens} tokens, which cannot be split into documents",
+                code="not_supported_by_model",
                 keys=("data.packing",),
             )
         flat = x.expand(self.rows, *x.shape[1:]).flatten(0, 1)

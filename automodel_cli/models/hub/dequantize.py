@@ -34,8 +34,9 @@ def check_quantization(quantization: Mapping[str, Any] | None, source: str) -> N
     if method == "mxfp4" or (method == "fp8" and quantization.get("weight_block_size") is not None):
         return
     raise ConfigError(
-        f"pretrained={source!r} is stored quantised ({method}); only mxfp4 and block-scaled fp8 are dequantised on "
-        "loading",
+        f"pretrained={source!r} is not supported because its quantization is {method}. Supported: mxfp4 and "
+        "block-scaled fp8",
+        code="not_supported",
         keys=("pretrained",),
         fix="model.pretrained=<a bf16 version of the checkpoint>",
     )

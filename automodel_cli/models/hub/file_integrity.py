@@ -33,7 +33,7 @@ def shards(index: Path) -> list[str]:
     given = of_tensors.values() if isinstance(of_tensors, dict) else ()
     names = {name for name in given if isinstance(name, str) and Path(name).name == name}
     if not names or len(names) < len(set(map(str, given))):
-        raise _damaged(index, "has no weight_map of tensors to files beside it")
+        raise _damaged(index, "has no weight_map that maps tensors to files of the folder")
     missing = sorted(name for name in names if not (index.parent / name).is_file())
     if missing:
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -49,15 +49,15 @@ def check_weights(files: Sequence[Path]) -> None:
             begin = file.read(8)
             length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else -1
             if not 2 <= length <= min(_MOST_HEADER, size - 8):
-                raise _damaged(path, f"has {size:,} bytes and no whole header")
+                raise _damaged(path, f"has {size:,} bytes and an incomplete header")
             try:
                 header = json.loads(file.read(length))
                 ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
                 stated = 8 + length + max(ends, default=0)
             except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
-                raise _damaged(path, "has a header that is no table of tensors") from None
+                raise _damaged(path, "has a header that does not describe tensors") from None
         if stated != size:
-            raise _damaged(path, f"has {size:,} bytes, and its tensors need {stated:,}")
+            raise _damaged(path, f"has {size:,} bytes, but its tensors need {stated:,}")
 
 
 def check_stops(found: Sequence[Any], vocab_size: int | None, where: str) -> list[int]:
@@ -65,7 +65,8 @@ def check_stops(found: Sequence[Any], vocab_size: int | None, where: str) -> lis
     for stop in found:
         if not isinstance(stop, int) or isinstance(stop, bool) or stop < 0 or stop >= (vocab_size or stop + 1):
             raise ConfigError(
-                f"eos_token_id={stop!r} of {where} is no token: the model has {vocab_size or 0:,}",
+                f"eos_token_id={stop!r} of {where} must be a token id below {vocab_size or 0:,}",
+                code="vocabulary_mismatch",
                 keys=("pretrained",),
                 fix=f"set eos_token_id in generation_config.json and config.json of {where}",
             )
@@ -77,7 +78,7 @@ def _check_counts(path: Path, fields: dict[str, Any]) -> None:
         for name in _COUNTS if isinstance(part, dict) else ():
             value = part.get(name)  # type: ignore[union-attr]
             if value is not None and isinstance(value, str | float | bool | dict):
-                raise _damaged(path, f"has {name}={value!r:.60}, which is no whole number")
+                raise _damaged(path, f"has {name}={value!r:.60}, which is not an integer")
             if isinstance(value, int) and (value < 0 or (name == "num_hidden_layers" and value > _MOST_LAYERS)):
                 raise _damaged(path, f"has {name}={value:,}")
 
@@ -86,15 +87,16 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"is no JSON: {str(error)[:200]}") from None
+        raise _damaged(path, f"is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(fields, dict):
-        raise _damaged(path, f"holds a {type(fields).__name__} and no table of fields")
+        raise _damaged(path, f"contains a {type(fields).__name__} instead of an object")
     return fields
 
 
 def _damaged(path: Path, what: str) -> ConfigError:
     return ConfigError(
         f"the model folder {path.parent} is damaged: {path.name} {what}",
+        code="damaged_file",
         keys=("pretrained",),
         fix=f"copy or download {path.name} again",
     )

@@ -23,12 +23,18 @@ def gguf_strings(path: Path) -> dict[str, str]:
     file."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ConfigError(f"{path} is not a GGUF file: it does not start with GGUF", keys=("gguf_file",))
+            raise ConfigError(
+                f"gguf_file={path} is not a GGUF file, because it does not begin with `GGUF`",
+                code="unsupported_file_type",
+                keys=("gguf_file",),
+            )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _strings(data)
             except (struct.error, KeyError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path} cannot be read as a GGUF file: {error}", keys=("gguf_file",)) from error
+                raise ConfigError(
+                    f"gguf_file={path} cannot be read: {error}", code="damaged_file", keys=("gguf_file",)
+                ) from error
 
 
 def _strings(data: mmap.mmap) -> dict[str, str]:

@@ -68,7 +68,8 @@ def _meta(whole_config: PretrainedConfig) -> PreTrainedModel:
     cls = getattr(transformers, name, None)
     if cls is None:
         raise ConfigError(
-            f"the checkpoint is of {name or 'no named class'}, which the installed transformers does not have",
+            f"the architecture {name or 'of the checkpoint'} is not available in the installed transformers",
+            code="version_mismatch",
             keys=("pretrained",),
         )
     try:
@@ -76,7 +77,7 @@ def _meta(whole_config: PretrainedConfig) -> PreTrainedModel:
             model: PreTrainedModel = cls(copy.deepcopy(whole_config))
     except ImportError as error:  # parts that need a package, which training on text does not
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{name} cannot be built: {reason}", keys=("pretrained",)) from error
+        raise ConfigError(f"{name} cannot be built: {reason}", code="missing_package", keys=("pretrained",)) from error
     return model
 
 
@@ -87,8 +88,9 @@ def _places(whole: PreTrainedModel, text: PreTrainedModel) -> dict[str, str]:
     inner = [name for name, module in whole.named_modules() if type(module) is base and name]
     if len(inner) != 1:
         raise ConfigError(
-            f"{type(whole).__name__} has {len(inner)} modules of class {base.__name__}: which is the language model is "
-            "not known",
+            f"{type(whole).__name__} is not supported because it has {len(inner)} modules of class {base.__name__} "
+            "instead of one language model",
+            code="not_supported_by_model",
             keys=("pretrained",),
         )
     head_of_whole, head_of_text = (_name_of(m, m.get_output_embeddings()) for m in (whole, text))

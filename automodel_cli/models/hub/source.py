@@ -106,7 +106,8 @@ def weights(config: ModelConfig) -> Weights:
         names = sorted(p.name for p in path.glob("*.safetensors"))
     if not names:
         raise ConfigError(
-            f"pretrained={config.pretrained!r} has no safetensors files (looked in {path})",
+            f"pretrained={config.pretrained!r} has no safetensors files in {path}",
+            code="unsupported_file_type",
             keys=("pretrained",),
             fix="convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder), then "
             "model.pretrained=folder",
@@ -154,7 +155,8 @@ def _folder_and_gguf(config: ModelConfig) -> tuple[str, dict[str, str]]:
     path = Path(config.gguf_file)
     if not path.is_file():
         raise ConfigError(
-            f"gguf_file={config.gguf_file!r}: no such file",
+            f"gguf_file={config.gguf_file!r} does not exist",
+            code="missing_file",
             keys=("gguf_file",),
             fix="model.gguf_file=<path of an existing file>, or give model.pretrained=<hub id> with it",
         )
@@ -173,11 +175,18 @@ def _snapshot(config: ModelConfig) -> Path:
 
 def _unreachable(config: ModelConfig, error: Exception) -> ConfigError:
     if config.pretrained and not Path(config.pretrained).exists() and hub.is_offline(error):
-        message = f"pretrained={config.pretrained!r} cannot be read: {hub.not_here(config.pretrained)}"
-        return ConfigError(message, keys=("pretrained",), fix=hub.download(config.pretrained, config.revision))
+        message = f"pretrained={config.pretrained!r} cannot be loaded: {hub.not_here(config.pretrained)}"
+        return ConfigError(
+            message,
+            code="model_not_found",
+            keys=("pretrained",),
+            fix=hub.download(config.pretrained, config.revision),
+        )
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ConfigError(
-        f"pretrained={config.pretrained or config.gguf_file!r} cannot be read: {reason}",
+        f"{'pretrained' if config.pretrained else 'gguf_file'}={config.pretrained or config.gguf_file!r} cannot be "
+        f"loaded: {reason}",
+        code="model_not_found",
         keys=("pretrained",) if config.pretrained else ("gguf_file",),
         fix="model.pretrained=<an existing folder or hub id> (private or gated models need HF_TOKEN)",
     )
@@ -191,8 +200,9 @@ def _config_from_fields(fields: dict[str, Any]) -> PretrainedConfig:
     if family not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(family), list(CONFIG_MAPPING.keys()), 1)
         raise ConfigError(
-            f"config.model_type={family!r} is no family of the installed transformers",
-            keys=("config",),
+            f"config.model_type={family!r} is not a model type of the installed transformers",
+            code="unknown_name",
+            keys=("config.model_type",),
             fix=f"model.config.model_type={near[0] if near else 'llama'}",
         )
     cls = CONFIG_MAPPING[family]
@@ -200,7 +210,9 @@ def _config_from_fields(fields: dict[str, Any]) -> PretrainedConfig:
     try:
         built: PretrainedConfig = cls(**rest)
     except Exception as error:  # each config class validates its own way
-        raise ConfigError(f"config: {cls.__name__} refuses these fields: {error}", keys=("config",)) from error
+        raise ConfigError(
+            f"config is rejected by {cls.__name__}: {error}", code="invalid_arguments", keys=("config",)
+        ) from error
     return built
 
 
@@ -215,7 +227,8 @@ def _refuse_unknown_fields(cls: type[PretrainedConfig], fields: dict[str, Any]) 
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
             near = difflib.get_close_matches(name, sorted(known), 1)
             raise ConfigError(
-                f"config.{name} is no field of {cls.__name__}, and nothing in its model reads it",
+                f"config.{name} is not a field of {cls.__name__}, and its model does not read it",
+                code="unknown_key",
                 keys=(f"config.{name}",),
                 fix=f"model.config.{near[0]}={fields[name]}" if near else f"remove model.config.{name}",
             )

@@ -259,7 +259,9 @@ def _detect_head(hf_config: PretrainedConfig, trust_remote_code: bool) -> HeadKi
         got = head_logits(model, hidden_BTD)
     except Exception as error:
         raise ConfigError(
-            f"the head of {type(model).__name__} cannot be run apart from its base model: {error}",
+            f"{type(model).__name__} is not supported because its head cannot run separately from the base model: "
+            f"{error}",
+            code="not_supported_by_model",
             keys=("model",),
         ) from error
     return classify(got, F.linear(hidden_BTD, weight_VD), getattr(text, "final_logit_softcapping", None))

@@ -141,7 +141,9 @@ def vocabulary_of(weight_VD: Tensor) -> tuple[Tensor, Vocabulary]:
         return weight_VD.to_local(), WHOLE  # type: ignore[attr-defined]
     if not placement.is_shard(0):
         raise ConfigError(
-            f"the head's weight is sharded as {placement}: log-probs need its rows, the vocabulary, sharded",
+            f"tp_plan shards the weight of the head as {placement}. It must be Shard(dim=0), the vocabulary dimension, "
+            "or Replicate()",
+            code="not_supported",
             keys=("parallelizer.tp_plan",),
             fix="colwise_gather_output for the output embeddings",
         )

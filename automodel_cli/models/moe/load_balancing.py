@@ -90,12 +90,13 @@ class LoadBalancer:
         somewhere = torch.tensor([float(any(biases))], device=self._mesh.device)
         has_bias = bool(self._mesh.sum_over(self._mesh.pp, somewhere))
         for name, value in options.items():
-            reason = "has no mixture of experts whose router is understood" if self.is_empty else None
+            reason = "has no mixture of experts with a supported router" if self.is_empty else None
             if name == "bias_update_rate" and not self.is_empty and not has_bias:
                 reason = "has routers without a selection bias (e_score_correction_bias)"
             if value and reason:
                 raise ConfigError(
-                    f"{name}={value}, but {type(parts[0].model).__name__} {reason}",
+                    f"{name}={value} is not supported because {type(parts[0].model).__name__} {reason}",
+                    code="not_supported_by_model",
                     keys=(f"model.moe.{name}",),
                     fix=f"model.moe.{name}=0",
                 )
@@ -270,7 +271,8 @@ def _is_understood(output: Any) -> bool:
 
 def _not_understood(name: str) -> ConfigError:
     return ConfigError(
-        f"the router {name} does not return (logits, weights, experts), so it cannot be steered",
+        f"load balancing is not supported because the router {name} does not return (logits, weights, experts)",
+        code="not_supported_by_model",
         keys=("model.moe",),
         fix="model.moe.aux_loss_coef=0 model.moe.bias_update_rate=0",
     )

@@ -62,7 +62,7 @@ def _measured(small: SmallConfig) -> Selectors | str:
         with transformers_compat.quiet():
             model: Any = small.build("eager").eval()
         if not experts_modules(model):
-            return "has no experts that the library calls through its interface"
+            return "has no experts that use the experts interface of transformers"
         ids_BT = torch.randint(3, VOCAB, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
         watch = _Watch(model)
         with watch:
@@ -219,8 +219,9 @@ class Routing:
         if count == self.num_slots:
             return chosen_TLK[:, list(self.slots)]
         raise RunError(
-            f"the engine tells the experts of {count} layers, and the model has {len(self.slots)} layers with experts "
-            f"of {self.num_slots}",
+            f"the engine returned the experts of {count} layers, but {len(self.slots)} of the {self.num_slots} layers "
+            "of the model have experts",
+            code="invalid_response",
             keys=("rollout.replay_routing", "rollout.engine"),
             fix="rollout.replay_routing=false",
         )
@@ -263,7 +264,8 @@ def _numbers_in(name: str) -> tuple[int, ...]:
 
 def _refusal(reason: str) -> ConfigError:
     return ConfigError(
-        f"rollout.replay_routing=true: {reason}",
+        f"rollout.replay_routing=true is not supported because {reason}",
+        code="not_supported_by_model",
         keys=("rollout.replay_routing",),
         fix="rollout.replay_routing=false",
     )

@@ -97,8 +97,10 @@ def of_config(config: ModelConfig, hf_config: PretrainedConfig, model: PreTraine
         depths = depths or 1
     if not depths:
         raise ConfigError(
-            f"{type(hf_config).__name__} does not say how many layers for multi-token prediction the model has",
-            keys=("mtp",),
+            f"mtp.depths is required because {type(hf_config).__name__} does not define the number of multi-token "
+            "prediction layers",
+            code="missing_key",
+            keys=("mtp.depths",),
             fix="model.mtp.depths=1",
         )
     return _default(model, depths)
@@ -123,7 +125,8 @@ def of_keys(keys: Iterable[str], model: PreTrainedModel) -> DepthNames:
         if prefixes:
             return _spelled(spelling, sorted(prefixes, key=_number), keys, model)
     raise ConfigError(
-        "the checkpoint holds no layers for multi-token prediction, or under names that are not known",
+        "mtp is not supported because the checkpoint has no multi-token prediction layers with known names",
+        code="not_supported_by_model",
         keys=("mtp",),
         fix="model.mtp=null",
     )
@@ -137,7 +140,8 @@ def _number(prefix: str) -> int:
 def _spelled(spelling: _Spelling, prefixes: list[str], keys: set[str], model: PreTrainedModel) -> DepthNames:
     if spelling.layer and any(key.startswith(f"{prefixes[0]}.layers.1.") for key in keys):
         raise ConfigError(
-            f"{prefixes[0]}.layers has several layers behind one projection, which is not supported",
+            f"mtp is not supported because {prefixes[0]}.layers has several layers after one projection",
+            code="not_supported_by_model",
             keys=("mtp",),
             fix="model.mtp=null",
         )

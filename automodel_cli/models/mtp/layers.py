@@ -143,7 +143,7 @@ def _last_norm(model: nn.Module, layers: str) -> nn.Module:
     ]
     if len(found) != 1 or [tuple(p.shape) for p in found[0][1].parameters()] != [(width,)]:
         names = ", ".join(name for name, _ in found) or "nothing"
-        raise _cannot(model, f"besides embedding, layers and head it should have one norm, and has {names}")
+        raise _cannot(model, f"it must have one norm in addition to embedding, layers and head, but has {names}")
     return found[0][1]
 
 
@@ -157,7 +157,8 @@ def _keep_last_layer_in(text: Any, num_layers: int) -> None:
 
 def _cannot(model: nn.Module, reason: str) -> ConfigError:
     return ConfigError(
-        f"layers for multi-token prediction cannot be built from {type(model).__name__}: {reason}",
+        f"mtp is not supported with {type(model).__name__} because {reason}",
+        code="not_supported_by_model",
         keys=("mtp",),
         fix="model.mtp=null",
     )

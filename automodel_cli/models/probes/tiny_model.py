@@ -164,7 +164,9 @@ def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = 
     overrides = text.to_dict().get("per_layer_config")
     if layers and fields.get(_SHARING) == layers:
         raise ConfigError(
-            "it is a drafter: all of its layers use the keys and values of another model", keys=("model",)
+            "it is a draft model, whose layers all use the keys and values of another model",
+            code="wrong_model_kind",
+            keys=("model",),
         )
     if overrides:
         text.per_layer_config = None  # while it stands, the fields that differ by layer cannot be set

@@ -13,6 +13,7 @@ from automodel_cli.models.builder import train_every_token
 from automodel_cli.models.lm_head.head import HeadKind, detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.packing_support import probe_packing
+from tests.errors import raises
 from tests.rounding import tolerance
 from tests.tiny import (
     FAMILIES,
@@ -116,11 +117,11 @@ def test_sinks_windows_and_wide_values_against_the_definition(softcap, window, v
 def test_what_packed_attention_cannot_compute_is_refused():
     q = torch.randn(1, 2, 4, 8)
     module = torch.nn.Module()
-    with pytest.raises(ConfigError, match=r"attention_dropout=0\.1"):
+    with raises(ConfigError, "unsupported_combination", keys=("attn_implementation",), values=(0.1,)):
         attention_packed.packed_attention(module, q, q, q, None, dropout=0.1)
-    with pytest.raises(ConfigError, match="1 queries met 4 cached keys"):
+    with raises(ConfigError, "not_supported", values=(1, 4)):
         attention_packed.packed_attention(module, q[:, :, :1], q, q, None)
-    with pytest.raises(ConfigError, match="attention mask of its own"):
+    with raises(ConfigError, "not_supported_by_model", keys=("attn_implementation",), values=("mask",)):
         attention_packed.packed_attention(module, q, q, q, torch.zeros(1, 1, 4, 4))
 
 
@@ -149,20 +150,21 @@ def test_probe_leaves_the_config_alone():
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "reason"),
+    ("family", "code", "values"),
     [
-        ("gpt_neox_japanese", {}, "layer 0 .GPTNeoXJapaneseLayer. does not give packed documents what they get apart"),
-        ("reformer", {}, "a small copy of it cannot be measured"),
+        ("gpt_neox_japanese", "not_supported_by_model", ("layer 0", "GPTNeoXJapaneseLayer")),
+        ("reformer", "not_measured", ("reformer",)),
     ],
 )
-def test_probe_refuses_and_names_the_layer(family: str, fields: dict, reason: str):
-    with pytest.raises(ConfigError, match=reason):
-        probe_packing(CONFIG_MAPPING[family](**fields))
+def test_probe_refuses_and_names_the_layer(family: str, code: str, values: tuple[str, ...]):
+    with raises(ConfigError, code, keys=("data.packing",), values=values):
+        probe_packing(CONFIG_MAPPING[family]())
 
 
 def test_probe_refuses_the_librarys_leak_and_offers_what_works():
-    with pytest.raises(ConfigError, match="gpt_oss with attention='eager'"):
+    with raises(ConfigError, "not_supported_by_model", keys=("data.packing",), values=("gpt_oss", "eager")):
         probe_packing(tiny_config("gpt_oss"), attention="eager")
-    with pytest.raises(ConfigError) as refusal:  # its biases by position are of the whole row
+    # Its biases by position are of the whole row.
+    with raises(ConfigError, "not_supported_by_model", keys=("data.packing",)) as refusal:
         probe_packing(CONFIG_MAPPING["bloom"](), attention="eager")
     assert refusal.value.fix

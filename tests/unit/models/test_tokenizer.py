@@ -17,6 +17,7 @@ from automodel_cli.data.synthetic.chat_tasks import KINDS, ChatTasks
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub.gguf_header import gguf_strings
 from automodel_cli.models.tokenizer import COMMON_WORDS, END, ByteTokenizer, PretrainedTokenizer, load_tokenizer
+from tests.errors import raises
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -117,11 +118,11 @@ def test_what_the_model_section_may_name(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     assert len(load_tokenizer(random_model(tokenizer=str(tmp_path)))) == len(tokenizer)
     assert len(load_tokenizer(random_model(tokenizer=ByteTokenizer(words=())))) == 262
-    with pytest.raises(ConfigError, match="no tokenizer beside") as error:
+    with raises(ConfigError, "missing_key", keys=("tokenizer",)) as error:
         load_tokenizer(random_model())
     assert "ByteTokenizer" in str(error.value.fix)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no tokenizer could be read"):
+    with raises(ConfigError, "model_not_found", keys=("tokenizer",), values=(tmp_path / "empty",)):
         load_tokenizer(ModelConfig(pretrained=str(tmp_path / "empty")))
 
 
@@ -137,15 +138,15 @@ def test_another_chat_template_as_text_or_file_is_used_and_saved(tokenizer, tmp_
 
 
 def test_wrong_values_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="neither a template"):
+    with raises(ConfigError, "invalid_value", keys=("chat_template",), values=("chatml",)):
         PretrainedTokenizer(pretrained="x", chat_template="chatml")
-    with pytest.raises(ConfigError, match="ASCII letters only"):
+    with raises(ConfigError, "invalid_value", keys=("words",), values=("two words",)):
         ByteTokenizer(words=("two words",))
 
 
 def test_the_template_file_must_exist(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="no such file"):
+    with raises(ConfigError, "missing_file", keys=("tokenizer.chat_template",), values=("missing.jinja",)):
         PretrainedTokenizer(pretrained=str(tmp_path), chat_template="missing.jinja").build()
 
 
@@ -195,15 +196,22 @@ def test_a_gguf_rule_that_the_library_knows_is_left_to_it(tmp_path):
 
 
 def test_a_gguf_rule_that_nobody_knows_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="rule 'newcut'") as error:
+    with raises(ConfigError, "not_supported", keys=("gguf_file",), values=("newcut",)) as error:
         load_tokenizer(write_gguf(tmp_path / "x.gguf", "newcut"))
     assert "model.tokenizer=" in str(error.value.fix)
 
 
-@pytest.mark.parametrize("content", [b"", b"GGML and more", b"GGUF\x03\0\0\0" + b"\xff" * 40])
-def test_what_is_no_gguf_file_is_refused(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "unsupported_file_type"),
+        (b"GGML and more", "unsupported_file_type"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 40, "damaged_file"),
+    ],
+)
+def test_what_is_no_gguf_file_is_refused(tmp_path, content, code):
     (tmp_path / "x.gguf").write_bytes(content)
-    with pytest.raises(ConfigError, match="GGUF"):
+    with raises(ConfigError, code, keys=("gguf_file",), values=(tmp_path / "x.gguf",)):
         gguf_strings(tmp_path / "x.gguf")
 
 
@@ -225,11 +233,11 @@ def test_the_folder_of_an_adapter_is_told_where_the_whole_model_is(tmp_path):
     adapter = tmp_path / "export" / "adapter"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds an adapter alone") as error:
+    with raises(ConfigError, "wrong_model_kind", keys=("pretrained",), values=(adapter,)) as error:
         load_tokenizer(ModelConfig(pretrained=str(adapter)))
     assert error.value.fix == "merge the adapter into its model, and name that folder"
     ByteTokenizer().build().save_pretrained(adapter.parent)
     (adapter.parent / "config.json").write_text("{}")
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "wrong_model_kind", keys=("pretrained",)) as error:
         load_tokenizer(ModelConfig(pretrained=str(adapter)))
     assert error.value.fix == f"model.pretrained={adapter.parent}"

@@ -13,6 +13,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.bradley_terry import BradleyTerry
+from tests.errors import raises
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "trl.json").read_text())["reward"]
 
@@ -59,5 +60,5 @@ def test_a_pair_without_label_tokens_does_not_count():
 
 
 def test_a_center_below_0_is_refused():
-    with pytest.raises(ConfigError, match="center_rewards_coef=-1"):
+    with raises(ConfigError, "out_of_range", keys=("center_rewards_coef",), values=(-1,)):
         BradleyTerry(center_rewards_coef=-1)

@@ -8,6 +8,7 @@ import torch
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.best_of_n import BestOfN
 from automodel_cli.objectives.online_dpo import OnlineDPO
+from tests.errors import raises
 
 REWARDS = torch.tensor([0.0, 2.0, 2.0, 1.0, 0.5, 0.5, 0.5, 0.5, 9.0, -1.0, 3.0, 3.0], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 7, 7, 3, 3, 3, 3, 5, 5, 5, 5])
@@ -35,5 +36,5 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair_unless_they_are_equal():
 
 
 def test_nothing_kept_is_refused():
-    with pytest.raises(ConfigError, match="num_kept=0"):
+    with raises(ConfigError, "out_of_range", keys=("num_kept",), values=(0,), fix="objective.num_kept=1"):
         BestOfN(num_kept=0)

@@ -13,6 +13,7 @@ from automodel_cli.objectives.gae import generalised_advantages
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.ppo import PPO
 from automodel_cli.rollout.config import RolloutConfig
+from tests.errors import raises
 from tests.unit.objectives.test_vectors import rows_as_batch
 
 
@@ -74,30 +75,25 @@ def test_without_a_critic_a_token_is_worth_the_discounted_rewards_from_it_on():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "key"),
     [
-        ({"group_size": 1}, "group_size=1 with advantage_estimator=group"),
-        ({"gamma": 0.9}, "gamma=0.9 with advantage_estimator=group"),
-        (
-            {"advantage_estimator": "critic", "leave_one_out": True},
-            "leave_one_out=True with advantage_estimator=critic",
-        ),
-        (
-            {"advantage_estimator": "batch", "reward_scaling": "batch"},
-            "reward_scaling=batch with advantage_estimator=batch",
-        ),
-        ({"advantage_estimator": "batch", "gae_lambda": 0.9}, "there is no critic"),
-        ({"reward_scaling": "mean", "normalize_advantages": False}, "does nothing with normalize_advantages=false"),
-        ({"advantage_estimator": "critic", "gamma": 1.5}, "gamma=1.5 must be from 0 to 1"),
+        ({"group_size": 1}, "group_size"),
+        ({"gamma": 0.9}, "gamma"),
+        ({"advantage_estimator": "critic", "leave_one_out": True}, "leave_one_out"),
+        ({"advantage_estimator": "batch", "reward_scaling": "batch"}, "reward_scaling"),
+        ({"advantage_estimator": "batch", "gae_lambda": 0.9}, "gae_lambda"),
+        ({"reward_scaling": "mean", "normalize_advantages": False}, "reward_scaling"),
+        ({"advantage_estimator": "critic", "gamma": 1.5}, "gamma"),
     ],
 )
-def test_baselines_refuse_what_they_do_not_read(options, message):
-    with pytest.raises(ConfigError, match=message):
+def test_advantage_estimators_refuse_what_they_do_not_read(options, key):
+    with pytest.raises(ConfigError) as caught:
         replace(RolloutConfig(), **options)
+    assert key in caught.value.keys
 
 
 def test_a_critic_that_learns_nothing_is_refused():
-    with pytest.raises(ConfigError, match="value_coef=0"):
+    with raises(ConfigError, "out_of_range", keys=("value_coef",), values=(0,)):
         PPO(value_coef=0)
-    with pytest.raises(ConfigError, match="value_clip_range=0"):
+    with raises(ConfigError, "out_of_range", keys=("value_clip_range",), values=(0,)):
         PPO(value_clip_range=0)

@@ -15,6 +15,7 @@ from automodel_cli.parity.case_selection import choose_cases, pick, small_pipeli
 from automodel_cli.parity.cases import Case
 from automodel_cli.parity.option_cases import with_settings
 from automodel_cli.pipelining.config import PipelineConfig
+from tests.errors import raises
 
 
 def layouts(rows: list[Case]) -> list[str]:
@@ -91,7 +92,7 @@ def test_rows_by_words():
     rows = choose(schedule="zbv", pp_size=2)
     assert [str(row) for row in pick(rows, ["pp2 packed"])] == ["pp2 zbv, packed", "pp2 zbv dp2, packed"]
     assert pick(rows, []) == rows
-    with pytest.raises(ConfigError, match="no row of this recipe"):
+    with raises(ConfigError, "unknown_name", keys=("--rows",), values=("tp2",)):
         pick(rows, ["tp2"])
 
 

@@ -22,7 +22,7 @@ from tests.errors import assert_error, raises
 
 VECTORS = Path(__file__).parents[3] / "vectors/import"
 FILES = sorted(path.name for path in VECTORS.iterdir())
-NOT_HERE = r"no such (file|folder): (\S+=)?(/|~|\./|data/|train\.jsonl)|needs the package '\w+'"
+NOT_HERE = r"no such (file|folder): (\S+=)?(/|~|\./|data/|train\.jsonl)|(needs|requires) the package '\w+'"
 """What is missing on this machine and not in the file."""
 
 DEFAULT = "(not in the file)"

@@ -13,6 +13,7 @@ from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention import kernels as attention_kernels
 from automodel_cli.models.attention.packed import packed_attention
 from automodel_cli.models.config import ModelConfig
+from tests.errors import raises
 
 CPU = torch.device("cpu")
 
@@ -26,8 +27,8 @@ def as_before() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("capability", "module", "reason"),
     [
-        (None, "torch", "there is no CUDA device"),
-        ((8, 0), "torch", "it is for GPUs of compute capability 9.x, this one has 8.0"),
+        (None, "torch", "CUDA"),
+        ((8, 0), "torch", "8.0"),
         ((9, 0), "flash_attn_interface_of_nobody", "is not installed"),
         ((9, 0), "nobody.at.all", "is not installed"),
         ((9, 0), "torch", ""),
@@ -36,13 +37,13 @@ def as_before() -> Iterator[None]:
 def test_a_newer_kernel_is_left_alone_for_a_reason(capability, module: str, reason: str):
     said = kernel_selection.why_kernel_unsupported("FA3", (9,), module, capability)
     assert (reason in said) if reason else not said
-    assert "does not know FA9" in kernel_selection.why_kernel_unsupported("FA9", (9,), "torch", (9, 0))
+    assert "FA9" in kernel_selection.why_kernel_unsupported("FA9", (9,), "torch", (9, 0))
 
 
 def test_a_kernel_by_name_is_refused_where_it_cannot_run():
-    with pytest.raises(ConfigError, match="attention_kernel=fa3 cannot run here: there is no CUDA device"):
+    with raises(ConfigError, "kernel_unavailable", keys=("model.attention_kernel",), values=("fa3", "CUDA")):
         kernel_selection.choose_kernel("fa3", CPU)
-    with pytest.raises(ConfigError, match="packed attention, which does not run here"):
+    with raises(ConfigError, "no_effect", keys=("attention_kernel", "attn_implementation"), values=("flash",)):
         ModelConfig(config={"model_type": "llama"}, attn_implementation="sdpa", attention_kernel="flash")
 
 
@@ -80,7 +81,7 @@ def test_a_flash_kernel_by_name_is_never_silently_dense():
     _, num_calls = _attend(softcap=30.0)
     assert num_calls == 0
     kernel_selection.choose_kernel("flash", CPU)
-    with pytest.raises(ConfigError, match=r"attention_kernel=flash: no flash kernel takes soft caps \(here 30\)"):
+    with raises(ConfigError, "kernel_unavailable", keys=("attention_kernel",), values=("flash", 30)):
         _attend(softcap=30.0)
 
 
@@ -138,5 +139,5 @@ def test_a_run_on_gpus_probes_small_copies_by_the_cpus_kernels(monkeypatch: pyte
     x = torch.zeros(1, 2, 8, 16)
     assert kernel_selection.way(x, x, None) == ("flash", "")
     assert kernel_selection.way(x, x, 30.0) == ("dense", ""), "without the warning of a run"
-    with pytest.raises(ConfigError, match="attention_kernel=flex: it has no float64"):
+    with raises(ConfigError, "kernel_unavailable", keys=("attention_kernel",), values=("flex", "float64")):
         kernel_selection.way(x.to("meta", torch.float64), x, None)

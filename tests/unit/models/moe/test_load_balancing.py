@@ -11,6 +11,7 @@ from automodel_cli.models.config import MoEConfig
 from automodel_cli.models.moe.load_balancing import real_tokens, routers
 from tests import tiny
 from tests.dist.parity import tiny_part
+from tests.errors import raises
 
 
 def test_tokens_of_documents_without_a_label_do_not_count():
@@ -43,7 +44,7 @@ def test_routers_are_found_beside_their_experts(family, layers, name):
 
 @pytest.mark.parametrize("field", ["aux_loss_coef", "bias_update_rate"])
 def test_negative_options_are_refused(field):
-    with pytest.raises(ConfigError, match=f"{field}=-1"):
+    with raises(ConfigError, "out_of_range", keys=(field,), values=(-1.0,), fix=f"model.moe.{field}=0"):
         MoEConfig(**{field: -1.0})
 
 
@@ -55,5 +56,6 @@ def test_the_kernel_of_the_experts_is_chosen_and_refused_for_a_dense_model():
     default = build_part(ModelConfig(config=fields))
     eager = build_part(ModelConfig(config=fields, moe=MoEConfig(experts_implementation="eager")))
     assert [p.model.config._experts_implementation for p in (default, eager)] == ["grouped_mm", "eager"]
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no experts"):
+    keys = ("moe.experts_implementation",)
+    with raises(ConfigError, "not_supported_by_model", keys=keys, values=("eager", "LlamaForCausalLM")):
         build_part(ModelConfig(config=tiny.tiny_fields("llama"), moe=MoEConfig(experts_implementation="eager")))

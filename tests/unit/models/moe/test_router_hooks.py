@@ -24,6 +24,7 @@ from automodel_cli.models.moe.load_balancing import routers
 from automodel_cli.models.moe.router_hooks import install_routing, selectors_of
 from tests import tiny
 from tests.dist.parity import microbatch, tiny_part
+from tests.errors import raises
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, K = 8, 2
@@ -193,7 +194,7 @@ def test_a_mismatch_is_a_token_and_layer_with_another_set_of_experts():
 
 
 def test_a_dense_model_is_refused():
-    with pytest.raises(ConfigError, match=r"replay_routing=true: llama has no experts"):
+    with raises(ConfigError, "not_supported_by_model", keys=("rollout.replay_routing",), values=("llama",)):
         selectors_of(tiny.tiny_config("llama"))
 
 

@@ -19,6 +19,7 @@ from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.packing_support import probe_context, probe_packing
 from automodel_cli.models.probes import isolation
 from automodel_cli.models.probes.isolation import IsolationMethod, select_isolation
+from tests.errors import raises
 from tests.hybrids import (
     OWN_ATTENTION,
     ROWS,
@@ -96,5 +97,5 @@ def test_what_packed_attention_computes_stays_with_it():
 def test_the_probes_allow_packed_rows_and_refuse_shared_ones():
     config = CONFIG_MAPPING["deepseek_v32"]()
     probe_packing(config)
-    with pytest.raises(ConfigError, match="document by document on whole rows"):
+    with raises(ConfigError, "not_supported_by_model", keys=("mesh.cp_size",), values=("deepseek_v32",)):
         probe_context(config)

@@ -31,6 +31,7 @@ from automodel_cli.run.checks.module_names import check_names
 from automodel_cli.training.config import ProfileConfig, ValidationConfig
 from automodel_cli.training.optimizers.nodes import Muon
 from tests import tiny
+from tests.errors import raises
 
 PATCH = FSDP2Config(patch_is_packed_sequence=True)
 ENGINE = TransformerEngineConfig()
@@ -145,16 +146,16 @@ def test_multi_token_prediction_refuses(case):
 
 
 def test_multi_token_prediction_refuses_adapters_and_files_that_do_not_have_it():
-    for fields, reason in (
-        ({"lora": LoRAConfig()}, "lora freezes all weights"),
-        ({"gguf_file": "x.gguf"}, "reads no layers for multi-token prediction"),
-        ({"mtp": MTPConfig(depths=2)}, "is for random weights"),
+    for fields, code, key in (
+        ({"lora": LoRAConfig()}, "unsupported_combination", "lora"),
+        ({"gguf_file": "x.gguf"}, "unsupported_combination", "gguf_file"),
+        ({"mtp": MTPConfig(depths=2)}, "no_effect", "mtp.depths"),
     ):
-        with pytest.raises(ConfigError, match=reason):
+        with raises(ConfigError, code, keys=(key,)):
             _model(**{"mtp": MTPConfig(), **fields})
-    with pytest.raises(ConfigError, match="must be positive"):
+    with raises(ConfigError, "out_of_range", keys=("loss_weight",), values=(0,)):
         MTPConfig(loss_weight=0)
-    with pytest.raises(ConfigError, match="at least 1"):
+    with raises(ConfigError, "out_of_range", keys=("depths",), values=(0,)):
         MTPConfig(depths=0)
 
 

@@ -50,7 +50,7 @@ REFUSED = {
     ),
     "gguf": (
         ["model.config=null", "model.pretrained=./x/model.gguf"],
-        "pretrained=./x/model.gguf is a file: a folder or a hub id is expected",
+        "pretrained=./x/model.gguf must be a folder or a hub id",
     ),
 }
 
