@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,134 +19,157 @@ from automodel_cli.dryrun.simulated_clock import Clock
 CUDA = torch.device("cuda", 0)
 
 
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class _Host:
+    """`waits(what, until)` is called where the host would wait for the device."""
+
+    waits: Callable[[str, float], None]
+
+
+class _Timed:
+    """What waits for the device, or lets others wait. `pretend` sets both attributes, for the whole process."""
+
+    clock: ClassVar[Clock]
+    host: ClassVar[_Host]
+
+
+class _Event(_Timed):
+    device = CUDA
+
+    def __init__(self, *_: Any, **__: Any):
+        self.time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.time = self.clock.at(self.clock.stream if stream is None else stream.number)
+
+    def wait(self, stream: Any = None) -> None:
+        self.clock.wait(self.clock.stream if stream is None else stream.number, self.time)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return (other.time - self.time) * 1e3
+
+    def synchronize(self) -> None:
+        self.host.waits("event.synchronize", self.time)
+
+
+class _Stream(_Timed):
+    device, device_index, device_type, priority = CUDA, 0, 1, 0
+
+    def __init__(self, *_: Any, number: int | None = None, **__: Any):
+        self.number = self.stream_id = next(_numbers) if number is None else number
+
+    def wait_stream(self, other: Any) -> None:
+        self.clock.wait(self.number, self.clock.at(other.number))
+
+    def wait_event(self, event: Any) -> None:
+        self.clock.wait(self.number, event.time)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or _Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.host.waits("stream.synchronize", self.clock.at(self.number))
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:  # optimizers of a CUDA build ask
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __enter__(self) -> Any:
+        self.clock.current.append(self.number)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.clock.current.pop()
+
+
+class _Entered(_Timed):
+    """`torch.cuda.stream(s)`; None leaves the stream as it is."""
+
+    def __init__(self, stream: Any = None):
+        self.number = self.clock.stream if stream is None else stream.number
+
+    def __enter__(self) -> None:
+        self.clock.current.append(self.number)
+
+    def __exit__(self, *_: Any) -> None:
+        self.clock.current.pop()
+
+
+class _Device:
+    def __init__(self, *_: Any):
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def _true(*_: Any, **__: Any) -> bool:
+    return True
+
+
 def pretend(gpu: Gpu, clock: Clock, synchronised: Callable[[str, float], None]) -> None:
     """`synchronised(what, until)` is called where the host would wait for the device."""
-    numbers = itertools.count(1)
-
-    class Event:
-        device = CUDA
-
-        def __init__(self, *_: Any, **__: Any):
-            self.time = 0.0
-
-        def record(self, stream: Any = None) -> None:
-            self.time = clock.at(clock.stream if stream is None else stream.number)
-
-        def wait(self, stream: Any = None) -> None:
-            clock.wait(clock.stream if stream is None else stream.number, self.time)
-
-        def query(self) -> bool:
-            return True
-
-        def elapsed_time(self, other: Any) -> float:
-            return (other.time - self.time) * 1e3
-
-        def synchronize(self) -> None:
-            synchronised("event.synchronize", self.time)
-
-    class Stream:
-        device, device_index, device_type, priority = CUDA, 0, 1, 0
-
-        def __init__(self, *_: Any, number: int | None = None, **__: Any):
-            self.number = self.stream_id = next(numbers) if number is None else number
-
-        def wait_stream(self, other: Any) -> None:
-            clock.wait(self.number, clock.at(other.number))
-
-        def wait_event(self, event: Any) -> None:
-            clock.wait(self.number, event.time)
-
-        def record_event(self, event: Any = None) -> Any:
-            event = event or Event()
-            event.record(self)
-            return event
-
-        def synchronize(self) -> None:
-            synchronised("stream.synchronize", clock.at(self.number))
-
-        def query(self) -> bool:
-            return True
-
-        def is_capturing(self) -> bool:  # optimizers of a CUDA build ask
-            return False
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Stream) and self.number == other.number
-
-        def __hash__(self) -> int:
-            return self.number
-
-        def __enter__(self) -> Any:
-            clock.current.append(self.number)
-            return self
-
-        def __exit__(self, *_: Any) -> None:
-            clock.current.pop()
-
-    class Entered:
-        """`torch.cuda.stream(s)`; None leaves the stream as it is."""
-
-        def __init__(self, stream: Any = None):
-            self.number = clock.stream if stream is None else stream.number
-
-        def __enter__(self) -> None:
-            clock.current.append(self.number)
-
-        def __exit__(self, *_: Any) -> None:
-            clock.current.pop()
-
-    class Device:
-        def __init__(self, *_: Any):
-            pass
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: Any) -> None:
-            pass
-
-    def current_stream(*_: Any) -> Any:
-        return Stream(number=clock.stream)
-
-    def synchronize(*_: Any) -> None:
-        synchronised("cuda.synchronize", clock.now())
+    _Timed.clock, _Timed.host = clock, _Host(synchronised)
 
     def set_stream(stream: Any) -> None:
         clock.current[-1] = stream.number
 
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    def zero(*_: Any, **__: Any) -> int:
-        return 0
-
-    def true(*_: Any, **__: Any) -> bool:
-        return True
-
     memory = dict.fromkeys(
-        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), zero
-    ) | dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), nothing)  # fmt: skip
-    both = {**memory, "is_available": true, "device_count": lambda: 8, "synchronize": synchronize}
-    streams = {"current_stream": current_stream, "set_stream": set_stream}
+        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _zero
+    ) | dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _nothing)  # fmt: skip
+    both = {
+        **memory,
+        "is_available": _true,
+        "device_count": lambda: 8,
+        "synchronize": lambda *_: synchronised("cuda.synchronize", clock.now()),
+    }
+    streams = {"current_stream": lambda *_: _Stream(number=clock.stream), "set_stream": set_stream}
     of_cuda = {
-        "is_initialized": true,
-        "is_bf16_supported": true,
+        "is_initialized": _true,
+        "is_bf16_supported": _true,
         "is_current_stream_capturing": lambda: False,
-        "current_device": zero,
-        "set_device": nothing,
+        "current_device": _zero,
+        "set_device": _nothing,
         "get_device_name": lambda *_: gpu.name,
         "get_device_capability": lambda *_: gpu.capability,
         "mem_get_info": lambda *_: (int(gpu.memory_gib * GIB),) * 2,
-        "Stream": Stream,
-        "Event": Event,
-        "stream": Entered,
-        "device": Device,
-        "default_stream": lambda *_: Stream(number=0),
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": _Entered,
+        "device": _Device,
+        "default_stream": lambda *_: _Stream(number=0),
     }
     of_accelerator = {
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "current_device_index": zero,
-        "set_device_index": nothing,
+        "current_device_index": _zero,
+        "set_device_index": _nothing,
     }
     for module, names in ((torch.cuda, of_cuda), (torch.accelerator, of_accelerator)):
         for name, value in {**both, **streams, **names}.items():
@@ -153,4 +177,4 @@ def pretend(gpu: Gpu, clock: Clock, synchronised: Callable[[str, float], None]) 
     trial: Any = empty_groups  # a kernel that computes nothing cannot be tried
     trial.leaves_garbage = lambda *_, **__: gpu.capability[0] == 10
     tensor: Any = torch.Tensor
-    tensor.record_stream = nothing
+    tensor.record_stream = _nothing

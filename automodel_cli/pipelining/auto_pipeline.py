@@ -39,6 +39,33 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         loss = pipeline.forward_backward(batches, lambda output, batch: -output.logprobs_BT.sum() / weight)
 
     Every gradient is a plain sum over microbatches and data-parallel ranks: nothing is averaged or rescaled.
+
+    Arguments:
+
+    world_mesh: the mesh with the axis `pp_axis_name` between stages. `dp_axis_names` and `cp_axis_name` are the
+        axes over which gradients of parameters that no FSDP shards are summed after each step; they, the other
+        axis names and `moe_mesh` are handed to `parallelize_fn` too. "dp" stands for (dp_replicate, dp_shard) on a
+        mesh that has these.
+    pp_schedule, pp_schedule_csv: a schedule's name, or a program in torch's compute-only CSV format, which wins.
+    pp_microbatch_size, pp_batch_size: rows of a microbatch, and of one step on one data-parallel rank; their
+        quotient is the number of microbatches that `build` checks against the schedule and that `info.schedule` is
+        made for. A step may bring another number: it is checked when it comes.
+    layers_per_stage, round_virtual_stages_to_pp_multiple, module_fqns_per_model_part, layout, balance,
+        microbatch_group_size: see `PipelineConfig`.
+    runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints: only their defaults are
+        supported. The functions of `pipelining.megatron_core` have these options.
+    patch_inner_model, patch_causal_lm_model: make stages of the base model, and of the causal LM around it, by
+        stand-ins for what other stages have. False: that forward takes and returns hidden states by itself
+        (`cut.stage_part.Ready`), which `build` checks on a small copy.
+    patch_stage_backward_maybe_with_nosync: let modules that FSDP wraps inside a part which it does not wrap
+        (experts on their own mesh) reduce once per step as well.
+    defer_fsdp_grad_sync: reduce FSDP gradients once per step; False reduces after every backward.
+    device: of the stages; default the current accelerator, else the CPU.
+    dtype: of the tensors between stages; default what the parts compute in.
+    scale_grads_in_schedule: divide the gradients of a step by its number of microbatches, for losses that are means
+        of their microbatch. The returned loss stays the sum. A loss that is divided by the global weight needs
+        False.
+    pp_seq_len: tokens per row that the first buffers are described for; every step describes its own microbatches.
     """
 
     def __init__(
@@ -74,45 +101,13 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         overlap_p2p_comm: bool = False,
         num_microbatches_with_partial_activation_checkpoints: int | None = None,
     ):
-        """Checks everything that needs no model; raises ConfigError.
-
-        world_mesh: the mesh with the axis `pp_axis_name` between stages. `dp_axis_names` and `cp_axis_name` are the
-            axes over which gradients of parameters that no FSDP shards are summed after each step; they, the other
-            axis names and `moe_mesh` are handed to `parallelize_fn` too. "dp" stands for (dp_replicate, dp_shard) on a
-            mesh that has these.
-        pp_schedule, pp_schedule_csv: a schedule's name, or a program in torch's compute-only CSV format, which wins.
-        pp_microbatch_size, pp_batch_size: rows of a microbatch, and of one step on one data-parallel rank; their
-            quotient is the number of microbatches that `build` checks against the schedule and that `info.schedule` is
-            made for. A step may bring another number: it is checked when it comes.
-        layers_per_stage, round_virtual_stages_to_pp_multiple, module_fqns_per_model_part, layout, balance,
-            microbatch_group_size: see `PipelineConfig`.
-        runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints: only their defaults are
-            supported. The functions of `pipelining.megatron_core` have these options.
-        patch_inner_model, patch_causal_lm_model: make stages of the base model, and of the causal LM around it, by
-            stand-ins for what other stages have. False: that forward takes and returns hidden states by itself
-            (`cut.stage_part.Ready`), which `build` checks on a small copy.
-        patch_stage_backward_maybe_with_nosync: let modules that FSDP wraps inside a part which it does not wrap
-            (experts on their own mesh) reduce once per step as well.
-        defer_fsdp_grad_sync: reduce FSDP gradients once per step; False reduces after every backward.
-        device: of the stages; default the current accelerator, else the CPU.
-        dtype: of the tensors between stages; default what the parts compute in.
-        scale_grads_in_schedule: divide the gradients of a step by its number of microbatches, for losses that are means
-            of their microbatch. The returned loss stays the sum. A loss that is divided by the global weight needs
-            False.
-        pp_seq_len: tokens per row that the first buffers are described for; every step describes its own microbatches.
-        """
+        """Check everything that needs no model. Raises ConfigError."""
         with as_keywords():
             check_batch_sizes(pp_microbatch_size, pp_batch_size, pp_seq_len)
-            axes = Axes(
-                world_mesh.root if isinstance(world_mesh, Mesh) else world_mesh,
-                moe_mesh,
-                pp_axis_name,
-                tuple(dp_axis_names),
-                cp_axis_name,
-                tp_axis_name,
-                ep_axis_name,
-                None if ep_shard_axis_names is None else tuple(ep_shard_axis_names),
-            )
+            root = world_mesh.root if isinstance(world_mesh, Mesh) else world_mesh
+            others = cp_axis_name, tp_axis_name, ep_axis_name
+            shards = None if ep_shard_axis_names is None else tuple(ep_shard_axis_names)
+            axes = Axes(root, moe_mesh, pp_axis_name, tuple(dp_axis_names), *others, shards)
             config = PipelineConfig(
                 schedule=pp_schedule,
                 schedule_csv=pp_schedule_csv,

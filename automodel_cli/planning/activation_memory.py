@@ -105,21 +105,27 @@ def trace_activations(
             f"activations of {type(part.model).__name__} cannot be counted without running it: {error}",
             keys=("model.attn_implementation",),
         ) from error
+    depths = 0 if part.depth_names is None else len(part.depth_names.depths)
+    return _counted(watch, len(layers), checkpointing, float(hidden_BTD.nbytes), depths)
+
+
+def _counted(
+    watch: _Watch, num_layers: int, checkpointing: bool | int | str, boundary: float, depths: int
+) -> Activations:
+    """Bytes that `watch` has seen, under this checkpointing; `boundary` bytes leave the last of the layers."""
     every = recomputed_every(checkpointing)
     exchanges = _Tallies() if checkpointing == "minimal" else watch.exchanges
     kept = [
         watch.inputs[i] + exchanges[i] + (watch.products[i] if checkpointing == "selective" else 0.0)
         if every and i % every == 0
         else watch.kept[i]
-        for i in range(len(layers))
+        for i in range(num_layers)
     ]
-    recomputed = max((watch.kept[i] - exchanges[i] for i in range(0, len(layers), every)), default=0) if every else 0
-    boundary = float(hidden_BTD.nbytes)
-    depths = 0 if part.depth_names is None else len(part.depth_names.depths)
+    recomputed = max((watch.kept[i] - exchanges[i] for i in range(0, num_layers, every)), default=0) if every else 0
     # Of multi-token prediction: a layer like the last, what stands before it (embeddings, two norms, both of them side
     # by side, the projection), and what its head reads.
     further = depths * (kept[-1] + 7 * boundary)
-    after = watch.kept[len(layers)] + boundary
+    after = watch.kept[num_layers] + boundary
     return Activations(watch.kept[-1], tuple(kept), after, boundary, recomputed, further)
 
 

@@ -179,6 +179,18 @@ class RolloutConfig:
                 keys=("temperature",),
                 fix="temperature=1.0",
             )
+        self._check_numbers()
+        self._check_baseline()
+        self._check_staleness()
+        self._check_environments()
+        self._check_overlong()
+        self._check_capabilities()
+        self._check_placement()
+        if isinstance(self.engine, LiveServerConfig):
+            for params in (self.params(), self.validation_params()):
+                self.engine.check_params(params)
+
+    def _check_numbers(self) -> None:
         for name, least in (
             ("prompts_per_step", 1),
             ("group_size", 1),
@@ -217,9 +229,8 @@ class RolloutConfig:
                 keys=("max_initial_logprob_gap",),
                 fix="max_initial_logprob_gap=0.1",
             )
-        self._check_baseline()
-        self._check_staleness()
-        self._check_environments()
+
+    def _check_overlong(self) -> None:
         buffer = self.overlong.buffer
         if buffer is not None and buffer > self.max_new_tokens:
             raise ConfigError(
@@ -233,11 +244,6 @@ class RolloutConfig:
                 keys=("overlong.buffer", "environment"),
                 fix="overlong.buffer=null, or overlong.factor=<0..1>",
             )
-        self._check_capabilities()
-        self._check_placement()
-        if isinstance(self.engine, LiveServerConfig):
-            for params in (self.params(), self.validation_params()):
-                self.engine.check_params(params)
 
     def _check_placement(self) -> None:
         serves = isinstance(self.engine, LiveServerConfig)

@@ -95,15 +95,7 @@ class Trainer:
         self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
         self.mesh, self.run_dir, self.record = mesh, run_dir, record
         self.is_main = dist.get_rank() == 0
-        self.loader: BatchLoader[Any] = BatchLoader(
-            data.train,
-            **recipe.rows_of_a_step(),
-            dp_rank=mesh.dp_rank,
-            dp_size=mesh.dp_size,
-            seed=recipe.seed,
-            shuffle=recipe.data.shuffle,
-            prepare=prepared_for(mesh.device),
-        )
+        self.loader = self._make_loader()
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source), recipe.validation.goal)
         self._resumed_from = self.checkpointer.resume_path()
@@ -127,15 +119,7 @@ class Trainer:
         self._noticed: int | None = None
         self.at_exit = ExitStack()
         self._metrics: dict[str, float] = {}
-        self.meter = MetricLogger(
-            run_dir,
-            recipe.logging,
-            num_steps=self.num_steps,
-            machine=self._machine(),
-            is_main=self.is_main,
-            resume_step=self.first_step,
-            tracked_config=source.public(),
-        )
+        self.meter = self._make_meter()
         self.watch = Watchdog(recipe.train.step_timeout_seconds, run_dir / "logs", lambda: signals.resume_hint(run_dir))
         self.slow_rank = SlowRank()
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
@@ -144,6 +128,28 @@ class Trainer:
             self.print(self._other_weights)
         if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
             self.print(passthrough_tensors.passthrough_summary(recipe.model, unclaimed))
+
+    def _make_loader(self) -> BatchLoader[Any]:
+        return BatchLoader(
+            self.data.train,
+            **self.recipe.rows_of_a_step(),
+            dp_rank=self.mesh.dp_rank,
+            dp_size=self.mesh.dp_size,
+            seed=self.recipe.seed,
+            shuffle=self.recipe.data.shuffle,
+            prepare=prepared_for(self.mesh.device),
+        )
+
+    def _make_meter(self) -> MetricLogger:
+        return MetricLogger(
+            self.run_dir,
+            self.recipe.logging,
+            num_steps=self.num_steps,
+            machine=self._machine(),
+            is_main=self.is_main,
+            resume_step=self.first_step,
+            tracked_config=self.source.public(),
+        )
 
     def steps(self) -> Iterator[tuple[int, list[Any]]]:
         """The number of each step (1-based) and this rank's microbatches, until the run's end or a signal.

@@ -118,14 +118,9 @@ def train_step(
     local_loss = stages.forward_backward(batches, loss_of, request_of(objective))
     progress("the gradient norm")
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
-    total = _over_all_ranks(
-        torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()]), stop_signal(), busy_seconds(), mesh
-    )
-    world_size = dist.get_world_size()
-    (loss, num_bad_norms), rest = total[:2].unbind(), total[2:]
-    sums, stop_signals, seconds = rest.split([rest.numel() - _NUM_SIGNALS - world_size, _NUM_SIGNALS, world_size])
+    local = torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()])
+    loss, num_bad_norms, sums, noticed, seconds = _over_all_ranks(local, stop_signal(), busy_seconds(), mesh)
     is_good = loss.isfinite() & (num_bad_norms == 0)
-    noticed = (stop_signals.sign() * torch.arange(_NUM_SIGNALS, device=mesh.device)).amax()
     arriving = _ToHost(torch.where(is_good, noticed, -1.0))
     launched = step_if_finite(~is_good, optimizer, mesh.device)
     answer = wait_for_device(arriving)
@@ -167,20 +162,26 @@ def _is_bad(grad_norm: Tensor) -> Tensor:
     return (~grad_norm.isfinite()).float()
 
 
-def _over_all_ranks(local: Tensor, stop_signal: int, busy_seconds: float, mesh: Mesh) -> Tensor:
-    """`local` (loss, 1 for a bad norm, the objective's sums) summed over the axes whose losses add up, then how many
-    ranks brought each stop_signal, then the own seconds of each rank. One collective over all ranks, so that all agree;
-    those that hold a copy of another's loss add nothing to it.
+def _over_all_ranks(
+    local: Tensor, stop_signal: int, busy_seconds: float, mesh: Mesh
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`local` summed over the axes whose losses add up, as three tensors (loss, number of bad norms, the objective's
+    sums), then the largest stop signal of any rank, then the own seconds of each rank. One collective over all ranks, so
+    that all agree; those that hold a copy of another's loss add nothing to it.
     """
+    world_size = dist.get_world_size()
     is_copy = mesh.tp.get_local_rank() > 0 or mesh.cp.get_local_rank() > 0
     stop_signals = torch.zeros(_NUM_SIGNALS, dtype=local.dtype, device=local.device)
     stop_signals[stop_signal] = 1
-    seconds = torch.zeros(dist.get_world_size(), dtype=local.dtype, device=local.device)
+    seconds = torch.zeros(world_size, dtype=local.dtype, device=local.device)
     seconds[dist.get_rank()] = busy_seconds
     total = torch.cat([torch.zeros_like(local) if is_copy else local.detach(), stop_signals, seconds])
-    if dist.get_world_size() > 1:
+    if world_size > 1:
         dist.all_reduce(total)
-    return total
+    (loss, num_bad_norms), rest = total[:2].unbind(), total[2:]
+    sums, stop_signals, seconds = rest.split([rest.numel() - _NUM_SIGNALS - world_size, _NUM_SIGNALS, world_size])
+    noticed = (stop_signals.sign() * torch.arange(_NUM_SIGNALS, device=local.device)).amax()
+    return loss, num_bad_norms, sums, noticed, seconds
 
 
 def _refuse(loss: Tensor, grad_norm: Tensor, weight: Tensor, stages: Stages, batches: Sequence[Batch]) -> NoReturn:

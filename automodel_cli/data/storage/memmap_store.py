@@ -6,7 +6,7 @@ import itertools
 import json
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,13 +182,9 @@ def write_tokens(
     """Write a token entry from encoded rows and, in the same order, where each comes from. `meta` names `files`,
     `dtype` and `kind`.
     """
-    # arrays, not lists: at 8 bytes a document their memory stays small beside what a batch needs
-    lengths, files, lines, rows, shared, splits, judgements = (array("q") for _ in range(7))
-    margins = array("f")
-    rejected: list[Rejected] = []
+    columns, rejected, unrolled = _Columns(), list[Rejected](), _UnrolledCount()
     turn_ends: Counter[int] = Counter()
     num_rows = ends_trained = special_tokens = special_rows = label_tokens = 0
-    unrolled = _UnrolledCount()
     place = iter(origins)
     with (folder / "ids.bin").open("wb") as ids_file, (folder / "label_mask.bin").open("wb") as mask_file:
         for batch in batches:
@@ -203,9 +199,7 @@ def write_tokens(
                 documents = split_documents(item)
                 good += documents
                 begun += [0, *(_shared(a, b) for a, b in itertools.pairwise(documents))]
-                files.extend([origin.file] * len(documents))
-                lines.extend([origin.line] * len(documents))
-                rows.extend([num_rows] * len(documents))
+                columns.locate(len(documents), origin, num_rows)
                 if isinstance(item, Unrolled):
                     unrolled.add(item)
             if not good:
@@ -215,24 +209,12 @@ def write_tokens(
             mask = np.concatenate([_next_trained(item.trained[n:]) for item, n in own])
             mask_file.write(mask.tobytes())
             label_tokens += int(mask.sum(dtype=np.int64))
-            shared.extend(begun)
             special_tokens += sum(item.num_special for item in good)
             special_rows += sum(item.num_special > 0 for item in good)
-            lengths.extend(len(item.ids) - n for item, n in own)
-            splits.extend(item.split for item in good)
-            judgements.extend(item.judgement for item in good)
-            margins.extend(item.margin for item in good)
+            columns.describe(own)
             ends_trained += sum(int(_last_trained(item)) in special_ids for item in good)
             turn_ends.update(token for item in good for token in _turn_ends(item))
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-    np.save(folder / "offsets.npy", offsets)
-    np.save(folder / "files.npy", np.asarray(files, np.int32))
-    np.save(folder / "lines.npy", np.asarray(lines, np.int64))
-    np.save(folder / "rows.npy", np.asarray(rows, np.int64))
-    np.save(folder / "shared.npy", np.asarray(shared, np.int64))
-    np.save(folder / "splits.npy", np.asarray(splits, np.int64))
-    np.save(folder / "judgements.npy", np.asarray(judgements, np.int8))
-    np.save(folder / "margins.npy", np.asarray(margins, np.float32))
+    columns.save(folder)
     write_rejected(folder / "rejected.jsonl", rejected)
     counts = {
         "num_rows": num_rows,
@@ -245,6 +227,36 @@ def write_tokens(
         "unrolled": vars(unrolled),
     }
     (folder / "meta.json").write_text(json.dumps({**meta, **counts, "num_label_tokens": label_tokens}))
+
+
+class _Columns:
+    """One number of each kind per document, in arrays: at 8 bytes each they stay small next to a batch."""
+
+    def __init__(self) -> None:
+        self._lengths = array("q")
+        integers = ("files", "lines", "rows", "shared", "splits", "judgements")
+        self._of: dict[str, array[Any]] = {**{name: array("q") for name in integers}, "margins": array("f")}
+
+    def locate(self, num_documents: int, origin: SourceRow, row: int) -> None:
+        """Add where the documents of one row come from."""
+        for name, value in (("files", origin.file), ("lines", origin.line), ("rows", row)):
+            self._of[name].extend([value] * num_documents)
+
+    def describe(self, documents: Sequence[tuple[Encoded, int]]) -> None:
+        """Add documents, each with the number of tokens that it shares with the one before it."""
+        self._lengths.extend(len(item.ids) - n for item, n in documents)
+        self._of["shared"].extend(n for _, n in documents)
+        self._of["splits"].extend(item.split for item, _ in documents)
+        self._of["judgements"].extend(item.judgement for item, _ in documents)
+        self._of["margins"].extend(item.margin for item, _ in documents)
+
+    def save(self, folder: Path) -> None:
+        np.save(
+            folder / "offsets.npy", np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]).astype(np.int64)
+        )
+        dtypes = {"files": np.int32, "judgements": np.int8, "margins": np.float32}
+        for name, values in self._of.items():
+            np.save(folder / f"{name}.npy", np.asarray(values, dtypes.get(name, np.int64)))
 
 
 def _reject(error: RowError, origin: SourceRow, source: str) -> Rejected:

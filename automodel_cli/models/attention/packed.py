@@ -90,8 +90,7 @@ def packed_attention(
 
     `sliding_window` W lets a token see W keys of its own document, itself included; a prefix is the beginning of each
     document that sees it. `key_index` and its bounds `cu_seq_lens_k` are `SeenKeys`. `s_aux` `[H]` are the sinks. With
-    `context`, T are this rank's tokens of rows that other ranks share, and the documents are the context's. Collective
-    then.
+    `context` (collective) T are this rank's tokens of rows that other ranks share, and documents are the context's.
     Raises ConfigError for what it cannot compute exactly: dropout, a KV cache, an explicit mask.
     """
     _refuse(query_BHTD, key_BKTD, attention_mask, dropout, kwargs)
@@ -99,26 +98,20 @@ def packed_attention(
     query_BHTD, key_BKTD = query_BHTD.to(value_BKTV.dtype), key_BKTD.to(value_BKTV.dtype)
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
     way, why_dense = kernel_selection.way(query_BHTD, value_BKTV, softcap)
-    rows, heads, length, _ = query_BHTD.shape
+    rows, _, length, _ = query_BHTD.shape
     setting = Setting(scale, sliding_window, softcap, way)
     on_host = way == "dense" or query_BHTD.device.type == "cpu"  # documents are put together here, not by a kernel
     seen = _seen(cu_seq_lens_k, max_length_k, key_index)
-    documents = None
-    if way != "flex" and on_host and context is None:
-        documents = segments.HostDocuments.of(cu_seq_lens_q, rows, length, seen)
+    one_by_one = way != "flex" and on_host and context is None
+    documents = segments.HostDocuments.of(cu_seq_lens_q, rows, length, seen) if one_by_one else None
     if why_dense:
         _say_that_it_is_dense(why_dense, functools.partial(_cost, query_BHTD, setting, documents, context))
-    if documents is not None and documents.are_rows(rows):
-        mask = kernels.visible_mask(length, (length,), (0,), sliding_window, query_BHTD.dtype, query_BHTD.device)
-        return _in_rows(_kernel(s_aux, setting), query_BHTD, key_BKTD, value_BKTV, mask), None
-    if documents is not None and way == "flash":
-        mask = segments.row_mask(documents, length, sliding_window, query_BHTD.dtype, query_BHTD.device)
-        if mask is not None:
-            return _in_rows(_kernel(s_aux, setting), query_BHTD, key_BKTD, value_BKTV, mask), None
+    in_rows = None if documents is None else _as_rows(documents, query_BHTD, key_BKTD, value_BKTV, s_aux, setting)
+    if in_rows is not None:
+        return in_rows, None
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
     if context is not None and context.group.ring:
-        out_NHV = ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, setting)
-        return out_NHV.unflatten(0, (rows, length)), None
+        return ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, setting).unflatten(0, (rows, length)), None
     if context is not None:
         k_MKD, v_MKV = _gather(k_MKD, v_MKV, context)
     if way == "flex":
@@ -127,17 +120,34 @@ def packed_attention(
             q_NHD, k_MKD, v_MKV, s_aux, whose, sliding_window, scale, softcap
         )
     elif not on_host:
-        if context is not None:
-            plan = segments.context_varlen(context, sliding_window)
-        else:
-            plan = segments.batch_varlen(cu_seq_lens_q, max_length_q, rows, length, q_NHD.device, seen)
+        batch = cu_seq_lens_q, max_length_q, rows, length, q_NHD.device, seen
+        plan = segments.batch_varlen(*batch) if context is None else segments.context_varlen(context, sliding_window)
         pads = kernel_selection.chosen_kernel().pads
         out_NHV = kernels.varlen_cuda(q_NHD, k_MKD, v_MKV, plan, s_aux, scale, sliding_window, pads=pads)
     else:
-        groups, back_N = _groups(documents, context, sliding_window, q_NHD.device)
-        k_MHD, v_MHV = kernels.per_query_head(k_MKD, heads), kernels.per_query_head(v_MKV, heads)
-        out_NHV = segments.run_grouped(_kernel(s_aux, setting), q_NHD, k_MHD, v_MHV, groups, back_N, sliding_window)
+        groups = _groups(documents, context, sliding_window, q_NHD.device)
+        out_NHV = _in_groups(q_NHD, k_MKD, v_MKV, s_aux, setting, *groups)
     return out_NHV.unflatten(0, (rows, length)), None
+
+
+def _as_rows(
+    documents: segments.HostDocuments,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTV: Tensor,
+    sink_H: Tensor | None,
+    setting: Setting,
+) -> Tensor | None:
+    """`out_BTHV` of whole rows at once, where one mask for each keeps its documents apart; else None."""
+    rows, _, length, _ = query_BHTD.shape
+    dtype, device = query_BHTD.dtype, query_BHTD.device
+    if documents.are_rows(rows):
+        mask = kernels.visible_mask(length, (length,), (0,), setting.window, dtype, device)
+    elif setting.way != "flash" or (
+        (mask := segments.row_mask(documents, length, setting.window, dtype, device)) is None
+    ):
+        return None
+    return _in_rows(_kernel(sink_H, setting), query_BHTD, key_BKTD, value_BKTV, mask)
 
 
 def _kernel(sink_H: Tensor | None, setting: Setting) -> segments.Kernel:
@@ -199,6 +209,20 @@ def _in_rows(
     heads = query_BHTD.shape[1]
     key_BHTD, value_BHTV = kernels.per_query_head(key_BKTD, heads), kernels.per_query_head(value_BKTV, heads)
     return kernel(query_BHTD, key_BHTD, value_BHTV, mask).transpose(1, 2)
+
+
+def _in_groups(
+    q_NHD: Tensor,
+    k_MKD: Tensor,
+    v_MKV: Tensor,
+    sink_H: Tensor | None,
+    setting: Setting,
+    groups: list[segments.Group],
+    back_N: Tensor,
+) -> Tensor:
+    """`out_NHV` of documents that are put together on the host."""
+    k_MHD, v_MHV = (kernels.per_query_head(x, q_NHD.shape[1]) for x in (k_MKD, v_MKV))
+    return segments.run_grouped(_kernel(sink_H, setting), q_NHD, k_MHD, v_MHV, groups, back_N, setting.window)
 
 
 def _gather(key_NKD: Tensor, value_NKV: Tensor, context: Context) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ generation config, tokenizer with its chat template, and a model card.
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import shutil
@@ -91,34 +92,56 @@ def export_hf(
             )
     mine = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
     values = list(mine if pp_group is None else over_stages(mine, pp_group, parts[0], "cpu"))
-    if writer and as_classifier:
-        ((_, score),) = values
-        shards.append(
-            _write_shard(folder, len(shards), [(sequence_classifier.SCORE, score.to("cpu", parts[0].hub_dtype))])
-        )
-        _write_index(folder, shards)
-        _write_config(folder, parts[0], sequence_classifier.config_of(parts[0].source_config, tokenizer))
-        if tokenizer is not None:
-            _write_tokenizer(folder, tokenizer)
-        _write_card(folder, parts[0], config, title or folder.name, summary, as_classifier=True)
-    elif writer:
-        for bucket in bucketed(
-            passthrough_tensors.tensors(config, parts[0].unclaimed, parts[0].hub_dtype), shard_bytes
-        ):
-            shards.append(_write_shard(folder, len(shards), bucket))
-        _write_index(folder, shards)
-        value_head.write_value_head(folder, values)
-        if within is not None:
-            passthrough_tensors.copy_files(config, folder)
+    if writer:
+        card = functools.partial(_write_card, folder, parts[0], config, title or folder.name, summary)
+        if as_classifier:
+            _finish_classifier(folder, shards, parts[0], values, tokenizer)
+            card(as_classifier=True)
         else:
-            _write_config(folder, parts[0])
-            if tokenizer is not None:
-                _write_tokenizer(folder, tokenizer)
-        generation_config.write_generation_config(folder, config, parts[0].model, stop_ids)
-        if not (folder / "README.md").exists():
-            _write_card(folder, parts[0], config, title or folder.name, summary)
+            _finish_model(folder, shards, parts[0], values, tokenizer, config, shard_bytes)
+            generation_config.write_generation_config(folder, config, parts[0].model, stop_ids)
+            if not (folder / "README.md").exists():
+                card()
     if dist.is_initialized():
         dist.barrier()
+
+
+def _finish_classifier(
+    folder: Path,
+    shards: list[tuple[list[str], int]],
+    part: ModelPart,
+    values: Sequence[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Write the score in the value head's place, the index, and the config of a reward model."""
+    ((_, score),) = values
+    shards.append(_write_shard(folder, len(shards), [(sequence_classifier.SCORE, score.to("cpu", part.hub_dtype))]))
+    _write_index(folder, shards)
+    _write_config(folder, part, sequence_classifier.config_of(part.source_config, tokenizer))
+    if tokenizer is not None:
+        _write_tokenizer(folder, tokenizer)
+
+
+def _finish_model(
+    folder: Path,
+    shards: list[tuple[list[str], int]],
+    part: ModelPart,
+    values: Sequence[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: ModelConfig,
+    shard_bytes: int,
+) -> None:
+    """Write the tensors that the model does not build, the index, the value head, and the config files."""
+    for bucket in bucketed(passthrough_tensors.tensors(config, part.unclaimed, part.hub_dtype), shard_bytes):
+        shards.append(_write_shard(folder, len(shards), bucket))
+    _write_index(folder, shards)
+    value_head.write_value_head(folder, values)
+    if part.within is not None:
+        passthrough_tensors.copy_files(config, folder)
+        return
+    _write_config(folder, part)
+    if tokenizer is not None:
+        _write_tokenizer(folder, tokenizer)
 
 
 def staging(folder: Path) -> Path:

@@ -183,17 +183,12 @@ def fsdp2_strategy_parallelize(
     # output_dtype belongs to the root: on a layer it would feed float32 into the next layer's bfloat16 norm.
     layer_policy = dataclasses.replace(policy, output_dtype=None)
     kept: list[FSDPModule] = []
-    for i, layer in enumerate(layers):
-        reshard = pp_size == 1 and i < len(layers) - 1
-        if expert_mesh is not None:
-            keep = config.keep_cast_experts is True
-            units = shard_experts(
-                layer,
-                expert_mesh,
-                mp_policy=layer_policy,
-                offload_policy=shard["offload_policy"],
-                reshard=reshard and not keep,
-            )
+    if expert_mesh is not None:
+        keep = config.keep_cast_experts is True
+        options = {"mp_policy": layer_policy, "offload_policy": shard["offload_policy"]}
+        for i, layer in enumerate(layers):
+            reshard = pp_size == 1 and i < len(layers) - 1 and not keep
+            units = shard_experts(layer, expert_mesh, reshard=reshard, **options)
             kept += units if keep else ()
     for unit in units_of(layers):
         reshard = pp_size == 1 and layers[-1] not in unit
