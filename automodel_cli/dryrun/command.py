@@ -20,7 +20,7 @@ from automodel_cli.dryrun import report
 from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.suggestions import try_changes
 from automodel_cli.dryrun.types import RankResult, TraceRequest
-from automodel_cli.planning.report import TracedMemory
+from automodel_cli.planning.reserve import MemoryBreakdown
 
 LARGEST_WORLD = 4096
 _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]
@@ -65,14 +65,10 @@ def dry_run(
     return 0
 
 
-def traced_memory(recipe: Any, request: TraceRequest) -> list[TracedMemory]:
+def traced_memory(recipe: Any, request: TraceRequest) -> list[MemoryBreakdown]:
     """What a rank of each pipeline stage holds, for `automodel plan --traced`. Raises as `measure` does."""
     layout = _layout(recipe, request.num_gpus)
-    per_stage = layout.world_size // layout.pp
-    return [
-        TracedMemory(rank // per_stage, trace_rank(replace(request, rank=rank)).peak_by_kind)
-        for rank in distinct_ranks(layout)
-    ]
+    return [trace_rank(replace(request, rank=rank)).breakdown for rank in distinct_ranks(layout)]
 
 
 def check_step(recipe: Any, request: TraceRequest) -> str:

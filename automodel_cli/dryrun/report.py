@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from automodel_cli.dryrun.estimate import Estimate
 from automodel_cli.dryrun.suggestions import Tried
 from automodel_cli.dryrun.types import GIB, LIMITS, Line, RankResult
+from automodel_cli.planning.report import memory_table, memory_unit
 from automodel_cli.planning.reserve import RESERVE_GIB
 
 _ROWS = 12
@@ -43,8 +44,7 @@ def _rank(rank: RankResult, found: Estimate) -> str:
         f"{rank.num_microbatches} microbatches of {rank.tokens_per_microbatch} tokens "
         f"[{rank.cpu_seconds:.0f} CPU s, {rank.rss_gib:.1f} GiB]"
     )
-    kinds = [f"{size / GIB:8.2f} GiB  {kind}" for kind, size in rank.peak_by_kind.items()]
-    n = rank.measured_microbatches
+    n, (unit, name) = rank.measured_microbatches, memory_unit(rank.peak)
     exchanged = [
         f"{row['count']:7} x {row['operator']:24} {row['group']} ({row['ranks']} ranks)  {row['bytes'] / GIB:9.3f} GiB"
         f"  {row['seconds'] * 1e3:8.1f} ms"
@@ -54,8 +54,8 @@ def _rank(rank: RankResult, found: Estimate) -> str:
         [
             head,
             *rank.notes,
-            f"peak {rank.peak / GIB:.2f} GiB (plan: {rank.plan / GIB:.2f})",
-            *kinds,
+            f"memory at the peak [{name}]",
+            memory_table([rank.breakdown], unit, [["plan", f"{rank.plan / unit:,.2f}"]]),
             "largest at the peak",
             *(f"{line.amount / GIB:8.2f} GiB  {line.what}" for line in rank.largest),
             f"host synchronisations: {rank.num_syncs:g} ({rank.num_syncs / n:.1f} a microbatch)",

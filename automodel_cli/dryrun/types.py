@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from automodel_cli.dryrun.hardware import GIB, GPUS, Gpu, Links
+from automodel_cli.planning.reserve import MemoryBreakdown
 
 __all__ = ["GIB", "LIMITS", "Line", "RankResult", "TraceRequest"]
 
@@ -123,6 +124,10 @@ class RankResult:
     def from_dict(cls, known: dict[str, Any]) -> RankResult:
         rows = {name: [Line(**row) for row in known[name]] for name in ("largest", "syncs", "kernels")}
         return cls(**{**known, **rows})
+
+    @property
+    def breakdown(self) -> MemoryBreakdown:
+        return MemoryBreakdown(self.peak_by_kind, self.peak)
 
     @property
     def num_syncs(self) -> float:

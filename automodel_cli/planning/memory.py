@@ -18,6 +18,7 @@ from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.distributed.strategies.base import MemoryTraits
 from automodel_cli.models.nf4 import BYTES_PER_WEIGHT
 from automodel_cli.planning.layer_costs import Unit
+from automodel_cli.planning.reserve import MemoryBreakdown
 from automodel_cli.training.optimizers.nodes import OptimizerNode, optimizer_node
 from automodel_cli.training.optimizers.param_groups import TrainableParam
 
@@ -43,6 +44,11 @@ class Memory:
     def beside(self, frozen: float, *, offloaded: bool) -> Memory:
         """With the parameters of another model, there where these are."""
         return replace(self, host=self.host + frozen) if offloaded else replace(self, frozen=frozen)
+
+    @property
+    def breakdown(self) -> MemoryBreakdown:
+        kinds = ("parameters", "frozen", "gradients", "optimizer", "activations", "head")
+        return MemoryBreakdown({kind: getattr(self, kind) for kind in kinds}, self.total)
 
     @property
     def total(self) -> float:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from automodel_cli.pipelining.timeline.simulator import Timeline
 from automodel_cli.pipelining.timeline.svg import draw_svg, draw_text
 from automodel_cli.planning.plan import Plan, StageRow
-from automodel_cli.planning.reserve import RESERVE_GIB, usable_bytes
+from automodel_cli.planning.reserve import RESERVE_GIB, MemoryBreakdown, usable_bytes
 from automodel_cli.planning.schedule_comparison import Comparison
 
 _GIB, _MIB = 2**30, 2**20
 
 
-@dataclass(frozen=True)
-class TracedMemory:
-    """What a dry run of one pipeline rank held at its peak, in bytes."""
-
-    rank: int
-    by_kind: Mapping[str, float]
-
-    @property
-    def peak(self) -> float:
-        return sum(self.by_kind.values())
-
-
-def render_plan(plan: Plan, *, memory_gib: float, traced: Sequence[TracedMemory] = (), width: int = 120) -> str:
+def render_plan(plan: Plan, *, memory_gib: float, traced: Sequence[MemoryBreakdown] = (), width: int = 120) -> str:
     """Everything that `automodel plan` prints. `traced`: memory of every pipeline rank, instead of the estimate."""
-    memory = _traced(plan, traced, memory_gib) if traced else _memory(plan, memory_gib)
-    blocks = [_head(plan), _stages(plan), memory]
+    blocks = [_head(plan), _stages(plan), _memory(plan, traced, memory_gib)]
     if plan.layout_table is not None:
         blocks.insert(1, plan.layout_table)
     if plan.timeline is not None:
@@ -103,45 +89,47 @@ def _holds(row: StageRow) -> str:
     return ", ".join(held) or "nothing: passes on"
 
 
-def _memory(plan: Plan, memory_gib: float) -> str:
+def _memory(plan: Plan, traced: Sequence[MemoryBreakdown], memory_gib: float) -> str:
+    """What each pipeline rank holds: `traced` by a dry run, else the estimate."""
     unit, name = _unit(plan)
-    kinds = ["parameters", "gradients", "optimizer", "activations", "head", "total"]
-    if any(memory.frozen for memory in plan.memory):
-        kinds.insert(1, "frozen")
-    offloaded = any(memory.host for memory in plan.memory)
-    rows = [["rank", *kinds, f"of {memory_gib:g} GiB", "live microbatches", *(["in host memory"] if offloaded else [])]]
-    for rank, memory in enumerate(plan.memory):
-        parts = [getattr(memory, kind) for kind in kinds]
-        share = f"{memory.total / (memory_gib * _GIB):.0%}"
-        host = [f"{memory.host / unit:,.2f}"] if offloaded else []
-        rows.append([str(rank), *(f"{part / unit:,.2f}" for part in parts), share, f"{plan.live[rank]:g}", *host])
-    return "\n".join([f"memory of a GPU [{name}]: estimate, uncalibrated", _table(rows), _verdict(plan, memory_gib)])
+    estimated = [f"{memory.total / unit:,.2f}" for memory in plan.memory]
+    more = [["live microbatches", *(f"{number:g}" for number in plan.live)]]
+    if any(memory.host for memory in plan.memory):
+        more.append(["in host memory", *(f"{memory.host / unit:,.2f}" for memory in plan.memory)])
+    if traced:
+        more = [["estimate without a dry run", *estimated]]
+    table = memory_table(traced or [memory.breakdown for memory in plan.memory], unit, more)
+    source = "a dry run of each rank" if traced else "estimate, uncalibrated"
+    verdict = _fits(max(one.peak for one in traced), unit, name, memory_gib) if traced else _verdict(plan, memory_gib)
+    return "\n".join([f"memory of a GPU [{name}]: {source}", table, verdict])
 
 
-def _traced(plan: Plan, traced: Sequence[TracedMemory], memory_gib: float) -> str:
-    """Kinds from top to bottom, pipeline ranks from left to right."""
-    unit, name = _unit(plan)
-    kinds = sorted({k for one in traced for k in one.by_kind}, key=lambda k: -max(t.by_kind.get(k, 0) for t in traced))
-    shown = [k for k in kinds if max(one.by_kind.get(k, 0) for one in traced) >= 0.005 * unit]
-    rows = [["pipeline rank", *(str(one.rank) for one in traced)]]
-    rows += [[kind, *(f"{one.by_kind.get(kind, 0) / unit:,.2f}" for one in traced)] for kind in shown]
-    rows.append(["peak", *(f"{one.peak / unit:,.2f}" for one in traced)])
-    rows.append(["estimate without a dry run", *(f"{plan.memory[one.rank].total / unit:,.2f}" for one in traced)])
-    heaviest = max(traced, key=lambda one: one.peak)
-    fits = "fits" if heaviest.peak <= usable_bytes(memory_gib) else "does not fit"
-    aside = f"{heaviest.peak / unit:,.1f} {name} {_set_aside(memory_gib)}"
-    return "\n".join([f"memory of a GPU [{name}]: a dry run of each rank", _table(rows, left={0}), f"{fits}: {aside}"])
+def memory_table(ranks: Sequence[MemoryBreakdown], unit: int, more: Sequence[Sequence[str]] = ()) -> str:
+    """Kinds from top to bottom, the largest first, and pipeline ranks from left to right, in `unit` bytes; then `more`
+    rows. Kinds below half a hundredth of a unit on every rank are skipped."""
+    most = {kind: max(one.by_kind.get(kind, 0.0) for one in ranks) for one in ranks for kind in one.by_kind}
+    rows = [["pipeline rank", *map(str, range(len(ranks)))]] if len(ranks) > 1 else []
+    for kind in sorted(most, key=lambda kind: -most[kind]):
+        if most[kind] >= 0.005 * unit:
+            rows.append([kind, *(f"{one.by_kind.get(kind, 0.0) / unit:,.2f}" for one in ranks)])
+    rows.append(["peak", *(f"{one.peak / unit:,.2f}" for one in ranks)])
+    return _table([*rows, *more], left={0})
+
+
+def _fits(peak: float, unit: int, name: str, memory_gib: float) -> str:
+    verdict = "fits" if peak <= usable_bytes(memory_gib) else "does not fit"
+    return f"{verdict}: {peak / unit:,.1f} {name} {_set_aside(memory_gib)}"
 
 
 def _verdict(plan: Plan, memory_gib: float) -> str:
     limit, rows, (unit, name) = usable_bytes(memory_gib), plan.request.rows, _unit(plan)
-    needed = f"{plan.heaviest / unit:,.1f} {name} {_set_aside(memory_gib)}"
+    needed = _fits(plan.heaviest, unit, name, memory_gib)
     largest = plan.largest_microbatch(limit)
     room = f"microbatch_size={largest} is the largest that does" if largest else "not even one row a microbatch does"
     if plan.heaviest > limit:
-        return f"does not fit: {needed}; {room}"
+        return f"{needed}; {room}"
     more = f"; so does up to microbatch_size={largest}" if largest > rows else ""
-    return f"fits: {needed}{more}"
+    return f"{needed}{more}"
 
 
 def _set_aside(memory_gib: float) -> str:
@@ -167,7 +155,12 @@ def _weights(plan: Plan) -> list[float | None]:
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
-    return (_GIB, "GiB") if plan.heaviest >= _GIB else (_MIB, "MiB")
+    return memory_unit(plan.heaviest)
+
+
+def memory_unit(largest: float) -> tuple[int, str]:
+    """The unit for a table whose largest entry is so many bytes, and its name."""
+    return (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
 
 
 def _table(rows: Sequence[Sequence[str]], left: set[int] | None = None) -> str:

@@ -1,4 +1,9 @@
-"""What is left free on a GPU. Torch-free."""
+"""Memory of one GPU: how much tensors may take, and what they take by kind. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 CARD_GIB = 79.1
 """What torch can allocate on an H100 or A100 of 80 GB."""
@@ -9,3 +14,12 @@ RESERVE_GIB = 5.0
 def usable_bytes(memory_gib: float) -> float:
     """Bytes that tensors may take of a GPU on which torch can allocate so many GiB; below 0 where there are none."""
     return (memory_gib - RESERVE_GIB) * 2**30
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """Bytes on one GPU at the worst moment of a step, by kind: estimated by a plan, or measured by a dry run."""
+
+    by_kind: Mapping[str, float]
+    peak: float
+    """An estimate's kinds may sum to more: they have their largest values at different moments."""

@@ -18,7 +18,7 @@ from automodel_cli.run.plan_request import plan_request
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from automodel_cli.planning.plan import Plan
-    from automodel_cli.planning.report import TracedMemory
+    from automodel_cli.planning.reserve import MemoryBreakdown
     from automodel_cli.run.recipe import Recipe
 
 
@@ -29,7 +29,7 @@ def print_plan(
     num_gpus: int,
     memory_gib: float | None,
     svg: Path | None,
-    trace: Callable[[], Sequence[TracedMemory]] | None = None,
+    trace: Callable[[], Sequence[MemoryBreakdown]] | None = None,
 ) -> int:
     """Returns the exit code. `memory_gib`: of a GPU, None: of one of 80 GB. `trace` measures the memory of every
     pipeline rank, which is estimated without it. Raises ConfigError where the mesh does not fit the GPUs, or the

@@ -151,8 +151,7 @@ def _let_go(cause: BaseException) -> None:
 
 def _resident(plan: Plan, pipeline_rank: int) -> list[str]:
     memory = plan.memory[pipeline_rank]
-    kinds = {name: getattr(memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "head")}
-    parts = ", ".join(f"{name} {_amount(size)}" for name, size in kinds.items() if size)
+    parts = ", ".join(f"{name} {_amount(size)}" for name, size in memory.breakdown.by_kind.items() if size)
     return [f"a step needs {_amount(memory.total)} by plan: {parts}"]
 
 
