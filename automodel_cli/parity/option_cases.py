@@ -15,8 +15,6 @@ from automodel_cli.parity.cases import Case
 
 _LOW = ("bfloat16", "float16")
 _MAX_LAYERS = 128
-# What `small_pipeline` keeps, and what a row of its own covers.
-_CUT = ("layout", "schedule_csv", "module_fqns_per_model_part", "layers_per_stage", "balance", "schedule")
 
 
 @dataclass(frozen=True)
