@@ -166,8 +166,8 @@ def _over_all_ranks(
     local: Tensor, stop_signal: int, busy_seconds: float, mesh: Mesh
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`local` summed over the axes whose losses add up, as three tensors (loss, number of bad norms, the objective's
-    sums), then the largest stop signal of any rank, then the own seconds of each rank. One collective over all ranks, so
-    that all agree; those that hold a copy of another's loss add nothing to it.
+    sums), then the largest stop signal of any rank, then the own seconds of each rank. One collective over all ranks,
+    so that all agree; those that hold a copy of another's loss add nothing to it.
     """
     world_size = dist.get_world_size()
     is_copy = mesh.tp.get_local_rank() > 0 or mesh.cp.get_local_rank() > 0
