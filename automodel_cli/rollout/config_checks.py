@@ -153,8 +153,7 @@ def check_prompt_data(data: DataConfig) -> None:
             if field not in fmt.fields:
                 raise ConfigError(
                     f"data.column_mapping.{field} is not read from prompts, only {', '.join(fmt.fields)}; rewards "
-                    "name the "
-                    "columns that they read",
+                    "name the columns that they read",
                     keys=("data.column_mapping",),
                     fix="data.column_mapping='{prompt: question}' rewards.<name>.column=<the answer's column>",
                 )

@@ -16,8 +16,8 @@ Tools = list[dict[str, Any]] | None
 
 
 class Fields(Mapping[str, Any]):
-    """What a format's `read` is given: `row["question"]` is the column that `data.columns` maps `question` to, else the
-    column `question`. What is missing, empty or of another type raises RowError with the column's own name.
+    """What a format's `read` is given: `row["question"]` is the column that `data.column_mapping` maps `question` to,
+    else the column `question`. What is missing, empty or of another type raises RowError with the column's own name.
 
     `chat`: whether there is a chat template. Without one, a prompt and its completion are the most that can be said.
     """
