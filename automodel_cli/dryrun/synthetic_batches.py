@@ -53,7 +53,7 @@ def document_lengths(recipe: Any, asked: int | None, *, read: bool = False) -> D
     Rows that are not packed hold one document, or a pair of them: as long as the row where nothing is known.
     """
     whole, unpacked = recipe.data.seq_len, recipe.data.packing == "none" and recipe.kind != "grpo"
-    if asked is None and (read or recipe.data.task is not None) and recipe.kind != "grpo":
+    if asked is None and (read or recipe.data.generator is not None) and recipe.kind != "grpo":
         return _prepared_lengths(recipe, unpacked)
     in_row = 2 if unpacked and "pairs_P2" in getattr(recipe.objective, "columns", ()) else 1
     length = min(asked or (whole if unpacked else DEFAULT_DOCUMENT), whole // in_row)

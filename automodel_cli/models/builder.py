@@ -145,9 +145,8 @@ def _choose_experts_kernel(model: PreTrainedModel, config: ModelConfig) -> None:
         return
     if not any(is_experts(module) for module in model.modules()):
         raise ConfigError(
-            f"moe.experts_implementation={kernel} is not supported because {type(model).__name__} has no experts that "
-            "use the experts interface of transformers",
-            code="not_supported_by_model",
+            f"moe.experts_implementation={kernel}, but {type(model).__name__} has no experts that the library calls "
+            "through its interface",
             keys=("moe.experts_implementation",),
             fix=f"model.moe.experts_implementation={MoEConfig.experts_implementation}",
         )

@@ -41,7 +41,7 @@ def with_settings(recipe: Any, rows: Sequence[Case], num_layers: int) -> Chosen:
     for extra, reasons in settings:
         more += extra
         missing += reasons
-    attention = recipe.model.attention
+    attention = recipe.model.attn_implementation
     if small_attention(attention) != attention:
         missing.append(
             f"model.attn_implementation={attention}: a kernel of CUDA devices; the rows have packed attention"

@@ -354,8 +354,8 @@ class RolloutConfig:
         if self.replay_routing and servers is not None and not servers.gpus_per_server and servers.routing_needs_gpus:
             raise ConfigError(
                 f"replay_routing=true: {servers.engine} tells experts on GPUs only ({servers.routing_needs_gpus}), and "
-                "engine.servers.gpus=0",
-                keys=("replay_routing", "engine.servers.gpus"),
+                "engine.servers.gpus_per_server=0",
+                keys=("replay_routing", "engine.servers.gpus_per_server"),
                 fix="replay_routing=false",
             )
 

@@ -194,19 +194,19 @@ def check_reward_rows(
                 _check_columns(origin, row, name, getattr(reward, "columns", ()), fix)
                 mine.append(name)
         if all_judged and not mine:
-            rules = ", ".join(f"rewards.{name}.only={dict(_only(reward))}" for name, reward in rewards.items())
+            rules = ", ".join(f"rewards.{name}.filter={dict(_only(reward))}" for name, reward in rewards.items())
             raise ConfigError(
                 f"{origin}: no reward judges this row, so all responses to it would be worth 0: {rules}",
-                keys=tuple(f"rewards.{name}.only" for name in rewards),
+                keys=tuple(f"rewards.{name}.filter" for name in rewards),
             )
         judging |= set(mine)
     for name, reward in rewards.items():
         if (only := _only(reward)) and name not in judging:
             have = "; ".join(f"{column}: {', '.join(sorted(seen.get(column, ()))[:_SHOWN])}" for column in only)
             raise ConfigError(
-                f"rewards.{name}.only={dict(only)} holds for no row, so this reward would judge nothing; rows have "
+                f"rewards.{name}.filter={dict(only)} holds for no row, so this reward would judge nothing; rows have "
                 f"{have}",
-                keys=(f"rewards.{name}.only",),
+                keys=(f"rewards.{name}.filter",),
                 fix=f"~rewards.{name}",
             )
         _check_only(name, only, seen)
@@ -217,7 +217,7 @@ def _check_only(name: str, only: Mapping[str, Any], seen: Mapping[str, set[str]]
     for column, values in only.items():
         if isinstance(values, list) and column in seen:
             absent = {str(value) for value in values if repr(value) not in seen[column]}
-            listed = NameList(f"rewards.{name}.only.{column}", [str(value) for value in values], "no row has")
+            listed = NameList(f"rewards.{name}.filter.{column}", [str(value) for value in values], "no row has")
             present = {str(value) for value in values} - absent
             check_entries(listed, present.__contains__, _texts(seen[column]))
 

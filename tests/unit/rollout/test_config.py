@@ -19,7 +19,7 @@ GKD = [*BASE, "objective=gkd", "teacher.pretrained=org/teacher"]
         [*GKD, "rollout.reward_scaling=batch"],
         [*GKD, "rollout.overlong.buffer=16"],
         [*GKD, "rollout.overlong.factor=0.5"],
-        [*GKD, "rewards=none", "rollout.dynamic_sampling={max_batches: 2}"],
+        [*GKD, "rewards=none", "rollout.dynamic_sampling={max_gen_batches: 2}"],
         [*BASE, "objective=best_of_n", "rollout.leave_one_out=true"],
         [*BASE, "objective=online_dpo", "data.seq_len=4096", "rollout.advantage_estimator=batch"],
     ],
@@ -32,7 +32,9 @@ def test_what_the_objective_does_not_read_is_refused(overrides):
 
 
 def test_what_it_reads_is_not():
-    check_config(compose("grpo", [*GKD, "rollout.dynamic_sampling={max_batches: 2}", "rollout.overlong.filter=true"]))
+    check_config(
+        compose("grpo", [*GKD, "rollout.dynamic_sampling={max_gen_batches: 2}", "rollout.overlong.filter=true"])
+    )
     check_config(compose("grpo", [*BASE, "objective=best_of_n", "rollout.overlong.factor=0.5"]))
 
 

@@ -54,11 +54,11 @@ class SGLangConfig(LiveServerConfig):
             )
         if self.transport == "broadcast" and self.servers is not None and self.servers.copies > 1:
             raise ConfigError(
-                f"transport=broadcast with {self.servers.copies} copies of the model in a server (servers.gpus="
-                f"{self.servers.gpus_per_server}, tensor_parallel={self.servers.tensor_parallel_size}): SGLang "
-                "takes broadcast weights "
-                "with tensor parallelism alone",
-                keys=("transport", "servers.gpus", "servers.tensor_parallel"),
+                f"transport=broadcast with {self.servers.copies} copies of the model in a server ("
+                f"servers.gpus_per_server={self.servers.gpus_per_server}, "
+                f"tensor_parallel_size={self.servers.tensor_parallel_size}): SGLang takes "
+                "broadcast weights with tensor parallelism alone",
+                keys=("transport", "servers.gpus_per_server", "servers.tensor_parallel_size"),
                 fix="transport=files",
             )
 

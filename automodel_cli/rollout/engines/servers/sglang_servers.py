@@ -37,6 +37,7 @@ class SGLangServers(ManagedServers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        gpus = self.gpus_per_server
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "expert_parallel spreads experts over the GPUs of a copy in SGLang, and tensor_parallel=1 is its only "

@@ -234,7 +234,7 @@ ROWS = [("a.jsonl:1", {"answer": "4", "kind": "add"}), ("a.jsonl:2", {"kind": "c
         ({"exact": ExactAnswer(filter={"source": "x"})}, r"a.jsonl:1: no column 'source' for rewards.exact"),
         (
             {"exact": ExactAnswer(filter={"kind": "add"})},
-            r"a.jsonl:2: no reward judges this row.*only=\{'kind': 'add'\}",
+            r"a.jsonl:2: no reward judges this row.*filter=\{'kind': 'add'\}",
         ),
         (
             {"exact": ExactAnswer(column="kind"), "code": ExactAnswer(filter={"kind": ["cod"]})},
