@@ -97,7 +97,9 @@ def test_rows_by_words():
 
 
 def recipe(parallelizer=None, *, lora=None, pipeline=None, attention="packed", dtype="float32", fp8=None, **sizes: int):
-    model = SimpleNamespace(lora=lora, attention=attention, dtype=dtype, transformer_engine=None, mtp=None, fp8=fp8)
+    model = SimpleNamespace(
+        lora=lora, attn_implementation=attention, dtype=dtype, transformer_engine=None, mtp=None, fp8=fp8
+    )
     return SimpleNamespace(
         model=model,
         parallelizer=parallelizer or FSDP2Config(mp_policy=MixedPrecision(param_dtype=None)),
