@@ -128,9 +128,8 @@ def _library_model(hf_config: PretrainedConfig, config: ModelConfig, name: str) 
         unknown = isinstance(error, KeyError) and error.args == (name,)  # a class with attention of its own kinds
         reason = f"the model has no attention of this name ({error})" if unknown else error
         raise ConfigError(
-            f"attn_implementation={config.attn_implementation!r} is not supported with {type(hf_config).__name__}: "
+            f"{type(hf_config).__name__} with attn_implementation={config.attn_implementation!r} cannot be built: "
             f"{reason}",
-            code="not_supported_by_model",
             keys=("attn_implementation",),
             fix="model.attn_implementation=eager"
             if config.attn_implementation == attention_packed.PACKED

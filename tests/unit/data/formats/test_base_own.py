@@ -180,7 +180,7 @@ def test_a_format_of_the_other_kind_is_refused_with_the_config(own):
         DataConfig(path="x.jsonl", format=own.Duel()).check_kind(preferences=False)
     with pytest.raises(ConfigError, match=r"talk_format.MakesNothing.makes is 'rows', not one of conversations, texts"):
         DataConfig(path="x.jsonl", format=own.MakesNothing())
-    with pytest.raises(ConfigError, match=r"column_mapping maps 'question', which talk_format.Talk does not read"):
+    with pytest.raises(ConfigError, match=r"columns maps 'question', which talk_format.Talk does not read"):
         DataConfig(path="x.jsonl", format=own.Talk(), column_mapping={"question": "q"})
 
 
