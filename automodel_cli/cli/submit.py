@@ -259,7 +259,7 @@ def _rollout_nodes(
             f"--rollout-nodes {nodes} has no effect because this run starts no separate generation servers",
             code="no_effect",
             keys=("rollout.engine.servers", "rollout.placement"),
-            fix=f"rollout=vllm rollout.placement=disaggregated rollout.engine.servers='{{number: {nodes}}}' "
+            fix=f"rollout=vllm rollout.placement=disaggregated rollout.engine.servers='{{num_servers: {nodes}}}' "
             "rollout.engine.transport=files, or remove --rollout-nodes",
         )
     gpus = given["--rollout-gpus-per-node"]

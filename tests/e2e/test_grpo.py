@@ -239,7 +239,7 @@ def test_pipeline_of_expert_parallel_stages_from_end_to_end(tmp_path: Path) -> N
 
 def test_dynamic_sampling_fills_steps_with_groups_that_teach(tmp_path: Path) -> None:
     write_config(tmp_path)
-    dynamic = "rollout.dynamic_sampling={max_batches: 8}"
+    dynamic = "rollout.dynamic_sampling={max_gen_batches: 8}"
     run(tmp_path, dynamic, "train.max_steps=2", "objective.kl_placement=reward")
     folder = tmp_path / "runs" / "tiny"
     for row in (row for row in metrics(folder) if "loss" in row):
@@ -283,7 +283,7 @@ def test_a_step_with_nothing_to_learn_changes_nothing_and_the_run_goes_on(tmp_pa
 def test_dynamic_sampling_goes_on_when_the_model_has_become_good(tmp_path: Path) -> None:
     """Every answer is right, so no batch of prompts has a group to learn from."""
     write_config(tmp_path)
-    solved = ["rewards.digit.pattern='.*'", "rewards.other.weight=0", "rollout.dynamic_sampling={max_batches: 3}"]
+    solved = ["rewards.digit.pattern='.*'", "rewards.other.weight=0", "rollout.dynamic_sampling={max_gen_batches: 3}"]
     output = run(tmp_path, *solved, "train.max_steps=2", "logging.report=false")
     assert output.count("after 3 batches of prompts 0 of 4 groups have different rewards") == 1
     assert "the mean reward of the others is 1)" in output and "no update" in output

@@ -86,7 +86,7 @@ def test_they_are_those_of_the_weights_of_one_step_earlier(whole: Path) -> None:
     assert drawn_by(newest, tokenizer, whole / "whole", 3) != texts(whole / "whole", 3), "the test shows nothing"
 
 
-DYNAMIC = ["rollout.dynamic_sampling={max_batches: 8}", "rollout.group_size=2"]
+DYNAMIC = ["rollout.dynamic_sampling={max_gen_batches: 8}", "rollout.group_size=2"]
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_a_run_starts_its_servers_and_takes_turns_with_them(tmp_path: Path) -> N
     tokenizer.save_pretrained(tmp_path / "model")
     port = free_port()
     stand_in = json.dumps([sys.executable, str(Path(__file__).parents[1] / "vllm_stand_in.py")])
-    own = f"rollout.engine.servers={{gpus: 0, number: 2, port: {port}, program: {stand_in}}}"
+    own = f"rollout.engine.servers={{gpus_per_server: 0, num_servers: 2, port: {port}, program: {stand_in}}}"
     model = ["model.config=null", "model.tokenizer=null", "model.pretrained=model"]
     few = ["train.max_steps=2", "rollout.log_samples_every=null", "logging.report=false", "rollout.top_p=1.0"]
     words = [

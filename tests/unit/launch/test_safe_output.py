@@ -19,19 +19,19 @@ ROOT = Path(__file__).parents[3]
 RUN = """
 import sys, time
 from pathlib import Path
-from automodel_cli.launch import output, stop, worker
-worker.begin()
-output.outlive_readers()
-stop.install()
-worker.note_run_folder(Path(sys.argv[1]))
+from automodel_cli.launch import rank_process, safe_output, signals
+rank_process.begin()
+safe_output.outlive_readers()
+signals.install_handlers()
+rank_process.note_run_folder(Path(sys.argv[1]))
 for step in range(int(sys.argv[2])):
     print("step", step, flush=True)
     time.sleep(0.01)
-    if stop.requested():
+    if signals.requested():
         break
 print("saving", step)
 Path(sys.argv[1], "saved").write_text(str(step))
-worker.leave(stop.exit_code())
+rank_process.leave(signals.exit_code())
 """
 
 
@@ -126,7 +126,7 @@ def test_output_that_cannot_be_written_is_dropped(tmp_path: Path, redirection: s
 
 
 def test_a_text_that_the_terminal_cannot_encode_is_written_with_escapes(tmp_path: Path) -> None:
-    code = "from automodel_cli.launch import output\noutput.outlive_readers()\nprint('a\\ud800\\u4e2d')"
+    code = "from automodel_cli.launch import safe_output\nsafe_output.outlive_readers()\nprint('a\\ud800\\u4e2d')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}
     )

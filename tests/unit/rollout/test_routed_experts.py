@@ -203,7 +203,7 @@ def test_vllm_tells_the_experts_of_every_token_that_it_read(part, prompts, scale
         with pytest.raises(ConfigError, match="does not tell which experts") as error:
             check_routing_engine(rollout, silent.capabilities)
         assert "--enable-return-routed-experts" in str(error.value)
-        double.moe_layers = [layer in routing.slots for layer in range(routing.max_num_seqs)]
+        double.moe_layers = [layer in routing.slots for layer in range(routing.num_slots)]
         engine = VLLMEngine(Server(double.url), tokenizer, FileTransfer(Path("unused")))
         check_routing_engine(rollout, engine.capabilities)
         found = engine.generate(prompts, PARAMS)
@@ -228,7 +228,7 @@ def test_sglang_tells_the_experts_of_every_token_that_it_read(part, prompts):
     config = SGLangConfig(url=double.url)
     rollout = RolloutConfig(engine=config, replay_routing=True)
 
-    def engine(num_layers: int = routing.max_num_seqs) -> SGLangEngine:
+    def engine(num_layers: int = routing.num_slots) -> SGLangEngine:
         return SGLangEngine(Server(double.url), tokenizer, FileTransfer(Path("unused")), num_layers=num_layers)
 
     try:
@@ -236,7 +236,7 @@ def test_sglang_tells_the_experts_of_every_token_that_it_read(part, prompts):
             check_routing_engine(rollout, engine().capabilities)
         assert "sglang.launch_server --model-path MODEL --enable-return-routed-experts" in str(error.value)
         double.info["enable_return_routed_experts"] = True
-        double.moe_layers = [layer in routing.slots for layer in range(routing.max_num_seqs)]
+        double.moe_layers = [layer in routing.slots for layer in range(routing.num_slots)]
         with pytest.raises(ConfigError, match=r"other layers: it told \d+ experts of a token, and .* has 7 layers"):
             engine(7)
         check_routing_engine(rollout, engine().capabilities)

@@ -66,12 +66,12 @@ def test_nothing_to_validate_on_is_no_fault_where_nothing_was_asked():
 
 def test_the_packed_probe_is_patched_for_unpacked_rows_and_library_attention_only():
     unpacked, packed = DataConfig(path="x", packing="none"), DataConfig(path="x")
-    check_packed_probe(PATCH, _model(attention="flash_attention_2"), unpacked)
+    check_packed_probe(PATCH, _model(attn_implementation="flash_attention_2"), unpacked)
     check_packed_probe(FSDP2Config(), _model(), packed)
     check_packed_probe(DDPConfig(), _model(), packed)
     with pytest.raises(ConfigError, match=r"but data\.packing=best_fit"):
-        check_packed_probe(PATCH, _model(attention="flash_attention_2"), packed)
-    with pytest.raises(ConfigError, match=r"does nothing with model\.attention=packed"):
+        check_packed_probe(PATCH, _model(attn_implementation="flash_attention_2"), packed)
+    with pytest.raises(ConfigError, match=r"does nothing with model\.attn_implementation=packed"):
         check_packed_probe(PATCH, _model(), unpacked)
 
 

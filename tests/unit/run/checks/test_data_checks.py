@@ -48,7 +48,7 @@ def problems(*overrides: str) -> list[ConfigError]:
 
 @pytest.mark.parametrize("packing", ["none", "best_fit", "wrapped"])
 @pytest.mark.parametrize("rows", ["chats", "texts", "long"])
-@pytest.mark.parametrize("turns", ["auto", "unroll"])
+@pytest.mark.parametrize("turns", ["auto", "per_turn"])
 def test_no_preparation_makes_more_rows_than_the_bound(here: Path, packing: Any, rows: str, turns: Any) -> None:
     texts = [{"text": "ä" * (300 if rows == "long" else 9)}] * 5
     write(here / "rows.jsonl", CHATS if rows == "chats" else texts)
@@ -67,7 +67,7 @@ def test_no_preparation_makes_more_rows_than_the_bound(here: Path, packing: Any,
         data.train, global_batch_size=1, microbatch_size=1, dp_rank=0, dp_size=1, seed=0, shuffle=False
     )
     assert bound is not None and loader.steps_per_epoch <= bound
-    if packing == "none" and rows != "long" and turns == "unroll":
+    if packing == "none" and rows != "long" and turns == "per_turn":
         assert bound == len(data.train)  # not only above it
 
 

@@ -17,7 +17,7 @@ from tests.unit.objectives.test_vectors import rows_as_batch
 
 FILE = json.loads((Path(__file__).parents[3] / "vectors" / "trl.json").read_text())["preference"]
 GIVEN = {name: torch.tensor(values) for name, values in FILE["given"].items()}
-NAMES = {"loss", "label_smoothing", "wpo"}
+NAMES = {"loss", "label_smoothing", "use_wpo_weighting"}
 
 
 def microbatch(pairs: range):
@@ -69,12 +69,12 @@ def test_pairs_that_do_not_count_are_nobodys_partners():
 @pytest.mark.parametrize(
     ("kind", "options", "key"),
     [
-        (DPO, {"loss": "aot", "wpo": True}, "wpo"),
+        (DPO, {"loss": "aot", "use_wpo_weighting": True}, "use_wpo_weighting"),
         (DPO, {"loss": "aot", "ld_alpha": 0.5}, "ld_alpha"),
         (DPO, {"loss": "aot_unpaired", "average_log_probs": True}, "average_log_probs"),
         (DPO, {"extra_losses": {"aot": 0.5}}, "extra_losses"),
         (OnlineDPO, {"loss": "aot"}, "loss"),
-        (OnlineDPO, {"wpo": True}, "wpo"),
+        (OnlineDPO, {"use_wpo_weighting": True}, "use_wpo_weighting"),
     ],
 )
 def test_refused(kind, options, key):

@@ -170,7 +170,7 @@ def test_resume_after_kill_9_in_the_middle_of_the_next_save_is_bitwise(tmp_path)
 
 
 def test_keep_the_newest_and_the_best(tmp_path):
-    run = Run(tmp_path, keep=2)
+    run = Run(tmp_path, keep_latest_k=2)
     for val_loss in (3.0, 1.0, 2.0, 4.0, float("nan")):
         run.steps(1)
         run.save(val_loss=val_loss)

@@ -31,7 +31,9 @@ class Run:
         self.model = nn.Linear(64, 64)
         self.optimizer = AdamW(lr=1e-2).build([self.model])
         self.scheduler = Constant().build(self.optimizer, 10)
-        self.checkpointer = Checkpointer(run_dir, CheckpointConfig(**{"resume": "auto", "keep": None, **config}))
+        self.checkpointer = Checkpointer(
+            run_dir, CheckpointConfig(**{"resume": "auto", "keep_latest_k": None, **config})
+        )
 
     def save(self, step: int) -> Path:
         nn.init.constant_(self.model.weight, step)
@@ -89,7 +91,7 @@ def test_damage_is_named_and_auto_takes_the_one_before(
     heard = capsys.readouterr().err
     assert "step-000002 is damaged" in heard and "set aside as step-000002.damaged" in heard
     assert (newest.parent / "step-000002.damaged").is_dir(), "nothing is removed"
-    Run(tmp_path, keep=1).save(3)  # what is damaged is none of the kept, and no longer the best
+    Run(tmp_path, keep_latest_k=1).save(3)  # what is damaged is none of the kept, and no longer the best
     assert Run(tmp_path).resume() == 3
 
 

@@ -28,7 +28,7 @@ defaults: [grpo, {data: chat_tasks}, _self_]
 model: {pretrained: Qwen/Qwen3-0.6B}
 """
 VLLM = ("rollout=vllm", "rollout.engine.transport=files")
-TWO = "rollout.engine.servers={number: 2, gpus: 4, tensor_parallel: 2}"
+TWO = "rollout.engine.servers={num_servers: 2, gpus_per_server: 4, tensor_parallel_size: 2}"
 COLOCATED = "rollout.placement=colocated"
 STALE = ("objective.sampler_correction=truncate", "objective.sampler_correction_clip_max=2.0")
 ALLOWED = Trust(frozenset({"command"}))
@@ -71,7 +71,7 @@ def test_a_server_tells_experts_where_they_are_replayed() -> None:
 
 
 SGLANG = ("rollout=sglang",)
-SHARDED = "rollout.engine.servers={number: 2, gpus: 4, tensor_parallel: 2, expert_parallel: true}"
+SHARDED = "rollout.engine.servers={num_servers: 2, gpus_per_server: 4, tensor_parallel_size: 2, expert_parallel: true}"
 
 
 def test_an_sglang_server_is_told_the_same_in_its_own_words() -> None:
@@ -88,7 +88,7 @@ def test_an_sglang_server_is_told_the_same_in_its_own_words() -> None:
     shared = loaded(*SGLANG, TWO, COLOCATED).generation_servers()
     assert after(shared.command, "--mem-fraction-static") == "0.5" and "--enable-memory-saver" in shared.command
     assert shared.own_gpus == 0 and "--ep-size" not in shared.command
-    on_cpu = "rollout.engine.servers={gpus: 0, program: [other/sglang], options: [--disable-overlap-schedule]}"
+    on_cpu = "rollout.engine.servers={gpus_per_server: 0, executable: [other/sglang], extra_args: [--disable-overlap-schedule]}"
     words = loaded(*SGLANG, on_cpu).generation_servers().command
     assert words[:5] == ("env", longer, "SGLANG_USE_CPU_ENGINE=1", "other/sglang", "serve")
     assert words[-3:] == ("--device", "cpu", "--disable-overlap-schedule") and "--tp-size" not in words
@@ -103,14 +103,16 @@ def test_colocated_servers_sleep_and_take_their_share_of_the_trainers_gpus() -> 
     servers = loaded(*VLLM, TWO, COLOCATED).generation_servers()
     assert after(servers.command, "--gpu-memory-utilization") == "0.5" and "--enable-sleep-mode" in servers.command
     assert servers.own_gpus == 0
-    one = loaded("rollout=vllm", "rollout.engine.servers={gpus: 8}", COLOCATED, "rollout.engine.transport=ipc")
+    one = loaded(
+        "rollout=vllm", "rollout.engine.servers={gpus_per_server: 8}", COLOCATED, "rollout.engine.transport=ipc"
+    )
     words = one.generation_servers().command
     assert after(words, "--weight-transfer-config") == '{"backend": "ipc"}'
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION=1" in words and words[-1] == '{"backend": "ipc"}'
 
 
 def test_what_the_user_adds_needs_leave_and_comes_last() -> None:
-    own = "rollout.engine.servers={gpus: 0, program: other/vllm, options: [--max-num-seqs, '64']}"
+    own = "rollout.engine.servers={gpus_per_server: 0, executable: other/vllm, extra_args: [--max-num-seqs, '64']}"
     words = loaded(*VLLM, own).generation_servers().command
     assert words[2] == "other/vllm" and words[-2:] == ("--max-num-seqs", "64")
     assert "--tensor-parallel-size" not in words
@@ -133,15 +135,15 @@ def test_gpus_of_servers_are_no_gpus_of_ranks() -> None:
         (VLLM, "neither is given"),
         ((*VLLM, TWO, "rollout.engine.url=http://a:1"), "both are given"),
         ((*VLLM, TWO, "rollout.engine.command=x"), "has a command of its own"),
-        ((*VLLM, "rollout.engine.servers={gpus: 3, tensor_parallel: 2}"), "no whole number of copies"),
-        ((*VLLM, "rollout.engine.servers={gpus: 0, expert_parallel: true}"), "spreads a model over GPUs"),
+        ((*VLLM, "rollout.engine.servers={gpus_per_server: 3, tensor_parallel_size: 2}"), "no whole number of copies"),
+        ((*VLLM, "rollout.engine.servers={gpus_per_server: 0, expert_parallel: true}"), "spreads a model over GPUs"),
         ((*VLLM, "rollout.engine.servers={gpu_memory_utilization: 1.5}"), "below 1"),
         ((*VLLM, TWO, "rollout.placement=beside"), "rollout.placement"),
-        ((*VLLM, "rollout.engine.servers={gpus: 0}", "rollout.replay_routing=true"), "on GPUs only"),
+        ((*VLLM, "rollout.engine.servers={gpus_per_server: 0}", "rollout.replay_routing=true"), "on GPUs only"),
         ((*VLLM, TWO, COLOCATED, "rollout.max_off_policy_steps=1", *STALE), "do both in turns"),
         (SGLANG, "neither is given"),
         ((*SGLANG, TWO, "rollout.engine.command=x"), "has a command of its own"),
-        ((*SGLANG, "rollout.engine.servers={gpus: 4, expert_parallel: true}"), "over the GPUs of a copy"),
+        ((*SGLANG, "rollout.engine.servers={gpus_per_server: 4, expert_parallel: true}"), "over the GPUs of a copy"),
         ((*SGLANG, TWO, "rollout.engine.transport=broadcast"), "with tensor parallelism alone"),
         ((*SGLANG, TWO, COLOCATED, "rollout.engine.transport=broadcast"), "with tensor parallelism alone"),
         ((*SGLANG, "rollout.engine.servers={gpu_memory_utilization: 0}"), "above 0"),

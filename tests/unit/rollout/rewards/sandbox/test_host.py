@@ -140,8 +140,8 @@ for code in (
 ):
     assert run_python(code).returncode == 1, code
 assert run_python("open('x', 'w').write('y'); import json, ctypes; print(open('x').read())").stdout == "y\\n"
-assert judge("def f(x): return x + 1", "assert f(1) == 2").passed
-assert not judge("def f(x): return x", "assert f(1) == 2").passed
+assert run_test("def f(x): return x + 1", "assert f(1) == 2").passed
+assert not run_test("def f(x): return x", "assert f(1) == 2").passed
 print("held")
 """
 
