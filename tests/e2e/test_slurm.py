@@ -220,7 +220,8 @@ rollout:
   group_size: 4
   max_new_tokens: 16
   log_samples_every: null
-  engine: {{transport: files, timeout: 60, retries: 1, servers: {{gpus_per_server: 0, port: {port}, program: {program}}}}}
+  engine:
+    {{transport: files, timeout: 60, retries: 1, servers: {{gpus_per_server: 0, port: {port}, executable: {program}}}}}
 rewards:
   digits: {{_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}}
 parallelizer:

@@ -17,7 +17,7 @@ from tests.unit.objectives.test_vectors import rows_as_batch
 
 FILE = json.loads((Path(__file__).parents[3] / "vectors" / "trl.json").read_text())["preference"]
 GIVEN = {name: torch.tensor(values) for name, values in FILE["given"].items()}
-NAMES = {"loss", "label_smoothing", "use_wpo_weighting"}
+NAMES = {"loss": "loss", "label_smoothing": "label_smoothing", "wpo": "use_wpo_weighting"}
 
 
 def microbatch(pairs: range):
@@ -44,7 +44,7 @@ def microbatch(pairs: range):
 
 @pytest.mark.parametrize("case", FILE["cases"], ids=lambda c: " ".join(str(c[name]) for name in sorted(NAMES)))
 def test_losses_and_gradients_are_trls_in_one_microbatch_and_in_two(case):
-    objective = DPO(beta=0.3, **{name: case[name] for name in NAMES})
+    objective = DPO(beta=0.3, **{ours: case[name] for name, ours in NAMES.items()})
     for split in ([range(5)], [range(2), range(2, 5)]):
         made = [microbatch(pairs) for pairs in split]
         if objective.loss in SORTED:

@@ -88,7 +88,10 @@ def test_an_sglang_server_is_told_the_same_in_its_own_words() -> None:
     shared = loaded(*SGLANG, TWO, COLOCATED).generation_servers()
     assert after(shared.command, "--mem-fraction-static") == "0.5" and "--enable-memory-saver" in shared.command
     assert shared.own_gpus == 0 and "--ep-size" not in shared.command
-    on_cpu = "rollout.engine.servers={gpus_per_server: 0, executable: [other/sglang], extra_args: [--disable-overlap-schedule]}"
+    on_cpu = (
+        "rollout.engine.servers={gpus_per_server: 0, executable: [other/sglang], "
+        "extra_args: [--disable-overlap-schedule]}"
+    )
     words = loaded(*SGLANG, on_cpu).generation_servers().command
     assert words[:5] == ("env", longer, "SGLANG_USE_CPU_ENGINE=1", "other/sglang", "serve")
     assert words[-3:] == ("--device", "cpu", "--disable-overlap-schedule") and "--tp-size" not in words
