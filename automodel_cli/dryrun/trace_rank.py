@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -146,6 +147,7 @@ def trace(recipe: Any, request: TraceRequest) -> RankResult:
     return replace(result, notes=notes, cpu_seconds=time.process_time() - began, rss_gib=resident)
 
 
+@functools.cache
 def _is_cuda(device_type: str) -> bool:
     return device_type == "cuda"
 

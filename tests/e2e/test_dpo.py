@@ -15,8 +15,8 @@ from tests.pages import undocumented_metrics
 
 TASK = "_target_: automodel_cli.data.synthetic.preference_tasks.PreferenceTasks, tasks: "
 PAIRS = TINY.replace("[sft, _self_]", "[dpo, override lr_scheduler: constant, _self_]").replace(
-    "task: {{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 400, num_validation: 16}}",
-    f"task: {{{{{TASK}{{{{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, "
+    "generator: {{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 400, num_validation: 16}}",
+    f"generator: {{{{{TASK}{{{{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, "
     "num_train: 200, num_validation: 16}}}}",
 )
 STEPS = ("train.max_steps=4", "checkpoint.every=2", "logging.report=false", "data.seq_len=96")
@@ -43,7 +43,7 @@ def train(folder: Path, name: str, *overrides: str, command: str = "dpo") -> lis
 @pytest.fixture(scope="module")
 def losses(folder: Path) -> list[float]:
     """Of a run that answers questions at its validations, too, which the runs that are compared with it do not."""
-    questions = "{task: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_validation: 4}, seq_len: 64}"
+    questions = "{generator: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_validation: 4}, seq_len: 64}"
     answers = f"{{_target_: automodel_cli.evaluation.config.Generation, data: {questions}, max_new_tokens: 4}}"
     return train(folder, "precomputed", "reference=precomputed", f"validation.tasks={{answers: {answers}}}")
 
