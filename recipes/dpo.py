@@ -52,13 +52,15 @@ class DPORecipe(PreferenceRecipe):
         super().__post_init__()
         if self.reference_mode == "disable_adapter" and self.model.lora is None:
             raise ConfigError(
-                "reference_mode=disable_adapter switches adapters off, but the model has none",
-                keys=("reference_mode",),
+                "reference_mode=disable_adapter requires an adapter, but model.lora is not set",
+                code="requires_setting",
+                keys=("reference_mode", "model.lora"),
                 fix="reference_mode=precomputed, or model.lora={rank: 16}",
             )
         if self.reference_mode != "auto" and "ref_logprobs_BT" not in self.objective.columns:
             raise ConfigError(
-                f"reference_mode={self.reference_mode}, but this objective compares with no reference",
+                f"reference_mode={self.reference_mode} has no effect: this objective uses no reference model",
+                code="no_effect",
                 keys=("reference_mode", "objective"),
                 fix="reference_mode=auto",
             )
@@ -66,7 +68,9 @@ class DPORecipe(PreferenceRecipe):
         check_reference_update(self.model, self.parallelizer, self.reference_sync, has_reference=has_reference)
         if self.reference_sync is not None and self.reference_mode not in ("auto", "frozen_copy"):
             raise ConfigError(
-                f"reference_mode={self.reference_mode} is the model as it was loaded, which cannot follow the policy",
+                f"reference_mode={self.reference_mode} is not supported with reference_sync: the loaded "
+                "weights cannot follow the policy",
+                code="unsupported_combination",
                 keys=("reference_mode", "reference_sync"),
                 fix="reference_mode=frozen_copy, or reference_sync=null",
             )
@@ -81,7 +85,9 @@ class DPORecipe(PreferenceRecipe):
         for rows in filter(None, (session.data.train, session.data.validation)):
             if rows.kind != wanted:
                 raise DataError(
-                    f"{type(self.objective).__name__} compares {_KINDS[wanted]}, the data holds {_KINDS[rows.kind]}",
+                    f"{type(self.objective).__name__} requires {_KINDS[wanted]}, but the data contains "
+                    f"{_KINDS[rows.kind]}",
+                    code="wrong_data_kind",
                     keys=("objective", "data"),
                     fix=f"objective._target_=automodel_cli.objectives.{_OBJECTIVES[rows.kind]}",
                 )

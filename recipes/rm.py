@@ -26,7 +26,9 @@ class RMRecipe(PreferenceRecipe):
         super().__post_init__()
         if not request_of(self.objective).values:
             raise ConfigError(
-                f"{type(self.objective).__name__} trains no score: a reward model learns from values",
+                f"{type(self.objective).__name__} is not supported for reward models, because it does not "
+                "train the score",
+                code="not_supported",
                 keys=("objective",),
                 fix="objective=reward",
             )
@@ -43,13 +45,14 @@ class RMRecipe(PreferenceRecipe):
         for rows in filter(None, (session.data.train, session.data.validation)):
             if rows.kind != "pairs":
                 raise DataError(
-                    "a reward model is trained on pairs of responses, the data holds single responses judged good or "
-                    "bad",
+                    "a reward model requires pairs of responses, but the data contains single responses with labels",
+                    code="wrong_data_kind",
                     keys=("data",),
                 )
         if "margins_P" in self.objective.columns and not session.data.train.has_margins:
             raise DataError(
-                "objective.margin=true, but no row of the data has a margin",
+                "objective.margin=true requires margins, but no row has one",
+                code="missing_key",
                 keys=("objective.margin", "data.column_mapping"),
                 fix="objective.margin=false, or data.column_mapping='{margin: <column>}'",
             )

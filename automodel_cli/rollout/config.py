@@ -33,6 +33,7 @@ class DynamicSampling:
         if self.max_gen_batches < 1:
             raise ConfigError(
                 f"max_gen_batches={self.max_gen_batches} must be at least 1",
+                code="out_of_range",
                 keys=("max_gen_batches",),
                 fix="max_gen_batches=10",
             )
@@ -58,13 +59,24 @@ class OverlongConfig:
 
     def __post_init__(self) -> None:
         if self.buffer is not None and self.buffer < 1:
-            raise ConfigError(f"buffer={self.buffer} must be at least 1", keys=("buffer",), fix="buffer=128")
+            raise ConfigError(
+                f"buffer={self.buffer} must be at least 1", code="out_of_range", keys=("buffer",), fix="buffer=128"
+            )
         if self.buffer is None and self.penalty != 1.0:
-            raise ConfigError("penalty needs a buffer", keys=("penalty", "buffer"), fix="buffer=128")
+            raise ConfigError(
+                f"penalty={self.penalty} requires a buffer",
+                code="requires_setting",
+                keys=("penalty", "buffer"),
+                fix="buffer=128",
+            )
         if not self.penalty > 0:
-            raise ConfigError(f"penalty={self.penalty} must be above 0", keys=("penalty",), fix="penalty=1.0")
+            raise ConfigError(
+                f"penalty={self.penalty} must be above 0", code="out_of_range", keys=("penalty",), fix="penalty=1.0"
+            )
         if self.factor is not None and not 0 <= self.factor <= 1:
-            raise ConfigError(f"factor={self.factor} must be from 0 to 1", keys=("factor",), fix="factor=0.5")
+            raise ConfigError(
+                f"factor={self.factor} must be from 0 to 1", code="out_of_range", keys=("factor",), fix="factor=0.5"
+            )
 
     def shaped(self, reward: float, num_tokens: int, truncated: bool, max_new_tokens: int) -> float:
         """The reward as training sees it."""
@@ -175,7 +187,8 @@ class RolloutConfig:
         params = self.params()  # has the rules of the sampling itself
         if params.greedy:
             raise ConfigError(
-                "temperature=0 draws the same response every time, so all samples of a prompt would be equal",
+                "temperature=0 is not supported for training: all samples of a prompt would be identical",
+                code="out_of_range",
                 keys=("temperature",),
                 fix="temperature=1.0",
             )
@@ -201,16 +214,21 @@ class RolloutConfig:
         ):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ConfigError(f"{name}={value} must be at least {least}", keys=(name,), fix=f"{name}={least}")
+                raise ConfigError(
+                    f"{name}={value} must be at least {least}", code="out_of_range", keys=(name,), fix=f"{name}={least}"
+                )
         if not self.warn_token_mult_prob_error > 1:
             raise ConfigError(
-                f"warn_token_mult_prob_error={self.warn_token_mult_prob_error} must be above 1, which is agreement",
+                f"warn_token_mult_prob_error={self.warn_token_mult_prob_error} must be above 1 (1 is "
+                "perfect agreement)",
+                code="out_of_range",
                 keys=("warn_token_mult_prob_error",),
                 fix="warn_token_mult_prob_error=1.05",
             )
         if self.validation_samples < 0:
             raise ConfigError(
                 f"validation_samples={self.validation_samples} must be at least 0",
+                code="out_of_range",
                 keys=("validation_samples",),
                 fix="validation_samples=0",
             )
@@ -218,14 +236,16 @@ class RolloutConfig:
             self.validation_samples and self.validation_temperature > 0
         ):
             raise ConfigError(
-                f"validation_temperature={self.validation_temperature} with validation_samples="
-                f"{self.validation_samples}: it is that of further samples, and above 0",
+                f"validation_temperature={self.validation_temperature} requires validation_samples of at least 1, "
+                f"and must be above 0 (validation_samples={self.validation_samples})",
+                code="out_of_range" if self.validation_samples else "requires_setting",
                 keys=("validation_temperature", "validation_samples"),
                 fix="validation_temperature=null",
             )
         if not self.max_initial_logprob_gap > 0:
             raise ConfigError(
                 f"max_initial_logprob_gap={self.max_initial_logprob_gap} nats must be above 0",
+                code="out_of_range",
                 keys=("max_initial_logprob_gap",),
                 fix="max_initial_logprob_gap=0.1",
             )
@@ -234,13 +254,15 @@ class RolloutConfig:
         buffer = self.overlong.buffer
         if buffer is not None and buffer > self.max_new_tokens:
             raise ConfigError(
-                f"overlong.buffer={buffer} is longer than max_new_tokens={self.max_new_tokens}",
+                f"overlong.buffer={buffer} must be at most max_new_tokens={self.max_new_tokens}",
+                code="out_of_range",
                 keys=("overlong.buffer", "max_new_tokens"),
                 fix=f"overlong.buffer={max(1, self.max_new_tokens // 4)}",
             )
         if buffer is not None and self.played:
             raise ConfigError(
-                f"overlong.buffer={buffer} counts the tokens of one response, but an environment makes several",
+                f"overlong.buffer={buffer} is not supported with an environment: an episode has several responses",
+                code="unsupported_combination",
                 keys=("overlong.buffer", "environment"),
                 fix="overlong.buffer=null, or overlong.factor=<0..1>",
             )
@@ -249,33 +271,39 @@ class RolloutConfig:
         serves = isinstance(self.engine, LiveServerConfig)
         if self.placement not in (None, "colocated", "disaggregated"):
             raise ConfigError(
-                f"placement={self.placement!r} is neither colocated nor disaggregated",
+                f"placement={self.placement!r} must be one of: colocated, disaggregated, null",
+                code="invalid_choice",
                 keys=("placement",),
                 fix="placement=null",
             )
         if self.placement == "disaggregated" and not serves:
             raise ConfigError(
-                f"placement=disaggregated: {type(self.engine).__name__} generates in the processes that train",
+                f"placement=disaggregated requires generation servers, but {type(self.engine).__name__} "
+                "generates in the training processes",
+                code="requires_setting",
                 keys=("placement", "engine"),
                 fix="rollout.placement=null, or rollout=vllm",
             )
         if self.shares_gpus and self.max_off_policy_steps:
             raise ConfigError(
-                f"max_off_policy_steps={self.max_off_policy_steps} samples while a step trains, and with "
-                "placement=colocated "
-                "the same GPUs do both in turns",
+                f"max_off_policy_steps={self.max_off_policy_steps} is not supported with "
+                "placement=colocated: the same GPUs cannot train and generate concurrently",
+                code="unsupported_combination",
                 keys=("max_off_policy_steps", "placement"),
                 fix="rollout.max_off_policy_steps=0, or rollout.placement=disaggregated",
             )
         if isinstance(self.engine, LiveServerConfig) and self.engine.way == "ipc" and not self.shares_gpus:
             raise ConfigError(
-                "transport=ipc lets vLLM read the memory of the ranks on its GPUs, and it has others than they",
+                "transport=ipc requires placement=colocated: vLLM reads the memory of ranks on its own GPUs",
+                code="requires_setting",
                 keys=("engine.transport", "placement"),
                 fix="rollout.placement=colocated, or rollout.engine.transport=files",
             )
         if self.shares_gpus and isinstance(self.engine, LiveServerConfig) and self.engine.way in ("nccl", "broadcast"):
             raise ConfigError(
-                f"transport={self.engine.way} needs GPUs of its own on either side, placement=colocated shares them",
+                f"transport={self.engine.way} is not supported with placement=colocated: trainer and "
+                "servers need separate GPUs",
+                code="unsupported_combination",
                 keys=("engine.transport", "placement"),
                 fix="rollout.engine.transport=files",
             )
@@ -296,65 +324,81 @@ class RolloutConfig:
         return engine.servers.started_for(wanted)
 
     def _check_baseline(self) -> None:
-        def refuse(key: str, what: str, fix: str) -> None:
+        def reject(code: str, key: str, reason: str, fix: str) -> None:
             value = getattr(self, key)
             raise ConfigError(
-                f"{key}={value} with advantage_estimator={self.advantage_estimator}: {what}",
+                f"{key}={value} is not supported with advantage_estimator={self.advantage_estimator}: {reason}",
+                code=code,
                 keys=(key, "advantage_estimator"),
                 fix=fix,
             )
 
         if self.advantage_estimator == "group":
             if self.group_size < 2:
-                refuse("group_size", "a response is compared with the others to its prompt", "group_size=2")
+                reject("out_of_range", "group_size", "it must be at least 2 to compare responses", "group_size=2")
             if self.gamma != 1:
-                refuse("gamma", "a sample has one advantage, so nothing is discounted", "gamma=1.0")
+                reject("no_effect", "gamma", "each sample has one advantage, so nothing is discounted", "gamma=1.0")
         elif self.leave_one_out:
-            refuse("leave_one_out", "no reward is compared with its group", "leave_one_out=false")
+            reject("no_effect", "leave_one_out", "rewards are not compared within groups", "leave_one_out=false")
         elif self.reward_scaling != "group":
-            refuse("reward_scaling", "advantages are whitened over all tokens", "reward_scaling=group")
+            reject("no_effect", "reward_scaling", "advantages are whitened over all tokens", "reward_scaling=group")
         elif self.dynamic_sampling is not None:
-            refuse("dynamic_sampling", "groups that are all equal teach something here", "dynamic_sampling=null")
+            reject(
+                "unsupported_combination",
+                "dynamic_sampling",
+                "groups with equal rewards are trained",
+                "dynamic_sampling=null",
+            )
         if self.reward_scaling != "group" and not self.normalize_advantages:
             raise ConfigError(
-                f"reward_scaling={self.reward_scaling} does nothing with normalize_advantages=false",
+                f"reward_scaling={self.reward_scaling} has no effect with normalize_advantages=false",
+                code="no_effect",
                 keys=("reward_scaling", "normalize_advantages"),
                 fix="reward_scaling=group",
             )
         if self.gae_lambda != 0.95 and self.advantage_estimator != "critic":
-            refuse("gae_lambda", "there is no critic to trust", "gae_lambda=0.95")
+            reject("no_effect", "gae_lambda", "only a critic uses it", "gae_lambda=0.95")
         for key in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, key) <= 1:
-                raise ConfigError(f"{key}={getattr(self, key)} must be from 0 to 1", keys=(key,), fix=f"{key}=1.0")
+                raise ConfigError(
+                    f"{key}={getattr(self, key)} must be from 0 to 1",
+                    code="out_of_range",
+                    keys=(key,),
+                    fix=f"{key}=1.0",
+                )
 
     def _check_capabilities(self) -> None:
         able = self.engine.capabilities
         if not able.weight_updates:
             raise ConfigError(
-                f"{type(self.engine).__name__} keeps the weights it was started with, so its samples are never the "
-                "policy's",
+                f"{type(self.engine).__name__} is not supported for training, because its weights cannot be updated",
+                code="not_supported",
                 keys=("engine",),
                 fix="rollout=sampler",
             )
         if not (able.logprobs and able.token_ids):
             raise ConfigError(
-                f"{type(self.engine).__name__}: training needs token ids, and log-probs of the distribution sampled "
-                f"from; this engine has {able}",
+                f"{type(self.engine).__name__} is not supported for training, which needs token ids and log-probs of "
+                f"the sampled distribution. The engine has {able}",
+                code="not_supported",
                 keys=("engine",),
                 fix="rollout=sampler",
             )
 
         if self.replay_routing and not able.routing:
             raise ConfigError(
-                f"replay_routing=true: {type(self.engine).__name__} does not tell which experts its tokens went to",
+                f"replay_routing=true is not supported by {type(self.engine).__name__}, which does not "
+                "return routed experts",
+                code="not_supported",
                 keys=("replay_routing", "engine"),
                 fix="replay_routing=false",
             )
         servers = self.engine.servers if isinstance(self.engine, LiveServerConfig) else None
         if self.replay_routing and servers is not None and not servers.gpus_per_server and servers.routing_needs_gpus:
             raise ConfigError(
-                f"replay_routing=true: {servers.engine} tells experts on GPUs only ({servers.routing_needs_gpus}), and "
-                "engine.servers.gpus_per_server=0",
+                f"replay_routing=true requires {servers.engine} on GPUs ({servers.routing_needs_gpus}), "
+                "but engine.servers.gpus_per_server=0",
+                code="hardware_required",
                 keys=("replay_routing", "engine.servers.gpus_per_server"),
                 fix="replay_routing=false",
             )
@@ -362,16 +406,17 @@ class RolloutConfig:
     def _check_staleness(self) -> None:
         if self.max_off_policy_steps < 0:
             raise ConfigError(
-                f"max_off_policy_steps={self.max_off_policy_steps} steps must be at least 0",
+                f"max_off_policy_steps={self.max_off_policy_steps} must be at least 0",
+                code="out_of_range",
                 keys=("max_off_policy_steps",),
                 fix="max_off_policy_steps=0",
             )
         if self.max_off_policy_steps and self.engine.capabilities.live_weights:
             name = type(self.engine).__name__
             raise ConfigError(
-                f"max_off_policy_steps={self.max_off_policy_steps} samples while weights are updated, but {name} "
-                "reads the very "
-                "weights that are",
+                f"max_off_policy_steps={self.max_off_policy_steps} is not supported with {name}, which "
+                "reads the weights that are being trained",
+                code="unsupported_combination",
                 keys=("max_off_policy_steps", "engine"),
                 fix="rollout=hf, or rollout.max_off_policy_steps=0",
             )
@@ -379,19 +424,23 @@ class RolloutConfig:
     def _check_environments(self) -> None:
         if self.environment is not None and self.environments:
             raise ConfigError(
-                f"environment answers every row, and environments ({', '.join(self.environments)}) those that name it",
+                f"environment and environments ({', '.join(self.environments)}) cannot both be set: "
+                "environment applies to every row",
+                code="mutually_exclusive",
                 keys=("environment", "environments"),
                 fix="environment=null",
             )
         for name in self.environments:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 raise ConfigError(
-                    f"environments.{name}: metrics are named after it, so it may have letters, digits, _ and - only",
+                    f"environments.{name} may contain only letters, digits, _ and -, because metric names contain it",
+                    code="invalid_value",
                     keys=(f"environments.{name}",),
                 )
         if not self.environments and self.environment_column != "environment":
             raise ConfigError(
-                f"environment_column={self.environment_column} chooses among environments, and there are none",
+                f"environment_column={self.environment_column} has no effect without environments",
+                code="no_effect",
                 keys=("environment_column", "environments"),
                 fix="environment_column=environment",
             )

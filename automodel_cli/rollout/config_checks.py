@@ -31,13 +31,15 @@ def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Co
         check_limits(environment, f"{key}." if rollout.environment is not None else f"{key}.{name}.")
     if data.chat_template == "none":
         raise ConfigError(
-            "data.chat_template=none: what an environment says is rendered by a chat template",
+            "data.chat_template=none is not supported with an environment: a chat template must render its messages",
+            code="unsupported_combination",
             keys=("data.chat_template", key),
             fix="data.chat_template=auto",
         )
     if ENVIRONMENT in reward_names:
         raise ConfigError(
-            f"rewards.{ENVIRONMENT} is what the environment's own reward is called",
+            f"rewards.{ENVIRONMENT} is reserved for the reward of the environment",
+            code="invalid_value",
             keys=(f"rewards.{ENVIRONMENT}",),
             fix=f"another name for rewards.{ENVIRONMENT}",
         )
@@ -56,8 +58,9 @@ def check_indexer(model: ModelConfig, rollout: RolloutConfig) -> None:
     name, value = found
     where = f" in {written.place(name)}" if written.folder else ""
     raise ConfigError(
-        f"{type(rollout.engine).__name__} keeps the keys and values of attention, and a sparse indexer "
-        f"({name}={value}{where}) keeps keys of its own besides",
+        f"{type(rollout.engine).__name__} does not support sparse attention with an indexer ({name}={value}{where}): "
+        "the indexer has a key cache of its own",
+        code="not_supported_by_model",
         keys=("rollout.engine", written.key_of(name)),
         fix="rollout=hf",
     )
@@ -70,15 +73,16 @@ def check_routing(rollout: RolloutConfig, parallelizer: Strategy, *, compares: b
         return
     if not compares:
         raise ConfigError(
-            "rollout.replay_routing=true: this objective compares nothing with the sampler, so its update is that of "
-            "the model as it is",
+            "rollout.replay_routing=true has no effect: this objective does not use the log-probs of the sampler",
+            code="no_effect",
             keys=("rollout.replay_routing", "objective"),
             fix="rollout.replay_routing=false",
         )
     if getattr(parallelizer, "enable_compile", False) is True:
         raise ConfigError(
-            "rollout.replay_routing=true asks for experts in the middle of a layer, and "
-            "parallelizer.enable_compile=true compiles whole ones",
+            "rollout.replay_routing=true is not supported with parallelizer.enable_compile=true, because experts "
+            "are replaced inside a compiled layer",
+            code="unsupported_combination",
             keys=("rollout.replay_routing", "parallelizer.enable_compile"),
             fix="parallelizer.enable_compile=fused_ops",
         )
@@ -88,8 +92,9 @@ def check_routing_engine(rollout: RolloutConfig, able: Capabilities) -> None:
     """The same of an engine that was found out. Raises ConfigError."""
     if rollout.replay_routing and not able.routing:
         raise ConfigError(
-            f"rollout.replay_routing=true: the server of {type(rollout.engine).__name__} does not tell which experts "
-            "its tokens went to",
+            "rollout.replay_routing=true is not supported by this server of "
+            f"{type(rollout.engine).__name__}, which does not return routed experts",
+            code="server_mismatch",
             keys=("rollout.replay_routing", "rollout.engine"),
             fix=getattr(rollout.engine, "with_experts", "rollout.replay_routing=false"),
         )
@@ -121,7 +126,8 @@ def refuse_shared_prompts(rollout: RolloutConfig, reason: str) -> None:
     """Raise ConfigError where `rollout.share_prompt_prefix=true` asks for what `reason` says cannot be."""
     if reason and rollout.share_prompt_prefix is True:
         raise ConfigError(
-            f"rollout.share_prompt_prefix=true: responses cannot share their prompt: {reason}",
+            f"rollout.share_prompt_prefix=true is not supported: {reason}",
+            code="unsupported_combination",
             keys=("rollout.share_prompt_prefix",),
             fix="rollout.share_prompt_prefix=auto",
         )
@@ -131,13 +137,16 @@ def check_prompt_data(data: DataConfig) -> None:
     """Refuse settings of the data section that have no meaning for prompts. Raises ConfigError."""
     if data.loss_mask != "assistant":
         raise ConfigError(
-            f"data.loss_mask={data.loss_mask}: prompts have no answer to learn from; what the model says is trained",
+            f"data.loss_mask={data.loss_mask} is not supported for prompts: training uses the generated tokens",
+            code="not_supported",
             keys=("data.loss_mask",),
             fix="data.loss_mask=assistant",
         )
     if data.packing == "wrapped" or data.truncation in ("split", "truncate"):
         raise ConfigError(
-            f"packing={data.packing} with truncation={data.truncation} cuts prompts and responses",
+            f"data.packing={data.packing} with data.truncation={data.truncation} is not supported, "
+            "because it splits prompts and responses",
+            code="unsupported_combination",
             keys=("data.packing", "data.truncation"),
             fix="data.packing=best_fit data.truncation=drop",
         )
@@ -145,15 +154,17 @@ def check_prompt_data(data: DataConfig) -> None:
         fmt = prompt_format(node.format)
         if fmt.makes != "conversations":
             raise ConfigError(
-                f"data.format={format_name(fmt)} holds no prompts",
+                f"data.format={format_name(fmt)} contains no prompts",
+                code="wrong_data_kind",
                 keys=("data.format",),
                 fix="data.format=auto, with a prompt column",
             )
         for field in node.column_mapping:
             if field not in fmt.fields:
                 raise ConfigError(
-                    f"data.column_mapping.{field} is not read from prompts, only {', '.join(fmt.fields)}; rewards "
-                    "name the columns that they read",
+                    f"data.column_mapping.{field} must be one of: {', '.join(fmt.fields)}. Rewards select "
+                    "their columns themselves",
+                    code="unknown_name",
                     keys=("data.column_mapping",),
                     fix="data.column_mapping='{prompt: question}' rewards.<name>.column=<the answer's column>",
                 )

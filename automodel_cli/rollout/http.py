@@ -41,7 +41,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if urlsplit(newurl)[:2] != urlsplit(req.full_url)[:2]:
-            raise urllib.error.HTTPError(newurl, code, f"it redirects to {newurl}", headers, fp)
+            raise urllib.error.HTTPError(newurl, code, f"redirects to {newurl}", headers, fp)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -94,11 +94,11 @@ def _within(seconds: float) -> Iterator[None]:
         # The socket's own timeout is the same number and may come first; urllib wraps that of connecting.
         if not expired.is_set() and not isinstance(getattr(error, "reason", error), TimeoutError):
             raise
-        raise TimeoutError(f"no whole answer within {seconds:g} s") from error
+        raise TimeoutError(f"no complete response within {seconds:g} s") from error
     finally:
         timer.cancel()
     if expired.is_set():  # what was read may be the half of it
-        raise TimeoutError(f"no whole answer within {seconds:g} s")
+        raise TimeoutError(f"no complete response within {seconds:g} s")
 
 
 def _read(answer: Any) -> bytes:
@@ -108,7 +108,7 @@ def _read(answer: Any) -> bytes:
         parts.append(part)
         size += len(part)
         if size > _MOST_BYTES:
-            raise OverflowError(f"its answer has more than {_MOST_BYTES:,} bytes")
+            raise OverflowError(f"the response has more than {_MOST_BYTES:,} bytes")
     return b"".join(parts)
 
 
@@ -155,15 +155,16 @@ class Server:
             except urllib.error.HTTPError as error:
                 reason = f"{error.code} {error.reason}: {_beginning(error)}"
                 if error.code not in _RETRIED:
-                    raise self._failed(method, path, reason, attempt, error.code) from error
+                    raise self._failed("server_rejected", method, path, reason, attempt, error.code) from error
                 last: Exception = error
             except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
                 reason, last = str(getattr(error, "reason", error)) or type(error).__name__, error
             except (ValueError, RecursionError, OverflowError) as error:
-                raise self._failed(method, path, f"no JSON that can be read: {error}", attempt) from error
+                raise self._failed("invalid_response", method, path, f"invalid JSON: {error}", attempt) from error
             if attempt < retries:
                 time.sleep(min(self.backoff * 2**attempt, _MAX_DELAY) * random.uniform(0.5, 1.0))
-        raise self._failed(method, path, reason, retries, getattr(last, "code", None)) from last
+        status = getattr(last, "code", None)
+        raise self._failed("server_unreachable", method, path, reason, retries, status) from last
 
     def _once(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -175,10 +176,13 @@ class Server:
             content = _read(answer)
         return json.loads(content) if content.strip() else None
 
-    def _failed(self, method: str, path: str, reason: str, attempt: int, status: int | None = None) -> ServerError:
+    def _failed(
+        self, code: str, method: str, path: str, reason: str, attempt: int, status: int | None = None
+    ) -> ServerError:
         tries = "" if attempt == 0 else f" ({attempt + 1} tries)"
         failed = ServerError(
             f"{method} {self.url.rstrip('/')}{path} failed{tries}: {reason}",
+            code=code,
             keys=(self.setting,),
             fix=self.advice or f"start the server, or set {self.setting}",
         )

@@ -69,40 +69,44 @@ def check_rollout(recipe: PolicyRecipe) -> None:
     rollout, per_update = recipe.rollout, recipe.train.global_batch_size
     if rollout.samples_per_step % per_update:
         raise ConfigError(
-            f"rollout.prompts_per_step={rollout.prompts_per_step} x group_size={rollout.group_size} samples are no "
-            f"whole number of updates of train.global_batch_size={per_update} samples",
+            f"rollout.prompts_per_step={rollout.prompts_per_step} x group_size={rollout.group_size} must be a "
+            f"multiple of train.global_batch_size={per_update}",
+            code="not_divisible",
             keys=("rollout.prompts_per_step", "rollout.group_size", "train.global_batch_size"),
             fix=f"train.global_batch_size={rollout.samples_per_step}",
         )
     weighs_once = "advantages_BT" in recipe.objective.columns and "old_logprobs_BT" not in recipe.objective.columns
     if weighs_once and rollout.samples_per_step * rollout.num_iterations > per_update:
         raise ConfigError(
-            "this objective compares with no earlier log-probs (ratio=on_policy): it is right for one update per "
-            "rollout only",
+            "this objective (ratio=on_policy) supports only one update per rollout, because it uses no earlier "
+            "log-probs",
+            code="unsupported_combination",
             keys=("objective", "rollout.num_iterations", "train.global_batch_size"),
             fix=f"rollout.num_iterations=1 train.global_batch_size={rollout.samples_per_step}",
         )
     critic = "old_values_BT" in recipe.objective.columns
     if critic != (rollout.advantage_estimator == "critic"):
         raise ConfigError(
-            f"rollout.advantage_estimator={rollout.advantage_estimator}, but this objective trains "
-            f"{'a' if critic else 'no'} critic",
+            f"rollout.advantage_estimator={rollout.advantage_estimator} is not supported with this objective, which "
+            f"trains {'a' if critic else 'no'} critic",
+            code="unsupported_combination",
             keys=("rollout.advantage_estimator", "objective"),
             fix="rollout.advantage_estimator=critic" if critic else "objective=ppo",
         )
     if rollout.max_off_policy_steps and not recipe.objective.corrects_staleness:
         raise ConfigError(
-            f"rollout.max_off_policy_steps={rollout.max_off_policy_steps} trains on samples of older weights, and "
-            "this objective "
-            "(correction=none) takes them for the policy's own",
+            f"rollout.max_off_policy_steps={rollout.max_off_policy_steps} requires a sampler "
+            "correction, but objective.sampler_correction=none",
+            code="requires_setting",
             keys=("rollout.max_off_policy_steps", "objective"),
             fix="objective.sampler_correction=truncate objective.sampler_correction_clip_max=2.0",
         )
     if rollout.max_new_tokens >= recipe.sample_len:
         samples = recipe.data.seq_len // recipe.sample_len
         raise ConfigError(
-            f"data.seq_len={recipe.data.seq_len} has no room for {'two prompts' if samples > 1 else 'a prompt'} and "
+            f"data.seq_len={recipe.data.seq_len} is too short for {'two prompts' if samples > 1 else 'a prompt'} and "
             f"rollout.max_new_tokens={rollout.max_new_tokens}{' each' if samples > 1 else ''}",
+            code="sequence_length",
             keys=("data.seq_len", "rollout.max_new_tokens"),
             fix=f"data.seq_len={2 * samples * rollout.max_new_tokens}",
         )
@@ -117,20 +121,23 @@ def check_teacher(recipe: PolicyRecipe) -> None:
     asks = "teacher_ids_BTN" in recipe.objective.columns
     if asks and recipe.teacher is None:
         raise ConfigError(
-            f"{type(recipe.objective).__name__} learns from a teacher, and there is none",
+            f"{type(recipe.objective).__name__} requires a teacher, which is not set",
+            code="requires_setting",
             keys=("teacher", "objective"),
             fix="teacher={pretrained: <a model of the same tokens>}, or objective=grpo",
         )
     if recipe.teacher is not None and not (asks or recipe.compares_reference):
         raise ConfigError(
-            "this objective compares the samples with no other model, so the teacher would say nothing",
+            "teacher has no effect: this objective does not use its log-probs",
+            code="no_effect",
             keys=("teacher", "objective"),
             fix="objective=gkd, or teacher=null",
         )
     if asks and (recipe.rollout.top_k or recipe.rollout.top_p < 1):
         raise ConfigError(
-            f"rollout.top_k={recipe.rollout.top_k}, top_p={recipe.rollout.top_p}: a token that the sampler filters out "
-            "has no log-prob to compare with the teacher's",
+            f"rollout.top_k={recipe.rollout.top_k}, top_p={recipe.rollout.top_p} are not supported "
+            "with this objective: filtered tokens have no log-prob to compare with the teacher",
+            code="unsupported_combination",
             keys=("rollout.top_k", "rollout.top_p", "objective"),
             fix="rollout.top_k=0 rollout.top_p=1.0",
         )
@@ -141,7 +148,8 @@ def check_reference(recipe: PolicyRecipe) -> None:
     check_reference_update(recipe.model, recipe.parallelizer, update, has_reference=compares)
     if update is not None and recipe.teacher is not None:
         raise ConfigError(
-            "the teacher is another model, which does not follow the policy",
+            "reference_sync is not supported with a teacher, which is another model and cannot follow the policy",
+            code="unsupported_combination",
             keys=("reference_sync", "teacher"),
             fix="reference_sync=null",
         )
@@ -154,14 +162,17 @@ def check_selection(recipe: PolicyRecipe) -> None:
     name = type(recipe.objective).__name__
     if selecting.samples_of_group > rollout.group_size:
         raise ConfigError(
-            f"{name} takes up to {selecting.samples_of_group} samples of each group, and rollout.group_size="
-            f"{rollout.group_size}",
+            f"rollout.group_size={rollout.group_size} must be at least {selecting.samples_of_group}, the number of "
+            f"samples that {name} selects in a group",
+            code="out_of_range",
             keys=("objective", "rollout.group_size"),
             fix=f"rollout.group_size={selecting.samples_of_group}",
         )
     if "pairs_P2" in recipe.objective.columns and rollout.played:
         raise ConfigError(
-            f"an episode may fill a whole row, and {name} needs two samples in one",
+            f"rollout.environment is not supported with {name}, which packs two samples in a "
+            "sequence: an episode may fill it alone",
+            code="unsupported_combination",
             keys=("rollout.environment", "objective"),
             fix="rollout.environment=null, or objective=best_of_n",
         )
@@ -182,7 +193,8 @@ def check_unread(recipe: PolicyRecipe) -> None:
         value = attrgetter(key)(recipe.rollout)
         if value != default:
             raise ConfigError(
-                f"rollout.{key}={value}: {type(recipe.objective).__name__} {reason}",
+                f"rollout.{key}={value} has no effect: {type(recipe.objective).__name__} {reason}",
+                code="no_effect",
                 keys=(f"rollout.{key}", "objective"),
                 fix=f"rollout.{key}={'null' if default is None else str(default).lower()}",
             )
@@ -195,15 +207,12 @@ def check_judged(recipe: PolicyRecipe) -> None:
         return
     if recipe.rewards:
         raise ConfigError(
-            "every reward has weight 0: all samples would be worth the same",
+            "every reward has weight 0, so all samples would have the same reward",
+            code="nothing_to_train",
             keys=tuple(f"rewards.{name}.weight" for name in recipe.rewards),
             fix=f"rewards.{next(iter(recipe.rewards))}.weight=1.0",
         )
-    raise ConfigError(
-        "no reward says what a good response is",
-        keys=("rewards",),
-        fix="rewards=exact",
-    )
+    raise ConfigError("no reward is configured", code="missing_key", keys=("rewards",), fix="rewards=exact")
 
 
 def check_groups_differ(recipe: PolicyRecipe) -> None:
@@ -212,9 +221,9 @@ def check_groups_differ(recipe: PolicyRecipe) -> None:
     judged = recipe.rollout.played or any(node.weight for node in recipe.rewards.values())
     if recipe.teacher is not None and by_group and not judged:
         raise ConfigError(
-            "rollout.advantage_estimator=group: no reward tells the responses of a group apart, so none of them "
-            "would be "
-            "trained on, whatever the teacher says of their tokens",
+            "rollout.advantage_estimator=group requires a reward: without one all responses of a group are equal, "
+            "and none would be trained",
+            code="unsupported_combination",
             keys=("rollout.advantage_estimator", "rewards", "teacher"),
             fix="rollout.advantage_estimator=batch rollout.gamma=0.0 rollout.normalize_advantages=false",
         )
@@ -225,7 +234,8 @@ def check_engine(recipe: PolicyRecipe) -> None:
     engine = recipe.rollout.engine
     if "sampler" not in recipe.parallelizer.supports and engine.capabilities.live_weights:
         raise ConfigError(
-            f"{type(engine).__name__} cannot read weights as {recipe.parallelizer.name} shards them",
+            f"{type(engine).__name__} does not support weights that {recipe.parallelizer.name} shards",
+            code="unsupported_combination",
             keys=("parallelizer", "rollout.engine"),
             fix="parallelizer=fsdp2, or rollout=hf",
         )
@@ -256,7 +266,8 @@ def check_prompts_per_rank(recipe: PolicyRecipe, dp_size: int) -> None:
     prompts = recipe.rollout.prompts_per_step
     if prompts % dp_size:
         raise ConfigError(
-            f"rollout.prompts_per_step={prompts} is not a multiple of the {dp_size} data-parallel ranks",
+            f"rollout.prompts_per_step={prompts} must be a multiple of the {dp_size} data-parallel ranks",
+            code="not_divisible",
             keys=("rollout.prompts_per_step",),
             fix=f"rollout.prompts_per_step={max(1, prompts // dp_size) * dp_size}",
         )

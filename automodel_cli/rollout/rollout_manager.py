@@ -288,13 +288,13 @@ class Rollouts(Callback):
             self.accuracy[when] = accuracy_of(self._answers, check)
 
     def _stop_for(self, name: str, step: int, rollout: Rollout) -> None:
-        failed, asked = rollout.failures[name]
+        _, asked = rollout.failures[name]
         words = next(s.score.errors[name] for s in rollout.samples if name in s.score.errors)
         raise RunError(
-            f"step {step}: reward {name} failed on every sample that it should judge ({failed} of {asked}), so nothing "
-            f"is learned from it: {words}",
+            f"step {step}: reward {name} failed on all {asked} samples, so training cannot continue: {words}",
+            code="reward_failed",
             keys=(f"rewards.{name}",),
-            fix=f"mend it (`errors` in {self.session.run_dir / 'rollouts.jsonl'}), or set rewards.{name}.weight=0",
+            fix=f"correct it (`errors` in {self.session.run_dir / 'rollouts.jsonl'}), or set rewards.{name}.weight=0",
         )
 
     def record(self, step: int, rollout: Rollout, measured: Mapping[str, Tensor]) -> None:

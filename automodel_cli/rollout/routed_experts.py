@@ -59,13 +59,18 @@ def experts_told(text: str | None, num_read: int, decoded: Callable[[str], np.nd
     other tokens."""
     if text is None:
         raise RunError(
-            "the server told no experts this time, which it did before",
+            "the server returned no routed experts, although it did before",
+            code="invalid_response",
             keys=("rollout.replay_routing", "rollout.engine.url"),
             fix=start,
         )
     found = compact_indices(decoded(text))
     if len(found) != num_read:
-        raise RunError(f"the server read {num_read} tokens and told the experts of {len(found)}")
+        raise RunError(
+            f"the server returned routed experts of {len(found)} tokens, but read {num_read}",
+            code="invalid_response",
+            keys=("rollout.replay_routing", "rollout.engine.url"),
+        )
     return found
 
 

@@ -52,10 +52,11 @@ class SamplingParams:
         )
         for name, holds, rule, fix in rules:
             if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)} {rule}", keys=(name,), fix=fix)
+                raise ConfigError(f"{name}={getattr(self, name)} {rule}", code="out_of_range", keys=(name,), fix=fix)
         if self.greedy and (self.top_p != 1 or self.top_k != 0):
             raise ConfigError(
-                f"top_p={self.top_p}, top_k={self.top_k} do nothing at temperature=0",
+                f"top_p={self.top_p}, top_k={self.top_k} have no effect with temperature=0",
+                code="no_effect",
                 keys=("temperature", "top_p", "top_k"),
                 fix="top_p=1.0 top_k=0",
             )

@@ -114,7 +114,8 @@ def test_judged_responses(folder):
 
 def test_pairs_are_refused_for_kto_and_other_kinds_for_the_command(folder):
     done = automodel(folder, "dpo", "llm", "-c", "pairs.yaml", "objective=kto", *STEPS)
-    assert done.returncode == 3 and "KTO compares single responses judged good or bad" in done.stderr
+    assert done.returncode == 3
+    assert_error(done.stderr, "wrong_data_kind", "objective", values=("KTO",))
     done = automodel(folder, "dpo", "llm", "-c", "quickstart")
     assert done.returncode == 2
     assert_error(done.stderr, "wrong_recipe", values=("quickstart", "dpo"))

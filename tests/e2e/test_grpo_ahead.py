@@ -20,6 +20,7 @@ from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.types import SamplingParams
 from tests.e2e.command import automodel, curve, environment, kill_after_step, metrics, start
 from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config
+from tests.errors import assert_error
 
 HF = (
     "rollout=hf",
@@ -242,10 +243,11 @@ def test_a_run_that_goes_on_with_another_sampling_draws_anew(tmp_path: Path) -> 
 
 def test_it_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:
     write_config(tmp_path)
-    for overrides, said, fix in (
-        (["rollout.max_off_policy_steps=1", *HF[2:]], "SamplerConfig reads the very weights", "rollout=hf"),
-        (["rollout.max_off_policy_steps=1", "rollout=hf"], "trains on samples of older weights", "correction=truncate"),
+    key = "rollout.max_off_policy_steps"
+    for overrides, code, fix in (
+        ([f"{key}=1", *HF[2:]], "unsupported_combination", "rollout=hf"),
+        ([f"{key}=1", "rollout=hf"], "requires_setting", "objective.sampler_correction=truncate"),
     ):
         done = automodel(tmp_path, "check", "-c", "tiny.yaml", *overrides)
         assert done.returncode == 2, done.stdout + done.stderr
-        assert said in done.stderr and fix in done.stderr.split("fix")[-1]
+        assert_error(done.stderr, code, key, fix=fix)

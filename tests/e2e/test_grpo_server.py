@@ -24,6 +24,7 @@ from automodel_cli.rollout.http import Server
 from tests.e2e.command import automodel, curve, metrics
 from tests.e2e.test_grpo import TINY, samples_of, write_config
 from tests.e2e.test_grpo_turns import STOPS
+from tests.errors import assert_error, raises
 from tests.pages import undocumented_metrics
 from tests.unit.rollout.engines.servers.test_http_engine_servers import VLLMDouble, free_port
 
@@ -84,7 +85,7 @@ def test_it_is_waited_for_and_ended(tmp_path: Path) -> None:
     process = ServerProcess(command, server, log, timeout=60)
     try:
         assert answers(server.url) and log.read_text() == "it starts\n"
-        with pytest.raises(RunError, match="something answers at"):
+        with raises(RunError, "server_mismatch", keys=("rollout.engine.command",), values=(server.url,)):
             ServerProcess(command, server, log, timeout=60)
     finally:
         process.close()
@@ -92,21 +93,20 @@ def test_it_is_waited_for_and_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "timeout", "said"),
+    ("command", "timeout", "code", "value"),
     [
-        ("echo no such model; exit 3", 30, "ended with code 3"),
-        ("echo no such model; (while :; do date +%N > {alive}; sleep 0.2; done) & wait", 1, "within 1 s"),
+        ("echo no such model; exit 3", 30, "server_failed", 3),
+        ("echo no such model; (while :; do date +%N > {alive}; sleep 0.2; done) & wait", 1, "timeout", 1),
     ],
     ids=["ends", "hangs"],
 )
 def test_one_that_does_not_answer_is_an_error_with_its_last_words(
-    tmp_path: Path, command: str, timeout: float, said: str
+    tmp_path: Path, command: str, timeout: float, code: str, value: int
 ) -> None:
     began, alive = time.monotonic(), tmp_path / "alive"
-    with pytest.raises(RunError) as error:
+    with raises(RunError, code, keys=("rollout.engine.command",), values=(value, "no such model")):
         url = f"http://127.0.0.1:{free_port()}"
         ServerProcess(["bash", "-c", command.format(alive=alive)], Server(url), tmp_path / "log", timeout=timeout)
-    assert said in str(error.value) and "no such model" in str(error.value)
     assert time.monotonic() - began < 30
     last = alive.read_text() if alive.exists() else None
     time.sleep(1)
@@ -223,7 +223,7 @@ def test_a_run_starts_its_servers_and_takes_turns_with_them(tmp_path: Path) -> N
     tokenizer.save_pretrained(tmp_path / "model")
     port = free_port()
     stand_in = json.dumps([sys.executable, str(Path(__file__).parents[1] / "vllm_stand_in.py")])
-    own = f"rollout.engine.servers={{gpus_per_server: 0, num_servers: 2, port: {port}, program: {stand_in}}}"
+    own = f"rollout.engine.servers={{gpus_per_server: 0, num_servers: 2, port: {port}, executable: {stand_in}}}"
     model = ["model.config=null", "model.tokenizer=null", "model.pretrained=model"]
     few = ["train.max_steps=2", "rollout.log_samples_every=null", "logging.report=false", "rollout.top_p=1.0"]
     words = [
@@ -270,7 +270,8 @@ def test_a_run_that_fails_ends_the_server_it_started(tmp_path: Path) -> None:
     nowhere = f"rollout.engine.weights_dir={tmp_path / 'file' / 'weights'}"
     engine = engine_of(tmp_path, port, FILES, nowhere)
     done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *engine)
-    assert done.returncode == 1 and "cannot be written to" in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert_error(done.stderr, "unwritable_file", "rollout.engine.weights_dir")
     log = tmp_path / "runs" / "tiny" / "logs" / "rollout_server.log"
     assert log.read_text().startswith("the double starts\n")
     assert not answers(f"http://127.0.0.1:{port}")

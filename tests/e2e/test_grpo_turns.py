@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.command import automodel, curve, kill_after_step, metrics, start
 from tests.e2e.test_grpo import run, same_run, samples_of, write_config
+from tests.errors import assert_error
 
 STOPS = f"+model.config.eos_token_id={[1, *range(100, 260)]}"  # so many that random weights end their messages
 TOOL = [
@@ -122,14 +123,15 @@ def test_an_environment_that_raises_names_the_sample_and_the_run_goes_on(tmp_pat
 
 def test_what_several_turns_cannot_be_combined_with_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path)
-    for overrides, said in (
-        (["rollout.overlong.buffer=2"], "counts the tokens of one response"),
-        (["data.chat_template=none"], "rendered by a chat template"),
-        (["rewards.environment=${rewards.digit}"], "the environment's own reward"),
-        (["rollout.environment.max_turns=0"], "must be at least 1"),
+    for overrides, code, key in (
+        (["rollout.overlong.buffer=2"], "unsupported_combination", "rollout.overlong.buffer"),
+        (["data.chat_template=none"], "unsupported_combination", "data.chat_template"),
+        (["rewards.environment=${rewards.digit}"], "invalid_value", "rewards.environment"),
+        (["rollout.environment.max_turns=0"], "out_of_range", "rollout.environment.max_turns"),
     ):
         done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *TOOL, *overrides)
-        assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert_error(done.stderr, code, key)
 
 
 LATE = """

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import test_grpo
 from tests.e2e.command import TINY, automodel, curve, metrics
+from tests.errors import assert_error
 from tests.marks import slow
 
 STEPS = ("train.max_steps=3", "logging.report=false", "optimizer.eps=1e-5")
@@ -114,7 +115,8 @@ def test_on_its_own_samples_a_student_needs_a_teacher_and_no_reward(folder):
     )
     objective = ("~objective.kl_coef",)
     done = automodel(folder, "check", *arguments, *objective)
-    assert done.returncode == 2 and "learns from a teacher, and there is none" in done.stderr, done.stderr
+    assert done.returncode == 2
+    assert_error(done.stderr, "requires_setting", "teacher")
     done = automodel(
         folder, "grpo", "llm", *arguments, *objective, TEACHER, *SMALLER, *STEPS, "~rewards", "run_name=on_policy"
     )

@@ -245,15 +245,18 @@ class SampleCollector:
         capabilities = self.engine.capabilities
         if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
             raise ConfigError(
-                f"{type(self.config.engine).__name__}: training needs token ids, log-probs of the distribution sampled "
-                f"from, and weight updates; this engine has {capabilities}",
+                f"{type(self.config.engine).__name__} is not supported for training, which needs token "
+                "ids, log-probs of the sampled distribution and weight updates. The engine has "
+                f"{capabilities}",
+                code="not_supported",
                 keys=("rollout.engine",),
                 fix="rollout=sampler",
             )
         if capabilities.hub_names and self.session.model.parts[0].unties_head:
             raise ConfigError(
-                f"{type(self.config.engine).__name__}: the server has the base model, whose head is tied to the "
-                "embedding; the adapter of lora.target_modules makes it another matrix",
+                f"{type(self.config.engine).__name__} does not support an adapter on a tied head: the "
+                "server has the base model, whose head is tied to the embedding",
+                code="unsupported_combination",
                 keys=("model.lora.target_modules", "rollout.engine"),
                 fix="model.lora.target_modules=all-linear",
             )

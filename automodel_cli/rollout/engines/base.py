@@ -155,10 +155,14 @@ def resolve_seeds(prompts: Sequence[Sequence[int]], params: SamplingParams, seed
     """
     for i, prompt in enumerate(prompts):
         if not prompt:
-            raise RunError(f"prompt {i} of {len(prompts)} has no token")
+            raise RunError(f"prompt {i} of {len(prompts)} has no tokens", code="empty_value", keys=("prompts",))
     if seeds is not None:
         if len(seeds) != len(prompts):
-            raise RunError(f"{len(prompts)} prompts came with {len(seeds)} seeds")
+            raise RunError(
+                f"the number of prompts ({len(prompts)}) differs from the number of seeds ({len(seeds)})",
+                code="batch_shape",
+                keys=("seeds",),
+            )
         return list(seeds)
     if params.seed is None and not params.greedy:
         import torch

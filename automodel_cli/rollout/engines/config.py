@@ -57,6 +57,7 @@ class SamplerConfig:
         if not 0 <= self.refill_threshold <= 1:
             raise ConfigError(
                 f"refill_threshold={self.refill_threshold} must be from 0 to 1",
+                code="out_of_range",
                 keys=("refill_threshold",),
                 fix="refill_threshold=0.125",
             )
@@ -113,7 +114,9 @@ class ServerConfig:
         _at_least(self, concurrency=1, retries=0)
         self._check_urls()
         if not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout} s must be above 0", keys=("timeout",), fix="timeout=600")
+            raise ConfigError(
+                f"timeout={self.timeout} s must be above 0", code="out_of_range", keys=("timeout",), fix="timeout=600"
+            )
 
     @property
     def urls(self) -> list[str]:
@@ -123,14 +126,21 @@ class ServerConfig:
     def _check_urls(self) -> None:
         urls = self.urls
         if not urls:
-            raise ConfigError("url=[] names no server", keys=("url",), fix="url=http://localhost:8000")
+            raise ConfigError(
+                "url=[] must contain at least one server",
+                code="empty_value",
+                keys=("url",),
+                fix="url=http://localhost:8000",
+            )
         whole = [url if url.startswith(("http://", "https://")) else f"http://{url}" for url in urls]
         wanted = list(dict.fromkeys(url.rstrip("/") for url in whole))
         fix = f"url={wanted[0]}" if isinstance(self.url, str) else f"url=[{','.join(wanted)}]"
         if whole != urls:
-            raise ConfigError(f"url={self.url!r} has no http:// or https://", keys=("url",), fix=fix)
+            raise ConfigError(
+                f"url={self.url!r} must start with http:// or https://", code="invalid_value", keys=("url",), fix=fix
+            )
         if len(wanted) < len(urls):
-            raise ConfigError(f"url={self.url!r} names a server twice", keys=("url",), fix=fix)
+            raise ConfigError(f"url={self.url!r} contains a server twice", code="invalid_value", keys=("url",), fix=fix)
 
     def build(self, host: EngineContext) -> Engine:
         """See `EngineConfig`. One process speaks to the servers."""
@@ -162,7 +172,8 @@ class ServerConfig:
             key = os.environ.get(self.api_key_env)
             if key is None:
                 raise ConfigError(
-                    f"api_key_env={self.api_key_env}: the environment has no such variable",
+                    f"the environment variable {self.api_key_env} (api_key_env) is not set",
+                    code="invalid_environment",
                     keys=("api_key_env",),
                     fix=f"export {self.api_key_env}=...",
                 )
@@ -222,22 +233,28 @@ class LiveServerConfig(ServerConfig):
         if not self.start_timeout > 0:
             raise ConfigError(
                 f"start_timeout={self.start_timeout} s must be above 0",
+                code="out_of_range",
                 keys=("start_timeout",),
                 fix="start_timeout=900",
             )
         if not self.trust_logprobs:
             raise ConfigError(
-                f"trust_logprobs=false: {self.untrusted}", keys=("trust_logprobs",), fix="trust_logprobs=true"
+                f"trust_logprobs=false is not supported: {self.untrusted}",
+                code="not_supported",
+                keys=("trust_logprobs",),
+                fix="trust_logprobs=true",
             )
         if self.way not in self.transports:
             raise ConfigError(
-                f"transport={self.way!r} is none of {', '.join(self.transports)}",
+                f"transport={self.way!r} must be one of: {', '.join(self.transports)}",
+                code="invalid_choice",
                 keys=("transport",),
                 fix="transport=files",
             )
         if self.way != "files" and self.weights_dir is not None:
             raise ConfigError(
-                f"weights_dir={self.weights_dir} does nothing with transport={self.way}",
+                f"weights_dir={self.weights_dir} has no effect with transport={self.way}",
+                code="no_effect",
                 keys=("weights_dir", "transport"),
                 fix="transport=files",
             )
@@ -257,9 +274,10 @@ class LiveServerConfig(ServerConfig):
 
     def _check_urls(self) -> None:
         if (self.url is None) == (self.servers is None):
-            given = "both are" if self.servers is not None else "neither is"
+            given = "both are" if self.servers is not None else "none is"
             raise ConfigError(
-                f"generation servers are either at `url` or started by the run (`servers`), and {given} given",
+                f"exactly one of url and servers must be set: {given} set",
+                code="mutually_exclusive" if self.servers is not None else "missing_key",
                 keys=("url", "servers"),
                 fix="servers=null" if self.servers is not None else "url=http://localhost:8000",
             )
@@ -267,7 +285,8 @@ class LiveServerConfig(ServerConfig):
             super()._check_urls()
         elif self.command is not None:
             raise ConfigError(
-                f"command={self.command!r} starts the server at `url`; what `servers` starts has a command of its own",
+                f"command={self.command!r} is not supported with servers, which have their own command",
+                code="unsupported_combination",
                 keys=("command", "servers"),
                 fix="command=null",
             )
@@ -289,7 +308,8 @@ class LiveServerConfig(ServerConfig):
     def _check_several(self) -> None:
         if self.command is not None:
             raise ConfigError(
-                f"command={self.command!r} starts one server, and url names {len(self.urls)}: start them yourself",
+                f"command={self.command!r} is not supported with {len(self.urls)} servers in url: it starts one server",
+                code="unsupported_combination",
                 keys=("command", "url"),
                 fix="command=null",
             )
@@ -388,16 +408,20 @@ def program_arguments(command: str | list[str], key: str = "command") -> list[st
             lexer.whitespace_split = True
             operators = [token for token in lexer if token and set(token) <= set("();<>|&")]
         except ValueError as error:  # an open quote
-            raise ConfigError(f"{key}={command!r} cannot be cut into words: {error}", keys=(key,)) from error
+            raise ConfigError(
+                f"{key}={command!r} cannot be split into arguments: {error}", code="invalid_value", keys=(key,)
+            ) from error
         wanted = operators or re.findall(r"`|\$[({A-Za-z_]", command)
         if wanted or (words and re.match(r"[A-Za-z_]\w*=", words[0])):
             raise ConfigError(
-                f"{key}={command!r} needs a shell ({(wanted or words)[0]}), and is run without one",
+                f"{key}={command!r} contains shell syntax ({(wanted or words)[0]}), but the command runs "
+                "without a shell",
+                code="not_supported",
                 keys=(key,),
                 fix=f"{key}='{json.dumps(['bash', '-c', command])}'",
             )
     if not words or not words[0]:
-        raise ConfigError(f"{key}={command!r} names no program", keys=(key,), fix=f"{key}=null")
+        raise ConfigError(f"{key}={command!r} contains no program", code="empty_value", keys=(key,), fix=f"{key}=null")
     return list(words)
 
 
@@ -405,5 +429,8 @@ def _at_least(node: object, **least: int) -> None:
     for name, value in least.items():
         if getattr(node, name) < value:
             raise ConfigError(
-                f"{name}={getattr(node, name)} must be at least {value}", keys=(name,), fix=f"{name}={value}"
+                f"{name}={getattr(node, name)} must be at least {value}",
+                code="out_of_range",
+                keys=(name,),
+                fix=f"{name}={value}",
             )

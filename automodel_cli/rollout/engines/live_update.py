@@ -140,8 +140,9 @@ class WeightUpdateMixin(HTTPEngine):
     def _check_weights(self, losses: int) -> None:
         if self.num_losses != losses or not self.has_given_weights():
             raise RunError(
-                f"{self.server.url} no longer has the weights that this run gave it: the server was started anew, or "
-                "another run uses it. The samples of this step are dropped",
+                f"{self.server.url} no longer has the weights of this run: the server was restarted, or "
+                "another run uses it. The samples of this step were discarded",
+                code="server_mismatch",
                 keys=("rollout.engine.url",),
                 fix="automodel resume RUN",
             )

@@ -278,8 +278,10 @@ def check_lengths(hf_config: PretrainedConfig, longest: int) -> None:
     limit = dynamic_rope.longest_unswitched(hf_config)
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"{hf_config.model_type} changes its rotary table at {limit} tokens, and prompts with their responses have "
-            f"up to data.seq_len={longest}: tokens before the change are drawn with one table and trained with another",
+            f"data.seq_len={longest} is longer than the {limit} tokens at which {hf_config.model_type} changes its "
+            "rotary table. Earlier tokens would be sampled with "
+            "one table and trained with another",
+            code="sequence_length",
             keys=("data.seq_len", "rollout"),
             fix=f"data.seq_len={limit}",
         )
@@ -294,7 +296,9 @@ def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trus
     no cache of the library holds it, would silently see one token at a time.
     """
     if isolation.select_isolation(hf_config, attention=attention, trust_remote_code=trust_remote_code).by_document:
-        raise _refusal(hf_config, "its attention is the library's own, run document by document, which has no slots")
+        raise _unsupported(
+            hf_config, "not_supported_by_model", "its own attention runs one document at a time, without cache slots"
+        )
     own = attention if attention == PACKED else "eager"
     choice = ModelConfig(pretrained="-", attn_implementation=own, trust_remote_code=trust_remote_code)
 
@@ -309,19 +313,24 @@ def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trus
             part.model.load_state_dict(model.state_dict())
             difference = _decoding_error(part, trust_remote_code)
     except ConfigError as error:
-        raise _refusal(hf_config, error.message) from error
+        raise _unsupported(hf_config, error.code, error.message) from error
     except Exception as error:  # any class of the library may fail in its own way
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise _refusal(hf_config, f"a small copy of it fails ({reason})") from error
+        raise _unsupported(hf_config, "not_measured", f"a small copy fails ({reason})") from error
     if not difference <= _TOLERANCE:
-        raise _refusal(
-            hf_config, f"token by token it gives other log-probs than the whole sequence (off by {difference:.1e})"
+        raise _unsupported(
+            hf_config,
+            "not_supported_by_model",
+            f"log-probs of incremental decoding and of one forward pass differ by {difference:.1e}",
         )
 
 
-def _refusal(hf_config: PretrainedConfig, reason: str) -> ConfigError:
+def _unsupported(hf_config: PretrainedConfig, code: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"the sampler cannot generate with {hf_config.model_type}: {reason}", keys=("rollout.engine",), fix="rollout=hf"
+        f"the sampler does not support {hf_config.model_type}: {reason}",
+        code=code,
+        keys=("rollout.engine",),
+        fix="rollout=hf",
     )
 
 

@@ -121,15 +121,23 @@ class HFEngine:
                     # A checkpoint may hold a tied tensor under both of its names.
                     if name in self.model.state_dict():
                         continue
-                    raise RunError(f"weight update has {name!r}, which is no parameter of {type(self.model).__name__}")
+                    raise RunError(
+                        f"the weight update contains {name!r}, which is not a parameter of {type(self.model).__name__}",
+                        code="weights_mismatch",
+                    )
                 if tensor.shape != parameters[name].shape:
                     raise RunError(
-                        f"weight update has {name} as {list(tensor.shape)}, not {list(parameters[name].shape)}"
+                        f"the weight update contains {name} with shape {list(tensor.shape)}, not "
+                        f"{list(parameters[name].shape)}",
+                        code="weights_mismatch",
                     )
                 parameters[name].copy_(tensor)
                 missing.discard(name)
         if missing:
-            raise RunError(f"weight update left out {len(missing)} parameters: {', '.join(sorted(missing)[:3])}, ...")
+            raise RunError(
+                f"the weight update lacks {len(missing)} parameters: {', '.join(sorted(missing)[:3])}, ...",
+                code="weights_mismatch",
+            )
         self.weight_version += 1
 
     def _batches(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[list[int]]:

@@ -165,10 +165,17 @@ def check_limits(node: EnvironmentNode, place: str = "") -> None:
         value = getattr(node, name)
         if value < least:
             fix = None if place else f"{name}={least}"  # a class without our base has no such key
-            raise ConfigError(f"{place}{name}={value} must be at least {least}", keys=(f"{place}{name}",), fix=fix)
+            raise ConfigError(
+                f"{place}{name}={value} must be at least {least}",
+                code="out_of_range",
+                keys=(f"{place}{name}",),
+                fix=fix,
+            )
     for name in ("turn_timeout", "episode_timeout"):
         value = getattr(node, name)
         if value is not None and not value > 0:
             fix = None if place else f"{name}=60"
-            raise ConfigError(f"{place}{name}={value} s must be above 0", keys=(f"{place}{name}",), fix=fix)
+            raise ConfigError(
+                f"{place}{name}={value} s must be above 0", code="out_of_range", keys=(f"{place}{name}",), fix=fix
+            )
     check_on_error(node.on_error, f"{place}on_error" if place else None)

@@ -43,16 +43,21 @@ class Calculator(Environment):
             groups = re.compile(self.pattern).groups
         except re.error as error:
             raise ConfigError(
-                f"pattern={self.pattern!r} is no regular expression: {error}", keys=("pattern",)
+                f"pattern={self.pattern!r} is not a regular expression: {error}",
+                code="invalid_value",
+                keys=("pattern",),
             ) from error
         if groups < 1:
             raise ConfigError(
-                f"pattern={self.pattern!r} has no group for the arithmetic",
+                f"pattern={self.pattern!r} must contain a group for the arithmetic",
+                code="invalid_value",
                 keys=("pattern",),
                 fix="pattern='calc: (.+)'",
             )
         if self.role not in ("tool", "user"):
-            raise ConfigError(f"role={self.role!r} must be one of tool, user", keys=("role",), fix="role=tool")
+            raise ConfigError(
+                f"role={self.role!r} must be one of: tool, user", code="invalid_choice", keys=("role",), fix="role=tool"
+            )
 
     def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
         """See `Environment.step`."""

@@ -7,13 +7,13 @@ the chat template behind the model's own tokens, which are never tokenised again
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.config.warn import warn
 from automodel_cli.rollout.engines.base import Engine, sample_seed
 from automodel_cli.rollout.environments.base import Turn
 from automodel_cli.rollout.environments.event_loop import in_thread
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from automodel_cli.data.preparation.prompts import Prompt
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -200,7 +198,12 @@ class EpisodeRunner:
         try:
             turn = await self.pool.turn(episode.name, messages, episode.row, episode.state, episode.account)
         except DataError as error:
-            raise DataError(f"{episode.name}, turn {episode.num_turns}: {error.message}", fix=error.fix) from error
+            raise DataError(
+                f"{episode.name}, turn {episode.num_turns}: {error.message}",
+                code=error.code,
+                keys=error.keys,
+                fix=error.fix,
+            ) from error
         if isinstance(turn, Failure):
             return _failed(episode, turn, environment.on_error)
         if turn.done:
@@ -236,7 +239,14 @@ def _seed(episode: Episode, turn: int) -> int | None:
 
 
 def _failed(episode: Episode, failure: Failure, rule: str) -> Reply:
-    logger.warning("environment of %s, turn %d: %s (on_error=%s)", episode.name, episode.num_turns, failure.words, rule)
+    warn(
+        "environment_failed",
+        "environment of %s, turn %d: %s (on_error=%s)",
+        episode.name,
+        episode.num_turns,
+        failure.words,
+        rule,
+    )
     return Reply(end=failure.end, error=failure.words)
 
 

@@ -31,7 +31,7 @@ class FunctionTools(ToolEnvironment):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.functions:
-            raise ConfigError("there is no function to call", keys=("functions",))
+            raise ConfigError("functions must contain at least one function", code="empty_value", keys=("functions",))
         self.definitions()
 
     def definitions(self) -> list[dict[str, Any]]:
@@ -70,7 +70,8 @@ def definition_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
         found = get_json_schema(_plain(function))
     except Exception as error:  # an exception of its own for each thing that may lack
         raise ConfigError(
-            f"functions.{name} does not say what it takes: {error}".rstrip(),
+            f"functions.{name} lacks a description of its arguments: {error}".rstrip(),
+            code="invalid_value",
             keys=(f"functions.{name}",),
             fix="type hints, and a docstring that describes each argument below `Args:`",
         ) from error

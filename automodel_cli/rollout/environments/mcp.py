@@ -18,6 +18,7 @@ from typing import Any
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.warn import warn
 from automodel_cli.rollout.engines.config import program_arguments
 from automodel_cli.rollout.environments.event_loop import LoopThread
 from automodel_cli.rollout.environments.tools import ToolEnvironment, ToolError
@@ -51,24 +52,33 @@ class MCPTools(ToolEnvironment):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.servers:
-            raise ConfigError("servers names no server", keys=("servers",))
+            raise ConfigError("servers must contain at least one server", code="empty_value", keys=("servers",))
         for name, command in self.servers.items():
             program_arguments(command, f"servers.{name}")
         for name in self.tools_of_server:
             if name not in self.servers:
                 raise ConfigError(
-                    f"tools_of_server.{name} is no server: there are {', '.join(self.servers)}",
+                    f"tools_of_server.{name} must be one of: {', '.join(self.servers)}",
+                    code="unknown_name",
                     keys=(f"tools_of_server.{name}",),
                 )
         if not self.start_timeout > 0:
             raise ConfigError(
-                f"start_timeout={self.start_timeout} s must be above 0", keys=("start_timeout",), fix="start_timeout=60"
+                f"start_timeout={self.start_timeout} s must be above 0",
+                code="out_of_range",
+                keys=("start_timeout",),
+                fix="start_timeout=60",
             )
 
     def check(self) -> None:
         """Raise ConfigError where the package is missing, and RunError where a server does not start."""
         if importlib.util.find_spec("mcp") is None:
-            raise ConfigError("the package mcp is missing", fix="pip install 'automodel-cli[mcp]'")
+            raise ConfigError(
+                "the package mcp is not installed",
+                code="missing_package",
+                keys=("rollout.environment",),
+                fix="pip install 'automodel-cli[mcp]'",
+            )
         self.definitions()
 
     def close(self) -> None:
@@ -105,12 +115,14 @@ class MCPTools(ToolEnvironment):
             for name in wanted:
                 if name not in offered:
                     raise ConfigError(
-                        f"tools_of_server.{server}: the server has no tool {name!r}, only {', '.join(offered)}",
+                        f"tools_of_server.{server}: {name!r} must be one of: {', '.join(offered)}",
+                        code="unknown_name",
                         keys=(f"tools_of_server.{server}",),
                     )
                 if name in found:
                     raise ConfigError(
                         f"servers.{server} and servers.{found[name][1]} both have a tool {name!r}",
+                        code="ambiguous",
                         keys=("tools_of_server",),
                         fix=f"tools_of_server.{server}={[n for n in wanted if n != name]}",
                     )
@@ -165,7 +177,7 @@ class _Sessions:
         except Exception as error:
             if _refused(error):
                 raise ToolError(str(error)) from error
-            logger.warning("the MCP server %s is gone (%s: %s)", server, type(error).__name__, error)
+            warn("environment_failed", "lost the MCP server %s (%s: %s)", server, type(error).__name__, error)
             await self._ended(server)
             raise ConnectionError(f"the MCP server {server} is gone: {type(error).__name__}: {error}") from error
 
@@ -181,7 +193,8 @@ class _Sessions:
                     task.cancel()
                     words = f"did not answer within {self._timeout:g} s" if isinstance(error, TimeoutError) else error
                     raise RunError(
-                        f"the MCP server {server} ({' '.join(self._commands[server])}) does not start: {words}",
+                        f"the MCP server {server} ({' '.join(self._commands[server])}) did not start: {words}",
+                        code="server_failed",
                         keys=("rollout.environment",),
                         fix="try its command in a terminal",
                     ) from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import math
 import threading
 import time
@@ -19,11 +18,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.rollout.environments.base import EnvironmentNode, Turn
 from automodel_cli.rollout.environments.event_loop import LoopThread, in_thread
 from automodel_cli.rollout.types import Account, EpisodeEnd, Message
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -147,8 +145,13 @@ class EnvironmentPool:
                 break
             account.retries += 1
             pause = min(_FIRST_PAUSE * 2**attempt, max(0.0, left - (time.monotonic() - began)))
-            logger.warning(
-                "environment of %s: %s; try %d of %d follows", name, failure.words, attempt + 2, environment.retries + 1
+            warn(
+                "environment_failed",
+                "environment of %s: %s; next: attempt %d of %d",
+                name,
+                failure.words,
+                attempt + 2,
+                environment.retries + 1,
             )
             await asyncio.sleep(pause)
         return failure
@@ -182,14 +185,16 @@ def check_environment_rows(environments: Mapping[str, EnvironmentNode], column: 
         named[row.get(column)] = None
         if row.get(column) not in environments:
             raise ConfigError(
-                f"{origin}: {column}={row.get(column)!r} names no environment; there are {known}",
+                f"{origin}: {column}={row.get(column)!r} must be one of: {known}",
+                code="unknown_name",
                 keys=("rollout.environments", "rollout.environment_column"),
                 fix=None if column in row else "rollout.environment_column=<the column that names it>",
             )
     for name in environments:
         if named and name not in named:
             raise ConfigError(
-                f"rollout.environments.{name} would answer no row: the column {column} names {', '.join(named)}",
+                f"rollout.environments.{name} applies to no row: the column {column} contains {', '.join(named)}",
+                code="no_effect",
                 keys=(f"rollout.environments.{name}",),
                 fix=f"~rollout.environments.{name}",
             )

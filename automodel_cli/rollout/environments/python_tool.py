@@ -55,7 +55,9 @@ class PythonTool(ToolEnvironment):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.seconds > 0:
-            raise ConfigError(f"seconds={self.seconds} must be above 0", keys=("seconds",), fix="seconds=5")
+            raise ConfigError(
+                f"seconds={self.seconds} must be above 0", code="out_of_range", keys=("seconds",), fix="seconds=5"
+            )
         check_memory(self.memory_mib)
 
     def check(self) -> None:

@@ -61,8 +61,9 @@ def tokens_between(
     *before, after = text.split(_PLACE)
     if len(before) != episode.num_turns or not before[0] or not after:
         raise DataError(
-            "the chat template does not render an assistant message once, with what follows behind it: this tokenizer "
-            "cannot play several turns",
+            "the chat template does not render an assistant message exactly once, followed by the next messages. "
+            "This tokenizer does not support several turns",
+            code="invalid_template",
             keys=("model.tokenizer",),
         )
     if episode.rendered:
@@ -78,8 +79,8 @@ def check_read(sent: Sequence[int], read: Sequence[int], where: str) -> None:
     """Raise RunError where an engine has read other tokens than it was sent."""
     if list(sent) != list(read):
         raise RunError(
-            f"{where}: the engine read other tokens than the conversation has: {_difference(sent, read)}. What it drew "
-            "would be trained behind a text that it did not see",
+            f"{where}: the engine read other tokens than the conversation contains: {_difference(sent, read)}",
+            code="invalid_response",
             keys=("rollout.engine",),
             fix="rollout=sampler",
         )
@@ -91,9 +92,11 @@ def _check_history(tokenizer: Any, episode: Conversation, before: Sequence[str])
             continue
         old, new = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (then, now))
         raise DataError(
-            f"{episode.name}, turn {episode.num_turns}: the chat template renders what stands before the model's "
-            f"message {number + 1} other than at the turn before: {_difference(old, new)} ({then!r} became {now!r}). "
-            "The model has read the former, so this template cannot play several turns",
+            f"{episode.name}, turn {episode.num_turns}: the chat template renders the text before assistant message "
+            f"{number + 1} differently than in the previous turn: {_difference(old, new)} ({then!r} became {now!r}). "
+            "This template does not support "
+            "several turns",
+            code="invalid_template",
             keys=("data.chat_template", "model.tokenizer"),
             fix="data.chat_template=<a template that leaves earlier turns as they are>",
         )

@@ -62,10 +62,17 @@ class ToolEnvironment(Environment):
         super().__post_init__()
         check_pattern("pattern", self.pattern, groups=1)
         if self.role not in ("tool", "user"):
-            raise ConfigError(f"role={self.role!r} must be one of tool, user", keys=("role",), fix="role=tool")
+            raise ConfigError(
+                f"role={self.role!r} must be one of: tool, user", code="invalid_choice", keys=("role",), fix="role=tool"
+            )
         for name in ("max_calls", "max_result_chars"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", keys=(name,), fix=f"{name}=1")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be at least 1",
+                    code="out_of_range",
+                    keys=(name,),
+                    fix=f"{name}=1",
+                )
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:

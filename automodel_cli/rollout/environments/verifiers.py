@@ -100,7 +100,8 @@ class VerifiersEnvironment(Environment):
         check_pattern("pattern", self.pattern, groups=1)
         if self.retries:
             raise ConfigError(
-                f"retries={self.retries}: a conversation of verifiers cannot go back one turn",
+                f"retries={self.retries} is not supported, because a conversation of verifiers cannot repeat a turn",
+                code="not_supported",
                 keys=("retries",),
                 fix="retries=0",
             )
@@ -109,7 +110,9 @@ class VerifiersEnvironment(Environment):
         """Raise ConfigError where the package is missing, or the environment compares samples of a group."""
         if self._theirs.rubric.has_group_rewards:
             raise ConfigError(
-                f"{self.environment}: its rubric judges the samples of a group together, and episodes end one by one",
+                f"{self.environment} is not supported: its rubric scores the samples of a group together, "
+                "but episodes end separately",
+                code="not_supported",
                 keys=("rollout.environment",),
             )
 
@@ -170,13 +173,15 @@ class _Talk:
         for number, (theirs, ours) in enumerate(zip(question, known, strict=False)):
             if theirs != _message(ours):
                 raise DataError(
-                    f"message {number + 1}: the environment asks about a conversation with {theirs}, and the model has "
-                    f"read and said {_message(ours)}: it rewrites what was said, which cannot be trained on"
+                    f"message {number + 1}: the environment changed the conversation to {theirs}, but the model has "
+                    f"{_message(ours)}. Changed messages cannot be trained",
+                    code="environment_failed",
                 )
         if len(question) < len(known):
             raise DataError(
-                f"the environment asks about {len(question)} messages of the {len(known)} that the model has read and "
-                "said: it leaves some out, which cannot be trained on"
+                f"the environment sent {len(question)} of the {len(known)} messages of the conversation. "
+                "Missing messages cannot be trained",
+                code="environment_failed",
             )
         return question[len(known) :]
 
@@ -267,12 +272,18 @@ def load_environment(environment: str, arguments: Mapping[str, Any]) -> Theirs:
 @functools.cache
 def _loaded(environment: str, arguments: str) -> Theirs:
     if importlib.util.find_spec("verifiers") is None:
-        raise ConfigError("the package verifiers is missing", fix="pip install 'automodel-cli[verifiers]'")
+        raise ConfigError(
+            "the package verifiers is not installed",
+            code="missing_package",
+            keys=("environment",),
+            fix="pip install 'automodel-cli[verifiers]'",
+        )
     import verifiers
 
     if not environment.replace(".", "_").isidentifier():
         raise ConfigError(
-            f"environment={environment!r} is no name of a module",
+            f"environment={environment!r} must be the name of a Python module",
+            code="invalid_value",
             keys=("environment",),
             fix=f"environment={environment.rpartition('/')[2].replace('-', '_')}",
         )
@@ -281,7 +292,9 @@ def _loaded(environment: str, arguments: str) -> Theirs:
             return verifiers.load_environment(environment, **json.loads(arguments))
         except Exception as error:  # whatever the module raises
             raise ConfigError(
-                f"environment={environment!r} cannot be loaded: {error}", keys=("environment",)
+                f"environment={environment!r} cannot be loaded: {error}",
+                code="environment_failed",
+                keys=("environment",),
             ) from error
 
 

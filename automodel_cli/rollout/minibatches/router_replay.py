@@ -59,9 +59,10 @@ class RoutingReplay:
             if twice_TLK.any():
                 token, layer, place = np.argwhere(twice_TLK)[0].tolist()
                 raise RunError(
-                    f"the engine told expert {chosen_TLK[token, layer, place]} twice of token {token} of a sample, in "
-                    f"the layer with experts {layer}: it does not know what that layer chose. A server with pipeline "
-                    "parallelism, or with kernels that choose by themselves, tells 0",
+                    f"the engine returned expert {chosen_TLK[token, layer, place]} twice for token {token} in MoE "
+                    f"layer {layer}, so its routing is incomplete. A server with pipeline parallelism, or "
+                    "with kernels that route internally, returns 0 for these layers",
+                    code="invalid_response",
                     keys=("rollout.replay_routing", "rollout.engine"),
                     fix="rollout.replay_routing=false",
                 )

@@ -28,7 +28,7 @@ def measure_accuracy(
     """
     rows = list(rows)
     if not rows:
-        raise DataError("no question to measure accuracy on")
+        raise DataError("no questions to measure accuracy on", code="not_enough_rows")
     prompts = [_prompt(tokenizer, row["messages"][:-1]) for row in rows]
     completions = engine.generate(prompts, SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0))
     answers = []

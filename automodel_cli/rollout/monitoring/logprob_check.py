@@ -84,21 +84,23 @@ def refusal(tokens: Sequence[TokenLogprobs], limit: float, tokenizer: Any, *, un
     """What is said of a `mean_gap` above `limit`. `unshaped`: the engine's numbers are those of the plain softmax."""
     worst = max(tokens, key=lambda token: token.gap)
     text = tokenizer.decode([worst.token])
-    what = (
-        f"the engine's log-probs are not the trainer's: token {worst.token} ({text!r}) was drawn with "
-        f"{worst.engine:.3f}, and the trainer gives it {worst.trainer:.3f}; over {len(tokens)} tokens they differ by "
-        f"{mean_gap(tokens):.3f} nats on average, and rollout.max_initial_logprob_gap is {limit}. "
+    gap = (
+        f"log-probs of the engine and of the trainer differ by {mean_gap(tokens):.3f} nats on average over "
+        f"{len(tokens)} tokens. rollout.max_initial_logprob_gap={limit}. Largest difference: token {worst.token} "
+        f"({text!r}), engine {worst.engine:.3f}, trainer {worst.trainer:.3f}. "
     )
     if unshaped:
         return RunError(
-            what + "They are those before temperature, top-k and top-p",
+            f"{gap}The engine returns log-probs before temperature, top-k and top-p",
+            code="logprob_mismatch",
             keys=("rollout.engine", "rollout.max_initial_logprob_gap"),
             fix="vllm serve MODEL --logprobs-mode processed_logprobs",
         )
     return RunError(
-        what + "Likely: the server serves another model, or did not take the weights it was sent; it shapes the "
-        "distribution in a way of its own (a logits processor, speculative decoding with its own rule); it computes in "
-        "another precision (fp8, int4), for which the limit may be raised",
+        f"{gap}Possible causes: the server serves another model, or did not receive the weights. It changes the "
+        "distribution (logits processor, speculative decoding). It computes in another precision (fp8, int4). In the "
+        "last case you can raise the limit",
+        code="logprob_mismatch",
         keys=("rollout.engine", "rollout.max_initial_logprob_gap"),
-        fix="look into the server's log, or rollout.max_initial_logprob_gap=<nats>",
+        fix="read the log of the server, or rollout.max_initial_logprob_gap=<nats>",
     )

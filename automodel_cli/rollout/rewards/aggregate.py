@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
-import logging
 import math
 import queue
 import textwrap
@@ -15,12 +14,11 @@ from typing import Any, Literal, cast, get_args
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import NameList, check_entries
+from automodel_cli.config.warn import warn
 from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.rollout.rewards.base import Many, RewardFunction, RewardInput, SupportsBatchScoring, check_on_error
 from automodel_cli.rollout.rewards.worker_process import Helper
 from automodel_cli.rollout.types import Score
-
-logger = logging.getLogger(__name__)
 
 Judge = Callable[[RewardInput], float | None]
 Given = float | Exception | None
@@ -42,9 +40,18 @@ class RewardSum:
     def __init__(self, rewards: Mapping[str, RewardFunction], *, num_helpers: int = 2, required: bool = True):
         """`required`: somebody learns from the sum, so it must not be the same for all samples."""
         if required and not rewards:
-            raise ConfigError("there is no reward", keys=("rewards",), fix=f"rewards.exact._target_={_EXAMPLE}")
+            raise ConfigError(
+                "no reward is configured",
+                code="missing_key",
+                keys=("rewards",),
+                fix=f"rewards.exact._target_={_EXAMPLE}",
+            )
         if required and not any(reward.weight != 0 for reward in rewards.values()):
-            raise ConfigError("every reward has weight 0: all samples would be worth the same", keys=("rewards",))
+            raise ConfigError(
+                "every reward has weight 0, so all samples would have the same reward",
+                code="nothing_to_train",
+                keys=("rewards",),
+            )
         check_nodes(rewards)
         for reward in rewards.values():
             reward.check()
@@ -126,12 +133,7 @@ class RewardSum:
         for name, values in results.items():
             if values and all(value is None for value in values.values()) and name not in self._silent:
                 self._silent.add(name)
-                logger.warning(
-                    "reward %s gave None for all %d samples that it was asked about, and adds nothing to them (not "
-                    "said again)",
-                    name,
-                    len(values),
-                )
+                warn("no_effect", "reward %s returned None for all %d samples (reported once)", name, len(values))
             failed = [(samples[i], v) for i, v in values.items() if isinstance(v, Exception)]
             new: dict[str, str] = {}
             for sample, error in failed:
@@ -139,9 +141,15 @@ class RewardSum:
             shown = [(words, of) for words, of in new.items() if (name, words) not in self._said][:_SHOWN]
             for words, of in shown:
                 self._said.add((name, words))
-                logger.warning("reward %s of %s: %s (on_error=%s)", name, of, words, self.rewards[name].on_error)
+                warn("reward_failed", "reward %s of %s: %s (on_error=%s)", name, of, words, self.rewards[name].on_error)
             if len(failed) > len(shown):
-                logger.warning("reward %s: %d more samples of %d", name, len(failed) - len(shown), len(samples))
+                warn(
+                    "reward_failed",
+                    "reward %s: %d more of %d samples failed",
+                    name,
+                    len(failed) - len(shown),
+                    len(samples),
+                )
 
 
 def check_nodes(rewards: Mapping[str, RewardFunction]) -> None:
@@ -151,29 +159,27 @@ def check_nodes(rewards: Mapping[str, RewardFunction]) -> None:
         kind, several = type(reward).__name__, hasattr(reward, "scores")
         method = cast(SupportsBatchScoring, reward).scores if several else reward.score
         if getattr(method, "__isabstractmethod__", False):
-            _refuse(name, f"{kind} defines no `{'scores' if several else 'score'}`, so it would judge nothing")
+            _reject(name, "invalid_value", f"{kind} must define `{'scores' if several else 'score'}`")
         if not several:
             continue
         per = getattr(reward, "per", None)
         if per not in get_args(Many):
-            _refuse(
-                name,
-                f"{kind} judges several samples at a time, and its `per` is {per!r}: it is one of "
-                f"{', '.join(get_args(Many))}, as of a subclass of BatchReward",
-            )
+            choices = ", ".join(get_args(Many))
+            _reject(name, "invalid_choice", f"`per`={per!r} of {kind} must be one of: {choices} (see BatchReward)")
         if inspect.iscoroutinefunction(method):
-            _refuse(name, f"{kind}.scores is async, and it is called in a thread of its own, where nobody awaits it")
+            _reject(name, "not_supported", f"{kind}.scores is async, which is not supported: it is called in a thread")
         if reward.timeout is not None and not reward.limits_itself:
             raise ConfigError(
-                f"rewards.{name}.timeout={reward.timeout}: {kind} judges several samples at a time, which no helper "
-                "process does for it",
+                f"rewards.{name}.timeout={reward.timeout} is not supported, because {kind} scores several "
+                "samples at once, without worker processes",
+                code="not_supported",
                 keys=(f"rewards.{name}.timeout",),
                 fix=f"rewards.{name}.timeout=null",
             )
 
 
-def _refuse(name: str, what: str) -> None:
-    raise ConfigError(f"rewards.{name}: {what}", keys=(f"rewards.{name}",))
+def _reject(name: str, code: str, what: str) -> None:
+    raise ConfigError(f"rewards.{name}: {what}", code=code, keys=(f"rewards.{name}",))
 
 
 def check_reward_rows(
@@ -185,36 +191,37 @@ def check_reward_rows(
     for origin, row in rows:
         mine = []
         for name, reward in rewards.items():
-            only = _only(reward)
-            _check_columns(origin, row, name, only)
-            for column in only:
+            columns = _filter_of(reward)
+            _check_columns(origin, row, name, columns)
+            for column in columns:
                 seen.setdefault(column, set()).add(repr(row[column]))
             if _judges(reward, row):
                 fix = f"rewards.{name}.column={_nearest(reward, row)}" if hasattr(reward, "column") else None
                 _check_columns(origin, row, name, getattr(reward, "columns", ()), fix)
                 mine.append(name)
         if all_judged and not mine:
-            rules = ", ".join(f"rewards.{name}.filter={dict(_only(reward))}" for name, reward in rewards.items())
+            rules = ", ".join(f"rewards.{name}.filter={dict(_filter_of(reward))}" for name, reward in rewards.items())
             raise ConfigError(
-                f"{origin}: no reward judges this row, so all responses to it would be worth 0: {rules}",
+                f"{origin}: no reward applies to this row: {rules}",
+                code="unknown_name",
                 keys=tuple(f"rewards.{name}.filter" for name in rewards),
             )
         judging |= set(mine)
     for name, reward in rewards.items():
-        if (only := _only(reward)) and name not in judging:
-            have = "; ".join(f"{column}: {', '.join(sorted(seen.get(column, ()))[:_SHOWN])}" for column in only)
+        if (columns := _filter_of(reward)) and name not in judging:
+            have = "; ".join(f"{column}: {', '.join(sorted(seen.get(column, ()))[:_SHOWN])}" for column in columns)
             raise ConfigError(
-                f"rewards.{name}.filter={dict(only)} holds for no row, so this reward would judge nothing; rows have "
-                f"{have}",
+                f"rewards.{name}.filter={dict(columns)} applies to no row. Rows have {have}",
+                code="no_effect",
                 keys=(f"rewards.{name}.filter",),
                 fix=f"~rewards.{name}",
             )
-        _check_only(name, only, seen)
+        _check_filter(name, columns, seen)
 
 
-def _check_only(name: str, only: Mapping[str, Any], seen: Mapping[str, set[str]]) -> None:
-    """Each value of a list in `only` must be that of some row."""
-    for column, values in only.items():
+def _check_filter(name: str, columns: Mapping[str, Any], seen: Mapping[str, set[str]]) -> None:
+    """Each value of a list in `filter` must be that of some row."""
+    for column, values in columns.items():
         if isinstance(values, list) and column in seen:
             absent = {str(value) for value in values if repr(value) not in seen[column]}
             listed = NameList(f"rewards.{name}.filter.{column}", [str(value) for value in values], "no row has")
@@ -240,7 +247,8 @@ def _check_columns(
         if column not in row:
             have = ", ".join(sorted(row)) or "none"
             raise ConfigError(
-                f"{origin}: no column {column!r} for rewards.{name}; the row has {have}",
+                f"{origin}: rewards.{name} reads the column {column!r}, but the row has {have}",
+                code="unknown_name",
                 keys=(f"rewards.{name}",),
                 fix=fix,
             )
@@ -257,18 +265,18 @@ def call_kind(reward: RewardFunction) -> Way:
 
 
 def _judged_by(reward: RewardFunction, samples: Sequence[RewardInput]) -> list[int]:
-    """Numbers of the samples that a reward judges: those whose row has what `only` says."""
+    """Numbers of the samples that a reward judges: those whose row has what `filter` says."""
     return [i for i, sample in enumerate(samples) if _judges(reward, sample.row)]
 
 
 def _judges(reward: RewardFunction, row: Mapping[str, Any]) -> bool:
-    return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in _only(reward).items())
+    return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in _filter_of(reward).items())
 
 
-def _only(reward: RewardFunction) -> Mapping[str, Any]:
-    """Which rows it is for; a node without our base class judges every row."""
-    only: Mapping[str, Any] = getattr(reward, "filter", {})
-    return only
+def _filter_of(reward: RewardFunction) -> Mapping[str, Any]:
+    """Return the column values of the rows that a reward scores. A class without our base class scores all rows."""
+    columns: Mapping[str, Any] = getattr(reward, "filter", {})
+    return columns
 
 
 def _refuse_nothing(results: Mapping[str, dict[int, Given]], num_samples: int) -> None:

@@ -18,7 +18,8 @@ def check_on_error(value: str, key: str | None = None) -> None:
     """Refuse what is no rule for errors. `key`: where it stands in a recipe; null: in the node itself."""
     if value not in get_args(OnError):
         raise ConfigError(
-            f"on_error={value!r} must be one of {', '.join(get_args(OnError))}",
+            f"on_error={value!r} must be one of: {', '.join(get_args(OnError))}",
+            code="invalid_choice",
             keys=(key or "on_error",),
             fix=None if key else "on_error=zero",
         )
@@ -149,10 +150,15 @@ class Reward:
     def __post_init__(self) -> None:
         check_on_error(self.on_error)
         if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout} s must be above 0", keys=("timeout",), fix="timeout=5")
+            raise ConfigError(
+                f"timeout={self.timeout} s must be above 0", code="out_of_range", keys=("timeout",), fix="timeout=5"
+            )
         if self.concurrency < 1:
             raise ConfigError(
-                f"concurrency={self.concurrency} must be at least 1", keys=("concurrency",), fix="concurrency=32"
+                f"concurrency={self.concurrency} must be at least 1",
+                code="out_of_range",
+                keys=("concurrency",),
+                fix="concurrency=32",
             )
 
     @property

@@ -47,7 +47,12 @@ class CodeExecution(Reward):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.timeout is None:
-            raise ConfigError("timeout=null: foreign code may never end", keys=("timeout",), fix="timeout=5")
+            raise ConfigError(
+                "timeout=null is not supported, because generated code may never end",
+                code="empty_value",
+                keys=("timeout",),
+                fix="timeout=5",
+            )
         check_memory(self.memory_mib)
 
     def check(self) -> None:

@@ -43,7 +43,9 @@ class MathEquivalence(Reward):
     def check(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
-                "MathEquivalence needs the package math-verify",
+                "the package math-verify, which MathEquivalence requires, is not installed",
+                code="missing_package",
+                keys=("rewards",),
                 fix="pip install 'automodel-cli[rewards]'",
             )
 

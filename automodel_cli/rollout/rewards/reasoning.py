@@ -41,7 +41,9 @@ class ReasoningTasks:
     def __post_init__(self) -> None:
         for name, least in (("num_train", 1), ("num_validation", 0)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}", keys=(name,))
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be at least {least}", code="out_of_range", keys=(name,)
+                )
 
     def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
         """Dicts with `messages` (user, assistant), `answer`, `kind` and `entry`, what the verifier needs.
@@ -63,8 +65,9 @@ class ReasoningTasks:
                 yield self._row(entry)
         if count < self.num_validation:
             raise DataError(
-                f"num_validation={self.num_validation}, but {self.task} gave only {count} questions that are not among "
-                f"its {self.num_train} training rows",
+                f"num_validation={self.num_validation} must be at most {count}, the number of questions of "
+                f"{self.task} that are not among its {self.num_train} training rows",
+                code="not_enough_rows",
                 keys=("num_validation",),
                 fix=f"num_validation={count}",
             )
@@ -89,7 +92,7 @@ class ReasoningTasks:
             return list(reasoning_gym.create_dataset(self.task, seed=seed, size=size, **self.options))
         except (ValueError, TypeError, AssertionError) as error:  # unknown task, unknown option, impossible value
             raise ConfigError(
-                f"reasoning-gym has no task {self.task!r} with these options: {error}", keys=("task",)
+                f"task={self.task!r} cannot be built by reasoning-gym: {error}", code="unknown_name", keys=("task",)
             ) from error
 
     def _row(self, entry: dict[str, Any]) -> dict[str, Any]:
@@ -138,4 +141,9 @@ class ReasoningReward(Reward):
 
 def _require() -> None:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError("the package reasoning-gym is missing", fix="pip install 'automodel-cli[rewards]'")
+        raise ConfigError(
+            "the package reasoning-gym is not installed",
+            code="missing_package",
+            keys=("task",),
+            fix="pip install 'automodel-cli[rewards]'",
+        )

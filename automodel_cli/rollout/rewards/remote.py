@@ -52,7 +52,10 @@ class ScoreServer(BatchReward):
         _check_url(self.url)
         if self.batch_size < 1:
             raise ConfigError(
-                f"batch_size={self.batch_size} must be at least 1", keys=("batch_size",), fix="batch_size=64"
+                f"batch_size={self.batch_size} must be at least 1",
+                code="out_of_range",
+                keys=("batch_size",),
+                fix="batch_size=64",
             )
 
     def check(self) -> None:
@@ -130,12 +133,13 @@ class ModelJudge(Reward):
         check_pattern("pattern", self.pattern, groups=1)
         if "{completion}" not in self.instruction:
             raise ConfigError(
-                "instruction has no {completion}: the judge would never see the answer",
+                "instruction must contain {completion}, which is replaced by the response",
+                code="invalid_value",
                 keys=("instruction",),
                 fix="instruction='Rate this answer from 0 to 10: {completion}'",
             )
         if not self.best > 0:
-            raise ConfigError(f"best={self.best} must be above 0", keys=("best",), fix="best=10")
+            raise ConfigError(f"best={self.best} must be above 0", code="out_of_range", keys=("best",), fix="best=10")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -176,7 +180,12 @@ def _server(url: str, timeout: float | None, retries: int, api_key_env: str | No
 
 def _check_url(url: str) -> None:
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ConfigError(f"url={url!r} is no http address", keys=("url",), fix="url=http://localhost:8001")
+        raise ConfigError(
+            f"url={url!r} must be an http or https address",
+            code="invalid_value",
+            keys=("url",),
+            fix="url=http://localhost:8001",
+        )
 
 
 def _check_answers(url: str) -> None:
@@ -187,5 +196,8 @@ def _check_answers(url: str) -> None:
         socket.create_connection((str(parts.hostname), port), timeout=10).close()
     except OSError as error:
         raise ConfigError(
-            f"url={url}: nothing answers there ({error})", keys=("url",), fix="start the server, or set url"
+            f"url={url} does not respond ({error})",
+            code="server_unreachable",
+            keys=("url",),
+            fix="start the server, or set url",
         ) from error

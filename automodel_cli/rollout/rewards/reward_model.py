@@ -36,7 +36,12 @@ class RewardModel(Reward):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"dtype={self.dtype} is no dtype to compute in", keys=("dtype",), fix="dtype=bfloat16")
+            raise ConfigError(
+                f"dtype={self.dtype} is no dtype to compute in",
+                code="invalid_choice",
+                keys=("dtype",),
+                fix="dtype=bfloat16",
+            )
 
     def check(self) -> None:
         """The folder is a reward model: a run would go on with all its samples left out."""

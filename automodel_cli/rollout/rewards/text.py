@@ -93,6 +93,7 @@ class Length(Reward):
         if not 0 <= self.soft_limit < self.max_tokens:
             raise ConfigError(
                 f"soft_limit={self.soft_limit} must be at least 0 and below max_tokens={self.max_tokens}",
+                code="out_of_range",
                 keys=("soft_limit", "max_tokens"),
                 fix=f"soft_limit={max(0, self.max_tokens * 3 // 4)}",
             )
@@ -123,20 +124,23 @@ class FunctionReward(Reward):
         if not parameters or "completions" in parameters:  # TRL calls `prompts, completions` too
             takes = "`completions`, a list" if parameters else "no completion"
             raise ConfigError(
-                f"function {name} takes {takes}; a reward is asked for one completion at a time",
+                f"function {name} accepts {takes}, but a reward is called with one completion",
+                code="invalid_value",
                 keys=("function",),
                 fix=f"def {name}(completion, row): ...   (several at a time: a subclass of BatchReward)",
             )
         if "completion" in parameters[1:]:
             raise ConfigError(
-                f"function {name} is given the completion as its first parameter, `{parameters[0]}`, and a column of "
-                "the row as `completion`",
+                f"function {name} must call its first parameter completion: `{parameters[0]}` receives "
+                "the completion, and `completion` a column of the row",
+                code="invalid_value",
                 keys=("function",),
                 fix=f"def {name}(completion, {parameters[0]}): ...",
             )
         if inspect.iscoroutinefunction(self.function):
             raise ConfigError(
-                f"function {name} is async, and would be asked for one sample after the other",
+                f"function {name} is async, which is not supported: it would score one sample after the other",
+                code="not_supported",
                 keys=("function",),
                 fix="a subclass of Reward with `async def score(self, sample)`",
             )
@@ -174,8 +178,13 @@ def check_pattern(key: str, pattern: str, *, groups: int = 0) -> None:
     try:
         found = re.compile(pattern).groups
     except re.error as error:
-        raise ConfigError(f"{key}={pattern!r} is no regular expression: {error}", keys=(key,)) from error
+        raise ConfigError(
+            f"{key}={pattern!r} is not a regular expression: {error}", code="invalid_value", keys=(key,)
+        ) from error
     if found < groups:
         raise ConfigError(
-            f"{key}={pattern!r} has no group: what stands in ( ) is the answer", keys=(key,), fix=f"{key}='({pattern})'"
+            f"{key}={pattern!r} must contain a group ( ) that matches the answer",
+            code="invalid_value",
+            keys=(key,),
+            fix=f"{key}='({pattern})'",
         )

@@ -103,9 +103,10 @@ class FileTransfer:
                 save_file(tensors, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
         except OSError as error:
             raise RunError(
-                f"the weights for the server cannot be written to {folder}: {error.strerror or error}",
+                f"the weights cannot be written to {folder}: {error.strerror or error}",
+                code="unwritable_file",
                 keys=("rollout.engine.weights_dir",),
-                fix="rollout.engine.weights_dir=/a/folder/with/room",
+                fix="rollout.engine.weights_dir=/a/folder/with/free/space",
             ) from error
 
 
@@ -150,8 +151,9 @@ class FactoryTransfer:
                 self._engine, self._servers = watch.run(lambda: self._connected(receivers, watch)), named
             elif named != self._servers:
                 raise RunError(
-                    f"the workers of {', '.join(self._servers)} are one group, which cannot become that of "
-                    f"{', '.join(named)}",
+                    f"the servers changed from {', '.join(self._servers)} to {', '.join(named)}, but the "
+                    "communication group of their workers cannot change",
+                    code="weight_update_failed",
                     keys=("rollout.engine.transport",),
                     fix="automodel resume RUN, with rollout.engine.transport=files to go on without a server",
                 )
@@ -295,8 +297,9 @@ class Watch:
         except queue.Empty:
             raise RunError(
                 f"the weights did not reach {self._server.url} within {self._server.timeout:g} seconds",
+                code="weight_update_failed",
                 keys=("rollout.engine.timeout",),
-                fix="look into the server's log; then automodel resume RUN",
+                fix="read the log of the server; then automodel resume RUN",
             ) from None
         if error is not None:
             raise error
@@ -307,13 +310,15 @@ def check_gpus(transport: str, device_type: str) -> None:
     """Raise ConfigError where weights cannot be sent from GPU to GPU: on a CPU, or without vLLM's package."""
     if device_type != "cuda":
         raise ConfigError(
-            f"rollout.engine.transport={transport} sends weights between GPUs, and this run is on {device_type}",
+            f"rollout.engine.transport={transport} requires GPUs, but this run uses {device_type}",
+            code="hardware_required",
             keys=("rollout.engine.transport",),
             fix="rollout.engine.transport=files",
         )
     if find_spec("vllm") is None:
         raise ConfigError(
-            f"rollout.engine.transport={transport} sends weights with the package vllm, which is not installed",
+            f"rollout.engine.transport={transport} requires the package vllm, which is not installed",
+            code="missing_package",
             keys=("rollout.engine.transport",),
             fix="pip install 'automodel-cli[vllm]', or rollout.engine.transport=files",
         )

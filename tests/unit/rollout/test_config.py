@@ -7,6 +7,7 @@ import pytest
 from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
+from tests.errors import raises
 
 BASE = ["model.pretrained=org/name", "data.path=train.jsonl"]
 GKD = [*BASE, "objective=gkd", "teacher.pretrained=org/teacher"]
@@ -27,7 +28,7 @@ GKD = [*BASE, "objective=gkd", "teacher.pretrained=org/teacher"]
 )
 def test_what_the_objective_does_not_read_is_refused(overrides):
     check_config(compose("grpo", overrides[:-1]))
-    with pytest.raises(ConfigError, match=overrides[-1].split("={")[0]):
+    with raises(ConfigError, "no_effect", keys=(overrides[-1].split("=")[0],)):
         check_config(compose("grpo", overrides))
 
 
@@ -41,14 +42,13 @@ def test_what_it_reads_is_not():
 def test_groups_that_no_reward_tells_apart_are_refused_before_a_run_that_never_trains():
     distil = [*BASE, "teacher.pretrained=org/teacher", "objective.kl_placement=reward", "objective.kl_coef=1.0"]
     check_config(compose("grpo", distil))  # the default reward tells them apart
-    with pytest.raises(ConfigError, match="no reward tells the responses of a group apart") as error:
+    with raises(ConfigError, "unsupported_combination", keys=("rollout.advantage_estimator",)) as error:
         check_config(compose("grpo", [*distil, "rewards=none"]))
     assert error.value.fix is not None
     check_config(compose("grpo", [*distil, "rewards=none", *error.value.fix.split()]))
 
 
 def test_rewards_that_all_weigh_nothing_are_refused_at_check():
-    with pytest.raises(ConfigError, match="every reward has weight 0") as error:
+    with raises(ConfigError, "nothing_to_train", keys=("rewards.exact.weight",), fix="rewards.exact.weight=1.0"):
         check_config(compose("grpo", [*BASE, "rewards.exact.weight=0"]))
-    assert error.value.fix == "rewards.exact.weight=1.0"
     check_config(compose("grpo", [*GKD, "rewards.exact.weight=0"]))  # measured, and a teacher says what is good

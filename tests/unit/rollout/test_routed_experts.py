@@ -48,6 +48,7 @@ from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Scor
 from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests import tiny
 from tests.dist.parity import tiny_part
+from tests.errors import raises
 from tests.unit.rollout.engines.servers.test_http_engine_servers import VLLMDouble
 from tests.unit.rollout.engines.servers.test_sglang import SGLangDouble
 
@@ -200,7 +201,7 @@ def test_vllm_tells_the_experts_of_every_token_that_it_read(part, prompts, scale
     try:
         silent = VLLMEngine(Server(double.url), tokenizer, FileTransfer(Path("unused")))
         rollout = RolloutConfig(engine=VLLMConfig(url=double.url), replay_routing=True)
-        with pytest.raises(ConfigError, match="does not tell which experts") as error:
+        with raises(ConfigError, "server_mismatch", keys=("rollout.replay_routing",)) as error:
             check_routing_engine(rollout, silent.capabilities)
         assert "--enable-return-routed-experts" in str(error.value)
         double.moe_layers = [layer in routing.slots for layer in range(routing.num_slots)]
@@ -232,18 +233,18 @@ def test_sglang_tells_the_experts_of_every_token_that_it_read(part, prompts):
         return SGLangEngine(Server(double.url), tokenizer, FileTransfer(Path("unused")), num_layers=num_layers)
 
     try:
-        with pytest.raises(ConfigError, match="does not tell which experts") as error:
+        with raises(ConfigError, "server_mismatch", keys=("rollout.replay_routing",)) as error:
             check_routing_engine(rollout, engine().capabilities)
         assert "sglang.launch_server --model-path MODEL --enable-return-routed-experts" in str(error.value)
         double.info["enable_return_routed_experts"] = True
         double.moe_layers = [layer in routing.slots for layer in range(routing.num_slots)]
-        with pytest.raises(ConfigError, match=r"other layers: it told \d+ experts of a token, and .* has 7 layers"):
+        with raises(ConfigError, "server_mismatch", keys=("rollout.engine.url",), values=("7 layers",)):
             engine(7)
         check_routing_engine(rollout, engine().capabilities)
         found = engine().generate(prompts, PARAMS)
         assert engine().generate(prompts[:1], SamplingParams(2))[0].routed_experts is None
         double.info["pp_size"] = 2
-        with pytest.raises(ConfigError, match="has pp_size=2: SGLang tells the experts of one stage alone"):
+        with raises(ConfigError, "unsupported_combination", keys=("rollout.replay_routing",), values=("pp_size=2",)):
             engine().generate(prompts, PARAMS)
         assert engine().generate(prompts[:1], SamplingParams(2))
     finally:
@@ -255,9 +256,9 @@ def test_sglang_tells_the_experts_of_every_token_that_it_read(part, prompts):
 
 
 def test_experts_of_other_tokens_than_were_read_are_refused():
-    with pytest.raises(RunError, match="read 3 tokens and told the experts of 2"):
+    with raises(RunError, "invalid_response", values=(3, 2)):
         experts_told(OF_VLLM, 3, from_text, start="serve")
-    with pytest.raises(RunError, match="told no experts"):
+    with raises(RunError, "invalid_response", keys=("rollout.replay_routing",), fix="serve"):
         experts_told(None, 3, from_text, start="serve")
 
 
@@ -269,5 +270,7 @@ def test_an_expert_that_is_told_twice_of_a_token_is_no_choice():
     sample = Sample(0, 0, prompt, tokens=[21], logprobs=[-1.0], routed_experts=chosen[:1], **known)
     RoutingReplay.check_told([sample, dataclasses.replace(sample, routed_experts=None)])
     RoutingReplay.check_told([dataclasses.replace(sample, routed_experts=np.array([[[-1, -1]]], np.int16))])
-    with pytest.raises(RunError, match="told expert 0 twice of token 1 of a sample, in the layer with experts 1"):
+    with raises(
+        RunError, "invalid_response", keys=("rollout.replay_routing",), values=("expert 0", "token 1", "layer 1")
+    ):
         RoutingReplay.check_told([dataclasses.replace(sample, routed_experts=chosen)])

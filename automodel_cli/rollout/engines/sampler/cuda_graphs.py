@@ -149,7 +149,8 @@ def settled(asked: CudaGraphs, parts: Sequence[nn.Module], mesh: Mesh) -> tuple[
         return of_gathered(cuda_capture(), roots), "CUDA graphs"
     if asked is True:
         raise ConfigError(
-            f"cuda_graphs=true, but {reason}",
+            f"rollout.engine.cuda_graphs=true is not supported: {reason}",
+            code="kernel_unavailable",
             keys=("rollout.engine.cuda_graphs",),
             fix="rollout.engine.cuda_graphs=auto",
         )

@@ -150,8 +150,10 @@ class KVCache:
         assert forward is not None, "attention through the cache belongs inside KVCache.during"
         if attention_mask is not None:
             raise ConfigError(
-                f"the sampler cannot decode with {type(module).__name__}: it brings an attention mask of its own",
-                fix="the hf engine, on a replica",
+                f"the sampler does not support {type(module).__name__}, because it passes its own attention mask",
+                code="not_supported_by_model",
+                keys=("rollout.engine",),
+                fix="rollout=hf",
             )
         call = (module, self._calls[module])
         self._calls[module] += 1

@@ -92,10 +92,10 @@ class StateSlots:
     def _store(self, layer: nn.Module, found: dict[_Path, Tensor], batch: list[int], of: Prefill) -> None:
         """What a call left in its cache, into the slots of its prompts."""
         if not found or any(x.shape[0] != len(batch) for x in found.values()):
-            raise _refusal(layer, "leaves nothing in the library's cache that belongs to single sequences")
+            raise _unsupported(layer, "writes no per-sequence state to the cache of transformers")
         states = self._states.setdefault(layer, {path: self._room(x) for path, x in found.items()})
         if {path: x.shape[1:] for path, x in found.items()} != {path: x.shape[1:] for path, x in states.items()}:
-            raise _refusal(layer, "keeps a state whose size depends on the sequence")
+            raise _unsupported(layer, "has a state whose size depends on the sequence length")
         slots = [slot for prompt in batch for slot in of.slots[prompt]]
         rows = [row for row, prompt in enumerate(batch) for _ in of.slots[prompt]]
         for path, x in found.items():
@@ -125,15 +125,16 @@ def _without_cache(
     signature = inspect.signature(forward)
     name = next((name for name in _NAMES if name in signature.parameters), None)
     if name is None:
-        raise _refusal(layer, "takes no cache of the library")
+        raise _unsupported(layer, "accepts no cache of transformers")
     bound = signature.bind(*args, **kwargs).arguments
     variable = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     return name, {key: value for key, value in {**bound, **bound.pop(variable, {})}.items() if key != name}
 
 
-def _refusal(layer: nn.Module, reason: str) -> ConfigError:
+def _unsupported(layer: nn.Module, reason: str) -> ConfigError:
     return ConfigError(
-        f"{type(layer).__name__} carries a state from token to token that the sampler cannot keep: it {reason}",
+        f"the sampler does not support the recurrent state of {type(layer).__name__}: it {reason}",
+        code="not_supported_by_model",
         keys=("rollout",),
         fix="rollout=hf",
     )

@@ -8,7 +8,6 @@ from the very forward, weights and head that the trainer scores with, so the two
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.distributed.expert_parallel.router_replay import RouterRecorder, choosing
 from automodel_cli.rollout.engines.base import Capabilities, resolve_seeds
 from automodel_cli.rollout.engines.sampler.cuda_graphs import Capture, DecodeGraphs, GraphsFailed
@@ -28,8 +28,6 @@ from automodel_cli.rollout.engines.sampler.kv_cache import Decode, KVCache, Pref
 from automodel_cli.rollout.engines.sampler.recurrent_cache import StateSlots
 from automodel_cli.rollout.engines.sampler.sampling import sample_tokens, streams
 from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams, WeightStream
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -98,7 +96,7 @@ class Sampler:
             ("refill_threshold", 0 <= refill_threshold <= 1, "must be from 0 to 1"),
         ):
             if not holds:
-                raise ConfigError(f"{name}={locals()[name]} {rule}", keys=(name,))
+                raise ConfigError(f"{name}={locals()[name]} {rule}", code="out_of_range", keys=(name,))
         self.decoder = decoder
         self.stop_token_ids = frozenset(stop_token_ids)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -170,7 +168,7 @@ class Sampler:
         try:
             return self._draw_all(prompts, params, seeds, limits)
         except GraphsFailed as failure:
-            _logger.warning("the sampler decodes without CUDA graphs from now on: %s", failure)
+            warn("kernel_unavailable", "the sampler continues without CUDA graphs: %s", failure)
         self._capture = None
         self._forget()
         return self._draw_all(prompts, params, seeds, limits)

@@ -96,8 +96,9 @@ class HTTPEngine(ABC):
             if reason is not None:
                 return answer, reason
         raise ServerError(
-            f"{self.server.url} ended a completion by {said!r} "
-            f"({self.server.retries + 1} tries): it is neither whole (stop) nor at its limit (length)",
+            f"{self.server.url} ended a completion with {said!r} ({self.server.retries + 1} tries). "
+            "Expected: stop or length",
+            code="invalid_response",
             keys=("rollout.engine.url",),
             fix="look into the server's log; then automodel resume RUN",
         )

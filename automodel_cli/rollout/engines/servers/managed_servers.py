@@ -86,31 +86,39 @@ class ManagedServers(ABC):
         for name, least in (("num_servers", 1), ("gpus_per_server", 0), ("tensor_parallel_size", 1), ("port", 1)):
             value = getattr(self, name)
             if value < least:
-                raise ConfigError(f"{name}={value} must be at least {least}", keys=(name,), fix=f"{name}={least}")
+                raise ConfigError(
+                    f"{name}={value} must be at least {least}", code="out_of_range", keys=(name,), fix=f"{name}={least}"
+                )
         if self.gpus_per_server % self.tensor_parallel_size:
             raise ConfigError(
-                f"gpus_per_server={self.gpus_per_server} of a server are no whole number of copies of "
+                f"gpus_per_server={self.gpus_per_server} must be a multiple of "
                 f"tensor_parallel_size={self.tensor_parallel_size}",
+                code="not_divisible",
                 keys=("gpus_per_server", "tensor_parallel_size"),
                 fix=f"gpus_per_server={self.tensor_parallel_size}",
             )
         if self.gpus_per_server == 0 and (self.expert_parallel or self.tensor_parallel_size > 1):
             key = "expert_parallel" if self.expert_parallel else "tensor_parallel_size"
             raise ConfigError(
-                f"{key} spreads a model over GPUs, and gpus_per_server=0",
+                f"{key}={getattr(self, key)} requires GPUs, but gpus_per_server=0",
+                code="requires_setting",
                 keys=(key, "gpus_per_server"),
                 fix="gpus_per_server=1",
             )
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization < 1:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and below 1",
+                code="out_of_range",
                 keys=("gpu_memory_utilization",),
                 fix="gpu_memory_utilization=0.5",
             )
         if not self.words():
             own = type(self).executable
             raise ConfigError(
-                f"executable={self.executable!r} names no program", keys=("executable",), fix=f"executable={own}"
+                f"executable={self.executable!r} contains no program",
+                code="empty_value",
+                keys=("executable",),
+                fix=f"executable={own}",
             )
 
     def words(self) -> list[str]:
@@ -130,7 +138,8 @@ class ManagedServers(ABC):
         """What a run starts. Raises ConfigError for a model that the server cannot be given by its name."""
         if wanted.model.pretrained is None:
             raise ConfigError(
-                f"rollout.engine.servers start {self.engine} on model.pretrained, and this model has none",
+                f"rollout.engine.servers requires model.pretrained, because {self.engine} loads the model by name",
+                code="requires_setting",
                 keys=("rollout.engine.servers", "model.pretrained"),
                 fix="rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
             )

@@ -64,7 +64,9 @@ class OpenAIEngine(HTTPEngine):
         """See `HTTPEngine`: top_k is not in OpenAI's API, and a server without token ids may not know it."""
         if params.top_k and not self._token_ids:
             raise ConfigError(
-                f"top_k={params.top_k} is not in OpenAI's API, and {self.server.url} might ignore it",
+                f"top_k={params.top_k} is not supported, because OpenAI's API has no top_k and {self.server.url} may "
+                "ignore it",
+                code="not_supported",
                 keys=("top_k",),
                 fix="top_k=0",
             )
@@ -76,7 +78,10 @@ class OpenAIEngine(HTTPEngine):
     def update_weights(self, stream: WeightStream) -> None:
         """Refused: the API has no such call."""
         raise RunError(
-            f"{self.server.url} serves fixed weights: OpenAI's API cannot replace them", fix="rollout=sampler"
+            f"{self.server.url} does not support weight updates, which OpenAI's API lacks",
+            code="not_supported",
+            keys=("rollout.engine",),
+            fix="rollout=sampler",
         )
 
     def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
@@ -85,10 +90,18 @@ class OpenAIEngine(HTTPEngine):
         choice, reason = self._finished(self._body(prompt, params, seed))
         tokens = choice.get("token_ids") if self._token_ids else self._tokens_of(choice.get("text") or "", reason)
         if tokens is None:
-            raise RunError(f"{self.server.url} gave no token ids this time, which it did before")
+            raise RunError(
+                f"{self.server.url} returned no token ids, although it did before",
+                code="invalid_response",
+                keys=("rollout.engine.url",),
+            )
         logprobs = _token_logprobs(choice) if self.capabilities.logprobs else []
         if self.capabilities.logprobs and len(logprobs) != len(tokens):
-            raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
+            raise RunError(
+                f"{self.server.url} returned {len(tokens)} tokens but {len(logprobs)} log-probs",
+                code="invalid_response",
+                keys=("rollout.engine.url",),
+            )
         read = choice.get("prompt_token_ids")  # where the server says so
         other = None if read is None or list(read) == list(prompt) else list(read)
         experts = None
@@ -164,7 +177,11 @@ class OpenAIEngine(HTTPEngine):
     def _choice(self, answer: Any) -> dict[str, Any]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not choices:
-            raise RunError(f"{self.server.url}{_PATH} answered without a choice: {str(answer)[:300]}")
+            raise RunError(
+                f"{self.server.url}{_PATH} returned no choice: {str(answer)[:300]}",
+                code="invalid_response",
+                keys=("rollout.engine.url",),
+            )
         first: dict[str, Any] = choices[0]
         return first
 
@@ -172,7 +189,8 @@ class OpenAIEngine(HTTPEngine):
         names = [entry["id"] for entry in (self.server.get("/v1/models") or {}).get("data", [])]
         if len(names) != 1:
             raise ConfigError(
-                f"{self.server.url} serves {len(names)} models ({', '.join(names[:5])}): which one?",
+                f"{self.server.url} serves {len(names)} models ({', '.join(names[:5])}). Set the name of one",
+                code="ambiguous" if names else "server_mismatch",
                 keys=("rollout.engine.model",),
                 fix=f"rollout.engine.model={names[0] if names else '<name>'}",
             )

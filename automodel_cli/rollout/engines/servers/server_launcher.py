@@ -108,17 +108,18 @@ def _started(
 def _of_machine(servers: GenerationServers, machines: Machines) -> int:
     if servers.number % machines.number:
         raise ConfigError(
-            f"rollout.engine.servers.num_servers={servers.number} servers cannot be shared by {machines.number} "
-            "machines",
+            f"rollout.engine.servers.num_servers={servers.number} must be a multiple of the {machines.number} nodes",
+            code="not_divisible",
             keys=("rollout.engine.servers.num_servers",),
             fix=f"rollout.engine.servers.num_servers={machines.number}",
         )
     number = servers.number // machines.number
     if number * servers.gpus > machines.ranks and servers.gpus:
         raise ConfigError(
-            f"{number} server(s) of rollout.engine.servers.gpus_per_server={servers.gpus} on a machine with "
-            f"{machines.ranks} "
-            "rank(s): placement=colocated shares the GPUs of the ranks",
+            f"{number} server(s) with rollout.engine.servers.gpus_per_server={servers.gpus} need more GPUs than the "
+            f"{machines.ranks} rank(s) of a node. With placement=colocated, servers use "
+            "the GPUs of the ranks",
+            code="mesh_size",
             keys=("rollout.engine.servers.gpus_per_server", "rollout.engine.servers.num_servers"),
             fix=f"rollout.engine.servers.num_servers={machines.number} "
             f"rollout.engine.servers.gpus_per_server={machines.ranks}",
@@ -135,11 +136,11 @@ def _gpus(servers: GenerationServers, number: int, machines: Machines) -> list[s
     begin = 0 if servers.colocated else machines.ranks
     found = visible[begin : begin + number * servers.gpus]
     if len(found) < number * servers.gpus:
-        beside = "" if servers.colocated else f" beside those of {machines.ranks} rank(s)"
+        beside = "" if servers.colocated else f" in addition to those of {machines.ranks} rank(s)"
         raise ConfigError(
-            f"{number} server(s) of rollout.engine.servers.gpus_per_server={servers.gpus} need "
-            f"{number * servers.gpus} GPUs"
-            f"{beside}, and this machine shows {len(visible)}",
+            f"{number} server(s) with rollout.engine.servers.gpus_per_server={servers.gpus} need "
+            f"{number * servers.gpus} GPUs{beside}, but this machine has {len(visible)}",
+            code="mesh_size",
             keys=("rollout.engine.servers.gpus_per_server", "rollout.engine.servers.num_servers"),
             fix="automodel submit --rollout-nodes 1, or rollout.engine.servers.gpus_per_server=0 for servers on the "
             "CPU",
@@ -154,8 +155,9 @@ def _wait(urls: Sequence[str], log_dir: Path, timeout: float) -> None:
     while missing := [url for url in missing if not answers(url)]:
         if time.monotonic() > deadline:
             raise RunError(
-                f"{', '.join(missing)} of {len(urls)} generation servers did not answer within {timeout:g} seconds; "
-                f"their words are in {log_dir}/rollout_server-*.log",
+                f"{', '.join(missing)} of {len(urls)} generation servers did not respond within {timeout:g} seconds. "
+                f"Their logs are {log_dir}/rollout_server-*.log",
+                code="timeout",
                 keys=("rollout.engine.start_timeout",),
                 fix="rollout.engine.start_timeout=1800",
             )

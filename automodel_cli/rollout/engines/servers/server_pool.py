@@ -6,7 +6,6 @@ requests again once it answers and has the current weights, so every sample is o
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.warn import warn
 from automodel_cli.rollout.engines.base import resolve_seeds
 from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
 from automodel_cli.rollout.engines.servers.http_engine import HTTPEngine
@@ -28,7 +28,6 @@ from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 from automodel_cli.rollout.weight_sync.transports import FileTransfer, SharedTransfer
 
 E = TypeVar("E", bound=HTTPEngine)
-logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT = 5.0  # seconds
 
@@ -83,9 +82,9 @@ class ServerPool(Generic[E]):
         for engine in engines[1:]:
             if engine.capabilities != engines[0].capabilities:
                 raise ConfigError(
-                    f"{engines[0].server.url} and {engine.server.url} do not give the same: "
-                    f"{engines[0].capabilities} and "
-                    f"{engine.capabilities}",
+                    f"{engines[0].server.url} and {engine.server.url} have different capabilities: "
+                    f"{engines[0].capabilities} and {engine.capabilities}",
+                    code="server_mismatch",
                     keys=("rollout.engine.url",),
                     fix="start all servers with the same command",
                 )
@@ -170,9 +169,10 @@ class ServerPool(Generic[E]):
                 return member, completion
         self._release(member)
         raise RunError(
-            f"{len(self._members)} generation servers in turn stopped answering when they were sent the same request",
+            f"{len(self._members)} generation servers stopped responding, one after another, to the same request",
+            code="server_unreachable",
             keys=("rollout.engine.url",),
-            fix="look into the servers' logs; then automodel resume RUN",
+            fix="read the logs of the servers; then automodel resume RUN",
         )
 
     def _taken(self, prompt: tuple[int, ...], call: _Call, *, beyond: bool = False) -> _Member[E]:
@@ -222,7 +222,14 @@ class ServerPool(Generic[E]):
             member.gone = reason
             left = len(self._live())
             self._changed.notify_all()
-        logger.warning("generation server %s is left out, %d of %d go on: %s", member.url, left, self._size, reason)
+        warn(
+            "server_unreachable",
+            "generation server %s is excluded; %d of %d remain: %s",
+            member.url,
+            left,
+            self._size,
+            reason,
+        )
 
     def _take_back(self, member: _Member[E]) -> None:
         with self._changed:
@@ -231,7 +238,13 @@ class ServerPool(Generic[E]):
             member.gone = None
             left = len(self._live())
             self._changed.notify_all()
-        logger.warning("generation server %s is taken back, %d of %d go on", member.url, left, self._size)
+        warn(
+            "server_restored",
+            "generation server %s is used again; %d of %d are available",
+            member.url,
+            left,
+            self._size,
+        )
 
     @property
     def _size(self) -> int:
@@ -269,7 +282,8 @@ class ServerPool(Generic[E]):
     def _all_gone(self) -> RunError:
         reasons = "".join(f"\n  {member.url}: {member.gone}" for member in self._members)
         return RunError(
-            f"none of the {self._size} generation servers is left:{reasons}",
+            f"none of the {self._size} generation servers responds:{reasons}",
+            code="server_unreachable",
             keys=("rollout.engine.url",),
             fix="start the servers again; then automodel resume RUN",
         )

@@ -44,7 +44,8 @@ class ServerProcess:
         self._url, self._key = server.url, server.api_key
         if answers(self._url, self._key):
             raise RunError(
-                f"something answers at {server.url} already, so no server of {key} was started there",
+                f"a server already responds at {server.url}, so {key} started none",
+                code="server_mismatch",
                 keys=(key,),
                 fix=f"end the other server, or {elsewhere}",
             )
@@ -56,7 +57,9 @@ class ServerProcess:
                     list(command), stdout=file, stderr=file, env=variables, start_new_session=True
                 )
             except OSError as error:
-                raise RunError(f"{key}: `{self._command}` cannot be started: {error.strerror}", keys=(key,)) from error
+                raise RunError(
+                    f"{key}: `{self._command}` cannot be started: {error.strerror}", code="command_failed", keys=(key,)
+                ) from error
         try:
             self._wait(timeout)
         except BaseException:
@@ -78,19 +81,20 @@ class ServerProcess:
     def _wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while not answers(self._url, self._key):
-            code = self._process.poll()
-            if code is not None:
-                raise self._failed(f"ended with code {code} before it answered")
+            status = self._process.poll()
+            if status is not None:
+                raise self._failed("server_failed", f"ended with code {status} before it responded")
             if time.monotonic() > deadline:
                 raise self._failed(
-                    f"did not answer within {timeout:g} seconds", fix="rollout.engine.start_timeout=1800"
+                    "timeout", f"did not respond within {timeout:g} seconds", fix="rollout.engine.start_timeout=1800"
                 )
             time.sleep(_POLL)
 
-    def _failed(self, what: str, fix: str | None = None) -> RunError:
+    def _failed(self, code: str, what: str, fix: str | None = None) -> RunError:
         tail = self._log.read_text(errors="replace")[-_TAIL:].strip()
         return RunError(
-            f"{self._asked}: `{self._command}` {what}; the end of {self._log}:\n{tail}",
+            f"{self._asked}: `{self._command}` {what}. The end of {self._log}:\n{tail}",
+            code=code,
             keys=(self._asked,),
             fix=fix,
         )

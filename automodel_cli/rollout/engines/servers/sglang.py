@@ -73,14 +73,17 @@ class SGLangEngine(WeightUpdateMixin):
         most = int(self.info.get("sampling_mask_max_tokens", 4096))
         if params.top_k > most:
             raise ConfigError(
-                f"top_k={params.top_k} is above --sampling-mask-max-tokens {most} of {self.server.url}",
+                f"top_k={params.top_k} must be at most --sampling-mask-max-tokens {most} of {self.server.url}",
+                code="out_of_range",
                 keys=("rollout.top_k",),
                 fix="rollout.top_k=0",
             )
         stages = int(self.info.get("pp_size", 1))
         if params.routing and stages > 1:
             raise ConfigError(
-                f"{self.server.url} has pp_size={stages}: SGLang tells the experts of one stage alone",
+                f"rollout.replay_routing=true is not supported with pp_size={stages} of {self.server.url}: SGLang "
+                "returns the experts of one stage only",
+                code="unsupported_combination",
                 keys=("rollout.replay_routing",),
                 fix="rollout.replay_routing=false",
             )
@@ -97,8 +100,9 @@ class SGLangEngine(WeightUpdateMixin):
         told, tokens = answer["meta_info"], list(answer["output_ids"])
         if reason == "length" and len(tokens) < params.max_new_tokens:
             raise RunError(
-                f"{self.server.url} ended a completion after {len(tokens)} of {params.max_new_tokens} tokens, behind a "
-                f"prompt of {len(prompt)}: its cache has no room, or its --context-length, of which some is kept back",
+                f"{self.server.url} ended a completion after {len(tokens)} of {params.max_new_tokens} tokens, with a "
+                f"prompt of {len(prompt)}. Its KV cache or --context-length is too small",
+                code="server_mismatch",
                 keys=("rollout.max_new_tokens", "rollout.engine.url"),
                 fix="python -m sglang.launch_server --model-path MODEL --context-length "
                 f"{len(prompt) + params.max_new_tokens + 6}",
@@ -108,7 +112,11 @@ class SGLangEngine(WeightUpdateMixin):
         else:
             logprobs = [float(value) for value, *_ in told["output_token_logprobs"]]
         if len(logprobs) != len(tokens):
-            raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
+            raise RunError(
+                f"{self.server.url} returned {len(tokens)} tokens but {len(logprobs)} log-probs",
+                code="invalid_response",
+                keys=("rollout.engine.url",),
+            )
         oldest, several = self.versions_in(told.get("weight_versions"), len(tokens), asked)
         read = answer.get("prompt_token_ids")
         other = None if read is None or list(read) == list(prompt) else list(read)
@@ -167,7 +175,9 @@ class SGLangEngine(WeightUpdateMixin):
         for key in ("dp_size", "pp_size"):
             if self.info.get(key, 1) != 1:
                 raise ConfigError(
-                    f"{self.server.url} has {key}={self.info[key]}: SGLang takes broadcast weights with tp_size alone",
+                    f"{self.server.url} has {key}={self.info[key]}, but SGLang accepts broadcast weights with "
+                    "tp_size only",
+                    code="server_mismatch",
                     keys=("rollout.engine.transport",),
                     fix="rollout.engine.transport=files",
                 )
@@ -205,8 +215,9 @@ class SGLangEngine(WeightUpdateMixin):
             if error.is_busy_or_gone or "vocabulary" not in error.message:
                 raise
             raise ConfigError(
-                f"{self.server.url} serves a model of another vocabulary: the tokenizer of this run has {last + 1} "
+                f"{self.server.url} serves a model with another vocabulary: the tokenizer of this run has {last + 1} "
                 f"tokens ({error.message})",
+                code="vocabulary_mismatch",
                 keys=("rollout.engine.url",),
                 fix="python -m sglang.launch_server --model-path MODEL, with the model of this run",
             ) from error
@@ -218,8 +229,9 @@ class SGLangEngine(WeightUpdateMixin):
         number = 0 if text is None else from_int32(text).size
         if not number or number % num_layers:
             raise ConfigError(
-                f"{self.server.url} serves a model of other layers: it told {number} experts of a token, and the model "
-                f"of this run has {num_layers} layers",
+                f"{self.server.url} serves a model with another number of layers: it returned {number} experts per "
+                f"token, and the model of this run has {num_layers} layers",
+                code="server_mismatch",
                 keys=("rollout.engine.url",),
                 fix="python -m sglang.launch_server --model-path MODEL, with the model of this run",
             )

@@ -48,16 +48,18 @@ class SGLangConfig(LiveServerConfig):
         super().__post_init__()
         if self.model is not None:
             raise ConfigError(
-                f"model={self.model}: an SGLang server has one model, and /generate does not name it",
+                f"model={self.model} is not supported: an SGLang server serves one model, and /generate "
+                "has no model name",
+                code="not_supported",
                 keys=("model",),
                 fix="model=null",
             )
         if self.transport == "broadcast" and self.servers is not None and self.servers.copies > 1:
             raise ConfigError(
-                f"transport=broadcast with {self.servers.copies} copies of the model in a server ("
-                f"servers.gpus_per_server={self.servers.gpus_per_server}, "
-                f"tensor_parallel_size={self.servers.tensor_parallel_size}): SGLang takes "
-                "broadcast weights with tensor parallelism alone",
+                f"transport=broadcast is not supported with {self.servers.copies} copies of the model in a server "
+                f"(servers.gpus_per_server={self.servers.gpus_per_server}, "
+                f"servers.tensor_parallel_size={self.servers.tensor_parallel_size})",
+                code="unsupported_combination",
                 keys=("transport", "servers.gpus_per_server", "servers.tensor_parallel_size"),
                 fix="transport=files",
             )
@@ -67,7 +69,8 @@ class SGLangConfig(LiveServerConfig):
         tell the log-probs of what it leaves."""
         if params.top_p < 1:
             raise ConfigError(
-                f"top_p={params.top_p}: SGLang does not say the log-probs of what its top_p leaves",
+                f"top_p={params.top_p} is not supported: SGLang returns log-probs before top-p filtering",
+                code="not_supported",
                 keys=("top_p", "engine"),
                 fix="rollout.top_p=1.0",
             )

@@ -37,13 +37,15 @@ class SGLangServers(ManagedServers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        gpus = self.gpus_per_server
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
-                "expert_parallel spreads experts over the GPUs of a copy in SGLang, and tensor_parallel_size=1 is its "
-                "only one",
+                "expert_parallel requires tensor_parallel_size above 1: SGLang distributes experts over the GPUs of "
+                "a model copy",
+                code="requires_setting",
                 keys=("expert_parallel", "tensor_parallel_size"),
-                fix=f"tensor_parallel_size={gpus}" if gpus > 1 else "expert_parallel=false",
+                fix=f"tensor_parallel_size={self.gpus_per_server}"
+                if self.gpus_per_server > 1
+                else "expert_parallel=false",
             )
 
     def command(self, model: str, wanted: ServerRequirements) -> list[str]:

@@ -23,7 +23,8 @@ def check_release(server: Server, path: str, engine: str, oldest: tuple[int, ...
         answer = None
     if not isinstance(answer, dict) or "version" not in answer:
         raise ConfigError(
-            f"{server.url} has no {path} with a version, so it is no {engine} server",
+            f"{server.url} is no {engine} server: {path} returns no version",
+            code="server_mismatch",
             keys=("rollout.engine.url",),
             fix=start,
         )
@@ -33,7 +34,8 @@ def check_release(server: Server, path: str, engine: str, oldest: tuple[int, ...
         return answer  # a build from source may call itself anything
     text = ".".join(map(str, oldest))
     raise ConfigError(
-        f"{server.url} is {engine} {version}, whose weight updates are others than those of {text} and later",
+        f"{server.url} is {engine} {version}, whose API for weight updates differs. At least {text} is required",
+        code="version_mismatch",
         keys=("rollout.engine.url",),
         fix=f"pip install '{engine.lower()}>={text}'",
     )

@@ -57,7 +57,8 @@ class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
         )
         if not (self.capabilities.token_ids and self.capabilities.logprobs):
             raise ConfigError(
-                f"{server.url} does not answer with token ids and log-probs",
+                f"{server.url} does not return token ids and log-probs",
+                code="server_mismatch",
                 keys=("rollout.engine.url",),
                 fix=VLLM,
             )
@@ -151,8 +152,9 @@ def _check_dev_mode(server: Server) -> None:
         if error.status != 404:
             raise
         raise ConfigError(
-            f"{server.url} has no /weight_info, so its weights cannot be replaced: it was started without "
-            "VLLM_SERVER_DEV_MODE=1",
+            f"{server.url} does not support weight updates: it has no /weight_info, because it was "
+            "started without VLLM_SERVER_DEV_MODE=1",
+            code="server_mismatch",
             keys=("rollout.engine.url",),
             fix="export VLLM_SERVER_DEV_MODE=1",
         ) from error

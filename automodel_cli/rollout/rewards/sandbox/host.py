@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ def check_memory(memory_mib: int) -> None:
     """Refuse what a node's `memory_mib` cannot be. Raises ConfigError."""
     if memory_mib < 64:
         raise ConfigError(
-            f"memory_mib={memory_mib} must be at least 64: Python itself needs some",
+            f"memory_mib={memory_mib} must be at least 64, which Python itself needs",
+            code="out_of_range",
             keys=("memory_mib",),
             fix="memory_mib=512",
         )
@@ -135,16 +137,17 @@ def require_isolation(*, allow: bool) -> None:
     """Raise ConfigError where this machine cannot cut foreign code off; warn instead if the user allows that."""
     lacking = [name for name in _CUT_OFF if name not in isolation()]
     if not lacking:
-        logger.info("foreign code is cut off from this machine: %s", statement())
+        logger.info("generated code is isolated from: %s", statement())
         return
-    what = f"this machine cannot cut foreign code off from {', '.join(lacking)} (its kernel allows: {statement()})"
+    what = f"this machine cannot isolate generated code from {', '.join(lacking)} (its kernel isolates: {statement()})"
     if not allow:
         raise ConfigError(
             what,
+            code="not_isolated",
             keys=("allow_unisolated",),
             fix="a machine whose kernel has seccomp, and user namespaces or Landlock (docs/security.md)",
         )
-    logger.warning("%s; IT RUNS ALL THE SAME (allow_unisolated=true): do not do so with models you do not trust", what)
+    warn("not_isolated", "%s. CODE RUNS UNISOLATED (allow_unisolated=true): use only models that you trust", what)
 
 
 def statement() -> str:

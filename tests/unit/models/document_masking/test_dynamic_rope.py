@@ -193,7 +193,7 @@ def test_the_sampler_draws_what_the_trainer_scores_or_is_refused():
     for config in PUBLISHED.values():
         check_decoding(config)
         check_lengths(config, 4096)
-        with pytest.raises(ConfigError, match="changes its rotary table at 4096 tokens") as refusal:
+        with raises(ConfigError, "sequence_length", keys=("data.seq_len",), values=(4096,)) as refusal:
             check_lengths(config, 4097)
         assert refusal.value.fix == "data.seq_len=4096"
     check_lengths(published("llama"), 10**6)

@@ -14,6 +14,7 @@ from automodel_cli.rollout.environments.calculator import Calculator, calculate
 from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
 from automodel_cli.rollout.environments.pool import EnvironmentPool, check_environment_rows
 from automodel_cli.rollout.types import Completion, SamplingParams
+from tests.errors import raises
 
 PARAMS = SamplingParams(max_new_tokens=40)
 TOOL = Calculator(pattern="calc: (.+)", tool_call_reward=-0.1, error_reward=-0.5)
@@ -142,7 +143,7 @@ def test_a_template_that_drops_earlier_turns_is_refused(tokenizer):
     forgetful = ByteTokenizer().build()
     forgetful.chat_template = tokenizer.chat_template.replace("for message in messages", "for message in messages[-1:]")
     script = Script(forgetful, [[("calc: 1 + 1", "stop")]])
-    with pytest.raises(DataError, match="cannot play several turns"):
+    with raises(DataError, "invalid_template", keys=("model.tokenizer",)):
         play(script, forgetful, TOOL, [episode_of(tokenizer, "1 + 1")], PARAMS, seq_len=200)
 
 
@@ -194,16 +195,22 @@ def test_a_wrong_call_is_told_and_the_model_may_try_again():
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_turns": 0}, {"on_error": "ignore"}, {"pattern": "("}, {"pattern": "calc"}, {"role": "robot"}]
+    ("code", "options"),
+    [
+        ("out_of_range", {"max_turns": 0}),
+        ("invalid_choice", {"on_error": "ignore"}),
+        ("invalid_value", {"pattern": "("}),
+        ("invalid_value", {"pattern": "calc"}),
+        ("invalid_choice", {"role": "robot"}),
+    ],
 )
-def test_wrong_options_are_refused(options):
-    with pytest.raises(ConfigError):
+def test_wrong_options_are_refused(code, options):
+    with raises(ConfigError, code, keys=tuple(options)):
         Calculator(**options)
 
 
 def test_every_environment_is_named_by_a_row():
     rows = [("a.jsonl:1", {"environment": "maths"})]
     check_environment_rows({"maths": TOOL}, "environment", rows)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "no_effect", keys=("rollout.environments.code",), fix="~rollout.environments.code"):
         check_environment_rows({"maths": TOOL, "code": TOOL}, "environment", rows)
-    assert error.value.keys == ("rollout.environments.code",) and error.value.fix == "~rollout.environments.code"

@@ -20,6 +20,7 @@ from automodel_cli.config.trust import Trust
 from automodel_cli.rollout.environments.mcp import MCPTools
 from automodel_cli.rollout.environments.pool import EnvironmentPool, Failure
 from automodel_cli.rollout.types import Account
+from tests.errors import raises
 
 SERVER = """
 import asyncio, os, sys
@@ -114,17 +115,14 @@ def test_a_server_that_was_killed_is_started_again_by_the_next_try(tools: MCPToo
 
 
 def test_what_is_no_server_is_refused(script: Path) -> None:
-    for command, words in (
-        ([sys.executable, "-c", "raise SystemExit(3)"], "does not start"),
-        (["/no/such/program"], "does not start"),
-    ):
-        with pytest.raises(RunError, match=words):
+    for command in ([sys.executable, "-c", "raise SystemExit(3)"], ["/no/such/program"]):
+        with raises(RunError, "server_failed", keys=("rollout.environment",), values=(command[-1],)):
             MCPTools(servers={"one": command}).check()
     two = MCPTools(servers={name: [sys.executable, str(script)] for name in ("one", "two")})
-    with pytest.raises(ConfigError, match=r"servers\.two and servers\.one both have a tool 'add'"):
+    with raises(ConfigError, "ambiguous", keys=("tools_of_server",), values=("servers.two", "servers.one", "add")):
         two.check()
     two.close()
-    with pytest.raises(ConfigError, match="no tool 'sub', only add, whose, refuse"):
+    with raises(ConfigError, "unknown_name", keys=("tools_of_server.one",), values=("sub", "add, whose, refuse")):
         MCPTools(servers={"one": [sys.executable, str(script)]}, tools_of_server={"one": ["sub"]}).check()
 
 
@@ -132,16 +130,20 @@ def test_a_config_may_not_start_a_server_by_itself(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/quickstart/export").mkdir(parents=True)
     node = "{_target_: automodel_cli.rollout.environments.mcp.MCPTools, servers: {one: python server.py}}"
-    with pytest.raises(ConfigError, match="--trust command"):
+    with raises(ConfigError, "untrusted_code"):
         check_config(compose("quickstart_grpo", [f"rollout.environment={node}"]), Trust())
     recipe = check_config(compose("quickstart_grpo", [f"rollout.environment={node}"]), Trust(frozenset({"command"})))
     assert recipe.rollout.environment.servers == {"one": "python server.py"}
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"servers": {"one": "a | b"}}, {"servers": {"one": "a"}, "tools_of_server": {"two": []}}],
+    ("options", "code", "key"),
+    [
+        ({}, "empty_value", "servers"),
+        ({"servers": {"one": "a | b"}}, "not_supported", "servers.one"),
+        ({"servers": {"one": "a"}, "tools_of_server": {"two": []}}, "unknown_name", "tools_of_server.two"),
+    ],
 )
-def test_servers_that_are_none_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+def test_servers_that_are_none_are_refused(options: dict[str, Any], code: str, key: str) -> None:
+    with raises(ConfigError, code, keys=(key,)):
         MCPTools(**options)

@@ -17,6 +17,7 @@ from automodel_cli.rollout.environments.base import Turn
 from automodel_cli.rollout.environments.functions import FunctionTools
 from automodel_cli.rollout.environments.python_tool import PythonTool
 from automodel_cli.rollout.rewards.sandbox.host import _CUT_OFF, isolation, statement
+from tests.errors import raises
 
 
 def area(width: float, height: float = 1.0) -> float:
@@ -121,17 +122,17 @@ def test_a_message_makes_only_so_many_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code", "key"),
     [
-        ({}, "no function"),
-        ({"functions": {"f": undescribed}}, "does not say what it takes"),
-        ({"functions": {"f": area}, "pattern": "call"}, "has no group"),
-        ({"functions": {"f": area}, "role": "robot"}, "must be one of tool, user"),
-        ({"functions": {"f": area}, "max_calls": 0}, "must be at least 1"),
+        ({}, "empty_value", "functions"),
+        ({"functions": {"f": undescribed}}, "invalid_value", "functions.f"),
+        ({"functions": {"f": area}, "pattern": "call"}, "invalid_value", "pattern"),
+        ({"functions": {"f": area}, "role": "robot"}, "invalid_choice", "role"),
+        ({"functions": {"f": area}, "max_calls": 0}, "out_of_range", "max_calls"),
     ],
 )
-def test_tools_that_cannot_be_called_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_tools_that_cannot_be_called_are_refused(options: dict[str, Any], code: str, key: str) -> None:
+    with raises(ConfigError, code, keys=(key,)):
         FunctionTools(**options)
 
 

@@ -18,6 +18,7 @@ from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.environments.verifiers import VerifiersEnvironment, VerifiersTasks
 from automodel_cli.rollout.types import Completion, SamplingParams
+from tests.errors import raises
 
 MODULE = """
 import verifiers as vf
@@ -136,7 +137,7 @@ def test_a_conversation_that_has_no_room_left_is_judged_as_it_is(turns: Any, opt
 
 
 def test_an_environment_that_rewrites_the_conversation_is_refused_with_its_turn() -> None:
-    with pytest.raises(DataError, match="sample 0, turn 1: message 1: the environment asks about a conversation"):
+    with raises(DataError, "environment_failed", values=("sample 0, turn 1: message 1",)):
         played(half_of(8), "4", kind="rewriting")
 
 
@@ -165,9 +166,11 @@ def test_the_runs_own_signal_handlers_stay() -> None:
 
 
 def test_what_cannot_be_an_environment_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot go back one turn"):
+    with raises(ConfigError, "not_supported", keys=("retries",), values=(1,), fix="retries=0"):
         VerifiersEnvironment(environment="halves", retries=1)
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with raises(ConfigError, "environment_failed", keys=("environment",), values=("no_such_module",)):
         VerifiersEnvironment(environment="no_such_module").check()
-    with pytest.raises(ConfigError, match="no name of a module"):
+    with raises(
+        ConfigError, "invalid_value", keys=("environment",), values=("owner/some-name",), fix="environment=some_name"
+    ):
         VerifiersEnvironment(environment="owner/some-name").check()

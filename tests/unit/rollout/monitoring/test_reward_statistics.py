@@ -15,6 +15,7 @@ from automodel_cli.rollout.monitoring.health_monitor import HealthMonitor
 from automodel_cli.rollout.monitoring.reward_statistics import is_wrong, of_k_samples
 from automodel_cli.rollout.rollout_result import Rollout
 from automodel_cli.rollout.types import Account, Sample, Score
+from tests.errors import raises
 
 
 def sample(place: int, index: int, total: float, source: str = "a", *, failed: bool = False, **parts: float) -> Sample:
@@ -100,8 +101,14 @@ def test_an_environment_that_fails_is_told_once_and_not_as_a_reward_too():
     assert len(said) == 1 and "failed in their environment" in said[0]
 
 
-@pytest.mark.parametrize("options", [{"validation_samples": -1}, {"validation_temperature": 0.6}])
-def test_refused(options):
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"validation_samples": -1}, "out_of_range"),
+        ({"validation_temperature": 0.6}, "requires_setting"),
+        ({"validation_temperature": 0.0, "validation_samples": 2}, "out_of_range"),
+    ],
+)
+def test_refused(options, code):
+    with raises(ConfigError, code, keys=tuple(options), values=tuple(options.values())):
         RolloutConfig(**options)
-    assert set(options) <= set(caught.value.keys)

@@ -17,6 +17,7 @@ from automodel_cli.rollout.http import ServerError
 from automodel_cli.rollout.rewards.aggregate import RewardSum
 from automodel_cli.rollout.rewards.base import RewardInput
 from automodel_cli.rollout.rewards.remote import ModelJudge, ScoreServer
+from tests.errors import raises
 
 ASKED: list[tuple[str, dict[str, Any], str | None]] = []
 
@@ -88,7 +89,7 @@ def test_an_answer_of_another_form_is_an_error_of_its_samples(url: str):
 
 
 def test_a_server_that_is_gone_is_named_by_the_key_of_the_reward():
-    with pytest.raises(ServerError, match="localhost:1/score failed") as caught:
+    with raises(ServerError, "server_unreachable", values=("http://localhost:1/score",)) as caught:
         ScoreServer(url="http://localhost:1", retries=0).scores([judged("a")])
     assert caught.value.fix == "start the server, or set url"
 
@@ -133,9 +134,9 @@ def test_the_default_pattern_reads_the_score_and_not_its_scale(said: str, expect
 def test_what_cannot_work_is_refused_before_the_first_rollout():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
-        with pytest.raises(ConfigError, match="nothing answers there"):
+        with raises(ConfigError, "server_unreachable", keys=("url",)):
             RewardSum({"far": ScoreServer(url=f"http://127.0.0.1:{taken.getsockname()[1]}")})
-    with pytest.raises(ConfigError, match="no http address"):
+    with raises(ConfigError, "invalid_value", keys=("url",), values=("localhost:8000",)):
         ScoreServer(url="localhost:8000")
-    with pytest.raises(ConfigError, match=r"no \{completion\}"):
+    with raises(ConfigError, "invalid_value", keys=("instruction",)):
         ModelJudge(url="http://x", model="m", instruction="Rate it")

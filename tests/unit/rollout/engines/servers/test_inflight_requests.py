@@ -10,6 +10,7 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.engines.servers.colocated import SharedGPUs
 from automodel_cli.rollout.types import SamplingParams
+from tests.errors import raises
 from tests.unit.rollout.engines.servers.test_http_engine_servers import Refused, VLLMDouble, make_oracle
 from tests.unit.rollout.engines.servers.test_server_pool import SEEN, dropped, pool_of
 
@@ -105,7 +106,7 @@ def test_of_a_request_that_fails_nothing_stays_open(engines, doubles):
         raise Refused(400, "no")
 
     doubles[0].hooks[SEEN] = refuse
-    with pytest.raises(RunError, match="400"):
+    with raises(RunError, "server_rejected", values=(400,)):
         engine.generate([[7]], ONE_TOKEN)
     engine.idle_fraction()
     time.sleep(0.01)

@@ -24,6 +24,7 @@ from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import SamplingParams
 from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests import tiny
+from tests.errors import raises
 from tests.unit.rollout.engines.servers.test_http_engine_servers import Refused, VLLMDouble, build_model, make_oracle
 
 PROMPTS = [[7, 8, 9], [30, 31], [40, 41, 42, 43], [50]]
@@ -170,7 +171,8 @@ def test_a_server_killed_while_it_generates_is_left_out_until_it_has_the_weights
         assert_same(pool.generate(prompts, PARAMS, seeds), want)
     assert pool.metrics == {"live_servers": 1}
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith(f"generation server {second.url} is left out, 1 of 2 go on: POST {second.url}{SEEN} failed")
+    assert said.startswith(f"[server_unreachable] generation server {second.url} ")
+    assert f"1 of 2 remain: POST {second.url}{SEEN} failed" in said
     assert seen(first).keys() == set(map(tuple, prompts))  # also those that the other had
 
     again = VLLMDouble(make_oracle(tokenizer), second.server.server_address[1])
@@ -186,7 +188,7 @@ def test_a_server_killed_while_it_generates_is_left_out_until_it_has_the_weights
     more = build_model(tokenizer)
     tiny.perturb(more, 6)
     pool.update_weights([named(more)])
-    assert pool.metrics == {"live_servers": 2} and "is taken back" in caplog.text
+    assert pool.metrics == {"live_servers": 2} and "[server_restored]" in caplog.text
     found = pool.generate(prompts, PARAMS, seeds)
     assert_same(found, oracle_of(more, tokenizer).generate(prompts, PARAMS, seeds))
     assert seen(again) and {c.weight_version for c in found} == {2}
@@ -232,7 +234,9 @@ def test_without_a_server_the_run_ends_and_says_of_each_why(doubles, tokenizer):
     pool = pool_of(doubles, tokenizer)
     for double in doubles:
         kill(double)
-    with pytest.raises(RunError, match=r"(?s)none of the 2 generation servers is left:.*automodel resume RUN") as error:
+    with raises(
+        RunError, "server_unreachable", keys=("rollout.engine.url",), values=(2, "automodel resume RUN")
+    ) as error:
         pool.generate(*asked(2)[:1], PARAMS, asked(2)[1])
     assert all(f"\n  {double.url}: POST" in str(error.value) for double in doubles)
 
@@ -257,7 +261,7 @@ def test_a_server_that_dies_during_an_update_is_left_out_and_one_that_refuses_en
         raise Refused(500, "size mismatch")
 
     doubles[0].hooks["/collective_rpc"] = refuse
-    with pytest.raises(RunError, match="size mismatch"):
+    with raises(RunError, "server_unreachable", values=("size mismatch",)):
         pool.update_weights([named(trained)])
     assert not list(tmp_path.iterdir())
 
@@ -270,7 +274,7 @@ def test_what_a_server_refuses_is_not_sent_to_the_next(doubles, tokenizer):
 
     for double in doubles:
         double.hooks[SEEN] = refuse
-    with pytest.raises(RunError, match=r"400 .*too long"):
+    with raises(RunError, "server_rejected", values=(400, "too long")):
         pool.generate([[7, 8, 9]], PARAMS, [1])
     assert pool.metrics == {"live_servers": 2} and not seen(doubles[1])
 
@@ -280,11 +284,11 @@ def test_servers_that_give_other_things_are_refused_and_fixed_weights_stay(doubl
     pool = ServerPool(engines, concurrency=4)
     prompts, seeds = asked(1)
     assert_same(pool.generate(prompts, PARAMS, seeds), make_oracle(tokenizer).generate(prompts, PARAMS, seeds))
-    with pytest.raises(RunError, match="serves fixed weights"):
+    with raises(RunError, "not_supported", keys=("rollout.engine",)):
         pool.update_weights([])
     doubles[1].token_ids = False
     engines[1] = OpenAIEngine(Server(doubles[1].url), tokenizer)
-    with pytest.raises(ConfigError, match="do not give the same"):
+    with raises(ConfigError, "server_mismatch", keys=("rollout.engine.url",), values=("token_ids",)):
         ServerPool(engines, concurrency=4)
 
 
@@ -292,17 +296,21 @@ TWO = ["http://a:1", "http://b:1"]
 
 
 @pytest.mark.parametrize(
-    ("node", "options", "said", "fix"),
+    ("node", "options", "code", "fix"),
     [
-        (ServerConfig, {"url": []}, "names no server", "url=http://localhost:8000"),
-        (ServerConfig, {"url": ["http://a:1", "b:1"]}, "has no http://", "url=[http://a:1,http://b:1]"),
-        (ServerConfig, {"url": ["http://a:1", "http://a:1/"]}, "names a server twice", "url=[http://a:1]"),
-        (ServerConfig, {"url": "a:1"}, "url='a:1' has no http://", "url=http://a:1"),
-        (VLLMConfig, {"url": TWO, "transport": "files", "command": "vllm serve"}, "starts one server", "command=null"),
+        (ServerConfig, {"url": []}, "empty_value", "url=http://localhost:8000"),
+        (ServerConfig, {"url": ["http://a:1", "b:1"]}, "invalid_value", "url=[http://a:1,http://b:1]"),
+        (ServerConfig, {"url": ["http://a:1", "http://a:1/"]}, "invalid_value", "url=[http://a:1]"),
+        (ServerConfig, {"url": "a:1"}, "invalid_value", "url=http://a:1"),
+        (
+            VLLMConfig,
+            {"url": TWO, "transport": "files", "command": "vllm serve"},
+            "unsupported_combination",
+            "command=null",
+        ),
     ],
     ids=["none", "scheme", "twice", "one", "command"],
 )
-def test_addresses_are_checked(node, options, said, fix):
-    with pytest.raises(ConfigError) as error:
+def test_addresses_are_checked(node, options, code, fix):
+    with raises(ConfigError, code, keys=(fix.split("=")[0],), fix=fix):
         node(**options)
-    assert said in str(error.value) and error.value.fix == fix

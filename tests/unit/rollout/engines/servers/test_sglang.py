@@ -27,6 +27,7 @@ from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import SamplingParams
 from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests import tiny
+from tests.errors import raises
 from tests.signatures import SIGNATURES, bind
 from tests.unit.rollout.engines.servers.test_http_engine_servers import Refused, VLLMDouble, build_model, make_oracle
 
@@ -172,7 +173,7 @@ def test_weights_by_files_and_answers_that_say_their_version(double, tokenizer, 
     want = HFEngine(trained, stop_token_ids=[tokenizer.eos_token_id], pad_token_id=0).generate([[7, 8, 9]], GREEDY)
     assert got.tokens == want[0].tokens and got.weight_version == 2 and not list(tmp_path.iterdir())
     double.weight_version = "default"
-    with pytest.raises(RunError, match="no longer has the weights that this run gave it"):
+    with raises(RunError, "server_mismatch", keys=("rollout.engine.url",), fix="automodel resume RUN"):
         engine.generate([[7, 8, 9]], GREEDY)
 
 
@@ -183,7 +184,7 @@ def test_weights_that_the_server_refuses_end_the_update_and_it_goes_on(double, t
         raise Refused(400, '{"success": false, "message": "Failed to update weights: 354 != 400"}')
 
     double.hooks["/update_weights_from_disk"] = refuse
-    with pytest.raises(RunError, match=r"update_weights_from_disk failed: 400 .*354 != 400"):
+    with raises(RunError, "server_rejected", values=(400, 354)):
         engine.update_weights([[("w", torch.zeros(1))]])
     assert double.calls[-1][0] == "/continue_generation" and engine.weight_version == 0
 
@@ -202,7 +203,7 @@ def test_a_completion_that_is_broken_off_is_asked_for_again(double, tokenizer, t
     double.hooks["/generate"] = broken_off
     assert engine.generate([[7, 8, 9]], GREEDY)[0].finish_reason in ("stop", "length") and not reasons
     reasons += ["abort"] * 2
-    with pytest.raises(RunError, match=r"ended a completion by 'abort' \(2 tries\)"):
+    with raises(RunError, "invalid_response", values=("abort", 2)):
         engine.generate([[7, 8, 9]], GREEDY)
 
 
@@ -216,7 +217,7 @@ def test_a_completion_that_is_cut_before_its_limit_is_no_sample(double, tokenize
 
     double.hooks["/generate"] = cut
     assert len(engine.generate([[7, 8, 9]], SamplingParams(3))[0].tokens) <= 3
-    with pytest.raises(RunError, match=r"ended a completion after 3 of 8 tokens") as error:
+    with raises(RunError, "server_mismatch", keys=("rollout.max_new_tokens",), values=(3, 8)) as error:
         engine.generate([[7, 8, 9]], SamplingParams(8, temperature=0.0))
     assert error.value.fix == "python -m sglang.launch_server --model-path MODEL --context-length 17"
 
@@ -224,32 +225,32 @@ def test_a_completion_that_is_cut_before_its_limit_is_no_sample(double, tokenize
 def test_other_servers_and_vocabularies_are_refused_before_a_step(double, tokenizer, tmp_path):
     files = FileTransfer(tmp_path)
     double.info["version"] = "0.5.20.post1"
-    with pytest.raises(ConfigError, match=r"is SGLang 0.5.20.post1, whose weight updates are others"):
+    with raises(ConfigError, "version_mismatch", values=("0.5.20.post1",)):
         engine_at(double, tokenizer, files)
     double.info["version"] = "0.6.0"
     engine_at(double, tokenizer, files)
     double.vocabulary = len(tokenizer) - 1
-    with pytest.raises(ConfigError, match=r"another vocabulary: the tokenizer of this run has .*valid range"):
+    with raises(ConfigError, "vocabulary_mismatch", keys=("rollout.engine.url",)):
         engine_at(double, tokenizer, files)
     del double.info["version"]
-    with pytest.raises(ConfigError, match="so it is no SGLang server"):
+    with raises(ConfigError, "server_mismatch", values=("SGLang",)):
         engine_at(double, tokenizer, files)
     double.server.shutdown()
     double.server.server_close()
-    with pytest.raises(RunError, match=r"server_info failed \(2 tries\): .*refused"):
+    with raises(RunError, "server_unreachable", values=("server_info", 2)):
         engine_at(double, tokenizer, files, retries=1)
 
 
 def test_distributions_whose_logprobs_it_does_not_tell_are_refused_by_check(double, tokenizer, tmp_path):
     engine = SGLangConfig(url="http://localhost:30000")
-    with pytest.raises(ConfigError, match=r"top_p=0.9: SGLang does not say the log-probs"):
+    with raises(ConfigError, "not_supported", keys=("top_p",), values=(0.9,), fix="rollout.top_p=1.0"):
         RolloutConfig(engine=engine, top_p=0.9)
     assert RolloutConfig(engine=engine, top_k=8).engine is engine
-    with pytest.raises(ConfigError, match="top_k=65 is above --sampling-mask-max-tokens 64"):
+    with raises(ConfigError, "out_of_range", keys=("rollout.top_k",), values=(65, 64)):
         engine_at(double, tokenizer, FileTransfer(tmp_path)).generate([[7]], SamplingParams(4, top_k=65))
-    with pytest.raises(ConfigError, match="transport=broadcast needs GPUs of its own on either side"):
+    with raises(ConfigError, "unsupported_combination", keys=("engine.transport", "placement")):
         RolloutConfig(engine=SGLangConfig(url="http://localhost:30000", transport="broadcast"), placement="colocated")
-    with pytest.raises(ConfigError, match="model=x: an SGLang server has one model"):
+    with raises(ConfigError, "not_supported", keys=("model",), values=("x",)):
         SGLangConfig(url="http://localhost:30000", model="x")
 
 
