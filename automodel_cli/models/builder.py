@@ -128,8 +128,9 @@ def _library_model(hf_config: PretrainedConfig, config: ModelConfig, name: str) 
         unknown = isinstance(error, KeyError) and error.args == (name,)  # a class with attention of its own kinds
         reason = f"the model has no attention of this name ({error})" if unknown else error
         raise ConfigError(
-            f"{type(hf_config).__name__} with attn_implementation={config.attn_implementation!r} cannot be built: "
+            f"attn_implementation={config.attn_implementation!r} is not supported with {type(hf_config).__name__}: "
             f"{reason}",
+            code="not_supported_by_model",
             keys=("attn_implementation",),
             fix="model.attn_implementation=eager"
             if config.attn_implementation == attention_packed.PACKED
@@ -144,8 +145,9 @@ def _choose_experts_kernel(model: PreTrainedModel, config: ModelConfig) -> None:
         return
     if not any(is_experts(module) for module in model.modules()):
         raise ConfigError(
-            f"moe.experts_implementation={kernel}, but {type(model).__name__} has no experts that the library calls "
-            "through its interface",
+            f"moe.experts_implementation={kernel} is not supported because {type(model).__name__} has no experts that "
+            "use the experts interface of transformers",
+            code="not_supported_by_model",
             keys=("moe.experts_implementation",),
             fix=f"model.moe.experts_implementation={MoEConfig.experts_implementation}",
         )

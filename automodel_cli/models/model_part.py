@@ -180,8 +180,8 @@ class ModelPart(nn.Module):
             )
         if attention != PACKED:
             raise ConfigError(
-                f"attn_implementation={attention!r} knows nothing of tokens on other ranks, but "
-                f"mesh.cp_size={group.size} shares rows between ranks",
+                f"attn_implementation={attention!r} does not support context parallelism (mesh.cp_size={group.size})",
+                code="unsupported_combination",
                 keys=("model.attn_implementation", "mesh.cp_size"),
                 fix="model.attn_implementation=packed",
             )

@@ -72,7 +72,9 @@ def probe_packing(
             return
         fix = _fix(hf_config, attention, rows, trust_remote_code)
     raise ConfigError(
-        f"{hf_config.model_type} with attn_implementation={attention!r} cannot train on {rows} rows: {reason}",
+        f"attn_implementation={attention!r} is not supported for {hf_config.model_type} with {rows} rows because "
+        f"{reason}",
+        code="not_measured" if reason.startswith(_UNMEASURED) else "not_supported_by_model",
         keys=("data.packing", "model.attn_implementation"),
         fix=fix,
     )
