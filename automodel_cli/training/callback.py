@@ -175,13 +175,25 @@ class Callbacks:
     def _check(self, name: str, hook: str, more: Any, known: Mapping[str, Any]) -> None:
         """Refuse what no row of metrics.jsonl can hold."""
         if not isinstance(more, Mapping):
-            raise RunError(f"callback {name}.{hook} returned {more!r}, where a mapping of names to numbers is expected")
+            raise RunError(
+                f"callback {name}.{hook} returned {more!r}, but must return a mapping of names to numbers",
+                code="callback_failed",
+                keys=("callbacks",),
+            )
         for key, value in more.items():
             is_number = isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0
             if not isinstance(key, str) or not is_number:
-                raise RunError(f"callback {name}.{hook} returned {key!r}: {value!r}, which is no name with one number")
+                raise RunError(
+                    f"callback {name}.{hook} returned {key!r}: {value!r}, but each entry must map a name to one number",
+                    code="callback_failed",
+                    keys=("callbacks",),
+                )
             if key in known or key in _OF_THE_METER:
-                raise RunError(f"callback {name}.{hook} returned {key!r}, a column that there is already")
+                raise RunError(
+                    f"callback {name}.{hook} returned {key!r}, but metrics.jsonl already has a column of this name",
+                    code="callback_failed",
+                    keys=("callbacks",),
+                )
 
     @contextmanager
     def _named(self, name: str, hook: str, step: int | None = None) -> Iterator[None]:
@@ -196,8 +208,9 @@ class Callbacks:
             when = "" if step is None else f" at step {step}"
             raise RunError(
                 f"callback {name} failed in {hook}{when}: {type(error).__name__}: {error} ({_place(error, name)})",
+                code="callback_failed",
                 keys=("callbacks",),
-                fix=f"automodel resume {word(self._run.run_dir)}   (once it is mended; from the newest checkpoint)",
+                fix=f"automodel resume {word(self._run.run_dir)}   (after you correct the callback)",
             ) from error
 
 

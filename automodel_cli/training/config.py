@@ -19,7 +19,9 @@ def _positive(section: str, **fields: int | float | None) -> None:
     """Refuse zero and negative numbers; None means "not used" and passes."""
     for name, value in fields.items():
         if value is not None and not value > 0:
-            raise ConfigError(f"{name}={value} must be greater than 0", keys=(name,), fix=f"{section}.{name}=1")
+            raise ConfigError(
+                f"{name}={value} must be greater than 0", code="out_of_range", keys=(name,), fix=f"{section}.{name}=1"
+            )
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,22 @@ class TrainConfig:
         )
         if self.extend_schedule not in (None, "continue", "restart", "stretch"):
             raise ConfigError(
-                f"extend_schedule={self.extend_schedule!r} is none of continue, restart, stretch",
+                f"extend_schedule={self.extend_schedule!r} must be one of: continue, restart, stretch",
+                code="invalid_choice",
                 keys=("extend_schedule",),
                 fix="train.extend_schedule=restart",
             )
         if self.max_restarts < 0:
             raise ConfigError(
-                f"max_restarts={self.max_restarts} must not be negative",
+                f"max_restarts={self.max_restarts} must be at least 0",
+                code="out_of_range",
                 keys=("max_restarts",),
                 fix="train.max_restarts=0",
             )
         if self.max_steps is None and self.epochs is None:
             raise ConfigError(
-                "the run has no end: neither max_steps nor epochs is given",
+                "the length of the run is missing: set max_steps or epochs",
+                code="missing_key",
                 keys=("max_steps", "epochs"),
                 fix="train.epochs=1",
             )
@@ -94,6 +99,7 @@ class TrainConfig:
             raise ConfigError(
                 f"global_batch_size={self.global_batch_size} is not a multiple of "
                 f"microbatch_size={self.microbatch_size}",
+                code="not_divisible",
                 keys=("global_batch_size", "microbatch_size"),
                 fix=f"train.microbatch_size={self._fitting_microbatch(1)}",
             )
@@ -113,6 +119,7 @@ class TrainConfig:
             raise ConfigError(
                 f"global_batch_size={self.global_batch_size} is not a multiple of "
                 f"microbatch_size={self.microbatch_size} x {dp_size} data-parallel ranks = {rows}",
+                code="not_divisible",
                 keys=("global_batch_size", "microbatch_size"),
                 fix=f"train.global_batch_size={self._nearest_global(rows)}"
                 if self.global_batch_size % dp_size
@@ -179,19 +186,22 @@ class ValidationConfig:
         _positive("validation", every=self.every, num_batches=self.num_batches, patience=self.patience)
         if self.direction not in (None, "min", "max"):
             raise ConfigError(
-                f"direction={self.direction!r} is neither min nor max",
+                f"direction={self.direction!r} must be one of: min, max",
+                code="invalid_choice",
                 keys=("direction",),
                 fix="validation.direction=min",
             )
         if self.direction is None and self.metric != LOSS:
             raise ConfigError(
-                f"metric={self.metric}: whether a smaller or a larger value is better is not given",
+                f"metric={self.metric} requires direction: min if smaller values are better, max if larger ones are",
+                code="requires_setting",
                 keys=("metric", "direction"),
                 fix="validation.direction=max, or validation.direction=min",
             )
         if self.patience is not None and self.every is None:
             raise ConfigError(
-                f"patience={self.patience} counts validations during the run, but every=null",
+                f"patience={self.patience} has no effect with every=null, because no validation runs during training",
+                code="no_effect",
                 keys=("patience", "every"),
                 fix="validation.every=100, or validation.patience=null",
             )
@@ -242,12 +252,18 @@ class CheckpointConfig:
         _positive("checkpoint", every=self.every, keep_latest_k=self.keep_latest_k)
         if not 0 <= self.export_check_minutes < math.inf:
             raise ConfigError(
-                f"export_check_minutes={self.export_check_minutes} must be 0 or more, and finite",
+                f"export_check_minutes={self.export_check_minutes} must be finite and at least 0",
+                code="out_of_range",
                 keys=("export_check_minutes",),
                 fix="checkpoint.export_check_minutes=30",
             )
         if self.resume is not None and not self.resume.strip():
-            raise ConfigError("resume is an empty string", keys=("resume",), fix="checkpoint.resume=auto")
+            raise ConfigError(
+                f"resume={self.resume!r} must not be empty",
+                code="empty_value",
+                keys=("resume",),
+                fix="checkpoint.resume=auto",
+            )
 
     def due(self, step: int, num_steps: int) -> bool:
         """Is a checkpoint due after optimizer step `step` (1-based)?"""
@@ -279,7 +295,8 @@ class ProfileConfig:
         _positive("logging.profile", start_step=self.start_step, num_steps=self.num_steps)
         if not self.ranks or min(self.ranks) < 0:
             raise ConfigError(
-                f"ranks={list(self.ranks)} must name at least one rank, counted from 0",
+                f"ranks={list(self.ranks)} must contain at least one rank, and ranks must be at least 0",
+                code="out_of_range" if self.ranks else "empty_value",
                 keys=("ranks",),
                 fix="logging.profile.ranks=[0]",
             )

@@ -193,9 +193,9 @@ def _refuse(loss: Tensor, grad_norm: Tensor, weight: Tensor, stages: Stages, bat
     else:
         reason = f"the gradient norm is {grad_norm.item()}"
     raise NonFiniteError(
-        f"{reason}; stopped before the optimizer step",
+        f"{reason}. Stopped before the optimizer step",
         _suspects(stages, batches),
-        fix="inspect these rows, or lower optimizer.lr; the last checkpoint is good",
+        fix="inspect these rows, or lower optimizer.lr and resume from the last checkpoint",
     )
 
 

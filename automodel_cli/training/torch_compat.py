@@ -94,10 +94,11 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         raise RunError(
-            f"the checkpoint's metadata names {module}.{name}, which describes no tensor: it was not loaded, "
-            "and reading it as torch does could have run a program",
+            f"the metadata of the checkpoint refers to {module}.{name}, which describes no tensor. It was not loaded, "
+            "because unpickling it could run code",
+            code="unsafe_file",
             keys=("checkpoint.resume",),
-            fix="checkpoint.resume=null, and ask whoever gave you the checkpoint what it is",
+            fix="checkpoint.resume=null, and check where the checkpoint comes from",
         )
 
 
@@ -127,7 +128,8 @@ def _check(metadata: object, path: Path) -> None:
 
 def _refused(path: Path, what: str) -> RunError:
     return RunError(
-        f"{path} {what}: this is no checkpoint that automodel wrote",
+        f"{path} {what}, so automodel did not write this checkpoint",
+        code="unsafe_file",
         keys=("checkpoint.resume",),
         fix="checkpoint.resume=an earlier step-NNNNNN of the run",
     )

@@ -44,7 +44,8 @@ def _require(module: str, package: str) -> None:
     """Refuse a tracker whose package is not installed, without importing it."""
     if find_spec(module) is None:
         raise ConfigError(
-            f"tracker {package!r} needs the package {package!r}, which is not installed",
+            f"tracker {package!r} requires the package {package!r}, which is not installed",
+            code="missing_package",
             fix=f"pip install {package}",
         )
 
@@ -215,7 +216,9 @@ def tracker_errors(tracker: object, hook: str) -> Iterator[None]:
     except Exception as error:
         kind = f"{type(tracker).__module__}.{type(tracker).__qualname__}"
         raise RunError(
-            f"tracker {kind} failed in {hook}: {type(error).__name__}: {error}", keys=("logging.trackers",)
+            f"tracker {kind} failed in {hook}: {type(error).__name__}: {error}",
+            code="callback_failed",
+            keys=("logging.trackers",),
         ) from error
 
 
@@ -236,4 +239,4 @@ def tracker_nodes(trackers: Sequence[TrackerName | TrackerNode]) -> list[Tracker
     try:
         return [BY_NAME[item]() if isinstance(item, str) else item for item in trackers]
     except ConfigError as error:
-        raise ConfigError(error.message, keys=("trackers",), fix=error.fix) from error
+        raise ConfigError(error.message, code=error.code, keys=("trackers",), fix=error.fix) from error

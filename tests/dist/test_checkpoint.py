@@ -30,6 +30,7 @@ from automodel_cli.training.optimizers.nodes import AdamW, Muon
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch, launch_all
+from tests.errors import assert_error
 from tests.tiny import packed_batch, tiny_fields, token_row
 
 NODES = {
@@ -246,13 +247,13 @@ def _full_disk_on_rank1(rank, world, folder):
     try:
         checkpointer.save(2, [part], optimizer, scheduler)
     except RunError as error:
-        return str(error), checkpointer.latest() == good, [p.name for p in Path(folder, "checkpoints").iterdir()]
+        return error.full_text, checkpointer.latest() == good, [p.name for p in Path(folder, "checkpoints").iterdir()]
     return None
 
 
 def test_a_disk_that_is_full_for_one_rank_stops_all_with_the_same_message(tmp_path):
     for message, kept, names in launch_all(_full_disk_on_rank1, 2, str(tmp_path)):
-        assert "No space left on device" in message and "last good checkpoint is" in message
+        assert_error(message, "disk_full", values=("No space left on device", "step-000001"))
         assert kept and names == ["step-000001"]
 
 

@@ -103,9 +103,10 @@ class Checkpointer:
         read_meta(path)
         if latest is not None and path.parent == latest.resolve().parent and path != latest.resolve():
             raise RunError(
-                f"{path.name} is not the newest checkpoint of this run; {latest.name} comes after it",
+                f"checkpoint.resume={path} is not the newest checkpoint of this run: {latest.name} is newer",
+                code="resume_conflict",
                 keys=("checkpoint.resume",),
-                fix=f"run_name=another-name to branch off here, or checkpoint.resume={latest}",
+                fix=f"run_name=<another name> to start a new run from here, or checkpoint.resume={latest}",
             )
         return path
 
@@ -176,7 +177,8 @@ class Checkpointer:
             state = {key: tensor for key, tensor in self._kept.items() if key.startswith(f"{name}.")}
             if not any(key.startswith(f"{name}.") for key in metadata.state_dict_metadata):
                 raise RunError(
-                    f"checkpoint {path} holds no {name}: it is of a run whose {name} stayed as it was loaded",
+                    f"checkpoint {path} contains no {name}, because the run that wrote it did not update its {name}",
+                    code="checkpoint_mismatch",
                     keys=(f"{name}_update", "checkpoint.resume"),
                     fix=f"{name}_update=null",
                 )
@@ -251,7 +253,11 @@ class Checkpointer:
         try:
             dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         except dcp.CheckpointException as error:  # a BaseException, which would pass every handler but this one
-            raise RunError(f"checkpoint {path} could not be read: {_reason(error)}") from error
+            raise RunError(
+                f"checkpoint {path} cannot be read: {_reason(error)}",
+                code="checkpoint_incomplete",
+                keys=("checkpoint.resume",),
+            ) from error
 
     def verify(self, path: Path) -> None:
         """Read every file of `path` once, shared between the ranks, and compare with what was written. Collective.
@@ -279,11 +285,15 @@ class Checkpointer:
                 problem = error
             aside = self._from_rank0(partial(self._set_aside, path, problem))
             if self._rank == 0:
-                print(f"{problem.message}; set aside as {aside.name}, looking for the one before it", file=sys.stderr)
+                print(
+                    f"{problem.message}. Renamed it to {aside.name}. Trying the previous checkpoint.", file=sys.stderr
+                )
         if problem is not None:
             raise RunError(
-                f"no checkpoint of this run is whole; the last one found: {problem.message}",
-                fix=f"copy one from a backup to {self._dir.path}; the same command again starts from step 0",
+                f"every checkpoint of this run is damaged or incomplete. The oldest: {problem.message}",
+                code="checkpoint_incomplete",
+                keys=("checkpoint.resume",),
+                fix=f"copy a checkpoint from a backup to {self._dir.path}, or repeat the command to start from step 0",
             )
         return None
 
@@ -339,13 +349,14 @@ class Checkpointer:
         """The user's error: what, where, how much space is left, and what can still be resumed from."""
         free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
         latest = self._dir.latest()
-        kept = f"; the last good checkpoint is {latest}" if latest else "; there is no earlier one"
+        kept = f"The newest complete checkpoint is {latest}" if latest else "No earlier checkpoint exists"
         cause = _find(error, OSError)
         full = isinstance(cause, OSError) and cause.errno in _DISK_FULL
         return RunError(
-            f"checkpoint {final} could not be written: {_reason(error)} ({free / 2**30:.2f} GiB free){kept}",
+            f"checkpoint {final} cannot be written: {_reason(error)} ({free / 2**30:.2f} GiB free). {kept}",
+            code="disk_full" if full else "unwritable_file",
             keys=("output_dir",),
-            fix="free space there, output_dir=another disk, or checkpoint.keep_latest_k=1" if full else None,
+            fix="free space on this disk, output_dir=<another disk>, or checkpoint.keep_latest_k=1" if full else None,
         )
 
     def _from_rank0(self, make: Callable[[], Any]) -> Any:
@@ -364,11 +375,13 @@ class Checkpointer:
 
 
 def _check_same_optimizer(meta: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    if meta["optimizer"] != type(optimizer).__name__:
+    name = type(optimizer).__name__
+    if meta["optimizer"] != name:
         raise RunError(
-            f"the checkpoint was written with optimizer {meta['optimizer']}, this run has {type(optimizer).__name__}",
+            f"the checkpoint was written with optimizer {meta['optimizer']}, but this run has {name}",
+            code="checkpoint_mismatch",
             keys=("optimizer",),
-            fix="the optimizer section of the run that wrote it (its config.yaml)",
+            fix="use the optimizer section of the config.yaml of the run that wrote the checkpoint",
         )
 
 

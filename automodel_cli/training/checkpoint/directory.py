@@ -49,7 +49,8 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     """
     if step_of(checkpoint) is None or not checkpoint.is_dir():
         raise RunError(
-            f"{checkpoint} is not a whole checkpoint: those are named step-NNNNNN and hold {META}",
+            f"checkpoint.resume={checkpoint} is not a checkpoint: it must be a folder step-NNNNNN that contains {META}",
+            code="no_checkpoint",
             keys=("checkpoint.resume",),
             fix="checkpoint.resume=auto",
         )
@@ -61,7 +62,7 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError):
         raise damaged(checkpoint, f"{META} cannot be read") from None
     if seal != _seal(meta):
-        raise damaged(checkpoint, f"{META} is not what was written")
+        raise damaged(checkpoint, f"{META} does not match its checksum")
     return meta
 
 
@@ -69,8 +70,9 @@ def damaged(checkpoint: Path, what: str) -> RunError:
     """The user's error about a checkpoint that was whole once."""
     return RunError(
         f"checkpoint {checkpoint} is damaged: {what}",
+        code="checkpoint_incomplete",
         keys=("checkpoint.resume",),
-        fix=f"mv {word(checkpoint)} {word(f'{checkpoint}.damaged')}   (then the one before it is the newest)",
+        fix=f"mv {word(checkpoint)} {word(f'{checkpoint}.damaged')}   (then the previous checkpoint is the newest)",
     )
 
 

@@ -36,8 +36,9 @@ def make_deterministic() -> None:
     given = os.environ[_WORKSPACE]
     if given not in _REPRODUCIBLE and torch.cuda.is_available():
         raise ConfigError(
-            f"train.deterministic=true, but {_WORKSPACE}={given} is set, and cuBLAS is reproducible with "
-            f"{' or '.join(_REPRODUCIBLE)} only",
+            f"train.deterministic=true is not supported with {_WORKSPACE}={given}: the variable must be one of: "
+            f"{', '.join(_REPRODUCIBLE)}",
+            code="invalid_environment",
             keys=("train.deterministic",),
             fix=f"export {_WORKSPACE}={_REPRODUCIBLE[0]}, or train.deterministic=false",
         )

@@ -84,7 +84,8 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
                 state[f"optim.{name}#{key}:{type(value).__name__}"] = torch.tensor(value)
             else:
                 raise RunError(
-                    f"{type(optimizer).__name__} keeps {key}={value!r} for {name}, which a checkpoint cannot hold",
+                    f"{type(optimizer).__name__} cannot be checkpointed: {key}={value!r} of {name} is not a tensor",
+                    code="not_supported",
                     keys=("optimizer",),
                     fix="optimizer._target_=automodel_cli.training.optimizers.nodes.AdamW",
                 )
@@ -127,13 +128,14 @@ def check_same_model(state: Mapping[str, Tensor], metadata: Metadata) -> None:
         if not isinstance(saved, TensorStorageMetadata):
             wrong.append(f"{key} is missing")
         elif saved.size != tensor.shape:
-            wrong.append(f"{key} is {list(saved.size)} there and {list(tensor.shape)} here")
+            wrong.append(f"{key} has shape {list(saved.size)} in the checkpoint and {list(tensor.shape)} in this run")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise RunError(
-            f"the checkpoint is of another model or another set of trainable parameters: {'; '.join(wrong[:3])}{more}",
+            f"the checkpoint has another model or other trainable parameters: {'; '.join(wrong[:3])}{more}",
+            code="checkpoint_mismatch",
             keys=("checkpoint.resume", "model"),
-            fix="the model section of the run that wrote it (its config.yaml), or checkpoint.resume=null",
+            fix="use the model section of the config.yaml of the run that wrote it, or checkpoint.resume=null",
         )
 
 

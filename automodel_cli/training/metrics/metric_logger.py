@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -243,9 +244,10 @@ class MetricLogger:
                 self._file.close()
             path = Path(self._file.name)
             raise RunError(
-                f"{path} could not be written: {error.strerror}; checkpoints in place are whole",
+                f"{path} cannot be written: {error.strerror}. Existing checkpoints are complete",
+                code="disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable_file",
                 keys=("output_dir",),
-                fix=f"free space there, then automodel resume {word(path.parent)}",
+                fix=f"free space on this disk, then automodel resume {word(path.parent)}",
             ) from error
         for tracker in self._trackers:
             with tracker_errors(tracker, "log"):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from automodel_cli.config.warn import warn
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.fusion import compiled_regions
-
-logger = logging.getLogger(__name__)
 
 _SETTLED_AFTER = 3
 
@@ -33,9 +31,10 @@ class CompileWatch:
         if new and self._steps > _SETTLED_AFTER and not self._has_warned:
             self._has_warned = True
             names = ", ".join(f"{name} ({count})" for name, count in Counter(new).items())
-            logger.warning(
-                "step %d of this process compiled again: %s; rows of a new kind cost seconds each time, and "
-                "parallelizer.enable_compile=false compiles nothing",
+            warn(
+                "recompilation",
+                "step %d of this process compiled again: %s. Each new input shape costs seconds. "
+                "Set parallelizer.enable_compile=false to disable compilation.",
                 self._steps,
                 names,
             )

@@ -92,7 +92,12 @@ _DECAYS = {"cosine": _cosine, "linear": _linear, "1-sqrt": _one_minus_sqrt}
 
 def _check_ratio(name: str, value: float | None) -> None:
     if value is not None and not 0 <= value <= 1:
-        raise ConfigError(f"{name}={value} is not between 0 and 1", keys=(name,), fix=f"lr_scheduler.{name}=0.1")
+        raise ConfigError(
+            f"{name}={value} must be between 0 and 1",
+            code="out_of_range",
+            keys=(name,),
+            fix=f"lr_scheduler.{name}=0.1",
+        )
 
 
 @dataclass(frozen=True)
@@ -107,13 +112,15 @@ class _Warmup:
     def __post_init__(self) -> None:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ConfigError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} say the same thing twice",
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} cannot both be set",
+                code="mutually_exclusive",
                 keys=("warmup_steps", "warmup_ratio"),
                 fix="lr_scheduler.warmup_ratio=null",
             )
         if self.warmup_steps is not None and self.warmup_steps < 0:
             raise ConfigError(
-                f"warmup_steps={self.warmup_steps} is negative",
+                f"warmup_steps={self.warmup_steps} must be at least 0",
+                code="out_of_range",
                 keys=("warmup_steps",),
                 fix="lr_scheduler.warmup_steps=0",
             )
@@ -128,7 +135,8 @@ class _Warmup:
         if warmup and warmup >= num_steps:
             key = "warmup_steps" if self.warmup_steps is not None else "warmup_ratio"
             raise ConfigError(
-                f"the warm-up of {warmup} steps does not end within the {num_steps} steps of the run",
+                f"the warm-up of {warmup} steps must be shorter than the run of {num_steps} steps",
+                code="out_of_range",
                 keys=(key,),
                 fix=f"lr_scheduler.{key}={num_steps // 10 if self.warmup_steps is not None else 0.1}",
             )
@@ -209,20 +217,25 @@ class WSD(_Decay):
         _check_ratio("decay_ratio", self.decay_ratio)
         if self.decay not in _DECAYS:
             raise ConfigError(
-                f"decay={self.decay!r} is none of {', '.join(_DECAYS)}",
+                f"decay={self.decay!r} must be one of: {', '.join(_DECAYS)}",
+                code="invalid_choice",
                 keys=("decay",),
                 fix="lr_scheduler.decay=linear",
             )
         if self.decay_steps is not None and self.decay_steps < 0:
             raise ConfigError(
-                f"decay_steps={self.decay_steps} is negative", keys=("decay_steps",), fix="lr_scheduler.decay_steps=100"
+                f"decay_steps={self.decay_steps} must be at least 0",
+                code="out_of_range",
+                keys=("decay_steps",),
+                fix="lr_scheduler.decay_steps=100",
             )
 
     def num_warmup_steps(self, num_steps: int) -> int:
         warmup, decay = super().num_warmup_steps(num_steps), self._num_decay_steps(num_steps)
         if warmup + decay > num_steps:
             raise ConfigError(
-                f"warm-up of {warmup} and decay of {decay} steps do not fit into the {num_steps} steps of the run",
+                f"{warmup} warm-up steps and {decay} decay steps exceed the {num_steps} steps of the run",
+                code="out_of_range",
                 keys=("decay_steps",) if self.decay_steps is not None else ("decay_ratio",),
                 fix=f"lr_scheduler.decay_steps={num_steps - warmup}",
             )
@@ -254,7 +267,8 @@ def build_lr_scheduler(
         made: LRSchedule = node(optimizer)
         return made
     raise ConfigError(
-        f"lr_scheduler is {node!r}, neither a node with `build(optimizer, num_steps)` nor a `_partial_: true` target",
+        f"lr_scheduler={node!r} must be a class with `build(optimizer, num_steps)`, or a target with `_partial_: true`",
+        code="wrong_type",
         keys=("lr_scheduler",),
         fix="lr_scheduler._target_=automodel_cli.training.optimizers.lr_scheduler.Cosine",
     )

@@ -39,16 +39,24 @@ class OptimizerNode(Protocol):
 
 def _check_adam(lr: float, betas: tuple[float, ...], eps: float, weight_decay: float) -> None:
     if not lr > 0:
-        raise ConfigError(f"lr={lr} must be greater than 0", keys=("lr",), fix="optimizer.lr=1e-5")
+        raise ConfigError(f"lr={lr} must be greater than 0", code="out_of_range", keys=("lr",), fix="optimizer.lr=1e-5")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(
-            f"betas={list(betas)} must be two numbers in [0, 1)", keys=("betas",), fix="optimizer.betas=[0.9,0.95]"
+            f"betas={list(betas)} must be two numbers in [0, 1)",
+            code="out_of_range",
+            keys=("betas",),
+            fix="optimizer.betas=[0.9,0.95]",
         )
     if not eps > 0:
-        raise ConfigError(f"eps={eps} must be greater than 0", keys=("eps",), fix="optimizer.eps=1e-8")
+        raise ConfigError(
+            f"eps={eps} must be greater than 0", code="out_of_range", keys=("eps",), fix="optimizer.eps=1e-8"
+        )
     if weight_decay < 0:
         raise ConfigError(
-            f"weight_decay={weight_decay} is negative", keys=("weight_decay",), fix="optimizer.weight_decay=0.0"
+            f"weight_decay={weight_decay} must be at least 0",
+            code="out_of_range",
+            keys=("weight_decay",),
+            fix="optimizer.weight_decay=0.0",
         )
 
 
@@ -69,7 +77,8 @@ def _kernel(implementation: Implementation) -> dict[str, bool]:
 def _check_implementation(implementation: str) -> None:
     if implementation not in ("auto", "fused", "foreach", "loop"):
         raise ConfigError(
-            f"implementation={implementation!r} is none of auto, fused, foreach, loop",
+            f"implementation={implementation!r} must be one of: auto, fused, foreach, loop",
+            code="invalid_choice",
             keys=("implementation",),
             fix="optimizer.implementation=auto",
         )
@@ -107,14 +116,16 @@ class AdamW:
         _check_implementation(self.implementation)
         if self.state_dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(
-                f"state_dtype={self.state_dtype!r} is none of auto, float32, bfloat16",
+                f"state_dtype={self.state_dtype!r} must be one of: auto, float32, bfloat16",
+                code="invalid_choice",
                 keys=("state_dtype",),
                 fix="optimizer.state_dtype=auto",
             )
         if self._is_own and self.implementation != "auto":
             raise ConfigError(
-                f"implementation={self.implementation} is torch's own AdamW, which has neither state_dtype nor "
-                "stochastic_rounding",
+                f"implementation={self.implementation} selects torch.optim.AdamW, which does not support state_dtype "
+                "and stochastic_rounding",
+                code="unsupported_combination",
                 keys=("implementation", "state_dtype", "stochastic_rounding"),
                 fix="optimizer.implementation=auto",
             )
@@ -132,7 +143,8 @@ class AdamW:
         stored = {dtype, *(param.dtype for group in groups for param in group["params"])}
         if self.stochastic_rounding and torch.bfloat16 not in stored:
             raise ConfigError(
-                "stochastic_rounding=true, but no parameter and no moment is bfloat16",
+                "stochastic_rounding=true has no effect, because no parameter and no optimizer state is bfloat16",
+                code="no_effect",
                 keys=("stochastic_rounding", "state_dtype"),
                 fix="optimizer.stochastic_rounding=false, or optimizer.state_dtype=bfloat16",
             )
@@ -208,26 +220,37 @@ class Muon:
         _check_implementation(self.implementation)
         if self.adamw_lr is not None and not self.adamw_lr > 0:
             raise ConfigError(
-                f"adamw_lr={self.adamw_lr} must be greater than 0", keys=("adamw_lr",), fix="optimizer.adamw_lr=1e-5"
+                f"adamw_lr={self.adamw_lr} must be greater than 0",
+                code="out_of_range",
+                keys=("adamw_lr",),
+                fix="optimizer.adamw_lr=1e-5",
             )
         if not 0 <= self.momentum < 1:
             raise ConfigError(
-                f"momentum={self.momentum} is not in [0, 1)", keys=("momentum",), fix="optimizer.momentum=0.95"
+                f"momentum={self.momentum} must be in [0, 1)",
+                code="out_of_range",
+                keys=("momentum",),
+                fix="optimizer.momentum=0.95",
             )
         if not 1 <= self.ns_steps < 100:
             raise ConfigError(
-                f"ns_steps={self.ns_steps} is not in 1..99", keys=("ns_steps",), fix="optimizer.ns_steps=5"
+                f"ns_steps={self.ns_steps} must be between 1 and 99",
+                code="out_of_range",
+                keys=("ns_steps",),
+                fix="optimizer.ns_steps=5",
             )
         if self.adjust_lr not in ("match_rms_adamw", "original"):
             raise ConfigError(
-                f"adjust_lr={self.adjust_lr!r} is neither match_rms_adamw nor original",
+                f"adjust_lr={self.adjust_lr!r} must be one of: match_rms_adamw, original",
+                code="invalid_choice",
                 keys=("adjust_lr",),
                 fix="optimizer.adjust_lr=match_rms_adamw",
             )
 
         if self.ns_dtype not in ("auto", "bfloat16", "float32"):
             raise ConfigError(
-                f"ns_dtype={self.ns_dtype!r} is none of auto, bfloat16, float32",
+                f"ns_dtype={self.ns_dtype!r} must be one of: auto, bfloat16, float32",
+                code="invalid_choice",
                 keys=("ns_dtype",),
                 fix="optimizer.ns_dtype=auto",
             )
@@ -295,13 +318,15 @@ class AdamW8bit:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
         if self.library not in ("torchao", "bitsandbytes"):
             raise ConfigError(
-                f"library={self.library!r} is neither torchao nor bitsandbytes",
+                f"library={self.library!r} must be one of: torchao, bitsandbytes",
+                code="invalid_choice",
                 keys=("library",),
                 fix="optimizer.library=torchao",
             )
         if find_spec(self.library) is None:
             raise ConfigError(
-                f"AdamW8bit needs the package {self.library!r}, which is not installed",
+                f"library={self.library} requires the package {self.library!r}, which is not installed",
+                code="missing_package",
                 keys=("library",),
                 fix=f"pip install {self.library}",
             )
@@ -313,7 +338,8 @@ class AdamW8bit:
         sharded = next((item.name for item in params if item.mesh is not None), None)
         if self.library == "bitsandbytes" and sharded is not None:
             raise ConfigError(
-                f"bitsandbytes cannot optimize sharded parameters, and {sharded} is sharded",
+                f"library=bitsandbytes does not support sharded parameters ({sharded} is sharded)",
+                code="unsupported_combination",
                 keys=("library",),
                 fix="optimizer.library=torchao",
             )
@@ -340,7 +366,8 @@ class FromTorch:
     def __post_init__(self) -> None:
         if not callable(self.make):
             raise ConfigError(
-                f"optimizer is {self.make!r}, neither a node with `build(parts)` nor a `_partial_: true` target",
+                f"optimizer={self.make!r} must be a class with `build(parts)`, or a target with `_partial_: true`",
+                code="wrong_type",
                 keys=("optimizer",),
                 fix="optimizer._target_=automodel_cli.training.optimizers.nodes.AdamW",
             )
@@ -360,13 +387,15 @@ class FromTorch:
 
         if self.kind is torch.optim.Muon:
             raise ConfigError(
-                "torch.optim.Muon takes hidden matrices only; a model has other parameters too",
+                "torch.optim.Muon is not supported, because it optimizes only the hidden matrices of a model",
+                code="not_supported",
                 keys=("optimizer",),
                 fix="optimizer._target_=automodel_cli.training.optimizers.nodes.Muon",
             )
         if self.kind is torch.optim.LBFGS:
             raise ConfigError(
-                "torch.optim.LBFGS evaluates the loss several times a step, which a training step does not offer",
+                "torch.optim.LBFGS is not supported, because it evaluates the loss several times per step",
+                code="not_supported",
                 keys=("optimizer",),
                 fix="optimizer._target_=automodel_cli.training.optimizers.nodes.AdamW",
             )
@@ -380,7 +409,9 @@ class FromTorch:
         try:
             optimizer: torch.optim.Optimizer = self.make(groups)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{_name(self)} refused its options: {error}", keys=("optimizer",)) from error
+            raise ConfigError(
+                f"{_name(self)} rejects its arguments: {error}", code="invalid_arguments", keys=("optimizer",)
+            ) from error
         return optimizer
 
 
@@ -407,8 +438,9 @@ def refuse_float16_moments(section: Any) -> None:
     else:
         return
     raise ConfigError(
-        f"model.dtype=float16, but {what} keeps its moments in the dtype of the parameters: squares of gradients are 0 "
-        "in float16",
+        f"model.dtype=float16 is not supported with {what}, because its moments have the dtype of the parameters and "
+        "squared gradients underflow in float16",
+        code="unsupported_combination",
         keys=keys,
         fix=fix,
     )
@@ -438,7 +470,9 @@ def _refuse_uneven_shards(node: OptimizerNode, parts: Sequence[nn.Module]) -> No
     name = _name(node)
     if name in _WHOLE_MATRICES and any(is_uneven(param) for part in parts for param in part.parameters()):
         raise ConfigError(
-            f"{name} works on whole rows or blocks of a matrix, which this parallelizer cuts anywhere",
+            f"{name} is not supported with this parallelizer, which shards matrices at arbitrary elements: the "
+            "optimizer needs complete rows or blocks",
+            code="unsupported_combination",
             keys=("optimizer", "parallelizer"),
             fix="parallelizer=fsdp2, or optimizer._target_=automodel_cli.training.optimizers.nodes.AdamW",
         )

@@ -76,8 +76,9 @@ def require_trainable(parts: Sequence[nn.Module]) -> list[TrainableParam]:
     params = list(trainable(parts))
     if not params:
         raise ConfigError(
-            "no parameter requires a gradient, so there is nothing to train",
+            "no parameter is trainable: every parameter has requires_grad=False",
+            code="nothing_to_train",
             keys=("model",),
-            fix="model.lora=null, or LoRA target_modules that the model has",
+            fix="model.lora=null, or set model.lora.target_modules to modules of the model",
         )
     return params

@@ -10,6 +10,7 @@ import pytest
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.training.callback import Callback, Callbacks
+from tests.errors import assert_error, raises
 
 
 class Says(Callback):
@@ -62,21 +63,21 @@ def test_two_of_a_class_keep_their_own_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "values"),
     [
-        ({"loss": 1.0}, "returned 'loss', a column that there is already"),
-        ({"mfu": 1.0}, "returned 'mfu', a column that there is already"),
-        ({"text": "much"}, "returned 'text': 'much', which is no name with one number"),
-        (3, "returned 3, where a mapping of names to numbers is expected"),
+        ({"loss": 1.0}, ["'loss'", "column"]),
+        ({"mfu": 1.0}, ["'mfu'", "column"]),
+        ({"text": "much"}, ["'text'", "'much'", "number"]),
+        (3, [3, "mapping"]),
     ],
 )
-def test_columns_that_no_row_can_hold_are_refused(answer: Any, message: str) -> None:
-    with pytest.raises(RunError, match="Says.on_step " + message):
+def test_columns_that_no_row_can_hold_are_refused(answer: Any, values: list[object]) -> None:
+    with raises(RunError, "callback_failed", keys=("callbacks",), values=("Says.on_step", *values)):
         started([], [Says(answer)]).step(1, {"loss": 0.5})
 
 
 def test_state_that_is_no_json_is_refused_before_anything_is_written() -> None:
-    with pytest.raises(RunError, match="Says failed in on_checkpoint at step 2: TypeError: Object of type set"):
+    with raises(RunError, "callback_failed", values=("Says", "on_checkpoint", "step 2", "TypeError")):
         started([], [Says({1})]).checkpoint(2)
 
 
@@ -84,7 +85,8 @@ def test_every_one_hears_of_the_end_and_the_first_failure_counts() -> None:
     users = [Says(None, ValueError("one")), Says(None, KeyError("two")), Says(None)]
     callbacks = started([], list(users))
     failure = callbacks.end(succeeded=True)
-    assert isinstance(failure, RunError) and "failed in on_end: ValueError: one" in str(failure)
+    assert isinstance(failure, RunError)
+    assert_error(failure, "callback_failed", "callbacks", values=("on_end", "ValueError: one"))
     printed = callbacks._run.printed  # type: ignore[attr-defined]
     assert len(printed) == 1 and "KeyError" in printed[0]
     assert callbacks.end(succeeded=False) is None and len(printed) == 3  # the run's own failure is the one to show

@@ -15,6 +15,7 @@ from automodel_cli.run.checks.cross_section_checks import check_validation
 from automodel_cli.training.checkpoint.directory import CheckpointDir
 from automodel_cli.training.config import ValidationConfig
 from automodel_cli.training.early_stopping import EarlyStop, Goal
+from tests.errors import raises
 
 NAN = math.nan
 
@@ -59,18 +60,18 @@ def test_another_metric_begins_anew():
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
+    ("options", "code", "key"),
     [
-        ({"patience": 2}, "every"),
-        ({"patience": 0, "every": 1}, "patience"),
-        ({"metric": "val_reward"}, "direction"),
-        ({"direction": "up"}, "direction"),
+        ({"patience": 2}, "no_effect", "every"),
+        ({"patience": 0, "every": 1}, "out_of_range", "patience"),
+        ({"metric": "val_reward"}, "requires_setting", "direction"),
+        ({"direction": "up"}, "invalid_choice", "direction"),
     ],
 )
-def test_what_cannot_be_waited_for_is_refused(options, key):
-    with pytest.raises(ConfigError) as caught:
+def test_an_impossible_patience_is_an_error(options, code, key):
+    with raises(ConfigError, code, keys=(key,), values=tuple(options.values())) as caught:
         ValidationConfig(**options)
-    assert key in caught.value.keys and caught.value.fix
+    assert caught.value.fix
 
 
 def test_patience_needs_something_that_is_measured(tmp_path):

@@ -24,6 +24,7 @@ from automodel_cli.training.checkpoint.directory import CheckpointDir, read_meta
 from automodel_cli.training.config import CheckpointConfig
 from automodel_cli.training.optimizers.lr_scheduler import Cosine
 from automodel_cli.training.optimizers.nodes import AdamW, AdamW8bit, Muon
+from tests.errors import assert_error, raises
 
 
 class Model(nn.Module):
@@ -206,7 +207,7 @@ def test_only_final_names_are_checkpoints(tmp_path):
     for name in ("step-000009.tmp-1234", "step-000008.old-77", "step-7", "notes"):
         shutil.copytree(whole, whole.with_name(name))
     assert run.checkpointer.latest() == whole
-    with pytest.raises(RunError, match="not a whole checkpoint"):
+    with raises(RunError, "no_checkpoint", keys=("checkpoint.resume",), values=("step-000009.tmp-1234",)):
         run.load(whole.with_name("step-000009.tmp-1234"))
 
 
@@ -216,7 +217,7 @@ def test_an_older_checkpoint_of_the_same_run_is_refused(tmp_path):
     for _ in range(2):
         run.steps(1)
         paths.append(run.save())
-    with pytest.raises(RunError, match="not the newest"):
+    with raises(RunError, "resume_conflict", keys=("checkpoint.resume",), values=paths):
         Run(tmp_path, resume=str(paths[0])).checkpointer.resume_path()
     assert Run(tmp_path, resume=str(paths[1])).checkpointer.resume_path() == paths[1]
     assert Run(tmp_path / "branch", resume=str(paths[0])).checkpointer.resume_path() == paths[0]
@@ -227,11 +228,11 @@ def test_another_model_or_optimizer_is_refused_by_name(tmp_path):
     run = Run(tmp_path)
     run.steps(1)
     run.save()
-    with pytest.raises(RunError, match="written with optimizer AdamW, this run has MuonWithAdamW"):
+    with raises(RunError, "checkpoint_mismatch", keys=("optimizer",), values=("AdamW", "MuonWithAdamW")):
         Run(tmp_path, Muon(lr=1e-2)).load()
     other = Run(tmp_path)
     other.model.proj = nn.Linear(8, 9)
-    with pytest.raises(RunError, match=r"model.proj.weight is \[8, 8\] there and \[9, 8\] here"):
+    with raises(RunError, "checkpoint_mismatch", keys=("model",), values=("model.proj.weight", "[8, 8]", "[9, 8]")):
         other.load()
 
 
@@ -263,7 +264,7 @@ def test_frozen_parameters_are_not_stored(tmp_path):
     other = frozen()
     other.load()
     assert_bitwise(other.everything(), run.everything())
-    with pytest.raises(RunError, match=r"another set of trainable parameters: model\.embed_tokens\.weight is missing"):
+    with raises(RunError, "checkpoint_mismatch", keys=("model",), values=("model.embed_tokens.weight", "missing")):
         Run(tmp_path).load()
 
 
@@ -303,9 +304,8 @@ def test_a_full_disk_is_named_and_the_good_checkpoint_kept(tiny_disk, async_save
     with pytest.raises(RunError) as caught:
         run.save()
         run.checkpointer.wait()
-    message = str(caught.value)
-    assert "step-000003 could not be written: No space left on device (0.00 GiB free)" in message
-    assert f"last good checkpoint is {good}" in message and "free space there" in message
+    values = ("step-000003", "No space left on device", "0.00 GiB", good)
+    assert_error(caught.value, "disk_full", "output_dir", values=values, fix="checkpoint.keep_latest_k=1")
     assert [p.name for p in good.parent.iterdir()] == ["step-000002"]
     other = Run(tiny_disk)
     assert other.load().step == 2

@@ -20,6 +20,7 @@ from automodel_cli.training.config import CheckpointConfig
 from automodel_cli.training.optimizers.lr_scheduler import Constant
 from automodel_cli.training.optimizers.nodes import AdamW
 from tests.dist.harness import launch_all
+from tests.errors import assert_error, raises
 
 SHARD, METADATA, META = "__0_0.distcp", ".metadata", "meta.json"
 
@@ -31,9 +32,8 @@ class Run:
         self.model = nn.Linear(64, 64)
         self.optimizer = AdamW(lr=1e-2).build([self.model])
         self.scheduler = Constant().build(self.optimizer, 10)
-        self.checkpointer = Checkpointer(
-            run_dir, CheckpointConfig(**{"resume": "auto", "keep_latest_k": None, **config})
-        )
+        options = {"resume": "auto", "keep_latest_k": None, **config}
+        self.checkpointer = Checkpointer(run_dir, CheckpointConfig(**options))
 
     def save(self, step: int) -> Path:
         nn.init.constant_(self.model.weight, step)
@@ -84,12 +84,13 @@ def test_damage_is_named_and_auto_takes_the_one_before(
     run.save(1)
     newest = run.save(2)
     damage(newest / name)
-    with pytest.raises(RunError, match=rf"checkpoint .*step-000002 is damaged: {said}") as caught:
+    with pytest.raises(RunError, match=said) as caught:
         Run(tmp_path, resume=str(newest)).resume()
+    assert_error(caught.value, "checkpoint_incomplete", "checkpoint.resume", values=(newest,))
     assert caught.value.fix.startswith(f"mv {newest} ")
     assert Run(tmp_path).resume() == 1
-    heard = capsys.readouterr().err
-    assert "step-000002 is damaged" in heard and "set aside as step-000002.damaged" in heard
+    printed = capsys.readouterr().err
+    assert f"{newest} " in printed and "step-000002.damaged" in printed
     assert (newest.parent / "step-000002.damaged").is_dir(), "nothing is removed"
     Run(tmp_path, keep_latest_k=1).save(3)  # what is damaged is none of the kept, and no longer the best
     assert Run(tmp_path).resume() == 3
@@ -99,13 +100,13 @@ def test_a_changed_value_in_the_metadata_is_noticed(tmp_path: Path) -> None:
     path = Run(tmp_path).save(1)
     meta = json.loads((path / META).read_text())
     (path / META).write_text(json.dumps({**meta, "step": 7}))
-    with pytest.raises(RunError, match=r"meta\.json is not what was written"):
+    with raises(RunError, "checkpoint_incomplete", values=(META, "checksum")):
         read_meta(path)
 
 
 def test_when_no_checkpoint_is_whole_the_run_does_not_start_over_silently(tmp_path: Path) -> None:
     cut(Run(tmp_path).save(1) / SHARD)
-    with pytest.raises(RunError, match="no checkpoint of this run is whole"):
+    with raises(RunError, "checkpoint_incomplete", keys=("checkpoint.resume",), values=("step 0",)):
         Run(tmp_path).resume()
 
 

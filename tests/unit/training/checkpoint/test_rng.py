@@ -11,6 +11,7 @@ import torch
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch import environment
 from automodel_cli.training.checkpoint import rng
+from tests.errors import raises
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -41,7 +42,7 @@ def test_a_workspace_of_the_users_own_stays(given: str, monkeypatch: pytest.Monk
 def test_one_that_cublas_is_not_reproducible_with_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKSPACE, ":1024:2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=":1024:2") as caught:
+    with raises(ConfigError, "invalid_environment", values=("CUBLAS_WORKSPACE_CONFIG=:1024:2",)) as caught:
         rng.make_deterministic()
     assert caught.value.keys == ("train.deterministic",)
     assert (caught.value.fix or "").startswith("export CUBLAS_WORKSPACE_CONFIG=:4096:8")

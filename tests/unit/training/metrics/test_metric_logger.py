@@ -27,6 +27,7 @@ from automodel_cli.training.metrics.progress import (
 from automodel_cli.training.metrics_file import read_metrics
 from automodel_cli.training.monitors.profiling import StepProfiler
 from automodel_cli.training.trackers import TensorBoard, flatten_config
+from tests.errors import raises
 
 KEYS = {
     "step",
@@ -244,9 +245,8 @@ def test_tensorboard_gets_every_number(tmp_path):
 
 def test_a_tracker_that_is_not_installed_says_what_to_install(monkeypatch):
     monkeypatch.setattr(TensorBoard, "module", "no_such_module_at_all")
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "missing_package", keys=("trackers",), fix="pip install tensorboard"):
         LoggingConfig(trackers=["tensorboard"])
-    assert caught.value.fix == "pip install tensorboard"
 
 
 def test_profiler_writes_one_trace_of_its_steps(tmp_path):
@@ -280,28 +280,35 @@ def test_length_of_the_run():
 
 
 @pytest.mark.parametrize(
-    ("make", "keys", "fix"),
+    ("make", "code", "keys", "fix"),
     [
-        (lambda: TrainConfig(8), ("max_steps", "epochs"), "train.epochs=1"),
-        (lambda: TrainConfig(0, epochs=1), ("global_batch_size",), "train.global_batch_size=1"),
-        (lambda: TrainConfig(9, 8, epochs=1), ("global_batch_size", "microbatch_size"), "train.microbatch_size=3"),
+        (lambda: TrainConfig(8), "missing_key", ("max_steps", "epochs"), "train.epochs=1"),
+        (lambda: TrainConfig(0, epochs=1), "out_of_range", ("global_batch_size",), "train.global_batch_size=1"),
+        (
+            lambda: TrainConfig(9, 8, epochs=1),
+            "not_divisible",
+            ("global_batch_size", "microbatch_size"),
+            "train.microbatch_size=3",
+        ),
         (
             lambda: TrainConfig(8, epochs=1).num_microbatches(3),
+            "not_divisible",
             ("global_batch_size", "microbatch_size"),
             "train.global_batch_size=9",  # no number of rows divides 8 samples over 3 ranks
         ),
         (
             lambda: TrainConfig(12, 4, epochs=1).num_microbatches(2),
+            "not_divisible",
             ("global_batch_size", "microbatch_size"),
             "train.microbatch_size=3",  # the step stays what it is
         ),
-        (lambda: ValidationConfig(every=0), ("every",), "validation.every=1"),
-        (lambda: CheckpointConfig(resume=" "), ("resume",), "checkpoint.resume=auto"),
-        (lambda: ProfileConfig(ranks=()), ("ranks",), "logging.profile.ranks=[0]"),
+        (lambda: ValidationConfig(every=0), "out_of_range", ("every",), "validation.every=1"),
+        (lambda: CheckpointConfig(resume=" "), "empty_value", ("resume",), "checkpoint.resume=auto"),
+        (lambda: ProfileConfig(ranks=()), "empty_value", ("ranks",), "logging.profile.ranks=[0]"),
     ],
 )
-def test_config_nodes_refuse_by_field_with_a_fix(make, keys, fix):
-    with pytest.raises(ConfigError) as caught:
+def test_config_nodes_reject_fields_with_a_fix(make, code, keys, fix):
+    with raises(ConfigError, code, fix=fix) as caught:
         make()
     assert caught.value.keys == keys and caught.value.fix == fix
 
