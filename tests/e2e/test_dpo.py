@@ -43,7 +43,9 @@ def train(folder: Path, name: str, *overrides: str, command: str = "dpo") -> lis
 @pytest.fixture(scope="module")
 def losses(folder: Path) -> list[float]:
     """Of a run that answers questions at its validations, too, which the runs that are compared with it do not."""
-    questions = "{generator: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_validation: 4}, seq_len: 64}"
+    questions = (
+        "{generator: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_validation: 4}, seq_len: 64}"
+    )
     answers = f"{{_target_: automodel_cli.evaluation.config.Generation, data: {questions}, max_new_tokens: 4}}"
     return train(folder, "precomputed", "reference=precomputed", f"validation.tasks={{answers: {answers}}}")
 

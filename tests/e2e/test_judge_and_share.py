@@ -165,7 +165,8 @@ def test_tasks_of_a_pipeline_find_what_one_process_finds_on_its_export(home: Pat
         EVAL.replace(
             "max_new_tokens: 12",
             "max_new_tokens: 12\n    data: &own"
-            " {generator: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_validation: 5}, seq_len: 64}",
+            " {generator: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_validation: 5},"
+            " seq_len: 64}",
         )
     )
     done = automodel(home, "eval", "runs/two/export", "-c", "own.yaml", "--out", "two.json")
