@@ -32,7 +32,7 @@ class DPORecipe(PreferenceRecipe):
     `disable_adapter`
     with LoRA, else `precomputed`."""
     reference_sync: ReferenceSync | None = None
-    """Let the reference follow the policy. null: it stays as it was loaded."""
+    """Let the reference model follow the policy. null: it stays as loaded."""
 
     kind: ClassVar[str] = "dpo"
 

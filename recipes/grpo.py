@@ -32,15 +32,15 @@ class GRPORecipe(Recipe):
     """
 
     objective: PolicyObjective
-    """The policy loss: `objective=grpo`, `ppo`, `best_of_n` and others."""
+    """Loss of the recipe, for example `objective=dpo`, `kto`, `kd`, `grpo` or `ppo`."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """How samples are drawn, and how rewards become advantages."""
+    """Generation of samples, and advantage estimation."""
     rewards: dict[str, RewardFunction] = field(default_factory=dict)
-    """Rewards by name. A sample's reward is the sum of weight x score."""
+    """Rewards by name. The reward of a sample is the sum of weight x score."""
     teacher: TeacherConfig | None = None
-    """Another model in the reference's place, to learn from (on-policy distillation); rewards may then be missing."""
+    """Teacher model, in place of the reference model (on-policy distillation). Rewards are then optional."""
     reference_sync: ReferenceSync | None = None
-    """Let the reference follow the policy. null: it stays as it was loaded."""
+    """Let the reference model follow the policy. null: it stays as loaded."""
 
     kind: ClassVar[str] = "grpo"
     row_name: ClassVar[str] = "prompts"

@@ -19,12 +19,12 @@ class KDRecipe(SFTRecipe):
     """The story of `SFTRecipe`; the teacher is asked at each step or once, and the student exported."""
 
     objective: Distillation
-    """The distillation loss: `objective=distillation`."""
+    """Distillation loss: `objective=kd`."""
     teacher: TeacherConfig
-    """The model that is learnt from: frozen, sharded like the student, with the same tokens."""
+    """Teacher model: frozen, sharded like the student, with the same tokens."""
     cache_teacher_logprobs: bool = False
-    """Ask it before the first step, once for all rows that the run sees, and keep its answers with the cached data: it
-    is in no memory while the student trains, and a further run does not need it."""
+    """Score all rows with the teacher before the first step and store the results with the cached data. The teacher
+    is then released."""
 
     kind: ClassVar[str] = "kd"
 

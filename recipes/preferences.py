@@ -19,7 +19,7 @@ class PreferenceRecipe(Recipe):
     """The whole story: prepare, train, export; how many held-out pairs are ranked rightly is told before and after."""
 
     objective: PreferenceObjective
-    """The loss on preference data: `objective=dpo`, `kto`, `reward` and others."""
+    """Loss on preference data: `objective=dpo`, `kto`, `reward` and others."""
 
     preferences: ClassVar[bool] = True
 

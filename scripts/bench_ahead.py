@@ -1,7 +1,7 @@
 """What drawing samples ahead is worth: a recipe at several `rollout.max_off_policy_steps`, in turns, on one
 generation server.
 
-    ENV/bin/vllm serve MODEL --port 8000 ... (docs/rollout.md)
+    ENV/bin/vllm serve MODEL --port 8000 ... (docs/rollouts/vllm.md)
     python scripts/bench_ahead.py CONFIG --staleness 0 2 -- rollout=vllm rollout.engine.url=http://localhost:8000 ...
 
 Runs are those of the command line, one after the other (0 2, 2 0, 0 2), each in a folder of its own below `--folder`.

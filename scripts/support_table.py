@@ -1,10 +1,11 @@
-"""Write docs/support.md: which causal-LM families of the installed transformers can be cut, packed and sampled.
+"""Write docs/support.md: which causal-LM families of transformers support stages, packing, sampling and training.
 
 Every family is built tiny from its default config, on the CPU, and probed with the checks that a run performs on the
-user's own config. Nothing here is a list of names, and nothing is downloaded.
+user's own config. Nothing is downloaded.
 
     python scripts/support_table.py [--families llama,qwen3] [--output docs/support.md]
     python scripts/support_table.py --training        # renew that column only, which takes most of the time
+    python scripts/support_table.py --render          # write the page anew from its own table, without measuring
     python scripts/support_table.py --against 5.17.0    # in an environment of its own: what differs from --output
 """
 
@@ -189,67 +190,127 @@ def _short(reason: str, limit: int = 260) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-DENSE = """## Attention that is dense
+INTRO = """# Supported models
 
-Packed attention keeps no scores of tokens x tokens, except in these cases, each with a warning that says how many MiB
-a layer keeps for its backward:
+Every causal-LM family of transformers is tested. A run also tests your own config before training and rejects what does
+not work, so this page is information and not a restriction.
 
-- On a CPU, soft caps (gemma2, vaultgemma): torch's kernel for it has none, and FlexAttention has no backward there.
-  Documents are computed apart all the same.
-- On CUDA, soft caps, float32 and heads wider than 256 or of no multiple of 8 only where FlexAttention cannot run:
-  triton is missing, or its kernel fails or differs from the definition. float64 always.
-- On other devices everything.
+| column | yes means |
+|---|---|
+| split | three uneven pipeline stages give the log-probs and gradients of the whole model |
+| packing | packed documents give the results of separate documents, in training mode |
+| sampling | the built-in sampler (`rollout=sampler`) generates tokens with the log-probs \
+of the whole sequence; otherwise use `rollout=hf`, vLLM or SGLang |
+| training | two ranks with FSDP2 and bfloat16 compute load a checkpoint, train one step and \
+export it; transformers in float32 gives the export the log-probs of the trained model, up to bfloat16 rounding |
 
-FlexAttention works under recomputation, tensor, context (gathered or in a ring) and pipeline parallelism alike.
-`model.attention_kernel=dense` and `model.attn_implementation=eager` ask for dense attention, without a warning.
+## Popular models
 
-## Families
 """
+
+NOTES = """
+## How families are handled
+
+- **Recurrent layers** (gated delta nets, Mamba, short convolutions, linear attention) are detected by a probe. They run
+  per document through the family's own module.
+- **Attention that packing cannot compute** (sparse attention with an indexer, compressed attention, biases by position,
+  dropout, custom attention classes) also runs per document. Context parallelism is not available for it.
+- **Multimodal checkpoints.** Only the language model is built. The export is the whole repository with the trained text
+  weights.
+- **Other tensors** of a checkpoint, such as layers for multi-token prediction, are copied to the export. `model.mtp`
+  trains these layers.
+
+## Attention that is dense
+
+Packed attention stores no scores of tokens x tokens, except in the following cases. A warning gives the memory per
+layer in MiB.
+
+| device | dense attention |
+|---|---|
+| CPU | soft caps (gemma2, vaultgemma), because FlexAttention has no backward there; documents are still isolated |
+| CUDA | float64; soft caps, float32, and head widths above 256 or not a multiple of 8 \
+only if FlexAttention is unavailable or fails its check |
+| other devices | always |
+
+FlexAttention supports recomputation, tensor, context (gathered or ring) and pipeline parallelism.
+`model.attention_kernel=dense` and `model.attn_implementation=eager` select dense attention without a warning.
+
+## All families
+"""
+
+POPULAR = {
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5 MoE",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3 MoE (30B-A3B, 235B-A22B)",
+    "qwen3_next": "Qwen3-Next",
+    "qwen2": "Qwen2.5",
+    "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
+    "llama": "Llama 2 to 3.3, SmolLM2",
+    "llama4": "Llama 4",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v3": "DeepSeek-V3 and R1, Moonlight, Kimi K2",
+    "deepseek_v32": "DeepSeek-V3.2",
+    "glm4_moe": "GLM-4.5, GLM-4.6",
+    "glm_moe_dsa": "GLM-5",
+    "kimi_linear": "Kimi-Linear",
+    "minimax_m2": "MiniMax-M2",
+    "mistral": "Mistral 7B",
+    "ministral3": "Ministral 3",
+    "mixtral": "Mixtral",
+    "phi3": "Phi-3, Phi-4",
+    "granitemoehybrid": "Granite 4",
+    "nemotron_h": "Nemotron-H, Nemotron 3",
+    "lfm2": "LFM2",
+    "olmo3": "OLMo 3",
+    "smollm3": "SmolLM3",
+}
+"""Families of the first table, and the models that readers know them by."""
+
+
+def _popular(row: Row) -> str:
+    verdicts = " | ".join(getattr(row, what) for what in CAPABILITIES)
+    return f"| {POPULAR[row.family]} | `{row.family}` | {verdicts} |"
 
 
 def render(rows: list[Row]) -> str:
+    """Return the page: a table of popular models, notes, the full table, and the reasons of failures."""
     totals = {what: Counter(getattr(row, what) for row in rows) for what in CAPABILITIES}
     library, torch_version = transformers.__version__, torch.__version__.split("+")[0]
-    intro = f"""# Which model families work
-
-Measured with transformers {library} and torch {torch_version} by `scripts/support_table.py`: every family is built tiny
-from its default config. *Split*: three uneven pipeline stages give the log-probs and gradients of the whole model.
-*Packing*: packed documents give what separate ones give, in a part that is built and run as in training; where the
-family's default configuration needs another attention or other rows, the note says which. *Sampling*: what
-`rollout=sampler` draws token by token has the log-probs that the whole sequence has; the library's own generation
-(`rollout=hf`) is there for the others. *Training*: on two ranks in the default precision (float32 parameters, FSDP2
-with bfloat16 compute) a checkpoint is loaded, trained one step and exported. The library's own model in float32 gives
-the export the log-probs of the trained model, up to the rounding of bfloat16. A run probes the user's own config in the
-same way and refuses what differs, so this table is information, not a gate. *Unknown*: the tiny copy could not be built
-or run, so nothing was measured.
-
-Layers that carry a state from token to token (gated delta nets, Mamba, short convolutions, linear attention) are found
-by measurement and run document by document through the family's own module; so is all attention of families that
-packed attention cannot compute (sparse attention with an indexer, compressed attention, biases by position, dropout,
-attention of a class's own), which cannot share rows between ranks. Of a multimodal repository the language model is
-built alone; the export is the whole repository with other text weights. What else a checkpoint holds and the
-model does not build (layers for multi-token prediction, say) is carried to the export; `model.mtp` trains these.
-"""
     order = {name: index for index, name in enumerate(FIRST)}
     rows = sorted(rows, key=lambda r: (order.get(r.family, len(order)), r.family))
+    known = {row.family: row for row in rows}
     lines = [
-        intro,
-        DENSE,
-        "| | yes | no | unknown |",
+        INTRO.rstrip("\n"),
+        "",
+        "| model | family | split | packing | sampling | training |",
+        "|---|---|---|---|---|---|",
+        *(_popular(known[family]) for family in POPULAR if family in known),
+        "",
+        *(
+            f"- {POPULAR[family]}: {'; '.join(map(_in_words, known[family].notes))}."
+            for family in POPULAR
+            if family in known and known[family].notes
+        ),
+        NOTES,
+        f"Measured with transformers {library} and torch {torch_version} by `scripts/support_table.py` on tiny copies",
+        "of the default configs. *Unknown*: the copy cannot be built or run. If a family needs another attention or",
+        "other rows for packing, the reason names it.",
+        "",
+        "| number of families | yes | no | unknown |",
         "|---|--:|--:|--:|",
         *(f"| {what} | {c['yes']} | {c['no']} | {c['unknown']} |" for what, c in totals.items()),
-        "",
-        f"Exact in all: {', '.join(r.family for r in rows if {getattr(r, what) for what in CAPABILITIES} == {'yes'})}.",
         "",
         "| family | class | split | packing | sampling | training |",
         "|---|---|---|---|---|---|",
         *(f"| {r.family} | {r.model_class} | {r.split} | {r.packing} | {r.sampling} | {r.training} |" for r in rows),
         "",
-        "## Why not",
+        "## Reasons",
         "",
         *(f"- {r.family}: {'; '.join(map(_in_words, r.notes))}." for r in rows if r.notes),
         "",
-        "<details><summary>What was raised</summary>",
+        "<details><summary>Errors in full</summary>",
         "",
         *(f"- {r.family}: {'; '.join(r.notes)}" for r in rows if r.notes),
         "",
@@ -258,34 +319,34 @@ model does not build (layers for multi-token prediction, say) is carried to the 
     return "\n".join(lines) + "\n"
 
 
-# What a reason says (a part of it), for a reader. The first that fits.
+# Part of a reason, and the words for a reader. The first match counts.
 IN_WORDS = (
     (
         f"works with: {FLOAT32}",
-        f"the library's own model cannot compute in bfloat16 under FSDP2; `{FLOAT32}` trains it",
+        f"transformers' own model cannot compute in bfloat16 under FSDP2; `{FLOAT32}` trains it",
     ),
-    ("is a GradientCheckpointingLayer", "the library marks none of its modules as a layer, which FSDP2 needs here"),
-    ("the library's own model fails alike", "the library's own model fails alike under FSDP2"),
-    ("it is a drafter", "it is a drafter for another model"),
-    ("it is a draft model", "it is a draft model of another model"),
+    ("is a GradientCheckpointingLayer", "transformers marks none of its modules as a layer, which FSDP2 needs here"),
+    ("the library's own model fails alike", "transformers' own model fails under FSDP2 too"),
+    ("it is a drafter", "it is a draft model for another model"),
+    ("it is a draft model", "it is a draft model for another model"),
     (
         "run document by document, which has no slots",
-        "attention that is run per document has no slots; rollout=hf samples",
+        "its attention runs per document, without a KV cache; use `rollout=hf`",
     ),
     ("document by document on full rows", "its attention runs document by document"),
     ("not once each and in order", "some of its layers are skipped on text"),
     ("expected one module list", "its decoder is not one list of layers"),
-    ("differs between its stages", "its layers read embeddings, keys or weights that an earlier stage has"),
-    ("its stages", "its layers hand each other more than hidden states"),
-    ("[rows, tokens, ...]", "its layers hand on several hidden states at once"),
-    ("attention_dropout=", "its attention has dropout, and it counts positions after its padding id"),
-    ("has no dropout", "its attention has dropout, and it counts positions after its padding id"),
+    ("differs between its stages", "its layers read embeddings, keys or weights of an earlier stage"),
+    ("its stages", "its layers exchange more than hidden states"),
+    ("[rows, tokens, ...]", "its layers return several hidden states"),
+    ("attention_dropout=", "its attention has dropout, and it counts positions from its padding id"),
+    ("has no dropout", "its attention has dropout, and it counts positions from its padding id"),
     (
         "does not give packed documents",
-        "its attention has a layout that cannot be cut into documents",
+        "its attention cannot be restricted to documents",
     ),
-    ("mixes packed documents", "its attention has a layout that cannot be split into documents"),
-    ("token by token", "token by token it gives other log-probs than the whole text"),
+    ("mixes packed documents", "its attention cannot be restricted to documents"),
+    ("token by token", "incremental decoding gives other log-probs than the whole text"),
     ("a small copy of it fails", "it cannot be decoded through the caches of the sampler"),
     ("no small copy", "not measured: no small copy of it can be built"),
     ("a small copy of the model does not run", "not measured: a small copy of it does not run"),
@@ -298,12 +359,18 @@ def _in_words(note: str) -> str:
     return f"{what}: {next((words for part, words in IN_WORDS if part in reason), reason)}"
 
 
+def _full_table(page: str) -> str:
+    """Return the page from the table of all families on."""
+    return page[page.index("| family | class |") :]
+
+
 def rows_of(table: str) -> dict[str, Row]:
     """Of a rendered table, with what was raised; a column that it has not is unknown."""
-    header = next(line for line in table.splitlines() if line.startswith("| family | class |"))
+    table = _full_table(table)
+    header = table.splitlines()[0]
     columns = header.strip("| ").split(" | ")[2:]
     start = re.compile("; (?=(?:" + "|".join(CAPABILITIES) + "): )")
-    raised = table.partition("<summary>What was raised</summary>")[2]
+    raised = table.partition("<summary>Errors in full</summary>")[2]
     notes = dict(line[2:].split(": ", 1) for line in raised.splitlines() if line.startswith("- "))
     rows = {}
     for line in table.splitlines():
@@ -321,7 +388,7 @@ def rows_of(table: str) -> dict[str, Row]:
 
 def verdicts(table: str) -> dict[str, tuple[str, ...]]:
     """Of a rendered table: family -> its verdict on each capability."""
-    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    cells = [line.strip("| ").split(" | ") for line in _full_table(table).splitlines() if line.startswith("| ")]
     rows = [row for row in cells if len(row) == 2 + len(CAPABILITIES) and row[0] != "family"]
     return {row[0]: tuple(row[2:]) for row in rows}
 
@@ -373,7 +440,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/support.md"))
     parser.add_argument("--against", metavar="VERSION", help="a release of transformers, or latest: print what differs")
     parser.add_argument("--training", action="store_true", help="measure that column only; the rest is as in --output")
+    parser.add_argument("--render", action="store_true", help="write --output anew from its own table; measure nothing")
     options = parser.parse_args()
+    if options.render:
+        known = rows_of(options.output.read_text(encoding="utf-8"))
+        options.output.write_text(render(list(known.values())), encoding="utf-8")
+        return
     if options.against:
         chosen = ["--families", options.families] if options.families else []
         against(options.against, options.output, chosen)

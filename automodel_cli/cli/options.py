@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import html
 import shutil
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,13 +13,18 @@ import click
 from automodel_cli.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from automodel_cli.config.key_reference import Key, ReferenceNode
+    from automodel_cli.config.key_reference import ReferenceNode
 
 
 @click.command()
 @click.argument("section", required=False, metavar="[SECTION]")
-@click.option("--markdown", is_flag=True, help="Print docs/config.md.")
-def options(section: str | None, markdown: bool) -> None:
+@click.option(
+    "--markdown",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write the reference pages (config.md and config/) into FOLDER.",
+)
+def options(section: str | None, markdown: Path | None) -> None:
     """List config keys with type, default and meaning.
 
     SECTION is a section (data), a key or part below it (model.lora), or an option of a group (megatron_fsdp).
@@ -27,8 +32,8 @@ def options(section: str | None, markdown: bool) -> None:
     from automodel_cli.config.key_reference import nodes
 
     found = nodes()
-    if markdown:
-        click.echo(page(found), nl=False)
+    if markdown is not None:
+        _write_pages(found, markdown)
         return
     chosen = _chosen(found, section) if section else found
     width = min(shutil.get_terminal_size().columns, 120)
@@ -41,6 +46,16 @@ def options(section: str | None, markdown: bool) -> None:
             if key.text:
                 click.echo(textwrap.indent(textwrap.fill(key.text, width - 6), "      "))
         click.echo()
+
+
+def _write_pages(found: list[ReferenceNode], folder: Path) -> None:
+    """Write the reference pages below `folder`, as docs/ has them."""
+    from automodel_cli.config.key_reference_pages import pages
+
+    for name, text in pages(found).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def _how(node: ReferenceNode) -> str:
@@ -68,34 +83,3 @@ def _chosen(found: list[ReferenceNode], section: str) -> list[ReferenceNode]:
         keys=(section,),
         fix=f"automodel options {near[0]}" if near else "automodel options",
     )
-
-
-def page(found: list[ReferenceNode]) -> str:
-    """docs/config.md."""
-    lines = [
-        "# Every key",
-        "",
-        "Made by `automodel options --markdown` from the config nodes; a test compares. A key without a",
-        "default must be given.",
-        "",
-    ]
-    for node in found:
-        name = node.target.rpartition(".")[2]
-        lines += [f"## `{node.path}`: {name}" if node.path else "## Sections", ""]
-        lines += [node.summary, ""]
-        if node.path:
-            how = [f"`{node.path}={option}`" for option in node.options] or [f"`{node.path}._target_: {node.target}`"]
-            lines += [f"Chosen by {', '.join(how)}.", ""]
-        if node.keys:
-            lines += ["| key | type | default | meaning |", "|---|---|---|---|", *map(_row, node.keys), ""]
-    return "\n".join(line.rstrip() for line in lines).rstrip() + "\n"
-
-
-def _row(key: Key) -> str:
-    cells = (f"`{key.name}`", key.kind, _code(key.default) if key.default else "", key.text)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _code(text: str) -> str:
-    """Return text as code. mkdocs takes `<!` for the begin of a declaration even between backticks."""
-    return f"<code>{html.escape(text, quote=False)}</code>" if "<!" in text else f"`{text}`"

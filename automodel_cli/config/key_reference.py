@@ -106,7 +106,9 @@ def nodes() -> list[ReferenceNode]:
     texts: dict[str, str] = {}
     for path in RECIPES:
         target = targets.resolve(path)
-        root |= {name: p for name, p in schema.signature(target).parameters.items() if name not in root}
+        for name, parameter in schema.signature(target).parameters.items():
+            if name not in root or root[name].default is schema.REQUIRED:  # required: in every recipe that has it
+                root[name] = parameter
         texts |= {name: text for name, text in sentences(target).items() if text}
         for name, parameter in schema.signature(target).parameters.items():
             if (name, parameter.hint) in walked:

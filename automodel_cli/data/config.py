@@ -81,8 +81,8 @@ class SourceConfig:
     """
 
     path: str
-    """A file (json, jsonl, csv, parquet, arrow, txt; text ones also as .gz), a folder or glob of files, a saved
-    dataset, or a hub id."""
+    """File (json, jsonl, csv, parquet, arrow, txt; text files also as .gz), folder or glob of files, saved dataset,
+    or hub id."""
     name: str | None = None
     """Configuration of a hub dataset."""
     revision: str | None = None
@@ -90,14 +90,13 @@ class SourceConfig:
     split: str = "train"
     """Split of a hub dataset or of a saved DatasetDict."""
     format: FormatName | Format = "auto"
-    """How a row is read: by a name, found from the columns (`auto`), or by a node of your own (docs/data.md)."""
+    """Format of a row: a name, `auto` (detected from the columns), or a custom format node."""
     column_mapping: dict[str, str] = field(default_factory=dict)
-    """Maps a field of the format to its column: `{prompt: question}`. An empty column leaves an optional field
-    out."""
+    """Map a field of the format to a column: `{prompt: question}`. An empty column omits an optional field."""
     weight: float = 1.0
-    """How often each row is seen per epoch: 2 is twice, 0.5 is every second epoch."""
+    """How often each row is used per epoch: 2 is twice, 0.5 is every second epoch."""
     text_unit: TxtRows = "file"
-    """One document of a .txt file: the whole `file`, a `paragraph` (between blank lines) or a `line`."""
+    """Unit of a document in a .txt file: the whole `file`, a `paragraph` (between blank lines) or a `line`."""
 
     def __post_init__(self) -> None:
         if not (self.weight > 0 and math.isfinite(self.weight)):
@@ -111,8 +110,7 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Rows to train on, and how they become token rows. Exactly one of `path`, `datasets` and `generator` says where
-    from.
+    """Training data and its conversion to token sequences. Set exactly one of `path`, `datasets` and `generator`.
 
     Where from. `path, name, revision, split, format, columns, text_unit` describe one dataset as in `SourceConfig`;
     `datasets` is a list of them with weights; `generator` is a node that generates rows.
@@ -164,61 +162,61 @@ class DataConfig:
     split: str = "train"
     """Split of the hub dataset or saved DatasetDict in `path`."""
     format: FormatName | Format = "auto"
-    """How a row is read: by a name, found from the columns (`auto`), or by a node of your own (docs/data.md)."""
+    """Format of a row: a name, `auto` (detected from the columns), or a custom format node."""
     column_mapping: dict[str, str] = field(default_factory=dict)
-    """Maps a field of the format to a column of `path`: `{prompt: question}`. An empty column leaves an optional
-    field out."""
+    """Map a field of the format to a column of `path`: `{prompt: question}`. An empty column omits an optional
+    field."""
     text_unit: TxtRows = "file"
-    """One document of a .txt file in `path`: the whole `file`, a `paragraph` or a `line`."""
+    """Unit of a document in a .txt file in `path`: the whole `file`, a `paragraph` or a `line`."""
     datasets: list[SourceConfig] | None = None
-    """Several datasets, each with a weight: `[{path: a.jsonl, weight: 2}, ...]`."""
+    """Dataset mixture, each with a weight: `[{path: a.jsonl, weight: 2}, ...]`."""
     generator: DatasetGenerator | None = None
-    """A node that generates rows."""
+    """Node that generates rows in code."""
     validation_size: float = 0
-    """Rows taken out of the training rows for validation. Below 1: a share; 1 or more: a number."""
+    """Size of the validation set that is split from the training rows: a fraction below 1, or a number of rows."""
     validation_path: str | None = None
-    """A file of validation rows, with the format and columns of the training rows."""
+    """File with validation rows, in the format and with the columns of the training rows."""
     validation_split: str | None = None
-    """Split of the same hub dataset to validate on."""
+    """Split of the same hub dataset for validation."""
     seq_len: int = 2048
-    """Tokens per row."""
+    """Tokens per sequence."""
     packing: Packing = "best_fit"
-    """How documents fill rows: `best_fit` (whole ones), `wrapped` (one after the other, cut at `seq_len`) or `none`
-    (one per row, padded)."""
+    """How documents fill sequences: `best_fit` (unsplit documents), `wrapped` (concatenated and split at `seq_len`)
+    or `none` (one per sequence, padded)."""
     truncation: LongChoice = "auto"
-    """Documents longer than `seq_len`: `split`, `truncate`, `drop` or `fail`. `auto` splits text, truncates chats,
-    drops pairs and prompts."""
+    """Treatment of documents longer than `seq_len`: `split`, `truncate`, `drop` or `error`. `auto` splits text,
+    truncates chats, and drops pairs and prompts."""
     padding: Literal["longest", "seq_len"] = "longest"
-    """Length of unpacked rows: the `longest` of their microbatch, or `seq_len`."""
+    """Length of unpacked sequences: the `longest` of their microbatch, or `seq_len`."""
     pad_to_multiple_of: int = 1
-    """Round the length of unpacked rows up to a multiple of this."""
+    """Round the length of unpacked sequences up to a multiple of this."""
     loss_mask: Mask = "assistant"
-    """Tokens that are trained: those of `assistant` turns, of the `last_turn`, or `all`."""
+    """Tokens with loss: those of all `assistant` turns, of the `last_turn`, or `all`."""
     multi_turn: Turns = "auto"
-    """`whole` keeps a conversation in one document, `unroll` makes one per trained turn. `auto` unrolls where the
-    template rewrites earlier turns."""
+    """`single` keeps a conversation in one document. `per_turn` makes one document per trained turn. `auto` selects
+    `per_turn` if the chat template rewrites earlier turns."""
     chat_template: str | None = "auto"
     """`auto` and `tokenizer` use the tokenizer's template, `none` uses none. Other values are a file or the
     template text."""
     on_invalid_row: Literal["fail", "drop"] = "fail"
-    """`fail` lists all bad rows and stops. `drop` goes on without them, up to `max_invalid_fraction`."""
+    """`fail` stops and lists all invalid rows. `drop` skips them, up to `max_invalid_fraction`."""
     max_invalid_fraction: float = 0.01
-    """Largest share of bad rows that `on_invalid_row=drop` accepts."""
+    """Largest fraction of invalid rows that `on_invalid_row=drop` accepts."""
     special_tokens_policy: SpecialTokensInText = "auto"
-    """What becomes of a special token's spelling inside user text: plain text, the control token, or a refusal."""
+    """Treatment of special-token strings in user text: as plain text, as the control token, or as an error."""
     ignored_columns: list[str] = field(default_factory=list)
-    """Columns that may be left out although they would change the training."""
+    """Columns to ignore although they could affect training."""
     add_bos: bool = True
-    """Whether texts, and prompts without a chat template, get the BOS that the tokenizer adds; false: rows have it."""
+    """Add the tokenizer's BOS to texts, and to prompts without a chat template. false: the rows contain it."""
     add_eos: bool = True
-    """Whether texts, and completions without a chat template, end with EOS; false: rows have it, and white space behind
-    it is not trained."""
+    """End texts, and completions without a chat template, with EOS. false: the rows contain it, and white space
+    after it has no loss."""
     cache_dir: str | None = None
-    """Where prepared data is kept; null: `$AUTOMODEL_CACHE`, else the user's cache folder."""
+    """Folder of prepared data. null: `$AUTOMODEL_CACHE`, otherwise the user's cache folder."""
     num_workers: int | None = None
-    """Processes that tokenise; 0: this one; null: by the number of cores."""
+    """Tokenization processes. 0: the main process. null: by the number of cores."""
     shuffle: bool = True
-    """Whether each epoch has an order of its own."""
+    """Shuffle the data in each epoch."""
 
     def __post_init__(self) -> None:
         self._check_origin()

@@ -64,7 +64,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The `mesh` section. Null means: `dp_size` takes the ranks that are left, any other size is 1.
+    """Mesh sizes. null: `dp_size` takes the remaining ranks, every other size is 1.
 
     `dp_size` counts all data-parallel ranks; `dp_replicate_size` of them hold whole copies of the sharded model (hybrid
     sharding). `ep_size` splits the experts over ranks that the other axes already use, so it adds no ranks.
@@ -73,15 +73,15 @@ class MeshConfig:
     dp_size: int | None = None
     """Data-parallel ranks. null: all ranks that the other axes leave."""
     dp_replicate_size: int | None = 1
-    """Copies of the sharded model among the data-parallel ranks (hybrid sharding). null: 1."""
+    """Replicas of the sharded model among the data-parallel ranks (hybrid sharding). null: 1."""
     tp_size: int | None = 1
-    """Ranks that share each layer's matrices."""
+    """Tensor-parallel ranks, which shard each layer's matrices."""
     pp_size: int | None = 1
-    """Ranks that hold the stages of the model."""
+    """Pipeline-parallel ranks, which hold the stages of the model."""
     cp_size: int | None = 1
-    """Ranks that share the tokens of each row."""
+    """Context-parallel ranks, which shard the tokens of each sequence."""
     ep_size: int | None = 1
-    """Ranks that share the experts. They are ranks of the other axes, so this adds none."""
+    """Expert-parallel ranks. They are ranks of the other axes, so this adds none."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

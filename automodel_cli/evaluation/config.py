@@ -37,7 +37,7 @@ class Prepared(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(GenerationSettings):
-    """Questions that the model answers; rewards say which answers are right."""
+    """Questions that the model answers; rewards score the responses."""
 
     def prepare(self, candidate: EvalModel) -> None:
         """Read the questions, and see that this model can be sampled from. Raises ConfigError and DataError."""
@@ -54,7 +54,7 @@ class Generation(GenerationSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MultipleChoice(MultipleChoiceSettings):
-    """Questions with choices; the model's is the likeliest continuation, by the log-probs of its tokens."""
+    """Questions with choices. The model selects the choice with the highest log-prob."""
 
     def prepare(self, candidate: EvalModel) -> None:
         """Read the questions. Raises DataError."""

@@ -23,28 +23,27 @@ class GenerationSettings:
     """The fields of `Generation`."""
 
     data: DataConfig | None = None
-    """The rows to ask, with the column that the rewards read (`answer`); all of them, but of a task or of data with a
-    validation split that one only; each gets one message. null: those of the run, its validation rows, which begin
-    conversations where the run has environments; `rewards` judge the last message, and nothing else counts."""
+    """Questions, with the columns that the rewards read (`answer`). If the data have a validation split, only it is
+    used, and each question gets one message. null: the validation rows of the run, as conversations if the run has
+    environments; rewards score the last message."""
     rewards: dict[str, RewardFunction] = field(default_factory=lambda: {"exact": ExactAnswer()})
-    """What judges a response, by name. Default: right is the very text of `answer`."""
+    """Rewards that score a response, by name. Default: the response must equal `answer`."""
     threshold: float = 1.0
-    """A response is right where the weighted sum of the rewards reaches this."""
+    """Weighted sum of the rewards from which on a response is correct."""
     num_samples: int = 1
-    """Responses to each question; 1 at `temperature` 0 is the greedy one."""
+    """Responses per question. 1 at `temperature` 0 is greedy."""
     temperature: float = 0.0
-    """Of the samples; 0 is greedy."""
+    """Sampling temperature. 0 is greedy."""
     top_p: float = 1.0
-    """Samples come from the likeliest tokens that have this much of the probability together."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability."""
     max_new_tokens: int = 64
-    """Tokens of a response, or of one message of a conversation, at most."""
+    """Maximum number of tokens of a response, or of one message of a conversation."""
     pass_at: list[int] = field(default_factory=lambda: [1])
-    """For each k the chance that one of k responses is right, estimated without bias from `num_samples`
-    (arXiv:2107.03374, equation 1)."""
+    """Values of k of pass@k, estimated without bias from `num_samples` (arXiv:2107.03374, equation 1)."""
     limit: int | None = None
-    """Questions at most, the first ones."""
+    """Maximum number of questions, the first ones. null: all."""
     seed: int = 0
-    """Of the samples: a sample depends on it, its question and the weights alone."""
+    """Seed of the samples. A sample depends on the seed, its question and the weights only."""
 
     def __post_init__(self) -> None:
         at_least_one(num_samples=self.num_samples, max_new_tokens=self.max_new_tokens, limit=self.limit)
@@ -69,12 +68,12 @@ class MultipleChoiceSettings:
     """The fields of `MultipleChoice`."""
 
     path: str
-    """JSON lines with `question` (or `messages`), `choices` (texts) and `answer` (a number from 0, or the text of a
-    choice). Through the chat template where the tokenizer has one."""
+    """JSON lines with `question` (or `messages`), `choices` (texts) and `answer` (an index from 0, or the text of a
+    choice). The chat template is applied if there is one."""
     normalize: Literal["none", "tokens", "characters"] = "none"
-    """What the log-prob of a choice is divided by: nothing, its tokens or its characters."""
+    """Divisor of the log-prob of a choice: none, its tokens or its characters."""
     limit: int | None = None
-    """Questions at most, the first ones."""
+    """Maximum number of questions, the first ones. null: all."""
 
     def __post_init__(self) -> None:
         at_least_one(limit=self.limit)

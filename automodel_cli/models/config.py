@@ -43,14 +43,14 @@ class LoRAConfig:
     alpha: float = 32.0
     """Scale of the update: `alpha / rank` times B A."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that are dropped in training."""
+    """Dropout probability of adapter inputs in training."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers with adapters: a regular expression over module names, a list of name endings, or
     `all-linear`."""
     use_rslora: bool = False
     """Scale the update by `alpha / sqrt(rank)` instead."""
     quantization: Literal["none", "nf4"] = "none"
-    """`nf4` keeps the adapted layers' frozen weights in 4 bits through bitsandbytes (QLoRA)."""
+    """`nf4` stores the adapted layers' frozen weights in 4 bits with bitsandbytes (QLoRA)."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -89,11 +89,11 @@ class MoEConfig:
     """
 
     experts_implementation: Literal["grouped_mm", "eager"] = "grouped_mm"
-    """How tokens are multiplied with their experts: `grouped_mm` is one kernel for all, `eager` a loop."""
+    """Expert implementation: `grouped_mm` is one grouped GEMM, `eager` a loop over experts."""
     aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss. 0: none."""
+    """Weight of the load-balancing loss. 0: disabled."""
     bias_update_rate: float = 0.0
-    """Step of the routers' selection bias, where they have one (DeepSeek-V3: 0.001). 0: the bias stays."""
+    """Step size of the routers' selection bias, if they have one (DeepSeek-V3: 0.001). 0: the bias is constant."""
 
     def __post_init__(self) -> None:
         for name in ("aux_loss_coef", "bias_update_rate"):
@@ -108,12 +108,13 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """Training of the layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2; docs/mtp.md)."""
+    """Training of multi-token-prediction layers (DeepSeek-V3, arXiv:2412.19437, section 2.2; docs/methods/mtp.md)."""
 
     loss_weight: float = 0.1
     """Weight of the MTP loss (the mean cross entropy over depths) in the loss. DeepSeek-V3: 0.3, then 0.1."""
     depths: int | None = None
-    """How many such layers a model of random weights gets; null: what its config says. A checkpoint has what it has."""
+    """Number of MTP depths of a model with random weights. null: as its config sets. A checkpoint keeps its own
+    number."""
 
     def __post_init__(self) -> None:
         if self.loss_weight <= 0:
@@ -134,7 +135,7 @@ class MTPConfig:
 
 @dataclass(frozen=True)
 class TransformerEngineConfig:
-    """Layers by NVIDIA's Transformer Engine (extra `te`) instead of torch's; CUDA only, never run on a GPU yet.
+    """Layers of NVIDIA's Transformer Engine (extra `te`) in place of torch's. CUDA only, never run on a GPU yet.
 
     `attention`: packed attention, in bfloat16 or float16. `linear`: the linear layers of the decoder layers. `norm`:
     RMS norms, fused. `fp8_recipe`: what the linear layers multiply in. "current" scales each tensor by its present
@@ -146,10 +147,9 @@ class TransformerEngineConfig:
     linear: bool = True
     """Replace the linear layers of the decoder layers."""
     norm: bool = True
-    """Replace the RMS norms by fused ones."""
+    """Replace the RMS norms with fused ones."""
     fp8_recipe: Literal["none", "current", "block", "mxfp8"] = "none"
-    """Scales of fp8 products: `current` has one per tensor, `block` one per 128 values, `mxfp8` one per 32
-    (Blackwell)."""
+    """Scales of fp8 GEMMs: `current` has one per tensor, `block` one per 128 values, `mxfp8` one per 32 (Blackwell)."""
 
     def __post_init__(self) -> None:
         if self.fp8_recipe not in ("none", "current", "block", "mxfp8"):
@@ -177,7 +177,7 @@ class TransformerEngineConfig:
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Products of linear layers and experts in 8-bit floats, cast with scales at every use; never run on a GPU yet.
+    """Linear layers and experts in float8, with casts and scales at every use. Never run on a GPU yet.
 
     `recipe`: "rowwise" has a scale, a power of two, for each token and each output; "tensorwise" one for each tensor,
     faster and less exact; "rowwise_with_gw_hp" is rowwise with gradients of weights in the precision of the run;
@@ -188,14 +188,14 @@ class Fp8Config:
     """
 
     recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"] = "rowwise"
-    """Scales of the products: `rowwise`, `tensorwise` (faster, less exact), `rowwise_with_gw_hp` (gradients of
-    weights unquantized) or `mxfp8` (B200)."""
+    """Scales of the GEMMs: `rowwise`, `tensorwise` (faster, less exact), `rowwise_with_gw_hp` (weight gradients
+    unquantized) or `mxfp8` (B200)."""
     exclude_modules: list[str] = field(default_factory=list)
-    """Endings of names of linear layers to leave alone, as `[o_proj, mlp.down_proj]`; each must match one."""
+    """Name endings of linear layers to exclude, for example `[o_proj, mlp.down_proj]`. Each must match a layer."""
     experts: bool = False
-    """The experts of a mixture too, where the recipe has a scale for each row; it pays where experts are wide."""
+    """Compute experts in float8 too, if the recipe has a scale per row. It helps only with wide experts."""
     emulate: bool = False
-    """Cast alike but multiply in float32, slower: to see the numbers on a CPU or an older GPU."""
+    """Cast in the same way but multiply in float32, slower. Use it to check the numbers on a CPU or an older GPU."""
 
     def __post_init__(self) -> None:
         if self.recipe not in ("rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"):
@@ -237,7 +237,7 @@ class ModelConfig:
     pretrained: str | None = None
     """Hub id or local folder of the weights. Give exactly one of `pretrained`, `config` and a lone `gguf_file`."""
     config: dict[str, Any] | None = None
-    """Fields of the library's config, with `model_type`. The weights are random, drawn from the run's seed."""
+    """Fields of the transformers config, with `model_type`. The weights are random, by the run's seed."""
     gguf_file: str | None = None
     """A GGUF file: a path, or a name inside `pretrained`."""
     revision: str | None = None
@@ -245,7 +245,7 @@ class ModelConfig:
     trust_remote_code: bool = field(
         default=False, metadata=trust.executes_code(trust.REMOTE_CODE, "runs Python code that comes with the model")
     )
-    """Allow the library to run Python code that lies beside the weights; needs `--trust remote-code`."""
+    """Allow transformers to run Python code stored with the weights. Requires `--trust remote-code`."""
     dtype: DType = "float32"
     """Storage dtype of the parameters, which the optimizer updates. The parallelizer's `mp_policy` sets the compute
     dtype."""
@@ -255,25 +255,26 @@ class ModelConfig:
             trust.REMOTE_CODE, "loads a kernel from the hub, which is code", lambda name: "/" in name
         ),
     )
-    """`packed` isolates the documents of a packed row. Other names (`eager`, `sdpa`, ...) select the library's
+    """`packed` isolates the documents of a packed sequence. Other names (`eager`, `sdpa`, ...) select transformers'
     attention, which the packing probe checks."""
     attention_kernel: Literal["auto", "flash", "fa3", "fa4", "flex", "dense"] = "auto"
-    """Kernel of packed attention. `auto` selects FlashAttention where it is exact, else FlexAttention; `dense` is
-    the definition. Other names insist on that kernel."""
+    """Kernel of packed attention. `auto` selects FlashAttention if it is exact, otherwise FlexAttention. `dense` is
+    the definition. Other names require that kernel."""
     tokenizer: str | TokenizerNode | None = None
-    """Hub id, folder or tokenizer node. null: the tokenizer beside the weights."""
+    """Hub id, folder or tokenizer node. null: the tokenizer stored with the weights."""
     lora: LoRAConfig | None = None
-    """Low-rank adapters; null trains all parameters."""
+    """Low-rank adapters. null: train all parameters."""
     moe: MoEConfig = MoEConfig()
-    """What concerns mixtures of experts only."""
+    """Options of mixture-of-experts models."""
     mtp: MTPConfig | None = None
-    """Train the layers for multi-token prediction too; null: what the checkpoint has of them is exported as it was."""
+    """Train the multi-token-prediction layers too. null: those of the checkpoint are exported unchanged."""
     transformer_engine: TransformerEngineConfig | None = None
-    """Attention, linear layers and norms of NVIDIA's Transformer Engine. null: torch's."""
+    """Use attention, linear layers and norms of NVIDIA's Transformer Engine. null: torch's."""
     fp8: Fp8Config | None = None
-    """Linear layers and experts multiply in 8-bit floats; null: in what the run computes in."""
+    """Compute linear layers and experts in float8. null: in the compute dtype."""
     lm_head_chunk_size: int | None = None
-    """Tokens whose logits exist at once. null: chosen for the caches of a CPU, or near 512 MiB on a GPU."""
+    """Tokens whose logits are materialized together. null: chosen for the caches of a CPU, or about 512 MiB on a
+    GPU."""
 
     def __post_init__(self) -> None:
         self._check_source()
@@ -434,7 +435,7 @@ class TeacherConfig:
     """
 
     pretrained: str
-    """Hub id or folder of the teacher. Its tokens must be the student's."""
+    """Hub id or folder of the teacher. It must have the student's tokens."""
     revision: str | None = None
     """Branch, tag or commit of the teacher's hub id."""
     dtype: DType = "float32"

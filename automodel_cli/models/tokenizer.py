@@ -60,7 +60,7 @@ class ByteTokenizer:
     """
 
     words: tuple[str, ...] = COMMON_WORDS
-    """Words that are one token each, alone and after a space. Every byte is a token too."""
+    """Words that are one token each, with and without a leading space. Every byte is a token too."""
 
     def __post_init__(self) -> None:
         for word in self.words:
@@ -111,7 +111,7 @@ class PretrainedTokenizer:
     trust_remote_code: bool = field(
         default=False, metadata=trust.executes_code(trust.REMOTE_CODE, "runs Python code that comes with the tokenizer")
     )
-    """Whether Python code that comes with the tokenizer may run."""
+    """Allow Python code stored with the tokenizer to run."""
     gguf_file: str | None = None
     """A GGUF file inside the folder, to read the tokenizer from."""
     chat_template: str | None = None

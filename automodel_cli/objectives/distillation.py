@@ -46,7 +46,7 @@ class Distillation:
     """Interpolation of the generalized Jensen-Shannon divergence (GKD, arXiv:2306.13649). 0 is the forward KL, 1
     the reverse KL."""
     top_k: int | None = 64
-    """Tokens of the teacher's distribution that are kept; all others count as one. null: the whole vocabulary."""
+    """Number of the teacher's most likely tokens to compare; all others form one class. null: the whole vocabulary."""
     kd_weight: float = 1.0
     """Weight of the divergence from the teacher."""
     nll_weight: float = 0.0

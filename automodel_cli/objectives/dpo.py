@@ -76,11 +76,11 @@ class DPO:
     """
 
     loss: Loss = "sigmoid"
-    """Preference loss by name. Names and formulas: docs/algorithms.md."""
+    """Preference loss by name. Formulas: docs/methods/preferences.md."""
     beta: float = 0.1
     """Temperature of the loss (for orpo the weight of the odds ratio)."""
     label_smoothing: float = 0.0
-    """Share of pairs assumed to be labelled the wrong way round."""
+    """Assumed fraction of pairs with a wrong label."""
     average_log_probs: bool | None = None
     """Average a response's log-probs over its tokens instead of summing them. null: as the loss defines it."""
     preference_weight: float = 1.0
@@ -88,13 +88,13 @@ class DPO:
     nll_weight: float = 0.0
     """Weight of the NLL of the chosen response."""
     average_sft: bool = False
-    """Average the NLL over tokens instead of summing it. null: as the loss defines it."""
+    """Average the NLL over tokens instead of summing it."""
     gamma: float | None = None
     """Target margin of simpo."""
     tau: float | None = None
     """Temperature of discopop's blend."""
     extra_losses: dict[Loss, float] = field(default_factory=dict)
-    """Further losses by name, each with its weight (MPO, arXiv:2411.10442)."""
+    """Additional losses by name, each with its weight (MPO, arXiv:2411.10442)."""
     ld_alpha: float | None = None
     """Weight, 0 to 1, of tokens beyond the shorter response's length (LD-DPO, arXiv:2409.06411)."""
     f_divergence: Divergence = "reverse_kl"
@@ -102,8 +102,8 @@ class DPO:
     f_alpha: float | None = None
     """Order of `f_divergence=alpha`."""
     use_wpo_weighting: bool = False
-    """Weigh each pair's losses (not the NLL) by how likely the policy finds both responses now: e to the mean over
-    tokens of log p - log sum p^2 (WPO, arXiv:2406.11827), without gradient. One more forward pass a step."""
+    """Weight each pair's losses (not the NLL) by its likelihood under the policy: e to the mean over tokens of log p
+    - log sum p^2 (WPO, arXiv:2406.11827), without gradient. Costs one more forward pass per step."""
 
     def __post_init__(self) -> None:
         if not self.beta >= 0:

@@ -51,7 +51,7 @@ class GRPO(PolicySettings):
     drops responses whose geometric mean of w is outside, and weighs tokens by w. `sampler_correction_level`: each
     `token` has
     its own w, or all tokens of a response (`sequence`) the product of them; null: as `ratio` has it. Sources:
-    docs/algorithms.md.
+    docs/methods/grpo.md.
 
     The NLL of positive responses is divided by their own label tokens under every `aggregation` (arXiv:2504.05118). The
     entropy is exact, of the distribution that each response token was drawn from, and a metric in any case. Metrics:

@@ -29,11 +29,11 @@ class KTO:
     beta: float = 0.1
     """Temperature of the log-ratio to the reference."""
     desirable_weight: float = 1.0
-    """Weight of responses judged good."""
+    """Weight of desirable responses."""
     undesirable_weight: float = 1.0
-    """Weight of responses judged bad."""
+    """Weight of undesirable responses."""
     reference_point: Literal["kl", "zero"] = "kl"
-    """Value that log-ratios are compared with: the KL estimated on mismatched pairs, or 0."""
+    """Reference point of the log-ratios: the `kl` estimated on mismatched pairs, or `zero`."""
 
     def __post_init__(self) -> None:
         for name in ("beta", "desirable_weight", "undesirable_weight"):

@@ -14,7 +14,7 @@ class PolicySettings:
     """The fields of `GRPO` and the rules between them. `GRPO` documents their meaning."""
 
     policy_loss: Literal["clip", "cispo", "reinforce", "sapo"] = "clip"
-    """Policy loss: `clip` (PPO's), `cispo`, `reinforce` or `sapo` (a soft gate). Formulas: docs/algorithms.md."""
+    """Policy loss: `clip` (PPO), `cispo`, `reinforce` or `sapo` (a soft gate). Formulas: docs/methods/grpo.md."""
     importance_sampling_level: Literal["token", "sequence", "sequence_token", "on_policy"] = "token"
     """Importance ratio of a `token`, of the `sequence` (GSPO), `sequence_token` (GSPO-token), or `on_policy` (1,
     for one update per rollout)."""
@@ -36,7 +36,7 @@ class PolicySettings:
     kl_placement: Literal["loss", "reward"] = "loss"
     """Add the KL to the `loss`, or subtract it from the `reward`."""
     kl_bias_correction: bool = False
-    """Weigh the KL by policy / sampler probability."""
+    """Weight the KL by policy / sampler probability."""
     kl_score_term: bool = True
     """Give the KL the gradient of its expectation, with the score-function term. false: of its value alone."""
     kl_input_clamp: float | None = 20.0
@@ -44,25 +44,28 @@ class PolicySettings:
     kl_output_clamp: float | None = 10.0
     """Clamp of the KL of a token, at plus and minus this. null: no clamp."""
     sampler_correction: Literal["none", "importance", "truncate", "icepop", "sequence_mask"] = "none"
-    """Weight w of a token for the difference between trainer and sampler: `none`, `plain`, `truncate` (TIS),
-    `icepop` (MIS) or `sequence_mask`."""
+    """Correction weight of a token for the difference between sampler and trainer: `none`, `importance`, `truncate`
+    (TIS), `icepop` (MIS) or `sequence_mask`."""
     sampler_correction_level: Literal["token", "sequence"] | None = None
-    """Weight w per `token`, or its product over the response (`sequence`). null: as `importance_sampling_level`."""
+    """Correction weight per `token`, or its product over the response (`sequence`). null: as
+    `importance_sampling_level`."""
     sampler_correction_clip_max: float | None = None
-    """Largest w. `truncate` clamps there, `icepop` and `sequence_mask` drop what lies above."""
+    """Upper bound of the correction weight. `truncate` clamps to it; `icepop` and `sequence_mask` drop larger
+    weights."""
     sampler_correction_clip_min: float | None = None
-    """Smallest w. `truncate` clamps there, `icepop` and `sequence_mask` drop what lies below."""
+    """Lower bound of the correction weight. `truncate` clamps to it; `icepop` and `sequence_mask` drop smaller
+    weights."""
     positive_nll_coef: float = 0.0
     """Weight of the NLL of responses with a reward above 0."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     top_entropy_fraction: float | None = None
-    """Share of an update's tokens that have a policy loss: those of highest entropy before the first update
+    """Fraction of an update's tokens with a policy loss: those of highest entropy before the first update
     (arXiv:2506.01939). null: all."""
     sapo_positive: float = 1.0
-    """Slope of sapo's gate where the advantage is above 0."""
+    """Slope of sapo's gate for positive advantages."""
     sapo_negative: float = 1.05
-    """Slope of sapo's gate where the advantage is below 0."""
+    """Slope of sapo's gate for negative advantages."""
 
     def __post_init__(self) -> None:
         self._check_surrogate()

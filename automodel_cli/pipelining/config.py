@@ -14,7 +14,7 @@ WAYS = ("layout", "module_fqns_per_model_part", "layers_per_stage")
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How the model is cut over `mesh.pp_size` ranks and in which order the microbatches run.
+    """Partition of the model over `mesh.pp_size` ranks, and the schedule of its microbatches.
 
     schedule: gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, interleaved_zb, zbv, dualpipev, ... (or torch's names).
     schedule_csv: a program in torch's compute-only format, in place of a schedule.
@@ -31,17 +31,17 @@ class PipelineConfig:
     """Schedule by name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, interleaved_zb, zbv, dualpipev, or
     torch's names."""
     schedule_csv: str | None = None
-    """A file with a program in torch's compute-only format, in place of `schedule`."""
+    """File with a schedule in torch's compute-only CSV format, instead of `schedule`."""
     layers_per_stage: int | None = None
-    """Decoder layers per stage, which fixes the number of stages."""
+    """Decoder layers per stage. Sets the number of stages."""
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
-    """Round a number of stages that `mesh.pp_size` does not divide `up` or `down`."""
+    """Round the number of stages `up` or `down` if `mesh.pp_size` does not divide it."""
     layout: str | list[list[str]] | None = None
     """Stages in the layout language, for example `Et*3|(tt|)*29,m|L`."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """Module names per stage."""
     balance: Literal["even", "cost"] = "even"
-    """How layers spread over stages: `even`, or by `cost` with the head weighed."""
+    """Distribution of layers over stages: `even`, or by `cost`, including the head."""
     microbatch_group_size: int | None = None
     """Microbatches per chunk and round of interleaved_1f1b. null: torch's grouping."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -19,7 +19,7 @@ from automodel_cli.rollout.types import SamplingParams
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Sample further prompts until `prompts_per_step` groups have different rewards (DAPO, arXiv:2503.14476).
+    """Sample further prompts until `prompts_per_step` groups have reward variance (DAPO, arXiv:2503.14476).
 
     Groups are kept or dropped whole. After `max_gen_batches` batches of prompts the step trains on such groups as it
     has
@@ -27,7 +27,7 @@ class DynamicSampling:
     """
 
     max_gen_batches: int = 10
-    """Most batches of prompts per step. After them the step trains on the groups that it has."""
+    """Maximum number of prompt batches per step. After them the step trains on the available groups."""
 
     def __post_init__(self) -> None:
         if self.max_gen_batches < 1:
@@ -41,7 +41,7 @@ class DynamicSampling:
 
 @dataclass(frozen=True)
 class OverlongConfig:
-    """What a response that was cut off at `max_new_tokens` means.
+    """Treatment of responses that are truncated at `max_new_tokens`.
 
     `filter`: it is left out of training and of its group's baseline. `buffer` and `penalty`: responses that come within
     `buffer` tokens of the limit lose up to `penalty` of their reward, linearly (arXiv:2503.14476, eq. 13). `factor`
@@ -49,13 +49,13 @@ class OverlongConfig:
     """
 
     filter: bool = False
-    """Leave cut responses out of training and of their group's baseline."""
+    """Exclude truncated responses from training and from their group's baseline."""
     buffer: int | None = None
     """Tokens before the limit over which the reward falls linearly (arXiv:2503.14476, eq. 13). null: none."""
     penalty: float = 1.0
-    """Largest deduction of `buffer`."""
+    """Largest deduction within `buffer`."""
     factor: float | None = None
-    """Factor, 0 to 1, of a cut response's reward. null: 1."""
+    """Factor from 0 to 1 on the reward of a truncated response. null: 1."""
 
     def __post_init__(self) -> None:
         if self.buffer is not None and self.buffer < 1:
@@ -89,7 +89,7 @@ class OverlongConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How samples are drawn, and what becomes of them. A step is one rollout and the updates on it.
+    """Generation of samples and their use in training. A step is one rollout and its updates.
 
     `num_iterations`: how often each sample is trained on; each pass has `prompts_per_step x group_size /
     train.global_batch_size` updates. Advantages are rewards minus the group's mean, divided where
@@ -114,36 +114,36 @@ class RolloutConfig:
 
     An episode of an environment has several messages of up to `max_new_tokens` each, all together with the prompt of
     up to `data.seq_len`. With `max_off_policy_steps` k, up to k rollouts are drawn while steps before them train
-    (docs/grpo.md). `share_prompt_prefix` changes no numbers; the header shows where it is off (docs/rollout.md).
+    (docs/rollouts/asynchronous.md). `share_prompt_prefix` changes no numbers (docs/rollouts/overview.md).
     `max_initial_logprob_gap` is measured before the first step, on tokens that an engine with weights of its own draws.
     """
 
     engine: EngineConfig = field(default_factory=SamplerConfig)
-    """What generates: `rollout=sampler`, `hf`, `vllm` or `sglang`, or a node of your own (examples/own_engine.py)."""
+    """Generation engine: `rollout=sampler`, `hf`, `vllm` or `sglang`, or your own node (examples/own_engine.py)."""
     placement: Literal["colocated", "disaggregated"] | None = None
-    """GPUs of generation servers: `separate` from the trainer's, or `colocated` on them in turns. null: as the
-    engine requires."""
+    """GPUs of generation servers: `disaggregated` (separate GPUs) or `colocated` (the training GPUs, alternately).
+    null: as the engine requires."""
     prompts_per_step: int = 32
     """Prompts per step over all ranks."""
     group_size: int = 8
-    """Responses to each prompt."""
+    """Responses per prompt."""
     max_new_tokens: int = 512
-    """Most tokens of a response."""
+    """Maximum number of tokens of a response."""
     temperature: float = 1.0
-    """Sampling temperature, which the trainer's log-probs use too."""
+    """Sampling temperature, also used for the trainer's log-probs."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that have this much probability together. 1: all."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability. 1: all."""
     top_k: int = 0
-    """Sample from this many of the likeliest tokens. 0: all."""
+    """Sample from this number of most likely tokens. 0: all."""
     num_iterations: int = 1
-    """How often each sample is trained on. Each pass has prompts_per_step x group_size / train.global_batch_size
-    updates."""
+    """Number of passes over the samples of a rollout. Each pass has prompts_per_step x group_size /
+    train.global_batch_size updates."""
     advantage_estimator: Literal["group", "batch", "critic"] = "group"
-    """What rewards are compared with: their `group`, the `batch` (REINFORCE++), or a `critic` (PPO)."""
+    """Baseline of the advantages: the `group`, the `batch` (REINFORCE++), or a `critic` (PPO)."""
     leave_one_out: bool = False
-    """Leave the sample itself out of its group's mean (RLOO, arXiv:2402.14740)."""
+    """Exclude the sample itself from its group's mean (RLOO, arXiv:2402.14740)."""
     normalize_advantages: bool = True
-    """Divide advantages by the deviation that `reward_scaling` selects. false is Dr. GRPO."""
+    """Divide advantages by the deviation that `reward_scaling` selects. false: Dr. GRPO."""
     reward_scaling: Literal["group", "batch", "mean"] = "group"
     """Divisor of `normalize_advantages`: the deviation of the `group`, of the `batch`, or the group's `mean` reward
     (MaxRL)."""
@@ -152,30 +152,29 @@ class RolloutConfig:
     gae_lambda: float = 0.95
     """Lambda of generalized advantage estimation, for `advantage_estimator=critic`."""
     dynamic_sampling: DynamicSampling | None = None
-    """Replace groups whose rewards are all equal by further samples (DAPO). null: skip and count them."""
+    """Replace groups with equal rewards by further samples (DAPO). null: skip and count them."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
-    """What becomes of responses that ran into `max_new_tokens`."""
+    """Treatment of responses truncated at `max_new_tokens`."""
     environment: EnvironmentNode | None = None
-    """Environment that answers the model, for episodes of several messages. null: one response."""
+    """Environment for multi-turn episodes and tools. null: single responses."""
     environments: dict[str, EnvironmentNode] = field(default_factory=dict)
-    """Several environments by name, of which a row's `environment_column` selects one."""
+    """Environments by name. The `environment_column` of a row selects one."""
     environment_column: str = "environment"
     """Column with the name of a row's environment."""
     max_off_policy_steps: int = 0
-    """Most steps between the weights that sampled a token and those that train on it. 0: sampling and training
-    alternate."""
+    """Number of steps that generation may run ahead of training. 0: generation and training alternate."""
     replay_routing: bool = False
-    """In the update, send each token to the experts that it used when sampled (arXiv:2510.11370)."""
+    """Route each token in the update to the experts that were selected during sampling (arXiv:2510.11370)."""
     share_prompt_prefix: bool | Literal["auto"] = "auto"
-    """Compute a group's prompt once for all its responses in a row. `auto`: wherever possible."""
+    """Compute the prompt of a group once for all its responses in a sequence. `auto`: if it is exact."""
     warn_token_mult_prob_error: float = 1.05
-    """Warn where sampler and trainer probabilities differ by more than this factor on average."""
+    """Warn if sampler and trainer probabilities differ by more than this factor on average."""
     max_initial_logprob_gap: float = 0.1
-    """Refuse the run where the engine's log-probs and the trainer's differ by more nats on average."""
+    """Stop before the first step if the log-probs of engine and trainer differ by more nats on average."""
     num_reward_workers: int = 2
-    """Helper processes per rank for rewards with a timeout."""
+    """Worker processes per rank for rewards with a timeout."""
     validation_samples: int = 0
-    """Samples per held-out prompt besides the greedy one, for `val_avg_at_k` and `val_pass_at_k`."""
+    """Samples per held-out prompt in addition to the greedy one, for `val_avg_at_k` and `val_pass_at_k`."""
     validation_temperature: float | None = None
     """Temperature of the validation samples. null: `temperature`."""
     log_samples_every: int | None = 10

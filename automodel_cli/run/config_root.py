@@ -21,9 +21,9 @@ class ConfigRoot(ABC):
     kind: ClassVar[str] = ""
     """What `automodel KIND llm` insists on: sft, dpo, ..."""
     run_name: str | None
-    """The name of the run's folder; None: that of the config file."""
+    """Name of the run folder. null: the name of the config file."""
     output_dir: str
-    """The folder that run folders are made in."""
+    """Folder of the run folders. With a URL (`s3://bucket/runs`) a copy is uploaded there."""
 
     @property
     def goes_on(self) -> bool:

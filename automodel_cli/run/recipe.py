@@ -47,37 +47,37 @@ class Recipe(ConfigRoot):
     """One YAML file. A recipe differs from another in where its batches come from and in its objective."""
 
     model: ModelConfig
-    """Where the model comes from, how it is stored and adapted."""
+    """Model, tokenizer and adapters."""
     data: DataConfig
-    """Rows to train on, and how they become tokens."""
+    """Training data, and its tokenization and packing."""
     objective: Objective
     """What is minimized."""
     optimizer: OptimizerNode
-    """A node (`optimizer=adamw`, `muon`, `adamw8bit`), or any class of torch.optim with `_partial_: true`."""
+    """Optimizer: `optimizer=adamw`, `muon` or `adamw8bit`, or any class of torch.optim with `_partial_: true`."""
     lr_scheduler: ScheduleNode
-    """The learning rate over the run: `lr_scheduler=cosine`, `linear`, `wsd` or `constant`."""
+    """Learning-rate schedule: `lr_scheduler=cosine`, `linear`, `wsd` or `constant`."""
     parallelizer: Strategy = field(default_factory=FSDP2Config)
-    """What shards parameters and sums gradients: `parallelizer=fsdp2`, `ddp` or `megatron_fsdp`."""
+    """Data-parallel strategy: `parallelizer=fsdp2`, `ddp` or `megatron_fsdp`."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How many ranks each parallelism has."""
+    """Number of ranks of each parallelism."""
     pipeline: PipelineConfig | None = None
-    """How stages are cut and scheduled; needed where mesh.pp_size is above 1: `pipeline=1f1b`."""
+    """Pipeline stages and schedule, for example `pipeline=1f1b`. Required if mesh.pp_size is above 1."""
     train: TrainConfig
-    """Batch sizes, length of the run, clipping and limits."""
+    """Batch sizes, length of the run, gradient clipping and limits."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    """When the held-out rows are measured."""
+    """Validation on held-out examples."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """When checkpoints are written, which are kept, and what a run goes on from."""
+    """When checkpoints are written, which are kept, and how a run resumes."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    """What a run shows and records."""
+    """Console output, trackers, profiling and the report."""
     callbacks: list[Callback] = field(default_factory=list)
-    """Your own classes that hear of steps, validations, checkpoints and the end: `[{_target_: mine.Watch}]`."""
+    """Your own callbacks for steps, validations, checkpoints and the end of the run: `[{_target_: mine.Watch}]`."""
     run_name: str | None = None
-    """The name of the run's folder; null: that of the config file."""
+    """Name of the run folder. null: the name of the config file."""
     output_dir: str = "runs"
-    """The folder that run folders are made in; a URL (`s3://bucket/runs`) is kept a copy of them."""
+    """Folder of the run folders. With a URL (`s3://bucket/runs`) a copy is uploaded there."""
     seed: int = 0
-    """Decides initial weights, the order of rows, dropout and samples."""
+    """Seed of initial weights, data order, dropout and samples."""
 
     preferences: ClassVar[bool] = False
     """Whether rows are pairs or judged responses."""

@@ -41,27 +41,27 @@ class TrainConfig:
     """
 
     global_batch_size: int
-    """Rows (packs, when packing) per optimizer step over all ranks. In a recipe with rollouts: samples per
-    update."""
+    """Sequences per optimizer step over all ranks. In a recipe with rollouts: samples per update."""
     microbatch_size: int = 1
-    """Rows (packs, when packing) per forward pass on one data-parallel rank."""
+    """Sequences per forward pass on one data-parallel rank."""
     max_steps: int | None = None
-    """Steps after which the run ends. null: `epochs` alone decides."""
+    """Number of steps. null: `epochs` sets the length."""
     epochs: float | None = None
-    """Passes over the data after which the run ends. null: `max_steps` alone decides."""
+    """Number of passes over the data. null: `max_steps` sets the length."""
     max_grad_norm: float | None = 1.0
     """Clip the gradient norm to this. null: no clipping; the norm is still measured."""
     deterministic: bool = False
-    """Refuse kernels without a reproducible result, and give cuBLAS a workspace of a fixed size."""
+    """Use deterministic kernels only, and a fixed workspace of cuBLAS. Other kernels raise an error."""
     num_cpu_threads: int | None = None
-    """Threads of torch on each rank's CPU; null: what the launcher gives it."""
+    """CPU threads of torch per rank. null: as the launcher sets."""
     step_timeout_seconds: float | Literal["auto"] | None = "auto"
-    """Seconds without progress after which the run ends and prints the stacks of all ranks. null: no limit."""
+    """Seconds without progress after which the run prints the stacks of all ranks and ends. null: no limit."""
     extend_schedule: Literal["continue", "restart", "stretch"] | None = None
     """Learning rate of a run that is resumed with another number of steps: `continue` keeps the last rate, `restart`
-    begins a new schedule, `stretch` takes that of the new length. null: `stretch`, and a finished run asks."""
+    starts a new schedule, `stretch` uses the schedule of the new length. null: `stretch`; a finished run requires a
+    choice."""
     max_restarts: int = 0
-    """How often the ranks of one host are started again where one dies, from the newest whole checkpoint."""
+    """Number of restarts of the ranks of one host after a rank dies, from the newest complete checkpoint."""
 
     def __post_init__(self) -> None:
         _positive(
@@ -156,7 +156,7 @@ class ValidationTask(Protocol):
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """When the validation loss is measured, and on how much.
+    """When the validation loss is measured, and on how much data.
 
     `every` steps (None: not during the run), `at_start` before the first step, `at_end` after the last. `num_batches`
     limits one validation to that many microbatches of every rank; None takes the whole validation set.
@@ -168,19 +168,19 @@ class ValidationConfig:
     every: int | None = None
     """Steps between validations. null: none during the run."""
     num_batches: int | None = None
-    """Microbatches per rank of one validation. null: all."""
+    """Microbatches per rank and validation. null: all."""
     at_start: bool = False
     """Validate before the first step."""
     at_end: bool = True
     """Validate after the last step."""
     tasks: dict[str, ValidationTask] = field(default_factory=dict)
-    """What is asked besides the loss, by name: the tasks of an evaluation, also where there are no validation rows."""
+    """Evaluation tasks by name, in addition to the loss. They need no validation rows."""
     patience: int | None = None
-    """Validations in a row without improvement after which the run ends. null: no early stopping."""
+    """Number of validations without improvement after which the run ends. null: no early stopping."""
     metric: str = LOSS
-    """Measure that decides which checkpoint is the best: `val_loss`, `val_reward`, `val_TASK_accuracy`, ..."""
+    """Metric of the best checkpoint: `val_loss`, `val_reward`, `val_TASK_accuracy`, ..."""
     direction: Literal["min", "max"] | None = None
-    """Whether a smaller or a larger `metric` is better. null: smaller, for `val_loss` alone."""
+    """Whether a smaller or a larger `metric` is better. null: smaller, allowed for `val_loss` only."""
 
     def __post_init__(self) -> None:
         _positive("validation", every=self.every, num_batches=self.num_batches, patience=self.patience)
@@ -237,16 +237,16 @@ class CheckpointConfig:
     every: int | None = None
     """Steps between checkpoints. null: only at the end."""
     keep_latest_k: int | None = 3
-    """Newest checkpoints that are kept, besides the one with the best validation. null: all."""
+    """Number of newest checkpoints to keep, in addition to the best one. null: all."""
     async_save: bool = False
-    """Copy the state and write it while training goes on."""
+    """Copy the state and write it during training."""
     resume: str | None = None
-    """`auto` continues from the newest whole checkpoint of the run folder; another text is a checkpoint's folder.
-    null: start at step 0."""
+    """`auto` resumes from the newest complete checkpoint of the run folder. Another value is the folder of a
+    checkpoint. null: start at step 0."""
     save_final: bool = True
-    """Save after the last step too."""
+    """Save a checkpoint after the last step."""
     export_check_minutes: float = 30.0
-    """Longest time in which rank 0 compares the export with the trained model; 0 leaves it out."""
+    """Time limit in minutes of the comparison of the export with the trained model on rank 0. 0: no comparison."""
 
     def __post_init__(self) -> None:
         _positive("checkpoint", every=self.every, keep_latest_k=self.keep_latest_k)
@@ -304,7 +304,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What a run shows and records.
+    """Console output, trackers and reports of a run.
 
     `metrics.jsonl` gets one row per step whatever `every` is; `every` is how often step lines are printed, and how
     often numbers are fetched from the device. `console`: "auto" draws a live line on a terminal and prints plain
@@ -314,7 +314,7 @@ class LoggingConfig:
     """
 
     every: int = 1
-    """Steps between printed lines. `metrics.jsonl` gets a row per step in any case."""
+    """Steps between console lines. `metrics.jsonl` has one line per step in any case."""
     console: Literal["auto", "live", "plain"] = "auto"
     """`live` redraws one line, `plain` prints lines. `auto` is `live` on a terminal."""
     trackers: list[TrackerName | TrackerNode] = field(default_factory=list)

@@ -103,11 +103,11 @@ class WandB:
 
     module: ClassVar[str] = "wandb"
     project: str = "automodel"
-    """The project that runs are listed in."""
+    """Project of the runs."""
     entity: str | None = None
-    """User or team; null: the account's own."""
+    """User or team. null: the account's default."""
     group: str | None = None
-    """Name under which several runs stand together."""
+    """Name of a group of runs."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes below the run folder and sends nothing."""
 
@@ -145,7 +145,7 @@ class MLflow:
 
     module: ClassVar[str] = "mlflow"
     experiment: str = "automodel"
-    """The experiment that runs are listed in."""
+    """Experiment of the runs."""
     tracking_uri: str | None = None
     """Address of the MLflow server. null: a SQLite file `mlflow.db` in the run folder."""
 
@@ -181,7 +181,7 @@ class Trackio:
 
     module: ClassVar[str] = "trackio"
     project: str = "automodel"
-    """The project that runs are listed in."""
+    """Project of the runs."""
     space_id: str | None = None
     """Hugging Face Space to show the run in. null: none."""
 

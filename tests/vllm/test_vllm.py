@@ -1,6 +1,6 @@
 """A real vLLM server on the CPU, our client and a whole run on it.
 
-AUTOMODEL_VLLM names a virtual environment with vLLM in it (docs/rollout.md says how one is made). The model's
+AUTOMODEL_VLLM names a virtual environment with vLLM in it (docs/rollouts/vllm.md says how one is made). The model's
 generation_config.json recommends what the run does not want, and the server is not told to leave it alone.
 """
 

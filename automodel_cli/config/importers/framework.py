@@ -145,7 +145,7 @@ def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | N
     _decay_embeddings(draft, table)
     _name_unknown(draft)
     if draft.kind == "grpo" and not draft.is_set("rewards"):
-        why = "their rewards are code; until you name yours, `exact` compares with the column answer (docs/rollout.md)"
+        why = "their rewards are code; until you name yours, `exact` reads the column answer (docs/rollouts/rewards.md)"
         draft.undecided.append(f"rewards: {why}")
     return draft
 

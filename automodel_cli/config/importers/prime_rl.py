@@ -114,7 +114,9 @@ def _grpo(draft: Draft) -> None:
 
 
 _SERVER = none("no server is needed: our sampler generates on the trained weights (rollout=vllm takes one)")
-_ENVIRONMENT = none("environments are packages of theirs; ours are rewards and rollout.environment (docs/rollout.md)")
+_ENVIRONMENT = none(
+    "environments are packages of theirs; ours are rewards and rollout.environment (docs/rollouts/environments.md)"
+)
 _TRACKER = none("logging.trackers takes a WandB node with project, entity, group and mode (offline)")
 
 _SHARED = {
@@ -132,7 +134,7 @@ _SHARED = {
     "model.*": none("the library's own model, probed; memory is parallelizer's business"),
     "tokenizer.chat_template": to("data.chat_template"),
     "tokenizer.*": none("the tokenizer beside the weights (model.tokenizer)"),
-    "loss.*": none("objective has its own keys: clip_low, clip_high, correction (docs/grpo.md)"),
+    "loss.*": none("objective has its own keys: clip_low, clip_high, sampler_correction (docs/methods/grpo.md)"),
 }
 
 TABLE = Table(
@@ -167,7 +169,7 @@ TABLE = Table(
         "orchestrator.eval*": _ENVIRONMENT,
         "orchestrator.max_off_policy_steps": to("rollout.max_off_policy_steps"),
         "orchestrator.renderer.*": none("the chat template is the tokenizer's own (data.chat_template)"),
-        "orchestrator.*": none("the rollout section has its own keys (docs/rollout.md)"),
+        "orchestrator.*": none("the rollout section has its own keys (docs/rollouts/overview.md)"),
         "inference*": _SERVER,
         "deployment.*": hf.PLACE,
         "slurm*": none("automodel submit"),

@@ -197,7 +197,9 @@ def _grpo(draft: Draft, ranks: int) -> None:
         url = draft.get("vllm_server_base_url", f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}")
         keys = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
         draft.put("rollout", "vllm", *keys)
-        draft.put("rollout.engine.url", url, *keys, note="a server as docs/rollout.md starts it, not `trl vllm-serve`")
+        draft.put(
+            "rollout.engine.url", url, *keys, note="a server as docs/rollouts/vllm.md starts it, not `trl vllm-serve`"
+        )
 
 
 def _kl(draft: Draft) -> None:
@@ -319,7 +321,9 @@ TABLE = Table(
         "scale_rewards": KeyMapping("rollout.normalize_advantages", values=_FALSE_IS_NONE),
         "importance_sampling_level": KeyMapping("objective.importance_sampling_level", values=_LEVELS),
         "mask_truncated_completions": to("rollout.overlong.filter"),
-        "reward_funcs": none("rewards are nodes of the section rewards (docs/rollout.md); theirs are Python functions"),
+        "reward_funcs": none(
+            "rewards are nodes of the section rewards (docs/rollouts/rewards.md); theirs are Python functions"
+        ),
         "reward_weights": none("each node of rewards has a weight"),
         "use_vllm": none("colocated vLLM has no counterpart: our sampler generates on the trained weights"),
         "vllm_*": none("rollout.engine has its own keys"),

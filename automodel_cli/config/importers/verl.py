@@ -263,7 +263,7 @@ def _sft(draft: Draft) -> None:
         draft.put("model.lora.target_modules", draft.get("model.target_modules", "all-linear"), "model.target_modules")
 
 
-_REWARD = none("rewards are nodes of the section rewards (docs/rollout.md)")
+_REWARD = none("rewards are nodes of the section rewards (docs/rollouts/rewards.md)")
 _OWN = none("rollout.engine has its own keys; the default samples on the trained weights")
 _OPTIM = {
     "lr": to("optimizer.lr"),
@@ -316,17 +316,17 @@ TABLE = Table(
         _ACTOR + "strategy": to("parallelizer", fsdp="fsdp2", fsdp2="fsdp2"),
         _ACTOR + "use_torch_compile": hf.SPEED,
         _ACTOR + "fsdp_config.*": hf.PLACE,
-        _ACTOR + "*": none("not in our step: docs/grpo.md has what there is"),
+        _ACTOR + "*": none("not in our step: docs/methods/grpo.md has what there is"),
         "actor_rollout_ref.ref.*": none("the reference is the model as loaded (reference=...)"),
         _ROLLOUT + "temperature": to("rollout.temperature"),
         _ROLLOUT + "top_p": to("rollout.top_p"),
         _ROLLOUT + "top_k": KeyMapping("rollout.top_k", values={"-1": 0}),
-        _ROLLOUT + "name": none("rollout=vllm takes a server (docs/rollout.md); the default needs none"),
+        _ROLLOUT + "name": none("rollout=vllm takes a server (docs/rollouts/vllm.md); the default needs none"),
         _ROLLOUT + "*": _OWN,
         "actor_rollout_ref.*": _OWN,
         "algorithm.norm_adv_by_std_in_grpo": to("rollout.normalize_advantages"),
-        "algorithm.*": none("docs/algorithms.md has what there is"),
-        "distillation.*": none("objective=gkd with a teacher (docs/algorithms.md)"),
+        "algorithm.*": none("docs/methods/grpo.md has what there is"),
+        "distillation.*": none("objective=gkd with a teacher (docs/methods/distillation.md)"),
         "transfer_queue.*": hf.PLACE,
         "skip.*": none("every step draws its samples"),
         "checkpoint.*": none("checkpoints hold everything; the export is what transformers loads"),

@@ -47,9 +47,9 @@ class ChatTasks:
     """
 
     kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 1.0))
-    """Share of the rows by kind of question. Any positive numbers; 0 leaves a kind out."""
+    """Relative frequency of each kind of question. Any positive numbers; 0 excludes a kind."""
     num_train: int = 20_000
-    """Number of training rows, drawn with replacement."""
+    """Number of training rows, sampled with replacement."""
     num_validation: int = 256
     """Number of validation rows: distinct problems that no training split contains."""
     max_number: int = 99
@@ -59,7 +59,7 @@ class ChatTasks:
     max_length: int = 5
     """Largest number of letters or digits of a string (at least 2)."""
     context: list[dict[str, str]] = field(default_factory=list)
-    """Messages in front of each question, not trained: `[{role: system, content: ...}]`."""
+    """Messages before each question, without loss: `[{role: system, content: ...}]`."""
     seed: int = 0
     """Seed of the questions."""
 

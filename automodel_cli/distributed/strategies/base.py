@@ -113,15 +113,14 @@ class ParallelizerConfig:
     supports: ClassVar[frozenset[str]] = frozenset()
 
     activation_checkpointing: bool | int | str = False
-    """Recompute activations in the backward pass: false, `full` (true), `selective` (keeps products and attention),
-    `minimal`, every n-th layer (n), or `auto` (as memory requires)."""
+    """Recompute activations in the backward pass: false, `full` (true), `selective` (saves GEMM results and
+    attention), `minimal`, every n-th layer (n), or `auto` (by available memory)."""
     autocast_dtype: str | None = None
     """Run the forward pass under autocast in this dtype. null: no autocast."""
     backend: str = "nccl"
     """Process-group backend. Without CUDA `nccl` means gloo on the CPU."""
     enable_compile: bool | str = AUTO
-    """What torch.compile compiles: `fused_ops` (norms, gates, rotary positions), whole layers (true) or nothing
-    (false).
+    """Scope of torch.compile: `fused_ops` (norms, gates, rotary embeddings), whole layers (true) or nothing (false).
     `auto` is `fused_ops` on CUDA."""
     compile_backend: str = DEFAULT_COMPILE_BACKEND
     """Backend of torch.compile."""

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """Our own sampler on the trained weights: no copy of the model, any layout.
+    """Built-in sampler on the trained weights: no copy of the model, any layout.
 
     The cache holds `max_num_seqs` times the longest sequence. `cuda_graphs=true` makes graphs under FSDP2 too; the
     header
-    shows where they are off (docs/rollout.md). Never run on a GPU.
+    shows where they are off (docs/rollouts/sampler.md). Never run on a GPU.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -43,14 +43,13 @@ class SamplerConfig:
     )
 
     max_num_seqs: int | None = None
-    """Sequences that decode together on each data-parallel rank. null: what an eighth of the memory holds, at most
-    256."""
+    """Concurrent sequences per data-parallel rank. null: as many as fit into an eighth of the memory, at most 256."""
     max_num_batched_tokens: int = 8192
-    """Most prompt tokens of one forward pass."""
+    """Maximum number of prompt tokens per prefill."""
     refill_threshold: float = 0.125
-    """Share of slots that must be free before new prompts start."""
+    """Fraction of free slots that triggers a prefill."""
     cuda_graphs: CudaGraphs = "auto"
-    """Launch a decoding step as one CUDA graph. `auto`: on CUDA where a rank holds the whole weights."""
+    """Launch a decoding step as one CUDA graph. `auto`: on CUDA if each rank holds the full weights."""
 
     def __post_init__(self) -> None:
         _at_least(self, max_num_batched_tokens=1, **({} if self.max_num_seqs is None else {"max_num_seqs": 1}))
@@ -74,12 +73,12 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The library's own `generate` on a replica of the model, which needs the memory of one more copy."""
+    """transformers' `generate` on a replica of the model. Needs the memory of one more copy."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True, routing=True)
 
     max_batch_tokens: int = 16_384
-    """Tokens of prompts and responses that are generated at once."""
+    """Tokens of prompts and responses per generation batch."""
 
     def __post_init__(self) -> None:
         _at_least(self, max_batch_tokens=1)
@@ -98,17 +97,17 @@ class ServerConfig:
     url: str | list[str] | None
     """Address of the server (`http://localhost:8000`), or a list of them with the same model."""
     model: str | None = None
-    """Name of the model on the server. null: the server has only one."""
+    """Name of the model on the server. null: its only model."""
     concurrency: int = 32
-    """Requests that are open at once, at each server."""
+    """Maximum number of open requests per server."""
     timeout: float = 600.0
     """Seconds for one request."""
     retries: int = 4
-    """How often a request is repeated when the server is busy or gone."""
+    """Number of retries of a request if the server is busy or unavailable."""
     api_key_env: str | None = None
     """Environment variable with the API key. null: no key."""
     trust_logprobs: bool = False
-    """Take the server's log-probs as those of the sampled distribution."""
+    """Use the server's log-probs as those of the sampling distribution."""
 
     def __post_init__(self) -> None:
         _at_least(self, concurrency=1, retries=0)
@@ -210,23 +209,24 @@ class LiveServerConfig(ServerConfig):
     url: str | list[str] | None = None
     """Address of the running server, or a list of them. null: see `servers`."""
     servers: ManagedServers | None = None
-    """Servers that the run starts itself, in place of `url`."""
+    """Servers that the run starts, instead of `url`."""
     concurrency: int = 256
-    """Open requests at once, per server."""
+    """Maximum number of open requests per server."""
     weights_dir: str | None = None
-    """Folder through which `transport=files` passes weights. null: `rollout_weights` in the run folder."""
+    """Folder of the weights with `transport=files`. null: `rollout_weights` in the run folder."""
     address: str | None = None
-    """Host of the first rank as the server reaches it. null: this host's name, or 127.0.0.1 for a local server."""
+    """Address of the first rank for the server. null: this host's name, or 127.0.0.1 for a local server."""
     port: int = 29_600
-    """Free port on the first rank's host, for the transfer of weights."""
+    """Free port on the first rank's host, for the weight transfer."""
     trust_logprobs: bool = True
     """Must be true: the update needs the server's log-probs."""
     command: str | list[str] | None = field(
         default=None, metadata=trust.executes_code(trust.COMMAND, "is a command that the run starts on this machine")
     )
-    """Command that starts the server at `url`, as text or words; needs `--trust command`. null: it is running."""
+    """Command that starts the server at `url`, as text or a list. Requires `--trust command`. null: the server is
+    running."""
     start_timeout: float = 900.0
-    """Seconds within which a started server must answer."""
+    """Seconds until a started server must respond."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -335,7 +335,7 @@ class LiveServerConfig(ServerConfig):
 
 @dataclass(frozen=True)
 class VLLMConfig(LiveServerConfig):
-    """A vLLM server (0.31 or later) whose weights are replaced after each step; docs/rollout.md has its command line.
+    """A vLLM server (0.31 or later) whose weights are replaced after each step. Command line: docs/rollouts/vllm.md.
 
     `transport` is how they travel. `files`: the run writes them to `weights_dir`, which the server sees under the
     same path, and the server reads them; any machine, any number of nodes. null: `rollout_weights` in the run's folder.
@@ -353,7 +353,7 @@ class VLLMConfig(LiveServerConfig):
     with_experts: ClassVar[str] = VLLM_WITH_EXPERTS
 
     servers: VLLMServers | None = None
-    """vLLM servers that the run starts itself, in place of `url`."""
+    """vLLM servers that the run starts, instead of `url`."""
     transport: Literal["files", "nccl", "ipc"] = "nccl"
     """How weights reach vLLM: `files`, `nccl` (GPU to GPU) or `ipc` (same GPUs, `rollout.placement=colocated`)."""
 

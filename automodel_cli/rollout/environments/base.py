@@ -120,20 +120,20 @@ class Environment:
     """
 
     max_turns: int = 4
-    """Messages of the model after which the episode ends."""
+    """Maximum number of model messages per episode."""
     weight: float = 1.0
     """Weight of the environment's reward in a sample's reward."""
     on_error: OnError = "skip"
-    """Result of an episode whose step failed: `zero` reward, `fail` (the sample is worth 0) or `skip` (not
-    trained)."""
+    """Treatment of an episode with a failed step: `zero` reward, `fail` (the sample is worth 0) or `skip` (excluded
+    from training)."""
     concurrency: int = 32
-    """Steps that run at once on a rank."""
+    """Maximum number of concurrent steps per rank."""
     turn_timeout: float | None = None
-    """Seconds for one try of a step. null: no limit."""
+    """Seconds for one attempt of a step. null: no limit."""
     episode_timeout: float | None = None
     """Seconds for all steps of an episode, without the model's time. null: no limit."""
     retries: int = 0
-    """How often a failed step is tried again."""
+    """Number of retries of a failed step."""
 
     def __post_init__(self) -> None:
         check_limits(self)

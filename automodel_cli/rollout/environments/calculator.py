@@ -20,7 +20,7 @@ _CHARACTERS = re.compile(r"[0-9.+\-*/%() ]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Calculator(Environment):
-    """Computes what the model asks for; a message without a request is its answer and ends the episode.
+    """Computes arithmetic in model messages. A message without a request is the answer and ends the episode.
 
     `pattern` is a regular expression whose first group, in its first match, is the arithmetic: numbers, `+ - * / // %
     **` and parentheses. The result, or `error: ...`, comes back as a message of `role`. `tool_call_reward` is for
@@ -33,9 +33,9 @@ class Calculator(Environment):
     role: Literal["tool", "user"] = "tool"
     """Role of the message with the result."""
     tool_call_reward: float = 0.0
-    """Reward of each call that gave a number."""
+    """Reward per call that returned a number."""
     error_reward: float = 0.0
-    """Reward of each call that failed."""
+    """Reward per failed call."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ _AWAY = (OSError, TimeoutError)  # connections are OSErrors
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionTools(ToolEnvironment):
-    """Functions of yours that the model may call: `functions: {add: {_target_: my_tools.add, _partial_: true}}`.
+    """Python functions that the model can call: `functions: {add: {_target_: my_tools.add, _partial_: true}}`.
 
     What the model is shown of one comes from its type hints and its docstring, which must describe every argument (a
     section `Args:`, as Google writes it). They run in the training process with your rights. What a function raises is

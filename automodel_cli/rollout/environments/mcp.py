@@ -43,11 +43,11 @@ class MCPTools(ToolEnvironment):
     )
     """Command of each server by name, as text or words; no shell runs it."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables that servers receive, by name."""
+    """Environment variables of the servers, by name."""
     tools_of_server: dict[str, list[str]] = field(default_factory=dict)
-    """Tools that are offered, by server. A server that is not named offers all."""
+    """Offered tools by server. Servers without an entry offer all."""
     start_timeout: float = 60.0
-    """Seconds within which a server must answer when it starts."""
+    """Seconds until a started server must respond."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -42,15 +42,15 @@ class PythonTool(ToolEnvironment):
     """
 
     run_code_blocks: bool = False
-    """Run every ```python block of a message instead of showing a tool."""
+    """Run every ```python block of a message instead of offering a tool."""
     seconds: float = 5.0
-    """Time limit of a call."""
+    """Time limit of a call in seconds."""
     memory_mib: int = 512
-    """Memory limit of a call."""
+    """Memory limit of a call in MiB."""
     allow_unisolated: bool = False
-    """Run the code even where the machine cannot isolate it."""
+    """Run the code even if the machine cannot isolate it."""
     concurrency: int = 4
-    """Calls that run at once on a rank."""
+    """Maximum number of concurrent calls per rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

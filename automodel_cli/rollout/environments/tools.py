@@ -48,15 +48,15 @@ class ToolEnvironment(Environment):
     role: Literal["tool", "user"] = "tool"
     """Role of the messages with results."""
     show_tools: bool = True
-    """Let the chat template show the tools' definitions to the model."""
+    """Insert the tool definitions into the prompt through the chat template."""
     max_calls: int = 8
-    """Most calls in one message."""
+    """Maximum number of calls per message."""
     max_result_chars: int = 4000
-    """Characters after which a result is cut off."""
+    """Maximum length of a result in characters. Longer results are truncated."""
     tool_call_reward: float = 0.0
-    """Reward of each call with a result."""
+    """Reward per call with a result."""
     error_reward: float = 0.0
-    """Reward of each call without a result."""
+    """Reward per failed call."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

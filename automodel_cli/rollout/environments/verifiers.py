@@ -91,9 +91,9 @@ class VerifiersEnvironment(Environment):
     pattern: str = r"<tool_call>(.*?)</tool_call>"
     """Regular expression whose first group is a tool call in JSON."""
     show_tools: bool = True
-    """Let the chat template show the environment's tools to the model."""
+    """Insert the environment's tool definitions into the prompt through the chat template."""
     max_turns: int = 10
-    """Most messages of the model. The environment's own number of turns ends it earlier."""
+    """Maximum number of model messages. The environment's own limit may end an episode earlier."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

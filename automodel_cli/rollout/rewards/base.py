@@ -138,14 +138,14 @@ class Reward:
     weight: float = 1.0
     """Weight of the score in the sum of rewards."""
     on_error: OnError = "zero"
-    """Result where `score` fails: `zero` (0 for this reward), `fail` (the sample is worth 0) or `skip` (not
-    trained)."""
+    """Treatment of a failed score: `zero` (0 for this reward), `fail` (the sample is worth 0) or `skip` (excluded
+    from training)."""
     timeout: float | None = None
-    """Seconds for one score, computed in a helper process. null: no limit, in this process."""
+    """Seconds for one score, computed in a worker process. null: no limit, in the main process."""
     concurrency: int = 32
-    """Scores that an `async def score` computes at once."""
+    """Maximum number of concurrent calls of an `async def score`."""
     filter: dict[str, Any] = field(default_factory=dict)
-    """Rows that this reward judges, by column: `{kind: math}` or `{kind: [math, code]}`."""
+    """Rows that this reward scores, by column: `{kind: math}` or `{kind: [math, code]}`."""
 
     def __post_init__(self) -> None:
         check_on_error(self.on_error)

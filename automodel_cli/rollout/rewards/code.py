@@ -16,7 +16,7 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class CodeExecution(Reward):
-    """The share of the row's tests that the completion's code passes, 0..1; all or nothing with `all_or_nothing`.
+    """Fraction of the row's tests that the completion's code passes; 0 or 1 with `all_or_nothing`.
 
     The code is the last ``` block of the completion, or all of it where there is none. `column` holds the tests: one
     text or a list; each is Python that raises (`assert add(1, 2) == 3`), or `{stdin, stdout}` to compare what a script
@@ -36,11 +36,11 @@ class CodeExecution(Reward):
     entry_point: str = "entry_point"
     """Column with the name of the function under test."""
     all_or_nothing: bool = False
-    """Score 1 if all tests pass, else 0. false: the share of passed tests."""
+    """Score 1 if all tests pass, otherwise 0. false: the fraction of passed tests."""
     memory_mib: int = 512
-    """Memory limit of each test."""
+    """Memory limit of each test in MiB."""
     allow_unisolated: bool = False
-    """Run the code even where the machine cannot isolate it."""
+    """Run the code even if the machine cannot isolate it."""
     timeout: float | None = 5.0
     """Seconds for each test."""
 

@@ -29,9 +29,9 @@ class MathEquivalence(Reward):
     answer_pattern: str | None = None
     """Regular expression whose first group, in its last match, is the answer within the column (`#### (.+)`)."""
     float_digits: int = 6
-    """Digits of decimal numbers that are compared."""
+    """Number of compared decimal digits."""
     require_eos: bool = True
-    """Judge a completion that did not end by itself as wrong."""
+    """Score a truncated completion as wrong."""
     timeout: float | None = 10.0
     """Seconds for one comparison of expressions. null: no limit."""
 

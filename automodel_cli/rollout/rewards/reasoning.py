@@ -34,7 +34,7 @@ class ReasoningTasks:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the task itself, such as sizes and difficulty."""
     instruction: str = "Give the answer alone."
-    """Text behind every question."""
+    """Text after every question."""
     seed: int = 0
     """Seed of the training rows. Validation rows have another seed and none of the training questions."""
 
@@ -108,7 +108,7 @@ _CODE = re.compile(r"__|\b(exec|eval|compile|open|input|breakpoint|getattr|setat
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningReward(Reward):
-    """What the task's own verifier gives the completion, 0..1; the row's `entry` says which task it is."""
+    """Score of the task's own verifier, 0 to 1. The row's `entry` names the task."""
 
     confined: ClassVar[bool] = True
 

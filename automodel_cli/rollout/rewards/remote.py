@@ -20,7 +20,7 @@ from automodel_cli.rollout.rewards.text import check_pattern
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreServer(BatchReward):
-    """A server of your own at `url` + `path`: the scores of several samples for one request.
+    """Scores from your own HTTP server at `url` + `path`, several samples per request.
 
     It gets `{"samples": [{"completion": text, "messages": [...], "row": {...}, "group": number}, ...]}` and answers
     `{"scores": [number, ...]}` in that order, null where it does not judge one; up to `batch_size` samples a request
@@ -33,17 +33,17 @@ class ScoreServer(BatchReward):
     url: str
     """Address of the server."""
     path: str = "/score"
-    """Path of the request, behind `url`."""
+    """Path of the request, appended to `url`."""
     batch_size: int = 64
-    """Most samples per request."""
+    """Maximum number of samples per request."""
     whole_groups: bool = False
-    """Keep the samples of a group in one request."""
+    """Send the samples of a group in one request."""
     timeout: float | None = 60.0
     """Seconds for one request. null: no limit."""
     concurrency: int = 8
-    """Requests at once."""
+    """Maximum number of concurrent requests."""
     retries: int = 2
-    """How often a failed request is repeated."""
+    """Number of retries of a failed request."""
     api_key_env: str | None = None
     """Environment variable with the bearer token. null: none."""
 
@@ -98,7 +98,7 @@ NUMBER = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJudge(Reward):
-    """A language model behind an OpenAI-compatible server that reads the answer and says a number.
+    """LLM-as-a-judge: a language model behind an OpenAI-compatible server returns a number.
 
     `instruction` is the text that it gets, with `{question}` (the last message of the user), `{completion}` and
     `{columns}` of the row by name in it. The last match of `pattern` in what it says is the number; `best` is worth 1.
@@ -110,20 +110,20 @@ class ModelJudge(Reward):
     url: str
     """Address of an OpenAI-compatible server."""
     model: str
-    """Name of the judging model."""
+    """Name of the judge model."""
     instruction: str
-    """Text for the judge, with `{question}`, `{completion}` and `{columns}` of the row in braces."""
+    """Prompt of the judge, with `{question}`, `{completion}` and `{columns}` of the row in braces."""
     pattern: str = NUMBER
     """Regular expression whose first group, in its last match, is the score. By default a number that names no scale:
     of `3/10`, `3 out of 10` and `3 on a scale of 0 to 10` it is 3."""
     best: float = 10.0
-    """Score that is worth 1."""
+    """Judge score that corresponds to a reward of 1."""
     max_tokens: int = 256
-    """Most tokens of the judge's answer."""
+    """Maximum number of tokens of the judge's response."""
     timeout: float | None = 120.0
-    """Seconds for one judgment. null: no limit."""
+    """Seconds for one request to the judge. null: no limit."""
     retries: int = 2
-    """How often a failed request to the judge is repeated."""
+    """Number of retries of a failed request."""
     api_key_env: str | None = None
     """Environment variable with the API key. null: none."""
 

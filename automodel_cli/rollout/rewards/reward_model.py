@@ -15,7 +15,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Reward):
-    """The score of a reward model for the conversation with its completion (`automodel rm llm` makes such a folder).
+    """Score of a reward model for the conversation with its completion (`automodel rm llm` trains one).
 
     `folder`: what `AutoModelForSequenceClassification` loads, with one label, and its tokenizer, which renders and
     tokenises the conversation as rows were for its training. It is read once, by the process that asks first, onto that
@@ -24,7 +24,7 @@ class RewardModel(Reward):
     """
 
     on_error: OnError = "skip"
-    """Result where the model gives no score: `skip` leaves the sample out, since 0 is no bad score here."""
+    """Treatment of a missing score. `skip` excludes the sample, because 0 is not a bad score here."""
 
     folder: str
     """Hub id or folder of a sequence classifier with one label, and its tokenizer."""

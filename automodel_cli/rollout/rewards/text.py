@@ -14,7 +14,7 @@ from automodel_cli.rollout.rewards.base import Reward, RewardInput
 
 @dataclass(frozen=True, kw_only=True)
 class ExactAnswer(Reward):
-    """1 when the completion, or what `pattern` captures of it, is the row's answer; else 0.
+    """1 if the completion, or the group captured by `pattern`, equals the row's answer, else 0.
 
     `column` names the answer's column. `pattern` is a regular expression whose first group, in its last match, is
     compared, for answers inside a longer text: `#### (.+)`. White space around either side does not count, and with
@@ -29,9 +29,9 @@ class ExactAnswer(Reward):
     ignore_case: bool = False
     """Ignore case."""
     require_eos: bool = True
-    """Judge a completion that did not end by itself as wrong."""
+    """Score a truncated completion as wrong."""
     timeout: float | None = None
-    """Seconds for one comparison; a regular expression may take long. null: no limit."""
+    """Seconds for one comparison, because a regular expression may take long. null: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,14 +59,15 @@ class ExactAnswer(Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRegex(Reward):
-    """1 when the whole completion matches `pattern` (white space around it aside), else 0. A dot matches newlines."""
+    """1 if the whole completion matches `pattern` (ignoring surrounding white space), else 0. A dot matches
+    newlines."""
 
     confined: ClassVar[bool] = True
 
     pattern: str
     """Regular expression that the whole completion must match."""
     timeout: float | None = 5.0
-    """Seconds for one match; a regular expression may take long. null: no limit."""
+    """Seconds for one match, because a regular expression may take long. null: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +79,7 @@ class FormatRegex(Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class Length(Reward):
-    """Minus the share of tokens beyond `soft_limit`, up to -1 at `max_tokens`: 0 for a short completion.
+    """0 up to `soft_limit` tokens, then linearly down to -1 at `max_tokens`.
 
     Linear in between, as the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
     """
@@ -105,7 +106,7 @@ class Length(Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionReward(Reward):
-    """A function of the user's that gives a number or a bool, or None where it is not for the row.
+    """Custom function that returns a number, a bool, or None for rows that it does not score.
 
     In YAML: `function: {_target_: my_package.rewards.brevity, _partial_: true}`. Its first parameter is the completion;
     one called `row` takes the whole row, others the columns of their names (`def right(completion, answer)`), `**rest`
@@ -114,7 +115,7 @@ class FunctionReward(Reward):
     """
 
     function: Callable[..., float | None]
-    """Your function, which returns a number, a bool, or None where it does not judge the row."""
+    """Your function, which returns a number, a bool, or None for rows that it does not score."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

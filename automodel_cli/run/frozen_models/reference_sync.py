@@ -23,7 +23,7 @@ class ReferenceSync:
     every_steps: int
     """Steps between updates of the reference (TR-DPO, arXiv:2404.09656)."""
     mixup_alpha: float = 1.0
-    """Weight of the policy in the new reference, parameter by parameter. 1: the policy itself."""
+    """Weight of the policy in the new reference. 1: a copy of the policy."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 1:

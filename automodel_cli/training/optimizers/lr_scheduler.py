@@ -105,9 +105,9 @@ class _Warmup:
     """Warm-up in steps or as a share of the run; at most one of the two."""
 
     warmup_steps: int | None = None
-    """Steps of linear warm-up."""
+    """Steps of linear warmup."""
     warmup_ratio: float | None = None
-    """Share of the run's steps with linear warm-up, in place of `warmup_steps`."""
+    """Fraction of the run's steps with linear warmup, instead of `warmup_steps`."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
@@ -169,7 +169,7 @@ class Constant(_Warmup):
 @dataclass(frozen=True)
 class _Decay(_Warmup):
     min_lr_ratio: float = 0.0
-    """Last learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,9 +208,9 @@ class WSD(_Decay):
     decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """Shape of the decay at the end; `1-sqrt` is from arXiv:2405.18392."""
     decay_ratio: float = 0.2
-    """Share of the run's steps that decay."""
+    """Fraction of the run's steps in the decay phase."""
     decay_steps: int | None = None
-    """Steps that decay, in place of `decay_ratio`."""
+    """Steps of the decay phase, instead of `decay_ratio`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

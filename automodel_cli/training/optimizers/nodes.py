@@ -95,21 +95,21 @@ class AdamW:
     lr: float
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the two moments."""
+    """Decay rates of the two moments."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.01
-    """Decoupled decay of matrices. Biases and norms have none, embeddings and tied heads only with
+    """Decoupled weight decay of matrices. Biases and norms have none, embeddings and tied heads only with
     `decay_embeddings`."""
     decay_embeddings: bool = False
-    """Decay embeddings and heads tied to them too."""
+    """Apply weight decay to embeddings and tied heads too."""
     implementation: Implementation = "auto"
-    """Kernel of the update. `auto` takes the fused one."""
+    """Implementation of the update. `auto` selects the fused kernel."""
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of both moments; auto: that of the parameters, and float32 for float16 parameters. bfloat16 beside float32
-    parameters takes 4 bytes less of each."""
+    """Dtype of both moments. `auto`: that of the parameters, float32 for float16 parameters. bfloat16 moments of
+    float32 parameters save 4 bytes per parameter."""
     stochastic_rounding: bool = False
-    """Round bfloat16 parameters and moments up or down at random, so that updates below their precision add up."""
+    """Round bfloat16 parameters and moments stochastically, so that small updates accumulate."""
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
@@ -190,9 +190,10 @@ class Muon:
     lr: float
     """Peak learning rate of Muon."""
     weight_decay: float = 0.1
-    """Decoupled decay of Muon's and AdamW's matrices, of embeddings and tied heads only with `decay_embeddings`."""
+    """Decoupled weight decay of Muon's and AdamW's matrices; of embeddings and tied heads only with
+    `decay_embeddings`."""
     decay_embeddings: bool = False
-    """Decay embeddings and heads tied to them too."""
+    """Apply weight decay to embeddings and tied heads too."""
     momentum: float = 0.95
     """Momentum of the gradient before it is orthogonalized."""
     nesterov: bool = True
@@ -209,11 +210,11 @@ class Muon:
     adamw_eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
     adamw_names: tuple[str, ...] = ("lm_head", "embed", "wte", "wpe")
-    """Parts of names of matrices that AdamW updates instead, such as the head's. Your own must each match one."""
+    """Name parts of matrices that AdamW updates, such as the head. Each of your own must match a matrix."""
     ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of the products that orthogonalize."""
+    """Dtype of the orthogonalization GEMMs."""
     implementation: Implementation = "auto"
-    """Kernel of AdamW's update. `auto` takes the fused one."""
+    """Implementation of AdamW's update. `auto` selects the fused kernel."""
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.adamw_betas, self.adamw_eps, self.weight_decay)
@@ -303,16 +304,16 @@ class AdamW8bit:
     lr: float
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the two moments."""
+    """Decay rates of the two moments."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.01
-    """Decoupled decay of matrices. Biases and norms have none, embeddings and tied heads only with
+    """Decoupled weight decay of matrices. Biases and norms have none, embeddings and tied heads only with
     `decay_embeddings`."""
     decay_embeddings: bool = False
-    """Decay embeddings and heads tied to them too."""
+    """Apply weight decay to embeddings and tied heads too."""
     library: Literal["torchao", "bitsandbytes"] = "torchao"
-    """Package whose kernels run: torchao or bitsandbytes."""
+    """Package with the kernels: torchao or bitsandbytes."""
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)

@@ -1,4 +1,4 @@
-"""`automodel options` and docs/config.md: every key has a sentence, and the page is what the code says."""
+"""`automodel options` and the pages of docs/config: every key has a sentence, and the pages are what the code says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ import yaml
 
 from automodel_cli.cli import completion_values
 from automodel_cli.cli.main import run
-from automodel_cli.cli.options import page
 from automodel_cli.config import bundled_recipes, key_reference, schema
+from automodel_cli.config.key_reference_pages import COMMON, groups, pages
 from automodel_cli.data.config import DatasetGenerator
 from automodel_cli.models.config import TokenizerNode
 from automodel_cli.rollout.engines.base import EngineConfig
@@ -114,9 +115,40 @@ def test_every_node_of_ours_is_listed(path: str, protocol: type, package: str) -
     assert found - listed == set()
 
 
-def test_the_page_is_what_the_code_says() -> None:
-    kept = Path(__file__).parents[3] / "docs/config.md"
-    assert kept.read_text(encoding="utf-8") == page(NODES), "automodel options --markdown > docs/config.md"
+def test_the_pages_are_what_the_code_says(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    run(["options", "--markdown", str(tmp_path)])
+    made = {str(path.relative_to(tmp_path)): path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.md")}
+    kept = {str(path.relative_to(docs)): path for path in [docs / "config.md", *(docs / "config").glob("*.md")]}
+    assert sorted(made) == sorted(kept)
+    for name, path in kept.items():
+        assert path.read_text(encoding="utf-8") == made[name], "automodel options --markdown docs"
+
+
+def test_each_key_stands_once_on_the_page_of_its_section() -> None:
+    made = pages(NODES)
+    for node in NODES[1:]:
+        page = made[f"config/{node.path.partition('.')[0]}.md"]
+        part = page.partition(f"## `{node.path}`: {node.target.rpartition('.')[2]}\n")[2].partition("\n## ")[0]
+        assert part, node.target
+        assert re.findall(r"</a>`([\w.]+)` \|", part) == [key.name for keys in groups(node).values() for key in keys]
+        assert sorted(key.name for keys in groups(node).values() for key in keys) == sorted(k.name for k in node.keys)
+
+
+def test_the_anchors_of_a_page_differ() -> None:
+    for name, page in pages(NODES).items():
+        anchors = re.findall(r'<a id="([^"]+)"', page)
+        assert len(set(anchors)) == len(anchors), name
+
+
+def test_common_keys_exist_and_have_a_default() -> None:
+    optional = {key.name for node in NODES for key in node.keys if key.default}
+    assert COMMON - optional == set()
+
+
+def test_a_key_without_a_default_is_required() -> None:
+    train = next(node for node in NODES if node.path == "train")
+    assert [key.name for key in groups(train)["Required"]] == ["train.global_batch_size"]
 
 
 def test_no_key_is_missing() -> None:

@@ -13,7 +13,10 @@ from automodel_cli.cli.main import cli
 from automodel_cli.config import bundled_recipes
 from tests.pages import PAGES, ROOT, commands
 
-KEYS = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "config.md").read_text(encoding="utf-8"), re.M))
+REFERENCE = [ROOT / "docs" / "config.md", *sorted((ROOT / "docs" / "config").glob("*.md"))]
+ROW = re.compile(r"^\| <a [^`]*`([\w.]+)` \|", re.M)
+KEYS = {key for page in REFERENCE for key in ROW.findall(page.read_text(encoding="utf-8"))}
+KEYS |= {page.stem for page in REFERENCE[1:]}
 
 
 def wrong(line: str) -> list[str]:

@@ -14,7 +14,7 @@ from automodel_cli.distributed.strategies.base import (
 
 @dataclass(frozen=True)
 class DDPConfig(BuiltInStrategy):
-    """Whole copies on every rank, gradients summed in buckets while backward runs.
+    """Replicated model on every rank; gradients are reduced in buckets during backward.
 
     `broadcast_buffers`: copy rank 0's buffers before each forward. `find_unused_parameters`: search the graph for
     parameters without gradient (slower). `static_graph`: promise that the same parameters are used every step
@@ -28,9 +28,9 @@ class DDPConfig(BuiltInStrategy):
     broadcast_buffers: bool = False
     """Copy rank 0's buffers to all ranks before each forward pass."""
     find_unused_parameters: bool = False
-    """Search the graph for parameters without a gradient (slower)."""
+    """Search the graph for parameters without a gradient. Slower."""
     static_graph: bool = False
-    """Promise that every step uses the same parameters. Requires one microbatch per step."""
+    """Assume that every step uses the same parameters. Requires one microbatch per step."""
     bucket_cap_mb: float | None = None
     """Bucket size in MiB. null: torch's choice."""
     gradient_as_bucket_view: bool = False

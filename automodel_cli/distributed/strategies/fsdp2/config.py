@@ -31,7 +31,7 @@ EXPERT_DISPATCH = ("all_to_all", "deepep")
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """dtypes of FSDP2. Null keeps the dtype of the parameters (`model.dtype`), on which the optimizer always steps.
+    """Dtypes of FSDP2. null: the dtype of the parameters (`model.dtype`), which the optimizer updates.
 
     `param_dtype`: gathered parameters, and so what products run in. `reduce_dtype`: sums of gradients over ranks.
     `output_dtype`: what the whole part returns, never single layers; null lets hidden states travel between pipeline
@@ -39,7 +39,7 @@ class MixedPrecision:
     """
 
     param_dtype: str | None = "bfloat16"
-    """Dtype of gathered parameters, in which products run."""
+    """Dtype of gathered parameters, in which GEMMs run."""
     reduce_dtype: str | None = "float32"
     """Dtype of gradient sums over ranks."""
     output_dtype: str | None = None
@@ -118,29 +118,28 @@ class FSDP2Config(BuiltInStrategy):
     tp_plan: Any = field(default=None, metadata=trust.imports())
     """Import path of a tensor-parallel plan, or the plan itself by module name. null: the model's own plan."""
     patch_is_packed_sequence: bool = False
-    """Stop the library's attention from searching each batch for packed rows, which waits for the device."""
+    """Disable transformers' packed-sequence detection, which synchronizes with the device."""
     mp_policy: MixedPrecision | TorchMixedPrecision | None = None
     """Dtypes of compute and gradient sums. null: bfloat16 compute with float32 sums."""
     offload_policy: CPUOffload | TorchOffload | None = None
     """Keep parameters and optimizer states on the CPU between uses. null: on the device."""
     defer_fsdp_grad_sync: bool = True
-    """Reduce gradients on the last microbatch only. false: on each one (less memory, more communication)."""
+    """Reduce gradients on the last microbatch only. false: on each one, with less memory and more communication."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor-parallel communication with matrix products."""
+    """Overlap tensor-parallel communication with GEMMs."""
     enable_fsdp2_prefetch: bool = False
-    """Gather layers ahead of their use."""
+    """Prefetch the parameters of the next layers."""
     fsdp2_backward_prefetch_depth: int = 2
-    """Layers gathered ahead in the backward pass."""
+    """Number of layers to prefetch in the backward pass."""
     fsdp2_forward_prefetch_depth: int = 1
-    """Layers gathered ahead in the forward pass."""
+    """Number of layers to prefetch in the forward pass."""
     context_parallel: str = CONTEXT_PARALLEL[0]
-    """How attention reaches other ranks' keys: `all_gather` holds all of them during one layer, `ring` passes them
+    """Context-parallel attention: `all_gather` gathers the keys of all ranks for one layer, `ring` passes them
     around."""
     expert_dispatch: str = EXPERT_DISPATCH[0]
-    """How tokens reach experts on other ranks: torch's `all_to_all`, or the kernels of `deepep` (CUDA)."""
+    """Token dispatcher: torch's `all_to_all`, or the kernels of `deepep` (CUDA)."""
     keep_cast_experts: bool | str = AUTO
-    """Gather and cast experts once per step (true) or per microbatch (false). `auto` keeps them where memory
-    allows."""
+    """Gather and cast experts once per step (true) or per microbatch (false). `auto`: once if memory allows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

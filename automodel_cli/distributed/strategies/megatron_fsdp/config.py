@@ -48,19 +48,19 @@ class MegatronFSDPConfig(BuiltInStrategy):
     tp_plan: Any = field(default=None, metadata=trust.imports())
     """Tensor-parallel plan, as for FSDP2."""
     megatron_fsdp_unit_modules: list[str] | None = field(default=None, metadata=trust.imports())
-    """Import paths of the classes that are gathered as one unit. null: the model's decoder layers."""
+    """Import paths of the classes that form one FSDP unit. null: the model's decoder layers."""
     zero_dp_strategy: int | str = 3
-    """What is sharded: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
+    """ZeRO stage: nothing is sharded (0), optimizer states (1), gradients too (2), parameters too (3)."""
     init_fsdp_with_meta_device: bool = False
     """Shard first, then fill the shards, so that no rank holds the whole model."""
     grad_reduce_in_fp32: bool = False
     """Keep and reduce gradients in float32."""
     preserve_fp32_weights: bool = False
-    """The optimizer updates float32 copies of the parameters."""
+    """Update float32 copies of the parameters."""
     overlap_grad_reduce: bool = True
-    """Reduce gradients while the backward pass computes. Required where gradients are sharded."""
+    """Reduce gradients during the backward pass. Required if gradients are sharded."""
     overlap_param_gather: bool = True
-    """Gather parameters while the forward pass computes. Required where parameters are sharded."""
+    """Gather parameters during the forward pass. Required if parameters are sharded."""
     check_for_nan_in_grad: bool = True
     """Only true is accepted: a non-finite gradient always stops the step before the optimizer."""
     average_in_collective: bool = False

@@ -65,14 +65,14 @@ class ManagedServers(ABC):
     gpus_per_server: int = 1
     """GPUs per server. 0: on the CPU."""
     tensor_parallel_size: int = 1
-    """GPUs per copy of the model. A server holds gpus / tensor_parallel copies."""
+    """GPUs per copy of the model. A server holds gpus_per_server / tensor_parallel_size copies."""
     expert_parallel: bool = False
-    """Spread whole experts over a copy's GPUs instead of cutting each."""
+    """Distribute experts over a copy's GPUs instead of sharding each expert."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Compute dtype of the server, which should equal the trainer's. `auto`: the checkpoint's, half precision for
+    """Compute dtype of the server. It should equal the trainer's. `auto`: the checkpoint's, half precision for
     float32."""
     gpu_memory_utilization: float | None = None
-    """Share of each GPU's memory for the server. null: its own choice, 0.5 where colocated."""
+    """Fraction of each GPU's memory for the server. null: the server's default, 0.5 if colocated."""
     port: int = 8000
     """Port of a machine's first server. The others follow."""
     executable: str | list[str] = ""
@@ -80,7 +80,7 @@ class ManagedServers(ABC):
         default_factory=list,
         metadata=trust.executes_code(trust.COMMAND, "are options of a program that the run starts, and may name code"),
     )
-    """Further words of the server's command; needs `--trust command`."""
+    """Additional arguments of the server. Requires `--trust command`."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_servers", 1), ("gpus_per_server", 0), ("tensor_parallel_size", 1), ("port", 1)):

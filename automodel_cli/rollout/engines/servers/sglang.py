@@ -2,7 +2,7 @@
 
     python -m sglang.launch_server --model-path MODEL
 
-Its versions, what of this has been run and on what: docs/rollout.md. Its package is not imported.
+Its versions, what of this has been run and on what: docs/validation.md. Its package is not imported.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SGLangConfig(LiveServerConfig):
-    """An SGLang server (0.5.21 or later) whose weights are replaced after each step; docs/rollout.md has its command
-    line. A list of addresses: several of the same model.
+    """An SGLang server (0.5.21 or later) whose weights are replaced after each step. Command: docs/rollouts/sglang.md.
+    A list of addresses: several of the same model.
 
     `transport` is how weights travel. `files`: the run writes them to `weights_dir`, which SGLang sees under that
     path and reads. null: `rollout_weights` in the run's folder. `broadcast`: from the first rank to every server at
@@ -36,7 +36,7 @@ class SGLangConfig(LiveServerConfig):
     with_experts: ClassVar[str] = SGLANG_WITH_EXPERTS
 
     servers: SGLangServers | None = None
-    """SGLang servers that the run starts itself, in place of `url`."""
+    """SGLang servers that the run starts, instead of `url`."""
     transport: Literal["files", "broadcast"] = "files"
     """How weights reach SGLang: `files`, or `broadcast` (NCCL between GPUs, gloo on the CPU)."""
 

@@ -33,7 +33,8 @@ class SGLangServers(ManagedServers):
     port: int = 30_000
     """Port of a machine's first SGLang server. The others follow."""
     executable: str | list[str] = field(default="sglang", metadata=requires_trust_unless("sglang"))
-    """First words of the server's command, for an engine in another environment; needs `--trust command`."""
+    """Executable and first arguments of the server, for an engine in another environment. Requires `--trust
+    command`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --generation-config vllm
 
-Its versions, what of this has been run and on what: docs/rollout.md. Nothing of vLLM is patched, and its package is
+Its versions, what of this has been run and on what: docs/validation.md. Nothing of vLLM is patched, and its package is
 imported only to send weights over NCCL (extra `vllm`).
 """
 

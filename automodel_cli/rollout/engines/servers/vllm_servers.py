@@ -25,7 +25,8 @@ class VLLMServers(ManagedServers):
     routing_needs_gpus: ClassVar[str | None] = "its second model runner needs Triton"
 
     executable: str | list[str] = field(default="vllm", metadata=requires_trust_unless("vllm"))
-    """First words of the server's command, for an engine in another environment; needs `--trust command`."""
+    """Executable and first arguments of the server, for an engine in another environment. Requires `--trust
+    command`."""
 
     def command(self, model: str, wanted: ServerRequirements) -> list[str]:
         """See `ManagedServers`."""
