@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from automodel_cli.config import bundled_recipes
 from automodel_cli.config.key_reference import Key, ReferenceNode
 
 _COMMON = """
@@ -127,8 +128,8 @@ def _section(section: str, text: str, nodes: Sequence[ReferenceNode]) -> str:
     for node in nodes:
         name = node.target.rpartition(".")[2]
         lines += [f"## `{node.path}`: {name}", "", _text(node.summary), ""]
-        if node.options:
-            lines += [f"Select it with {', '.join(f'`{node.path}={option}`' for option in node.options)}.", ""]
+        if options := _options(node):
+            lines += [f"Select it with {', '.join(f'`{option}`' for option in options)}.", ""]
         elif at_path[node.path] > 1:
             lines += [f"Select it with `{node.path}._target_: {node.target}`.", ""]
         for title, keys in groups(node).items():
@@ -137,6 +138,15 @@ def _section(section: str, text: str, nodes: Sequence[ReferenceNode]) -> str:
         if not node.keys:
             lines += ["It has no keys.", ""]
     return "\n".join(lines).rstrip() + "\n" + _MADE
+
+
+def _options(node: ReferenceNode) -> list[str]:
+    """Return the overrides that select a node. The files of `conf/rollout/` name engines, one level below the group."""
+    if node.path != "rollout.engine":
+        return [f"{node.path}={option}" for option in node.options]
+    files = sorted((bundled_recipes.conf_dir() / "rollout").glob("*.yaml"))
+    named = {file.stem: file.read_text(encoding="utf-8").split() for file in files}
+    return [f"rollout={name}" for name, words in named.items() if {node.target, f"{node.target}}}"} & set(words)]
 
 
 def _table(keys: Sequence[Key], seen: dict[str, int]) -> list[str]:

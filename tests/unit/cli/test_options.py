@@ -135,6 +135,12 @@ def test_each_key_stands_once_on_the_page_of_its_section() -> None:
         assert sorted(key.name for keys in groups(node).values() for key in keys) == sorted(k.name for k in node.keys)
 
 
+def test_each_engine_is_selected_by_its_option() -> None:
+    page = pages(NODES)["config/rollout.md"]
+    options = [f"Select it with `rollout={name}`." for name in ("sampler", "hf", "vllm", "sglang")]
+    assert [page.count(option) for option in options] == [1, 1, 1, 1]
+
+
 def test_the_anchors_of_a_page_differ() -> None:
     for name, page in pages(NODES).items():
         anchors = re.findall(r'<a id="([^"]+)"', page)
