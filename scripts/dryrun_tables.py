@@ -89,26 +89,28 @@ def _results(row: Row, known: dict[str, Any]) -> list[RankResult]:
 
 
 def _of_ranks(rows: Sequence[Row], known: dict[str, Any]) -> str:
+    counts = ("host waits per microbatch", "kernels per microbatch")
+    headings = ("recipe, rank", "recomputed", "peak (`plan`) [GiB]", *counts, "kernel bound", "dry run [CPU s]")
     lines = [
-        "| recipe, rank | recomputed | peak (`plan`) [GiB] | waits, kernels a microbatch | bound by kernels | CPU s |",
-        "|---|---|---|---|---|---|",
+        f"| {' | '.join(headings)} |",
+        "|---|---|---|--:|--:|---|--:|",
     ]
     for row in rows:
         for rank in _results(row, known):
             n = rank.measured_microbatches
-            mode = next((note.split()[1] for note in rank.notes if note.startswith("recompute:")), "as named")
+            mode = next((note.split()[1] for note in rank.notes if note.startswith("recompute:")), "as configured")
             bound = estimate([rank], TraceRequest("", (), row.gpus).device, row.gpus).utilisation_bound
             memory = f"{rank.peak / GIB:.1f} ({rank.plan / GIB:.1f})"
             lines.append(
                 f"| {_named(row)}, {rank.rank} of {row.gpus:,} | {mode} | {memory} "
-                f"| {rank.num_syncs / n:.1f}, {rank.num_kernels / n:,.0f} | {bound:.0%} | {rank.cpu_seconds:.0f} |"
+                f"| {rank.num_syncs / n:.1f} | {rank.num_kernels / n:,.0f} | {bound:.0%} | {rank.cpu_seconds:.0f} |"
             )
     return "\n".join(lines)
 
 
 def _of_runs(rows: Sequence[Row], known: dict[str, Any]) -> str:
     lines = [
-        "| recipe, GPUs | bound by kernels alone | idle in the pipeline | step [s] | MFU | tokens/s/GPU | published |",
+        "| recipe, GPUs | kernel bound | pipeline idle | step [s] | MFU | tokens/s/GPU, estimated | published |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
