@@ -52,7 +52,7 @@ Codes are stable, messages are not. In Python, use `error.code` and `error.keys`
 The exit code of the process is 2 for a config or command line, 3 for data, 1 for a failed run and 4 for out of memory.
 Codes without an exit code belong to warnings.
 
-For failures of memory, disks, ranks and servers, see [When something breaks](reliability.md).
+For failures of memory, disks, ranks and servers, see [When something breaks](guides/fault_tolerance.md).
 """
 _ROWS = """\
 ## Rows

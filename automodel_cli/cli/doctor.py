@@ -198,7 +198,7 @@ def sandbox() -> Iterator[Diagnosis]:
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     text = answer.stdout.strip() or f"nothing: {answer.stderr.strip()[-200:]}"
     if "OPEN" in text or text.startswith("nothing"):
-        fix = "a kernel with seccomp, and user namespaces or Landlock   (docs/security.md)"
+        fix = "a kernel with seccomp, and user namespaces or Landlock   (docs/guides/security.md)"
         yield Diagnosis("warn", "code sandbox", text, fix)
     else:
         yield Diagnosis("ok", "code sandbox", text)

@@ -78,5 +78,5 @@ def _refused(path: Path, what: str) -> RunError:
     return RunError(
         f"{path} is {what}. A run writes to regular files only",
         code="unsafe_file",
-        fix=f"rm {path}   (somebody else can write into this folder: see docs/security.md)",
+        fix=f"rm {path}   (somebody else can write into this folder: see docs/guides/security.md)",
     )

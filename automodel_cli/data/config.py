@@ -137,8 +137,8 @@ class DataConfig:
     for
     every turn of it, and else unrolls it: one document for each trained turn with its own history. `unroll` always
     does; `whole` never does, and under `chat_template=auto` takes a training template of this package where the
-    tokenizer's rewrites earlier turns (docs/data.md). Rows with preferences hold two documents each, so there only the
-    last turn can be trained where turns must be unrolled.
+    tokenizer's rewrites earlier turns (docs/guides/chat_templates.md). Rows with preferences hold two documents each,
+    so there only the last turn can be trained where turns must be unrolled.
 
     Special tokens in the rows' own text (`<|im_end|>` in a question): `as_text` trains them as the characters they are,
     while those that the chat template writes stay control tokens; `keep` makes control tokens of them; `refuse` refuses

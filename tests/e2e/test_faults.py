@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md: what a run says when something around it breaks, and what is kept.
+"""The table of docs/guides/fault_tolerance.md: what a run says when something around it breaks, and what is kept.
 
 Faults of single parts are tested with those parts: checkpoints (unit/training), the data cache
 (unit/data/test_prepare), killed ranks (unit/launch/test_local), servers (unit/rollout/servers/test_http_servers).

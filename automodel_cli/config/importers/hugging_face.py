@@ -31,7 +31,7 @@ _FIELDS = {
     "wandb": {"project": "wandb_project", "entity": "wandb_entity", "group": "wandb_run_group", "mode": "wandb_mode"},
     "trackio": {"project": "project", "space_id": "trackio_space_id"},
 }
-PLACE = none("ranks, nodes and devices: mesh and the launcher say it here (docs/parallelism.md)")
+PLACE = none("ranks, nodes and devices: mesh and the launcher say it here (docs/guides/parallelism.md)")
 SPEED = none("how fast, not what: see docs/performance.md")
 SHOWN = none("what is shown while it runs; metrics.jsonl has every step")
 PRECISION = none(

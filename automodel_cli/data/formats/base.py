@@ -4,7 +4,7 @@ A format of your own is a frozen dataclass with `fields`, `makes` and `read`, na
 
     data: {path: quiz.jsonl, format: {_target_: mine.Quiz}}        # and on the command line --trust-package mine
 
-See examples/own_format.py and docs/data.md. Ours stand in the table `data/formats.FORMATS`.
+See examples/own_format.py and docs/guides/dataset_formats.md. Ours stand in the table `data/formats.FORMATS`.
 """
 
 from __future__ import annotations

@@ -29,9 +29,10 @@ _DEFINITION = {
 
 @dataclass(frozen=True, kw_only=True)
 class PythonTool(ToolEnvironment):
-    """Runs the code that the model writes and tells it what was printed (`docs/security.md` says what that code can and
-    cannot reach). Every call is a new process with `seconds` of time, `memory_mib` and 16 MiB of files, without
-    network, other processes, or files of this machine; it has the standard library, and an empty `stdin`.
+    """Run the code that the model writes in a sandbox and return its output (isolation: `docs/guides/security.md`).
+
+    Every call is a new process with `seconds` of time, `memory_mib` and 16 MiB of files, without network, other
+    processes, or files of this machine; it has the standard library, and an empty `stdin`.
 
     The model calls the tool `python` with `{"code": ...}`; with `run_code_blocks` every ```python block of a message
     is a call

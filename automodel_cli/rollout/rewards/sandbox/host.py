@@ -145,7 +145,7 @@ def require_isolation(*, allow: bool) -> None:
             what,
             code="not_isolated",
             keys=("allow_unisolated",),
-            fix="a machine whose kernel has seccomp, and user namespaces or Landlock (docs/security.md)",
+            fix="a machine whose kernel has seccomp, and user namespaces or Landlock (docs/guides/security.md)",
         )
     warn("not_isolated", "%s. CODE RUNS UNISOLATED (allow_unisolated=true): use only models that you trust", what)
 
