@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,14 +29,18 @@ from tests.pages import PAGES, ROOT, Block, blocks, commands
 MINE = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("# my_run.yaml"))
 YAML = [(page, block) for page in PAGES for block in blocks(page) if block.language == "yaml"]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-OWN = ("own_format", "day_reward")
-"""Modules of a reader's own that blocks name: of examples/, and of a page."""
+EXAMPLES = sorted((ROOT / "examples").glob("*"))
+OWN = ("day_reward", *(path.stem for path in EXAMPLES if path.suffix == ".py"))
+"""Modules of a reader's own that blocks name: of a page, and of examples/."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every file that a page shows, and `my_run.yaml`, which many start from."""
+    """Every file that a page shows, those of examples/, and `my_run.yaml`, which many start from."""
     made = tmp_path_factory.mktemp("pages")
+    for example in EXAMPLES:
+        if example.is_file():
+            shutil.copy(example, made)
     for page in PAGES:
         write_files(page, made)
     (made / "my_tasks").mkdir()
@@ -60,7 +65,7 @@ def whole(block: Block) -> str:
 
 @pytest.mark.parametrize(("page", "block"), YAML, ids=lambda x: x.name if isinstance(x, Path) else x.text[:30])
 def test_a_yaml_block_is_accepted(page: Path, block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(folder), str(ROOT / "examples"), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     path = folder / "block.yaml"
     path.write_text(whole(block))
     kind = EvalConfig if re.search(r"^tasks:", block.text, re.M) else None
