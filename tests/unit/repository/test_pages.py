@@ -62,7 +62,15 @@ def test_a_wrong_command_is_noticed():
 
 def test_every_page_is_in_the_navigation_of_the_site():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
-    assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in PAGES if p.name != "README.md")
+    generated = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))["PAGES"].values()
+    pages = {str(p.relative_to(ROOT / "docs")) for p in PAGES if p.name != "README.md"}
+    assert sorted(listed) == sorted({*pages, *generated})
+
+
+def test_links_of_the_pages_outside_docs_point_at_the_site():
+    site_links = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))["site_links"]
+    assert site_links("[a](docs/cli.md#x), [b](CHANGELOG.md)") == "[a](../cli.md#x), [b](../development/changelog.md)"
+    assert site_links("[c](examples), [d](https://e.org/f), [g](#h)") == "c, [d](https://e.org/f), [g](#h)"
 
 
 def test_the_page_of_errors_lists_codes_and_messages():
