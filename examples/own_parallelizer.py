@@ -1,6 +1,6 @@
 """A data-parallel strategy of your own: whole copies, and one all-reduce of every gradient after the last microbatch.
 
-    automodel finetune llm -c quickstart mesh.dp_size=2 \
+    automodel finetune llm -c quickstart mesh.dp_size=2 train.microbatch_size=4 \
         parallelizer._target_=own_parallelizer.FlatAllReduce --trust-package own_parallelizer
 """
 
