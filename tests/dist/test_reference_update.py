@@ -121,7 +121,7 @@ def test_the_reference_of_samples_follows_too_also_with_adapters(tmp_path, model
 
 
 def _dropped(rank, world, folder, checkpoint):
-    with session(folder, DPO, *EVERY_STEP, f"checkpoint.resume={checkpoint}", "reference=frozen_copy") as opened:
+    with session(folder, DPO, *EVERY_STEP, f"checkpoint.resume={checkpoint}", "reference_mode=frozen_copy") as opened:
         return opened.checkpointer.dropped()
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_without_the_reference_is_refused_and_one_that_nobody_wants
     assert launch(_dropped, 1, folder, folder / "runs/soft/checkpoints/step-000005", process_group=False) == [
         "reference"
     ]
-    launch(_dpo, 1, folder, "run_name=plain", "reference=frozen_copy", "train.max_steps=1", process_group=False)
+    launch(_dpo, 1, folder, "run_name=plain", "reference_mode=frozen_copy", "train.max_steps=1", process_group=False)
     with pytest.raises(Exception, match=re.escape("holds no reference")):
         launch(_resumed, 1, folder, "plain", process_group=False)
 

@@ -47,7 +47,7 @@ def losses(folder: Path) -> list[float]:
         "{generator: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_validation: 4}, seq_len: 64}"
     )
     answers = f"{{_target_: automodel_cli.evaluation.config.Generation, data: {questions}, max_new_tokens: 4}}"
-    return train(folder, "precomputed", "reference=precomputed", f"validation.tasks={{answers: {answers}}}")
+    return train(folder, "precomputed", "reference_mode=precomputed", f"validation.tasks={{answers: {answers}}}")
 
 
 def test_every_metric_is_documented(folder, losses):
@@ -68,7 +68,7 @@ def test_starts_at_ln_2_and_exports(folder, losses):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("reference=frozen_copy",),
+        ("reference_mode=frozen_copy",),
         pytest.param(("mesh.dp_size=2",), marks=pytest.mark.slow),
         ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b"),
     ],
@@ -83,12 +83,12 @@ def test_adapters_off_are_the_loaded_model(folder):
     lora = "model.lora={_target_: automodel_cli.models.config.LoRAConfig, rank: 4}"
     off = train(folder, "off", lora, "optimizer.lr=1e-2")
     assert off[0] == pytest.approx(0.693147, abs=1e-6) and off[-1] != off[0]
-    measured = train(folder, "measured", lora, "optimizer.lr=1e-2", "reference=precomputed")
+    measured = train(folder, "measured", lora, "optimizer.lr=1e-2", "reference_mode=precomputed")
     assert measured == pytest.approx(off, rel=2e-6)
 
 
 def test_a_resumed_run_compares_with_the_first_model(folder, losses):
-    train(folder, "halves", "reference=frozen_copy", "train.max_steps=2")
+    train(folder, "halves", "reference_mode=frozen_copy", "train.max_steps=2")
     kept = {name: (folder / "runs" / "halves" / name).read_bytes() for name in ("config.yaml", "run.json")}
     assert json.loads(kept["run.json"])["attempts"][-1]["state"] == "finished"
     refused = automodel(folder, "resume", "halves", "seed=3")
