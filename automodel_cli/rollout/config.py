@@ -1,4 +1,4 @@
-"""The `rollout` section of a recipe that trains on its own samples. Torch-free."""
+"""Config of the `rollout` section. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from automodel_cli.rollout.types import SamplingParams
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Sample further prompts until `prompts_per_step` groups have reward variance (DAPO, arXiv:2503.14476).
+    """Generate for further prompts until `prompts_per_step` groups have different rewards (DAPO, arXiv:2503.14476).
 
-    Groups are kept or dropped whole. After `max_gen_batches` batches of prompts the step trains on such groups as it
-    has
-    found (none: no update), and the run goes on; it warns once. A model that has become good meets this late in a run.
+    Groups are kept or dropped as a unit. After `max_gen_batches` batches of prompts the step trains on the groups that
+    it has. If it has none, it makes no update. A warning is logged once. This is common late in a run, when the model
+    solves most prompts.
     """
 
     max_gen_batches: int = 10
@@ -41,11 +41,14 @@ class DynamicSampling:
 
 @dataclass(frozen=True)
 class OverlongConfig:
-    """Treatment of responses that are truncated at `max_new_tokens`.
+    """Treatment of responses that reach `max_new_tokens`.
 
-    `filter`: it is left out of training and of its group's baseline. `buffer` and `penalty`: responses that come within
-    `buffer` tokens of the limit lose up to `penalty` of their reward, linearly (arXiv:2503.14476, eq. 13). `factor`
-    multiplies the reward of a cut response (0..1). Groups are told apart by rewards before this.
+    - `filter`: exclude them from training and from the baseline of their group.
+    - `buffer`, `penalty`: within `buffer` tokens of the limit, the reward falls linearly by up to `penalty`
+      (arXiv:2503.14476, eq. 13).
+    - `factor`: multiply the reward of a truncated response by a number from 0 to 1.
+
+    Whether the rewards of a group differ is decided before these changes.
     """
 
     filter: bool = False
@@ -89,39 +92,38 @@ class OverlongConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Generation of samples and their use in training. A step is one rollout and its updates.
+    """Settings of sampling and of advantages. A step is one rollout and the updates on it.
 
-    `num_iterations`: how often each sample is trained on; each pass has `prompts_per_step x group_size /
-    train.global_batch_size` updates. Advantages are rewards minus the group's mean, divided where
-    `normalize_advantages` by the
-    deviation of the whole group (GRPO, arXiv:2402.03300; without `normalize_advantages` Dr. GRPO, arXiv:2503.20783);
-    with
-    `leave_one_out` minus the mean of the group's n - 1 other samples, which multiplies both by n / (n - 1) (RLOO,
-    arXiv:2402.14740). Groups whose rewards are all equal (a deviation of at most 1e-6 of the largest) teach nothing:
-    they are skipped and counted, or with `dynamic_sampling` replaced. `reward_scaling`: what `normalize_advantages`
-    divides by: the
-    deviation of the `group`; of all rewards of the step (`batch`, arXiv:2508.08221); or the group's `mean` reward
-    (MaxRL, arXiv:2602.02710).
+    Advantages with `advantage_estimator=group`, for the rewards r_1..r_n of one prompt:
 
-    `advantage_estimator`: what a reward is compared with. `group` as above. `batch`: nothing but all tokens of the
-    step, whose
-    discounted rewards to come are whitened where `normalize_advantages` (REINFORCE++, arXiv:2501.03262). `critic`:
-    the values of
-    objective=ppo, by generalised advantages (arXiv:1506.02438), whitened where `normalize_advantages`. Both judge
-    each token, take
-    a KL in the reward off token by token, and may have a `group_size` of 1. `gamma` discounts rewards to come,
-    `gae_lambda` is the critic's.
+    - `r_i - mean(r)`, divided by `std(r)` with `normalize_advantages` (GRPO, arXiv:2402.03300). Without: Dr. GRPO
+      (arXiv:2503.20783).
+    - `leave_one_out`: minus the mean of the n - 1 other samples. This multiplies advantages by n / (n - 1) (RLOO,
+      arXiv:2402.14740).
+    - `reward_scaling`: the divisor of `normalize_advantages`: std of the `group`, std of the `batch`
+      (arXiv:2508.08221), or `mean` reward of the group (MaxRL, arXiv:2602.02710).
+    - Groups with equal rewards (std at most 1e-6 of the largest) have no gradient. They are skipped and counted.
+      `dynamic_sampling` replaces them.
 
-    An episode of an environment has several messages of up to `max_new_tokens` each, all together with the prompt of
-    up to `data.seq_len`. With `max_off_policy_steps` k, up to k rollouts are drawn while steps before them train
-    (docs/rollouts/asynchronous.md). `share_prompt_prefix` changes no numbers (docs/rollouts/overview.md).
-    `max_initial_logprob_gap` is measured before the first step, on tokens that an engine with weights of its own draws.
+    Example: the rewards 1, 0, 0, 1 have the mean 0.5. Dr. GRPO advantages are 0.5, -0.5, -0.5, 0.5.
+
+    Advantages per token, which allow `group_size=1` and a KL term per token:
+
+    - `batch`: discounted rewards, whitened over all tokens of the step with `normalize_advantages` (REINFORCE++,
+      arXiv:2501.03262).
+    - `critic`: generalized advantage estimation with the values of objective=ppo (arXiv:1506.02438). Uses `gamma` and
+      `gae_lambda`.
+
+    An episode of an environment has several messages of up to `max_new_tokens` each. Together with the prompt they
+    must fit into `data.seq_len`. `share_prompt_prefix` does not change results. The startup summary shows whether it
+    is active. `max_initial_logprob_gap` is measured before the first step, for engines with their own copy of the
+    weights.
     """
 
     engine: EngineConfig = field(default_factory=SamplerConfig)
     """Generation engine: `rollout=sampler`, `hf`, `vllm` or `sglang`, or your own node (examples/own_engine.py)."""
     placement: Literal["colocated", "disaggregated"] | None = None
-    """GPUs of generation servers: `disaggregated` (separate GPUs) or `colocated` (the training GPUs, alternately).
+    """GPUs of generation servers: `disaggregated` from the trainer's, or `colocated` (alternating on the same GPUs).
     null: as the engine requires."""
     prompts_per_step: int = 32
     """Prompts per step over all ranks."""
@@ -156,25 +158,26 @@ class RolloutConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Treatment of responses truncated at `max_new_tokens`."""
     environment: EnvironmentNode | None = None
-    """Environment for multi-turn episodes and tools. null: single responses."""
+    """Environment that replies to the model, for episodes of several messages. null: one response."""
     environments: dict[str, EnvironmentNode] = field(default_factory=dict)
     """Environments by name. The `environment_column` of a row selects one."""
     environment_column: str = "environment"
     """Column with the name of a row's environment."""
     max_off_policy_steps: int = 0
-    """Number of steps that generation may run ahead of training. 0: generation and training alternate."""
+    """Maximum number of steps between the weights that sampled a token and the weights that train on it. 0: generation
+    and training alternate."""
     replay_routing: bool = False
     """Route each token in the update to the experts that were selected during sampling (arXiv:2510.11370)."""
     share_prompt_prefix: bool | Literal["auto"] = "auto"
     """Compute the prompt of a group once for all its responses in a sequence. `auto`: if it is exact."""
     warn_token_mult_prob_error: float = 1.05
-    """Warn if sampler and trainer probabilities differ by more than this factor on average."""
+    """Warn if the probabilities of sampler and trainer differ by more than this factor on average."""
     max_initial_logprob_gap: float = 0.1
     """Stop before the first step if the log-probs of engine and trainer differ by more nats on average."""
     num_reward_workers: int = 2
     """Worker processes per rank for rewards with a timeout."""
     validation_samples: int = 0
-    """Samples per held-out prompt in addition to the greedy one, for `val_avg_at_k` and `val_pass_at_k`."""
+    """Samples per held-out prompt, in addition to the greedy one, for `val_avg_at_k` and `val_pass_at_k`."""
     validation_temperature: float | None = None
     """Temperature of the validation samples. null: `temperature`."""
     log_samples_every: int | None = 10
@@ -309,11 +312,12 @@ class RolloutConfig:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether servers take turns with the ranks on the same GPUs."""
+        """Return whether servers alternate with the ranks on the same GPUs."""
         return self.placement == "colocated" and isinstance(self.engine, LiveServerConfig)
 
     def generation_servers(self, model: ModelConfig, max_tokens: int) -> GenerationServers | None:
-        """What the run starts besides its ranks; `max_tokens`: the longest prompt with its response."""
+        """Return the servers that the run starts. `max_tokens` is the length of the longest prompt with its response.
+        Return the servers that the run starts. `max_tokens` is the length of the longest prompt with its response."""
         engine = self.engine
         if not isinstance(engine, LiveServerConfig) or engine.servers is None:
             return None
@@ -446,11 +450,11 @@ class RolloutConfig:
 
     @property
     def played(self) -> dict[str, EnvironmentNode]:
-        """Every environment by its name; an only one is called `environment`."""
+        """Return the environments by name. A single environment is called `environment`."""
         return dict(self.environments) if self.environment is None else {"environment": self.environment}
 
     def tools_of(self, row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-        """What the chat template shows of tools to a row: those of its environment."""
+        """Return the tools that the chat template shows for a row: the tools of its environment."""
         if self.environment is not None:
             return self.environment.tools
         environment = self.environments.get(str(row.get(self.environment_column)))
@@ -468,6 +472,6 @@ class RolloutConfig:
         return SamplingParams(self.max_new_tokens, *shape, routing=self.replay_routing)
 
     def validation_params(self) -> SamplingParams:
-        """For the samples besides the greedy one."""
+        """Return the sampling parameters of validation samples, apart from the greedy ones."""
         temperature = self.temperature if self.validation_temperature is None else self.validation_temperature
         return SamplingParams(self.max_new_tokens, temperature, self.top_p, self.top_k)

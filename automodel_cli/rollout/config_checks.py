@@ -1,4 +1,4 @@
-"""Rules between the rollout section and others. No torch here: `automodel check` asks them too."""
+"""Checks between the rollout section and other sections. Torch-free, because `automodel check` runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from automodel_cli.distributed.strategies.base import Strategy
 
 ENVIRONMENT = "environment"
-"""What an environment's reward is called among those of a sample."""
+"""Name of the environment's reward among the rewards of a sample."""
 
 
 def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Collection[str]) -> None:
@@ -46,10 +46,9 @@ def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Co
 
 
 def check_indexer(model: ModelConfig, rollout: RolloutConfig) -> None:
-    """Refuse the sampler for a model whose config says in writing that an indexer chooses the keys of each token: it
-    keeps keys of its own, which no attention function is shown. What no field tells is measured when a run starts
-    (`check_decoding`). Raises ConfigError.
-    """
+    """Raise ConfigError if the config of the model declares an indexer and the engine is the sampler. The indexer
+    selects the keys of each token from a key cache of its own, which no attention function receives. Indexers that
+    the config does not declare are measured at the start of a run (`check_decoding`)."""
     written = written_config(model)
     found = written and written.number(("index_topk",))
     if not found or not found[1] or not rollout.engine.capabilities.live_weights:
@@ -103,8 +102,7 @@ def check_routing_engine(rollout: RolloutConfig, able: Capabilities) -> None:
 def why_prompts_are_apart(
     rollout: RolloutConfig, data: DataConfig, model: ModelConfig, mesh: MeshConfig, parallelizer: Strategy
 ) -> str:
-    """What in the config keeps the responses of a group from sharing one copy of their prompt in the update, for a
-    sentence; empty where nothing does."""
+    """Return why the responses of a group cannot share one copy of their prompt in the update. Empty if they can."""
     moe, engine = model.moe, model.transformer_engine
     reasons = (
         (rollout.group_size == 1, "rollout.group_size=1, so a prompt has one response"),
@@ -123,7 +121,7 @@ def why_prompts_are_apart(
 
 
 def refuse_shared_prompts(rollout: RolloutConfig, reason: str) -> None:
-    """Raise ConfigError where `rollout.share_prompt_prefix=true` asks for what `reason` says cannot be."""
+    """Raise ConfigError if `rollout.share_prompt_prefix=true` and sharing is not supported for `reason`."""
     if reason and rollout.share_prompt_prefix is True:
         raise ConfigError(
             f"rollout.share_prompt_prefix=true is not supported: {reason}",

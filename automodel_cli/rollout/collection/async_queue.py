@@ -1,15 +1,19 @@
-"""Asynchronous rollouts: while a step trains, threads generate the samples of the next ones.
+"""Asynchronous rollouts: threads generate the samples of later steps while the current step trains.
 
-Threads only generate, and copy weights that the main thread has gathered. The main thread runs all collectives, before
-a thread begins and after it has ended: so all ranks keep one order of collectives.
+- Threads generate, and copy weights that the main thread has gathered. The main thread runs all collectives, before a
+  thread starts and after it has ended. Therefore all ranks run collectives in the same order.
+- If weights may change during generation (`Capabilities.in_flight_updates`), all rollouts of the queue are generated
+  concurrently.
+- Otherwise rollouts run one after another, and weights change between two rollouts. Rollouts and updates form one
+  queue in the order of the calls. Which weights sample a token does not depend on timing.
 
-An engine whose weights may change while it generates (`Capabilities.in_flight_updates`) draws all rollouts of the queue
-at once. Every other draws one after the other, and its weights change between two of them: samples and updates stand
-in one line, in the order in which the main thread asked for them, so which weights draw a sample does not depend on how
-long anything takes.
+Example with `max_off_policy_steps=1` and an engine without in-flight updates::
 
-A checkpoint holds the samples that are asked for when it is written (`SampleQueue.state`): the weights that drew them
-are gone afterwards, so a resumed run could not draw them again.
+    main thread:   train step 1 | update(1) | train step 2 | update(2)
+    worker thread: rollout 2    |           | rollout 3    |
+
+A checkpoint contains the pending samples (`SampleQueue.state`). A resumed run could not generate them again, because
+the weights that sampled them are gone.
 """
 
 from __future__ import annotations
@@ -36,13 +40,13 @@ from automodel_cli.rollout.types import SamplingParams, WeightStream
 SampleRequest = tuple[int, int, Prompt]
 """Place of the prompt, index of the sample in its group, prompt."""
 Draw = Callable[[list[SampleRequest], SamplingParams, Sequence[int], Start], Callable[[], Sequence[Answer]]]
-"""Begins to draw samples, with a seed for each; what is returned waits for the answers. Both halves are collective. On
-ranks that only share another's prompts there may be none."""
+"""Start to generate samples, one seed each. The returned function waits for the answers. Both calls are collective. On
+ranks that only share the prompts of another rank, the answers may be empty."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The answers to some requests, and the seconds that they took."""
+    """Answers to requests, and the seconds that generation took."""
 
     requests: list[SampleRequest]
     answers: Sequence[Answer]
@@ -50,14 +54,14 @@ class Generated:
 
 
 class _Job:
-    """A rollout (`finish` gives its samples, collectively) or an update (nothing) that was begun."""
+    """A queued rollout (`finish` returns its samples, collectively) or a weight update (`finish` returns None)."""
 
     def __init__(self, finish: Callable[[], Generated | None], *, draws: bool):
         self.draws, self._finish = draws, finish
         self._done: list[Generated | None] = []
 
     def result(self) -> Generated | None:
-        """Waits; raises what the thread raised."""
+        """Wait for the job. Raise the exception of its thread."""
         if not self._done:
             self._done.append(self._finish())
         return self._done[0]
@@ -78,10 +82,11 @@ def background_responses(engine: Engine) -> Draw:
 
 
 class SampleQueue:
-    """Rollouts that are drawn beside the main thread by `draw` (null: responses), oldest first: up to `depth` of them.
+    """Queue of up to `depth` rollouts that `draw` generates concurrently with the main thread, oldest first.
 
-    `about` says what else than the sampling decides the answers: a checkpoint's are of use only where it is the same.
-    `begin`, `update`, `wait`, `take` and `state` are collective over all ranks.
+    `draw=None` generates single responses. `about` is a fingerprint of other settings that determine answers: restored
+    samples are used only if it is unchanged. `begin`, `update`, `wait`, `take` and `state` are collective over all
+    ranks.
     """
 
     def __init__(
@@ -104,14 +109,14 @@ class SampleQueue:
         self._kept: list[dict[Place, Answer]] = []
 
     def __len__(self) -> int:
-        """Rollouts that were begun and not taken."""
+        """Return the number of rollouts that were started and not taken."""
         return sum(job.draws for job in self._jobs)
 
     def begin(
         self, requests: list[SampleRequest], params: SamplingParams, seeds: Sequence[int], oldest: int = 0
     ) -> None:
-        """Start to generate. `seeds`: one for each sample; the random state is the main thread's alone. Samples that a
-        checkpoint kept are not drawn again, unless weights before version `oldest` drew them."""
+        """Start to generate a rollout. `seeds` has one seed per sample, because only the main thread may use the
+        global random state. Restored samples are reused, unless weights before version `oldest` sampled them."""
         assert len(self) < self._depth, "the samples before these were not taken"
         kept = self.kept(requests, params, oldest)
         self._settings = self._settings_of(params)
@@ -123,9 +128,9 @@ class SampleQueue:
         self._jobs.append(_Job(lambda: Generated(requests, finish(), seconds[0]), draws=True))
 
     def update(self, stream: WeightStream, version: int) -> None:
-        """Give the engine new weights: at once where it generates on meanwhile, else after the rollouts that were begun
-        before. For the latter the weights are copied (on the CPU), unless a queue of one leaves nothing else to do than
-        to wait."""
+        """Give the engine new weights: immediately if it supports in-flight updates, else after the rollouts that were
+        started earlier. In the second case the weights are copied to the CPU, unless a queue of depth 1 has to wait
+        anyway."""
         if not self._overlaps and self._depth == 1:
             self.wait()
         if self._overlaps or not self._is_busy():
@@ -142,18 +147,18 @@ class SampleQueue:
         self._jobs.append(_Job(self._start(give, [0.0]), draws=False))
 
     def settle(self) -> None:
-        """Before the main thread itself asks the engine: until an engine that does one thing at a time is idle, with
-        the newest weights."""
+        """Wait until an engine without concurrent calls is idle and has the newest weights. Call it before the main
+        thread uses the engine."""
         if not self._overlaps:
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is generated any more. Raises what generation raised."""
+        """Wait until no generation is running. Raise the exception of a thread."""
         for job in self._jobs:
             job.result()
 
     def take(self) -> Generated | None:
-        """The oldest rollout, once it is drawn; None for an empty queue."""
+        """Return the oldest rollout once it is complete, or None if the queue is empty."""
         while self._jobs:
             drawn = self._jobs.popleft().result()
             if drawn is not None:
@@ -161,7 +166,7 @@ class SampleQueue:
         return None
 
     def state(self) -> dict[str, Any] | None:
-        """What was drawn and not yet taken, of all ranks, as JSON values; None for nothing. Waits for it."""
+        """Return the pending samples of all ranks as JSON values, or None. Waits for generation."""
         rollouts = []
         for held in [job.result() for job in self._jobs]:
             if held is None:
@@ -169,21 +174,21 @@ class SampleQueue:
             everywhere: list[dict[Place, Answer]] = [{} for _ in range(dist.get_world_size())]
             places = [(place, index) for place, index, _ in held.requests] if held.answers else []
             dist.all_gather_object(everywhere, dict(zip(places, map(_without_prompt, held.answers), strict=True)))
-            # ranks that share prompts hold the same answers
+            # ranks that share prompts have the same answers
             rollouts.append(
                 pack_samples({place: answer for of_rank in everywhere for place, answer in of_rank.items()})
             )
         return {"settings": self._settings, "rollouts": rollouts} if rollouts else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Hold what `state` gave a checkpoint, for `kept`."""
+        """Store the value of `state` from a checkpoint, for `kept`."""
         self._kept_settings = state["settings"] if state else {}
         self._kept = [unpacked(rollout) for rollout in state["rollouts"]] if state else []
 
     def kept(self, requests: list[SampleRequest], params: SamplingParams, oldest: int = 0) -> Generated | None:
-        """The restored answers to exactly these samples, once. None where there are none, or where they are answers to
-        other samples, by other settings (a run may be told to go on differently), or by weights before version
-        `oldest`. Of a rollout all ranks get the same: either all of it or nothing."""
+        """Return the restored answers to exactly these samples, once. Return None if there are none, if the requests
+        or settings differ, or if weights before version `oldest` sampled them. All ranks get the same result: the
+        complete rollout or None."""
         for number, found in enumerate(self._kept):
             if not all((place, index) in found for place, index, _ in requests):
                 continue
@@ -199,8 +204,8 @@ class SampleQueue:
         return dataclasses.asdict(params) | self._about
 
     def close(self) -> None:
-        """Wait for the threads; what they have drawn is dropped. A run that fails does so once its samples are drawn:
-        a thread that outlives the process's libraries would crash it."""
+        """Wait for the threads and discard their samples. A failed run waits too, because a thread that outlives the
+        libraries of the process would crash it."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _is_busy(self) -> bool:
@@ -208,7 +213,7 @@ class SampleQueue:
         return bool(self._running)
 
     def _start(self, call: Callable[[], Any], seconds: list[float]) -> Callable[[], Any]:
-        """`call` in a thread; what is returned waits for it, and returns or raises what it did."""
+        """Run `call` in a thread. The returned function waits for it and returns its result or raises its exception."""
         ready = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def timed() -> Any:
@@ -224,7 +229,8 @@ class SampleQueue:
 
 
 def _on_own_stream(draw: Callable[[], Any], ready: torch.cuda.Stream) -> Any:
-    """On the default stream kernels of generation and training would take turns. A stream is a thread's own setting."""
+    """On the default stream, kernels of generation and training would be serialized. The current stream is a setting
+    of the thread."""
     stream = torch.cuda.Stream()
     stream.wait_stream(ready)  # the weights that were just copied
     with torch.cuda.stream(stream):
@@ -234,7 +240,7 @@ def _on_own_stream(draw: Callable[[], Any], ready: torch.cuda.Stream) -> Any:
 
 
 def _without_prompt(answer: Answer) -> Answer:
-    """What the run knows of an answer anyway need not travel, nor what an environment remembers of an episode."""
+    """Return the answer without its prompt and without the state of the environment, which other ranks do not need."""
     if not isinstance(answer, Episode):
         return answer
     return dataclasses.replace(answer, prompt=(), messages=(), row={}, tools=None, state=None, rendered=[])

@@ -1,4 +1,4 @@
-"""From what an engine drew to samples with rewards: single responses, and episodes with an environment."""
+"""Convert engine output to samples with rewards: single responses, and episodes with an environment."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def is_model_parallel_rank_zero(mesh: Mesh) -> bool:
-    """Whether this rank is the first of its pipeline, context- and tensor-parallel group. The ranks of such a group
-    share prompts, and all of them use what their leader found."""
+    """Return whether this rank is the first of its pipeline-, context- and tensor-parallel group. The ranks of a group
+    share prompts and use the results of this rank."""
     return all(axis.get_local_rank() == 0 for axis in (mesh.pp, mesh.cp, mesh.tp))
 
 
@@ -45,8 +45,8 @@ def play_episodes(
     params: SamplingParams,
     seeds: Sequence[int] | None,
 ) -> list[Episode]:
-    """Episodes on the prompts of this rank. Collective over all ranks, which take every turn together; an engine that
-    answers several calls at once is not waited for, so that each episode goes on at its own pace."""
+    """Run episodes on the prompts of this rank. Collective over all ranks, which run each turn together. If the engine
+    answers several calls concurrently, each episode proceeds independently."""
     player, episodes = _player(session, pool, engine, params), _new(requests, seeds)
     if isinstance(engine, RankZeroEngine) and engine.at_once() > 1:
         mine = episodes if is_model_parallel_rank_zero(session.mesh) else []
@@ -56,8 +56,8 @@ def play_episodes(
 
 
 def background_episodes(session: Trainer, pool: EnvironmentPool, engine: Engine) -> Draw:
-    """Draws episodes while the main thread trains. What is drawn in a thread may not wait for other ranks, so of ranks
-    that share prompts one plays, as it would alone, and the others get none."""
+    """Return a function that runs episodes while the main thread trains. A thread must not wait for other ranks.
+    Therefore only model-parallel rank 0 runs the episodes, and the other ranks of its group get none."""
 
     def begin(
         requests: list[SampleRequest], params: SamplingParams, seeds: Sequence[int], start: Start
@@ -77,8 +77,8 @@ def background_episodes(session: Trainer, pool: EnvironmentPool, engine: Engine)
 
 
 def environment_fingerprint(data: DataConfig, config: RolloutConfig) -> dict[str, str]:
-    """What decides an episode besides the sampling, as a checkpoint keeps it: nodes are dataclasses, which say all of
-    themselves, and a digest keeps it to itself."""
+    """Return a digest of the settings that determine an episode, apart from sampling. Stored in checkpoints, so that a
+    resume with other settings does not reuse episodes."""
     decides = (config.played, config.environment_column, data.seq_len, data.chat_template)
     return {"episodes": hashlib.sha256(repr(decides).encode()).hexdigest()}
 
@@ -98,8 +98,8 @@ def _new(requests: Sequence[SampleRequest], seeds: Sequence[int] | None) -> list
 def _begun_on_first_rank(
     player: EpisodeRunner, engine: RankZeroEngine, mine: list[Episode], start: Start
 ) -> Callable[[], list[Episode]]:
-    """Episodes of all ranks, each at its own pace where the engine can, by the process that speaks to the engine; the
-    environments run there too."""
+    """Start the episodes of all ranks in the process that talks to the engine. The environments run in that process
+    too."""
 
     def play(inner: Engine, episodes: list[Episode]) -> None:
         player_here, version = dataclasses.replace(player, engine=inner), engine.weight_version
@@ -122,8 +122,8 @@ def _begun_on_first_rank(
 
 
 def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
-    """One of the ranks that share prompts asks the environment, and the others take its word: a tool is called once,
-    and answers that differ cannot tear them apart. Collective over all ranks."""
+    """Run the environment on model-parallel rank 0 and broadcast its replies. A tool is called once, and
+    nondeterministic replies cannot make ranks diverge. Collective over all ranks."""
     mine = (mesh.dp_rank, ask()) if is_model_parallel_rank_zero(mesh) else None
     everywhere: list[tuple[int, list[Reply]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
@@ -139,8 +139,8 @@ def scored_samples(
     rewards: RewardSum,
     pool: EnvironmentPool | None,
 ) -> list[Sample]:
-    """The answers as samples, judged by the rewards and, if there are some, by their environments. The rewards read the
-    model's last message, with all before it as the conversation."""
+    """Return the answers as samples, scored by the rewards and by their environments. Rewards score the last message
+    of the model and get the preceding messages as the conversation."""
     unscored = unscored_samples(requests, answers, tokenizer)
     judged = [
         RewardInput(
@@ -170,15 +170,15 @@ def _played(sample: Sample, episode: Episode, pool: EnvironmentPool, failing: Ab
 def unscored_samples(
     requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode], tokenizer: Any
 ) -> list[Sample]:
-    """The answers as samples that are worth 0."""
+    """Return the answers as samples with reward 0."""
     return [_unscored(request, answer, tokenizer) for request, answer in zip(requests, answers, strict=True)]
 
 
 def with_environment(
     score: Score, environment: EnvironmentNode, episode: Episode, failing: AbstractSet[str] = frozenset()
 ) -> Score:
-    """Add what the episode's environment gave to the score of the rewards. A sample is worth 0 after an error of one of
-    the `failing` rewards, and the environment adds nothing to it."""
+    """Add the reward of the environment to the score of the rewards. If one of the `failing` rewards raised an error,
+    the sample is worth 0 and the environment adds nothing."""
     if episode.error is None:
         added = 0.0 if failing & set(score.errors) else environment.weight * episode.reward
         total = score.total + added

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of rollouts that were drawn ahead: completions and episodes as JSON values, to the bit."""
+"""Convert pending rollouts of a checkpoint to and from JSON values, bitwise identical."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Place = tuple[int, int]
 
 
 def pack_samples(found: Mapping[Place, Answer]) -> dict[str, Any]:
-    """Answers as JSON values: what is as long as an answer as the bytes of one array, exact and compact."""
+    """Return answers as JSON values. Values per token are stored as the bytes of one array."""
     answers = list(found.values())
     columns = {
         "places": [[*key] for key in found],
@@ -42,7 +42,7 @@ def pack_samples(found: Mapping[Place, Answer]) -> dict[str, Any]:
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[Place, Answer]:
-    """What `packed` was given; episodes lack their prompts (`of_prompt`)."""
+    """Return the answers that `pack_samples` received. Episodes have no prompts (see `Episode.about`)."""
     found: dict[Place, Answer] = (
         _episodes(state) if "turns" in state else {key: _completion(*row) for key, *row in _rows(state)}
     )
@@ -70,7 +70,7 @@ def _episodes(state: Mapping[str, Any]) -> dict[Place, Answer]:
 
 
 def _turns(episode: Episode) -> dict[str, Any]:
-    """What stands in rollouts.jsonl of a message that is no JSON stands here too."""
+    """Return the turns of an episode. Values that are not JSON are converted as in rollouts.jsonl."""
     return {
         "said": json.loads(json.dumps(episode.said, default=str)),
         "rewards": [float(reward) for reward in episode.rewards],

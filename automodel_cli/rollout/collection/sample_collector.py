@@ -1,6 +1,4 @@
-"""Where a run's samples come from: its engine, environments and rewards, and the queue of what is drawn while steps
-train.
-"""
+"""Source of the samples of a run: engine, environments, rewards, and the queue of asynchronous rollouts."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CollectionTimes:
-    """Of a rollout: in which rewards judged; in which training waited for samples that were drawn ahead; that drawing
-    those took."""
+    """Times of one rollout in seconds: reward computation, waiting for prefetched samples, and their generation."""
 
     reward: float = 0.0
     wait: float = 0.0
@@ -51,9 +48,8 @@ class CollectionTimes:
 
 
 class SampleCollector:
-    """Samples of all ranks with their rewards. `all_judged`: each row needs a reward, since nothing else tells what its
-    samples are worth. Collective to build, and so is every method that draws.
-    """
+    """Collect samples of all ranks with their rewards. With `all_judged`, every row needs a reward, because no other
+    signal scores its samples. The constructor and all methods that generate are collective."""
 
     def __init__(
         self,
@@ -81,8 +77,8 @@ class SampleCollector:
     # -- samples
 
     def sample(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> list[Sample]:
-        """Everything that all ranks draw for the prompts that the loader gave last, in their order: drawn ahead, in
-        this process or in the one whose checkpoint it goes on from, or else now."""
+        """Return the samples of all ranks for the last prompts of the loader, in the order of the prompts. Samples
+        come from the queue (of this process or of the resumed checkpoint), or are generated now."""
         requests, seeds = self.requests(step, prompts, self.session.loader.position - self.config.prompts_per_step)
         drawn = self._drawn_ahead(step, requests)
         if drawn is None:
@@ -93,7 +89,7 @@ class SampleCollector:
     def judged(
         self, requests: Sequence[SampleRequest], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Sample]:
-        """Answers to these requests, drawn now, of all ranks with their rewards."""
+        """Generate answers now and return the samples of all ranks with rewards."""
         if self._queue is not None:
             self._queue.settle()
         answers: Sequence[Completion | Episode]
@@ -106,15 +102,14 @@ class SampleCollector:
     def responses(
         self, requests: Sequence[SampleRequest], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Sample]:
-        """Single responses, of all ranks, worth nothing: what the engine makes of the weights that it has."""
+        """Generate single responses now and return the samples of all ranks with reward 0."""
         answers = self.engine.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
         return self._of_all_ranks(self._routed(unscored_samples(requests, answers, self.session.tokenizer)))
 
     def requests(
         self, step: int, prompts: Sequence[Sequence[Prompt]], first_place: int
     ) -> tuple[list[SampleRequest], list[int]]:
-        """The samples that this rank draws of `prompts`, whose first one over all ranks is at `first_place`; and their
-        seeds."""
+        """Return the requests and seeds of this rank. `first_place` is the index of the first prompt over all ranks."""
         mine = [prompt for of_batch in prompts for prompt in of_batch]
         size, dp_size = self.config.group_size, self.mesh.dp_size
         places = [first_place + i * dp_size + self.mesh.dp_rank for i in range(len(mine))]
@@ -132,7 +127,8 @@ class SampleCollector:
         return samples
 
     def _of_all_ranks(self, mine: list[Sample] | None) -> list[Sample]:
-        """The samples of all ranks, by place and index; of ranks that share prompts one counts. Collective."""
+        """Gather the samples of all ranks, sorted by prompt and index. Of the ranks that share prompts, only one
+        contributes. Collective."""
         everywhere: list[list[Sample] | None] = [mine]
         if dist.get_world_size() > 1:  # else samples would be written and read again
             everywhere = everywhere * dist.get_world_size()
@@ -146,8 +142,7 @@ class SampleCollector:
     # -- ahead of the steps that train on them
 
     def prefetch(self, step: int) -> None:
-        """Begin what is missing of the next `max_off_policy_steps` rollouts, on the prompts that the loader gives
-        next."""
+        """Start the missing rollouts of the next `max_off_policy_steps` steps, on the next prompts of the loader."""
         if self._queue is None:
             return
         loader, lag = self.session.loader, self.config.max_off_policy_steps
@@ -158,15 +153,15 @@ class SampleCollector:
 
     @property
     def wait_seconds(self) -> float | None:
-        """None where drawing and training take turns."""
+        """Return the seconds that training waited for prefetched samples. None if generation and training alternate."""
         return None if self._queue is None else self.seconds.wait
 
     def state(self) -> Any:
-        """What is drawn and not yet trained on; None for nothing."""
+        """Return the generated samples that are not yet trained, or None."""
         return None if self._queue is None else self._queue.state()
 
     def restore(self, state: Any) -> None:
-        """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""
+        """Restore the prefetched samples of a checkpoint."""
         if self._queue is not None and state is not None:
             self._queue.restore(state)
 
@@ -187,7 +182,7 @@ class SampleCollector:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether other devices draw than those that train."""
+        """Return whether generation uses other devices than training."""
         return isinstance(self.engine, RankZeroEngine) and not self.config.shares_gpus
 
     def update(self, stream: WeightStream, version: int) -> None:
@@ -204,11 +199,11 @@ class SampleCollector:
             self.engine.rest(weights_follow=weights_follow)
 
     def idle_fraction(self) -> float | None:
-        """Of the time since the last call, in which servers had nothing to do; None without servers."""
+        """Return the share of the time since the last call in which servers had no requests. None without servers."""
         return self.engine.idle_fraction() if isinstance(self.engine, RankZeroEngine) else None
 
     def close(self) -> None:
-        """End what generates and judges in other threads and processes."""
+        """Stop the threads and processes of generation and rewards."""
         if self._pool is not None:
             self._pool.stop()
         if self._queue is not None:
@@ -218,7 +213,7 @@ class SampleCollector:
             self._pool.close()
 
     def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every row that rewards will see, with where it comes from."""
+        """Yield every row that rewards read, with its origin."""
         for dataset in (self.session.data.train, self.session.data.validation):
             for prompt in () if dataset is None else dataset.prompts:
                 yield prompt.origin, prompt.row

@@ -1,4 +1,4 @@
-"""What a generation engine is: prompts in, tokens with log-probs out, weights replaceable."""
+"""Protocol of generation engines: prompts in, tokens with log-probs out, replaceable weights."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ Joins = Callable[[Iterator[Sequence[tuple[str, "Tensor"]]]], None]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do, so that a recipe refuses at the start what would fail at the first rollout.
+    """Features of an engine, which recipes check before the first rollout.
 
-    `logprobs`: those of the distribution sampled from. `token_ids`: the very ids that the model read and wrote; without
-    them a completion's tokens are its text tokenised again, fit for evaluation, not for training. `weight_updates`:
-    `update_weights` works. `seeds`: a sample depends on its own seed alone, not on what else is in the call.
-    `live_weights`: it reads the very weights that are trained, so it cannot generate while they are updated.
-    `at_once`: how many calls of `generate` may run at once in threads; 1: none beside another.
-    `in_flight_updates`: `generate` may be called from several threads, and `update_weights` while they generate; each
-    completion tells by which weights it was drawn.
-    `routing`: it tells of each token which experts it went to.
-    `hub_names`: the weight stream must name tensors as checkpoints on the hub do, not as the model's parameters.
+    - `logprobs`: log-probs of the sampled distribution.
+    - `token_ids`: exact ids of prompt and completion. Without, completions are tokenized again, which suffices for
+      evaluation but not for training.
+    - `weight_updates`: `update_weights` is supported.
+    - `seeds`: a sample depends only on its own seed, not on the other prompts of the call.
+    - `live_weights`: generates with the trained parameters themselves, so it cannot generate during an update.
+    - `at_once`: maximum number of concurrent calls of `generate`.
+    - `in_flight_updates`: `update_weights` may run during `generate`. Completions contain the weight version of each
+      token.
+    - `routing`: returns the routed experts of each token.
+    - `hub_names`: the weight stream must use tensor names of hub checkpoints, not parameter names.
     """
 
     logprobs: bool
@@ -50,7 +52,7 @@ class Capabilities:
 
 
 class Engine(Protocol):
-    """One generator of completions. Engines share nothing else, and recipes know only this."""
+    """Generator of completions. Recipes use only this interface."""
 
     capabilities: Capabilities
     weight_version: int
@@ -58,17 +60,17 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Completion]:
-        """One completion for each prompt (token ids, not empty), in the order of the prompts.
+        """Return one completion per prompt, in the order of the prompts. Prompts are token ids and not empty.
 
-        `seeds`, one for each prompt (`sample_seed`), make a sample the same whatever else is in the call, on whichever
-        rank and in whichever batch it is drawn; None derives them from `params.seed` and the place in the call. Ranks
-        that share a pipeline, a tensor-parallel or a context-parallel group must pass the same call.
+        `seeds` has one seed per prompt (`sample_seed`), which makes a sample independent of batch and rank. None
+        derives seeds from `params.seed` and the position in the call. Ranks of the same pipeline-, tensor- or
+        context-parallel group must pass the same call.
         """
 
     def update_weights(self, stream: WeightStream) -> None:
-        """Replace every weight, then count the version up. The stream is consumed once; nothing of it is kept.
+        """Replace all weights, then increment `weight_version`. Consumes the stream once and keeps no tensor of it.
 
-        An engine that reads the trained weights themselves only counts: it leaves the stream untouched on every rank.
+        An engine with `live_weights` only increments the version and leaves the stream untouched on every rank.
         """
 
 
@@ -96,7 +98,8 @@ class EngineContext(Protocol):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether servers generate on the GPUs that train, in turns (`rollout.placement=colocated`)."""
+        """Whether servers generate on the GPUs that train, alternating with training (`rollout.placement=colocated`).
+        Whether servers generate on the GPUs that train, alternating with training (`rollout.placement=colocated`)."""
         ...
 
     def sampler(
@@ -111,30 +114,31 @@ class EngineContext(Protocol):
         ...
 
     def replica(self, **options: Any) -> Engine:
-        """A copy of the model on this rank, that waits for its weights; `options` are those of `HFEngine`."""
+        """Return a copy of the model on this rank, which has no weights yet. `options` are arguments of `HFEngine`."""
         ...
 
     def on_first_rank(self, make: Callable[[], Engine], *, joins: Joins | None = None) -> Engine:
-        """The engine that `make` gives on rank 0, shared by all ranks. `joins` is what the other ranks do with new
-        weights; None: nothing. Collective."""
+        """Return the engine that `make` builds on rank 0, shared by all ranks. `joins` is called with new weights on
+        the other ranks. Collective."""
         ...
 
     def start_server(self, command: Sequence[str], server: Server, *, timeout: float) -> None:
-        """Run `command` until the run ends; returns once `server` answers, raises RunError after `timeout` seconds."""
+        """Run `command` until the run ends. Return once `server` responds. Raise RunError after `timeout` seconds."""
         ...
 
     def start_servers(self, *, timeout: float) -> list[str]:
-        """The addresses of the servers that the recipe's `rollout.engine.servers` asks for, once all answer; they end
-        with the run. Collective. Raises RunError after `timeout` seconds."""
+        """Start the servers of `rollout.engine.servers` and return their addresses once all respond. They end with the
+        run. Collective. Raise RunError after `timeout` seconds."""
         ...
 
 
 class EngineConfig(Protocol):
-    """What recipes ask of the `rollout.engine` node, a frozen dataclass. Your own: examples/own_engine.py."""
+    """Interface of the `rollout.engine` node, a frozen dataclass. Example of a custom engine: examples/own_engine.py.
+    Interface of the `rollout.engine` node, a frozen dataclass. Example of a custom engine: examples/own_engine.py."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What its engines can do at best; known without building one, so that `automodel check` refuses the rest."""
+        """Features that the engine can have at best. Known without building it, for `automodel check`."""
         ...
 
     def build(self, host: EngineContext) -> Engine:
@@ -143,15 +147,15 @@ class EngineConfig(Protocol):
 
 
 def sample_seed(seed: int, *path: int) -> int:
-    """The seed of one sample: a 63-bit hash of the run's seed and where the sample is (step, prompt, sample)."""
+    """Return the seed of one sample: a 63-bit hash of the seed of the run and the position (step, prompt, sample)."""
     digest = hashlib.blake2b(json.dumps([seed, *path]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def resolve_seeds(prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None) -> list[int]:
-    """One seed for each prompt: those given, else from `params.seed`, else from the caller's torch random state.
+    """Return one seed per prompt: the given seeds, else derived from `params.seed`, else from torch's random state.
 
-    Raises RunError for an empty prompt, and where the numbers of prompts and seeds differ.
+    Raises RunError for an empty prompt, and if the numbers of prompts and seeds differ.
     """
     for i, prompt in enumerate(prompts):
         if not prompt:

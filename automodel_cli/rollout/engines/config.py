@@ -1,4 +1,4 @@
-"""Config nodes of the engines: the `rollout` section of a recipe that generates. Torch-free."""
+"""Config classes of the engines. Torch-free."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """Built-in sampler on the trained weights: no copy of the model, any layout.
+    """Built-in sampler on the trained weights. Needs no copy of the model and supports every layout.
 
-    The cache holds `max_num_seqs` times the longest sequence. `cuda_graphs=true` makes graphs under FSDP2 too; the
-    header
-    shows where they are off (docs/rollouts/sampler.md). Never run on a GPU.
+    The KV cache has the size of `max_num_seqs` sequences of maximum length. `cuda_graphs=true` captures graphs under
+    FSDP2 too. The startup summary shows why graphs are off. Not yet run on a GPU.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -43,13 +42,14 @@ class SamplerConfig:
     )
 
     max_num_seqs: int | None = None
-    """Concurrent sequences per data-parallel rank. null: as many as fit into an eighth of the memory, at most 256."""
+    """Sequences that are decoded together on each data-parallel rank. null: as many as fit into an eighth of the
+    memory, at most 256."""
     max_num_batched_tokens: int = 8192
     """Maximum number of prompt tokens per prefill."""
     refill_threshold: float = 0.125
     """Fraction of free slots that triggers a prefill."""
     cuda_graphs: CudaGraphs = "auto"
-    """Launch a decoding step as one CUDA graph. `auto`: on CUDA if each rank holds the full weights."""
+    """Launch a decoding step as one CUDA graph. `auto`: on CUDA if a rank has unsharded weights."""
 
     def __post_init__(self) -> None:
         _at_least(self, max_num_batched_tokens=1, **({} if self.max_num_seqs is None else {"max_num_seqs": 1}))
@@ -107,7 +107,7 @@ class ServerConfig:
     api_key_env: str | None = None
     """Environment variable with the API key. null: no key."""
     trust_logprobs: bool = False
-    """Use the server's log-probs as those of the sampling distribution."""
+    """Treat the log-probs of the server as those of the sampled distribution."""
 
     def __post_init__(self) -> None:
         _at_least(self, concurrency=1, retries=0)
@@ -119,7 +119,7 @@ class ServerConfig:
 
     @property
     def urls(self) -> list[str]:
-        """The address of each server that is given."""
+        """Addresses of the servers."""
         return [self.url] if isinstance(self.url, str) else list(self.url or ())
 
     def _check_urls(self) -> None:
@@ -186,14 +186,15 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class LiveServerConfig(ServerConfig):
-    """A server whose weights are replaced after each step: what vLLM's and SGLang's nodes have in common.
+    """Base config of servers with weight updates (vLLM and SGLang).
 
-    `command` starts the server with the run, on the machine of the first rank, and ends it with the run; its output
-    goes to `logs/rollout_server.log` in the run's folder. It must answer at `url` within `start_timeout` seconds. Null:
-    you have started it. It is a list of words, or one text that is cut into words as a shell does; no shell runs it, so
-    nothing in it is expanded. The command line must allow it: `--trust command`.
+    `command` starts a server on the node of the first rank and stops it with the run. Its output is in
+    `logs/rollout_server.log` of the run. It must respond at `url` within `start_timeout` seconds. null: you started
+    the server.
 
-    `automodel submit --rollout-nodes` starts `servers` on nodes of their own; `rollout.placement` selects the GPUs.
+    - `command` is a list, or text that is split into arguments. No shell runs it, so nothing is expanded.
+    - The command line must allow it with `--trust command`.
+    - `automodel submit --rollout-nodes` starts `servers` on separate nodes. `rollout.placement` selects the GPUs.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -202,9 +203,9 @@ class LiveServerConfig(ServerConfig):
     transports: ClassVar[tuple[str, ...]]
     """What `transport` may be."""
     untrusted: ClassVar[str]
-    """What is said to trust_logprobs=false."""
+    """Reason why trust_logprobs=false is not supported."""
     with_experts: ClassVar[str]
-    """The command of a server that tells which experts tokens go to."""
+    """Command of a server that returns routed experts."""
 
     url: str | list[str] | None = None
     """Address of the running server, or a list of them. null: see `servers`."""
@@ -223,10 +224,10 @@ class LiveServerConfig(ServerConfig):
     command: str | list[str] | None = field(
         default=None, metadata=trust.executes_code(trust.COMMAND, "is a command that the run starts on this machine")
     )
-    """Command that starts the server at `url`, as text or a list. Requires `--trust command`. null: the server is
+    """Command that starts the server at `url`, as text or a list; needs `--trust command`. null: the server is
     running."""
     start_timeout: float = 900.0
-    """Seconds until a started server must respond."""
+    """Time limit in seconds for the first response of a started server."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -299,11 +300,11 @@ class LiveServerConfig(ServerConfig):
         return "rollout.engine.servers", advice
 
     def _started(self, host: EngineContext) -> list[str]:
-        """The address of each server, once those that the run starts answer. Collective."""
+        """Start the servers of the run and return all addresses once they respond. Collective."""
         return self.urls if self.servers is None else host.start_servers(timeout=self.start_timeout)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ConfigError for a distribution that the server cannot be asked for."""
+        """Raise ConfigError for a distribution that the server does not support."""
 
     def _check_several(self) -> None:
         if self.command is not None:
@@ -318,7 +319,7 @@ class LiveServerConfig(ServerConfig):
         raise NotImplementedError
 
     def _served(self, host: EngineContext, urls: Sequence[str], transfer: SharedTransfer | None = None) -> Engine:
-        """The engine on the rank that speaks to the servers; `transfer` None: by files."""
+        """Return the engine on the rank that talks to the servers. `transfer=None` sends weights by files."""
         from automodel_cli.rollout.engines.servers.colocated import SharedGPUs
         from automodel_cli.rollout.engines.servers.server_pool import LivePool
         from automodel_cli.rollout.weight_sync.transports import FileTransfer
@@ -335,17 +336,19 @@ class LiveServerConfig(ServerConfig):
 
 @dataclass(frozen=True)
 class VLLMConfig(LiveServerConfig):
-    """A vLLM server (0.31 or later) whose weights are replaced after each step. Command line: docs/rollouts/vllm.md.
+    """vLLM server (0.31 or later) with weight updates after each step. docs/rollout.md has its command line.
 
-    `transport` is how they travel. `files`: the run writes them to `weights_dir`, which the server sees under the
-    same path, and the server reads them; any machine, any number of nodes. null: `rollout_weights` in the run's folder.
-    `nccl`: from GPU to GPU with the package vllm, which the first rank needs too; `address` is its machine as the
-    server sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it, and the
-    server's command has `--weight-transfer-config
-    '{"backend": "nccl"}'`. `ipc`: the server's workers read the memory of the ranks on their own GPUs
-    (`rollout.placement=colocated`, one machine), with the package vllm and its backend `ipc`. Neither has run on GPUs.
+    Values of `transport`:
 
-    `command` starts the server at `url` with the run (see `LiveServerConfig`).
+    - `files`: the run writes weights to `weights_dir`, and the server reads the same path. Works with any number of
+      nodes. null: `rollout_weights` in the run directory.
+    - `nccl`: from GPU to GPU. Needs the package vllm on the first rank, and a server started with
+      `--weight-transfer-config '{"backend": "nccl"}'`. `address` is the machine of the first rank as seen by the
+      server (null: this host name, or 127.0.0.1 for a local server). `port` is a free port on it.
+    - `ipc`: workers of the server read the memory of ranks on the same GPUs (`rollout.placement=colocated`, one node).
+      Needs the package vllm and its backend `ipc`.
+
+    `nccl` and `ipc` have not yet run on GPUs. For `command` see `LiveServerConfig`.
     """
 
     transports: ClassVar[tuple[str, ...]] = ("files", "nccl", "ipc")
@@ -362,7 +365,7 @@ class VLLMConfig(LiveServerConfig):
         return self.transport
 
     def build(self, host: EngineContext) -> Engine:
-        """See `EngineConfig`. What this machine lacks is said before a server is started and waited for."""
+        """See `EngineConfig`. Checks this machine before a server is started."""
         if self.transport != "files":
             from automodel_cli.rollout.weight_sync.transports import check_gpus
 
@@ -397,8 +400,8 @@ def address_for(url: str) -> str:
 
 
 def program_arguments(command: str | list[str], key: str = "command") -> list[str]:
-    """The program and its arguments, which stand at `key` of a node. Raises ConfigError for a text that only a shell
-    would understand."""
+    """Return the program and its arguments. `key` is the config key of `command`. Raise ConfigError for shell syntax.
+    Return the program and its arguments. `key` is the config key of `command`. Raise ConfigError for shell syntax."""
     if not isinstance(command, str):
         words = command
     else:

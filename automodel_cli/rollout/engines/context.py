@@ -1,4 +1,4 @@
-"""What a run offers to the engine of its `rollout` section: its own model, sharded or copied, its ranks, its end."""
+"""Services that a run offers to its engine: the model (sharded or copied), ranks, servers and cleanup."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 
 
 class EngineHost:
-    """See `automodel_cli.rollout.engines.base.EngineContext`. That a model can be generated for, its recipe has
-    checked.
-    `selectors`:
-    where copies of the model choose experts, if that shall be recorded."""
+    """Implementation of `EngineContext`. The recipe has already checked that the model can be generated with.
+    `selectors` are the router modules, if routed experts are recorded."""
 
     def __init__(self, session: RunContext, *, shares_gpus: bool = False, selectors: Selectors | None = None):
         self.shares_gpus, self._selectors = shares_gpus, selectors

@@ -1,4 +1,4 @@
-"""Servers whose weights a run replaces: pause, replace, forget what the old ones computed, name the new ones, go on."""
+"""Weight updates of servers: pause, replace, reset caches, set the version, resume."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from automodel_cli.rollout.weight_sync.transports import Transfer
 
 
 class WeightUpdateMixin(HTTPEngine):
-    """A `HTTPEngine` whose weights can be replaced. One process speaks to the server (rank 0 of the run).
-
-    The server is given a new name for its weights with each update, and asked for it after each generation.
-    """
+    """Mixin of `HTTPEngine` for servers with weight updates. Only rank 0 talks to the server. Each update gives the
+    weights of the server a new name, which is verified after each generation."""
 
     def receive_by(self, transfer: Transfer) -> None:
         """How new weights reach it. To be called once, before anything else here."""
@@ -42,7 +40,7 @@ class WeightUpdateMixin(HTTPEngine):
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop keys and values of all tokens, of those too that it is generating."""
+        """Reset the KV cache, including running requests."""
 
     @abstractmethod
     def load_files(self, folder: Path) -> None:
@@ -61,8 +59,8 @@ class WeightUpdateMixin(HTTPEngine):
 
     @abstractmethod
     def sleep(self, *, weights_follow: bool) -> None:
-        """Free the memory of the GPUs. With `weights_follow` new weights come before the next generation, so those at
-        hand may be dropped."""
+        """Free GPU memory. With `weights_follow` the current weights may be dropped, because new ones arrive before
+        the next generation."""
 
     @abstractmethod
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
@@ -73,18 +71,18 @@ class WeightUpdateMixin(HTTPEngine):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Completion]:
-        """See `HTTPEngine.generate`. Raises RunError where the server has other weights than it was given last: it
-        was started anew, or another run has replaced them."""
+        """See `HTTPEngine.generate`. Raises RunError if the server was restarted or another run has replaced its
+        weights."""
         losses = self.num_losses
         completions = super().generate(prompts, params, seeds)
         self._check_weights(losses)
         return completions
 
     def update_weights(self, stream: WeightStream) -> None:
-        """Replace the server's weights; what is being generated goes on with the new ones.
+        """Replace the weights of the server. Running requests continue with the new weights.
 
-        The server resumes even when a transfer fails; that raises RunError, and its weights are then a mixture. A
-        transfer that does not end within the server's time limit, or whose server is gone, is an error too.
+        The server resumes even if a transfer fails. Then RunError is raised, and its weights are a mixture. RunError
+        is raised too if a transfer exceeds the time limit of the server or the server ends.
         """
         version = self.weight_version + 1
         self._transfer.send(self, iter(stream), partial(self.paused, version))
@@ -97,15 +95,15 @@ class WeightUpdateMixin(HTTPEngine):
         self.weight_version = version
 
     def has_given_weights(self) -> bool:
-        """A server that was restarted answers again, with the weights it was started with."""
+        """Return whether the server has the last weights of this run. A restarted server has its initial weights."""
         with self._replacing:
             return self._given is None or self.weights_name() == self._given
 
     def versions_in(
         self, spans: Sequence[Mapping[str, Any]] | None, num_tokens: int, asked: int
     ) -> tuple[int, list[int] | None]:
-        """The oldest of our versions that drew a token, and that of each token where there are several. `spans` is what
-        the server says of its `version` from `start` to `end`; where it does not say, it was the one `asked`."""
+        """Return the oldest weight version that sampled a token, and the version of each token if there are several.
+        `spans` are the server's (version, start, end). Tokens outside count as sampled by `asked`."""
         versions = [asked] * num_tokens
         for span in spans or ():
             drawn = slice(span["start"], span["end"])
@@ -114,8 +112,8 @@ class WeightUpdateMixin(HTTPEngine):
 
     @contextmanager
     def paused(self, version: int) -> Iterator[None]:
-        """The server does not generate in here, and forgets afterwards what it had computed with the old weights: keys
-        and values of what it is generating too, which it computes again with the new ones."""
+        """Context in which the server does not generate. Afterwards it recomputes its KV cache with the new weights,
+        including running requests."""
         if not self.has_given_weights():
             self.num_losses += 1
         with self._replacing, self._stopped():
@@ -132,7 +130,7 @@ class WeightUpdateMixin(HTTPEngine):
         try:
             yield
         except BaseException:
-            with suppress(RunError):  # a server that is gone; what happened first says more
+            with suppress(RunError):  # the server may be gone; the first error is more informative
                 self.go_on(retries=0)
             raise
         self.go_on()

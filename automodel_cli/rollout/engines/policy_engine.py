@@ -1,4 +1,4 @@
-"""Generation engines on a run's own model, and which models they generate for exactly."""
+"""Engines on the model of a run, and checks that a model family is supported by them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from automodel_cli.training.stages import Stages
 
 _PROMPTS, _NEW_TOKENS = (13, 13, 5), (3, 9, 9)  # longer than every window of a shrunken config
-_LONGEST = max(_PROMPTS) + max(_NEW_TOKENS)  # that rotary tables switch in between is refused by what is longer
+_LONGEST = max(_PROMPTS) + max(_NEW_TOKENS)  # the longer check rejects tables that switch in between
 _TOLERANCE = 1e-4
 
 
@@ -61,7 +61,7 @@ def build_replica(session: RunContext, stops: list[int], **options: Any) -> HFEn
 
 
 def stop_token_ids(built: RunContext) -> list[int]:
-    """Return the tokens that end a response: of the tokenizer, of the configs, and those that training taught."""
+    """Return the tokens that end a response: from the tokenizer, the configs and the training data."""
     listed = built.model.parts[0].model.config.get_text_config().eos_token_id
     more = listed if isinstance(listed, list) else [listed]
     found = (built.tokenizer.eos_token_id, *more, *stop_ids(built.recipe.model), *built.taught_stops)
@@ -71,19 +71,17 @@ def stop_token_ids(built: RunContext) -> list[int]:
 T = TypeVar("T")
 
 Start = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Begins a call; what it returns waits for the call, and returns or raises what that did."""
+"""Start a call. The returned function waits for it and returns its result or raises its exception."""
 
 
 def at_once(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The `Start` that leaves nothing to a thread: the call is made where it is waited for."""
+    """`Start` without a thread: the call runs when the result is requested."""
     return call
 
 
 class RankZeroEngine:
-    """An engine that one process speaks to (rank 0), for all ranks; the others pass None.
-
-    With `shares_gpus` it works on the GPUs of the ranks, in turns with them: `rest` ends its turn.
-    """
+    """Engine that only rank 0 talks to, shared by all ranks. The other ranks pass None. With `shares_gpus` it
+    alternates with training on the same GPUs, and `rest` hands them back."""
 
     def __init__(self, engine: Engine | None, *, shares_gpus: bool = False, joins: Joins | None = None):
         self._engine, self._shares_gpus, self._joins = engine, shares_gpus, joins
@@ -92,7 +90,7 @@ class RankZeroEngine:
         self.capabilities: Capabilities = about[0]
         self.weight_version = 0
         self.metrics: dict[str, float] = {}
-        """What the engine tells about itself besides its answers, where it has `metrics`; as of the last answers."""
+        """Metrics of the engine as of the last answers, if it has `metrics`."""
 
     @property
     def answers_here(self) -> bool:
@@ -102,15 +100,15 @@ class RankZeroEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Completion]:
-        """See `Engine.generate`. Collective over all ranks. Ranks that share prompts must pass the same `seeds`: a
-        prompt with a seed is asked once."""
+        """See `Engine.generate`. Collective over all ranks. Ranks that share prompts must pass the same `seeds`: each
+        (prompt, seed) is sent once."""
         return self.begin(prompts, params, seeds, at_once)()
 
     def begin(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None, start: Start
     ) -> Callable[[], list[Completion]]:
-        """`generate` in two halves, both collective: `start` is given what talks to the server, on the rank that does,
-        and may leave it to a thread; what is returned waits for it."""
+        """Start `generate` and return a function that waits for the answers. Both calls are collective. `start`
+        receives the call on rank 0 and may run it in a thread."""
         self._make_room()
         seeds = resolve_seeds(prompts, params, seeds)
         asked = list(zip(map(tuple, prompts), seeds, strict=True))
@@ -127,8 +125,8 @@ class RankZeroEngine:
         return finish
 
     def idle_fraction(self) -> float | None:
-        """The share of the time since the last call in which a server had nothing of ours to do, on the rank that
-        speaks to it; None elsewhere, and where the engine does not tell."""
+        """Return the share of the time since the last call in which the servers had no requests. None on other ranks,
+        and if the engine does not measure it."""
         told = getattr(self._engine, "idle_fraction", None)
         return None if told is None else told()
 
@@ -143,9 +141,12 @@ class RankZeroEngine:
         start: Start,
         counted: Callable[[list[T], int], None],
     ) -> Callable[[], list[T]]:
-        """`call` the engine, on the rank that has it, with what all ranks pass; what is returned waits for that, and
-        gives back to each rank what became of its own. Both halves are collective, as those of `begin`. `counted` gets
-        all of it at the end, and by how much the engine's count of its updates is behind the run's."""
+        """Gather the arguments of all ranks, run `call` on rank 0, and return a function that waits and scatters the
+        results.
+
+        Both calls are collective, as in `begin`. `counted` receives all results at the end, and by how many updates
+        the engine is behind the run.
+        """
         self._make_room()
         everywhere: list[list[T]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, mine)
@@ -218,8 +219,8 @@ class RankZeroEngine:
         self.weight_version += 1
 
     def rest(self, *, weights_follow: bool) -> None:
-        """The GPUs are the ranks' until the next call, before which new weights come where `weights_follow`. Does
-        nothing for an engine that has GPUs of its own. Collective."""
+        """Hand the GPUs to the ranks until the next call. With `weights_follow` new weights arrive before it. No
+        effect for an engine with separate GPUs. Collective."""
         if not self._shares_gpus:
             return
         failed: list[ConfigError | None] = [None]
@@ -241,11 +242,9 @@ class RankZeroEngine:
 def build_sampler(
     stages: Stages, mesh: Mesh, *, stop_token_ids: list[int], trust_remote_code: bool = False, **options: Any
 ) -> Sampler:
-    """A `Sampler` on the live weights of `stages` under any layout; `options` are the sampler's own.
-
-    Ranks of one pipeline, tensor- or context-parallel group must pass the same prompts; data-parallel ranks pass their
-    own, as many as they have. Collective over the pipeline.
-    """
+    """Return a `Sampler` on the live weights of `stages`, for any layout. Ranks of one pipeline-, tensor- or
+    context-parallel group must pass the same prompts. Data-parallel ranks pass different prompts, in any number.
+    Collective over the pipeline."""
     decoder = build_decoder(stages, mesh, trust_remote_code=trust_remote_code)
     return Sampler(decoder, packed_attention, stop_token_ids=stop_token_ids, **options)
 
@@ -270,10 +269,10 @@ def build_decoder(stages: Stages, mesh: Mesh, *, trust_remote_code: bool = False
 
 
 def check_lengths(hf_config: PretrainedConfig, longest: int) -> None:
-    """Raise ConfigError when sequences of up to `longest` tokens change their rotary table while they are generated.
+    """Raise ConfigError if sequences of up to `longest` tokens change their rotary table during generation.
 
-    Such a token is drawn with the table of the text so far and trained with that of the whole text: with log-probs of
-    another policy, whatever engine draws it.
+    Such tokens are sampled with the table of the shorter text but trained with the table of the complete text. Their
+    log-probs would belong to another policy, with any engine.
     """
     limit = dynamic_rope.longest_unswitched(hf_config)
     if limit is not None and longest > limit:
@@ -289,11 +288,11 @@ def check_lengths(hf_config: PretrainedConfig, longest: int) -> None:
 
 @torch.no_grad()
 def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError when this family cannot be decoded through the sampler's caches: measured, on a small copy that
-    is built as for training with this attention.
+    """Raise ConfigError if the family cannot be decoded with the caches of the sampler.
 
-    Families whose attention does not go through the library's registry, or that carry a state from token to token where
-    no cache of the library holds it, would silently see one token at a time.
+    Measured on a small copy of the model, built as for training with this attention. Some families bypass the
+    attention registry of transformers, or have recurrent state outside its cache classes. Without this check they
+    would silently see only one token at a time.
     """
     if isolation.select_isolation(hf_config, attention=attention, trust_remote_code=trust_remote_code).by_document:
         raise _unsupported(
@@ -335,8 +334,8 @@ def _unsupported(hf_config: PretrainedConfig, code: str, reason: str) -> ConfigE
 
 
 def _decoding_error(part: ModelPart, trust_remote_code: bool) -> float:
-    """Largest difference between log-probs drawn token by token and those of one forward. The first two samples share
-    a prompt; the first ends soon, so that the other moves into its slot and the third begins beside it."""
+    """Return the largest difference between log-probs of incremental decoding and of one forward pass. The first two
+    samples share a prompt. The first sample ends early, so the second moves into its slot and the third starts."""
     part.eval()
     vocab = part.model.config.get_text_config().vocab_size
     prompts = [torch.arange(3, 3 + length).remainder(vocab).tolist() for length in _PROMPTS]

@@ -1,6 +1,6 @@
-"""The engine that everything else is measured against: a plain Hugging Face replica and its own `generate`.
+"""Reference engine: a replica of the model with `generate` of transformers.
 
-Shape letters: B rows, T tokens, V vocabulary.
+Shapes: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ if TYPE_CHECKING:
 
 
 class HFEngine:
-    """Batched decoding with the library's `generate` on a model of its own, never the one that is being trained.
+    """Batched decoding with `generate` of transformers on a separate copy of the model.
 
-    `stop_token_ids` end a completion; `pad_token_id` fills rows and is never attended to. A batch holds prompts of
-    similar length and at most `max_batch_tokens` tokens, prompts and room for the completions together (one prompt at
-    least).
+    `stop_token_ids` end a completion. `pad_token_id` fills rows and is never attended to. A batch has prompts of
+    similar length and at most `max_batch_tokens` tokens, including the completions, or a single prompt.
     """
 
     capabilities = Capabilities(logprobs=True, weight_updates=True, routing=True)
@@ -71,10 +70,11 @@ class HFEngine:
         trust_remote_code: bool = False,
         **options: Any,
     ) -> HFEngine:
-        """A replica that waits for its weights (`update_weights`). Leaves the caller's random state as it was, and the
-        config: the library writes the attention's name into the one it is given, which may be a training model's own.
+        """Return a replica without weights (see `update_weights`). Does not change the caller's random state or the
+        config.
 
-        `attention` None is sdpa, or eager where the family has no sdpa form (attention sinks, soft caps).
+        `attention=None` selects sdpa, or eager if the family has no sdpa implementation (attention sinks, soft caps).
+        The config is copied, because transformers writes the name of the attention into it.
         """
 
         def build(name: str) -> Any:
@@ -170,7 +170,7 @@ class HFEngine:
                 attention_mask=mask_BT.to(device),
                 logits_processor=LogitsProcessorList([*_warpers(params), chooser]),
                 generation_config=GenerationConfig(
-                    do_sample=False,  # the chooser has drawn: it leaves one token to take
+                    do_sample=False,  # the logits processor has sampled and leaves a single token
                     max_new_tokens=params.max_new_tokens,
                     eos_token_id=self.stop_token_ids,
                     pad_token_id=self.pad_token_id,
@@ -185,14 +185,14 @@ class HFEngine:
         return [replace(c, routed_experts=_of_tokens(chosen, width, prompt, c)) for c, prompt, chosen in found]
 
     def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
-        """Cut one row after its first stop token; what `generate` wrote behind it is padding."""
+        """Cut a row after its first stop token. `generate` fills the rest with padding."""
         stops = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
         end = stops[0] + 1 if stops else len(tokens)
         return Completion(tokens[:end], logprobs[:end], "stop" if stops else "length", self.weight_version)
 
 
 def _of_tokens(chosen_TLK: np.ndarray, width: int, prompt: Sequence[int], completion: Completion) -> np.ndarray:
-    """Without the padding before the prompt, and without what was read after the completion."""
+    """Remove the padding before the prompt, and tokens read after the completion."""
     return compact_indices(chosen_TLK[width - len(prompt) : width + len(completion.tokens) - 1])
 
 
@@ -235,10 +235,10 @@ def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
 
 
 class _Chooser(LogitsProcessor):
-    """Draws each row's token from that row's own random stream, and leaves `generate` nothing else to choose.
+    """Logits processor that samples the token of each row from its own random stream, and masks all other tokens.
 
-    `generate` itself draws from one stream for the whole batch, so a sample would depend on its neighbours. Keeps the
-    log-probs of the drawn tokens in `[B, T]` memory, where `output_scores=True` would keep `[T, B, V]`.
+    `generate` samples all rows from one stream, so a sample would depend on the other rows. Stores log-probs of
+    sampled tokens as `[B, T]`. `output_scores=True` would store `[T, B, V]`.
     """
 
     def __init__(self, params: SamplingParams, seeds: list[int], device: torch.device):

@@ -1,1 +1,1 @@
-"""Environments of ours, a node each."""
+"""Environments for multi-turn rollouts: tools, MCP servers, verifiers, and the runner of episodes."""

@@ -1,4 +1,5 @@
-"""What answers the model in a conversation of several messages: a tool, a game, another program. Torch-free."""
+"""Interface of environments, which reply to the model in a conversation: a tool, a game, another program. Torch-free.
+Interface of environments, which reply to the model in a conversation: a tool, a game, another program. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from automodel_cli.rollout.types import Message
 
 @dataclass(frozen=True)
 class Turn:
-    """What the environment makes of one model message: messages to go on with, a reward for the turn, the end. `state`
-    comes back with the next message."""
+    """Reply of an environment to one message: the next messages, the reward of the turn, and whether the episode is
+    done. `state` is passed to the next step."""
 
     observations: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -24,7 +25,7 @@ class Turn:
 
 
 class EnvironmentNode(Protocol):
-    """What a node of `rollout.environment` must have; `Environment` has all but `step`. Your own:
+    """Interface of the `rollout.environment` node. `Environment` implements all but `step`. Custom example:
     examples/own_environment.py."""
 
     @property
@@ -77,46 +78,45 @@ class EnvironmentNode(Protocol):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ConfigError for what this machine lacks. Called before the first rollout."""
+        """Raise ConfigError if this machine lacks a requirement. Called before the first rollout."""
         ...
 
     @abstractmethod
     def close(self) -> None:
-        """End what the environment has started, if anything. Called at the end of the run."""
+        """Release resources. Called at the end of the run."""
         ...
 
     @abstractmethod
     def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn | Awaitable[Turn]:
-        """What follows on `messages`, whose last is the model's newest. `row` is the dataset's row, `state` what the
-        turn before has left (None at first). Any exception fails the episode. May be `async`; else it runs in a thread
-        of its own."""
+        """Return the reply to `messages`, which end with the newest message of the model.
+
+        `row` is the row of the dataset. `state` is the state of the previous turn (None at first). An exception fails
+        the episode. May be `async`, else it runs in a thread.
+        """
         ...
 
     @abstractmethod
     async def ended(self, state: Any) -> float:
-        """A last reward for an episode that ends although the environment would have gone on (a message was cut off, or
-        there is no turn or no room left); `state` is what its last turn has left."""
+        """Return a final reward for an episode that ends early: a message was truncated, or the limit of turns or
+        tokens is reached. `state` is the state of the last turn."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Answers the model's messages. A subclass defines `step` and keeps nothing itself: what it must remember of a
-    conversation is the `state` that a turn hands to the next.
+    """Base class of environments. A subclass defines `step` and is stateless.
 
-    After `max_turns` messages of the model the episode ends. An episode's environment reward is the sum over its turns;
-    it is a sample's reward `environment`, added `weight` times to the others.
+    Per-episode data belongs into `state`, which a turn passes to the next one.
 
-    Up to `concurrency` steps run at once on a rank: each in a thread, or, where `step` is an `async def`, in one event
-    loop. A try of a step may take `turn_timeout` seconds, and all steps of an episode, with their tries and the pauses
-    between these, `episode_timeout` (null: no limit; the model's own time is bounded by `max_turns` x
-    `rollout.max_new_tokens`). A thread cannot be ended: one that is given up runs on until it returns.
-
-    A step that raises or takes too long is tried up to `retries` times more, with the same messages and the same state,
-    after pauses of 0.5, 1, 2, ... seconds; so it must not have done half of something. Then the episode has failed:
-    it ends, and `on_error` says what counts. `skip`: the sample is left out of training and of its group's baseline;
-    the fault is not the model's. `zero`: the environment gives 0 and the other rewards count. `fail`: the sample is
-    worth 0.
+    - An episode ends after `max_turns` messages of the model. Its reward is the sum over its turns, added `weight`
+      times to the other rewards under the name `environment`.
+    - Up to `concurrency` steps run concurrently on a rank: in threads, or in one event loop if `step` is `async`.
+    - `turn_timeout` limits one attempt of a step. `episode_timeout` limits all steps of an episode, including retries
+      and pauses. null: no limit. Generation time is not included. A thread cannot be killed: it runs until it returns.
+    - A failed step is repeated up to `retries` times with the same messages and state, after 0.5, 1, 2, ... seconds.
+      Therefore it must have no partial effects.
+    - If all attempts fail, `on_error` decides. `skip`: the sample is excluded from training and from the baseline of
+      its group. `zero`: the environment's reward is 0. `fail`: the sample is worth 0.
     """
 
     max_turns: int = 4
@@ -160,7 +160,7 @@ class Environment:
 
 
 def check_limits(node: EnvironmentNode, place: str = "") -> None:
-    """Raise ConfigError for numbers that are no limits; `place` is where the node stands in the config."""
+    """Raise ConfigError for invalid limits. `place` is the key of the node with a dot."""
     for name, least in (("max_turns", 1), ("concurrency", 1), ("retries", 0)):
         value = getattr(node, name)
         if value < least:

@@ -1,4 +1,4 @@
-"""A calculator as the model's tool. Torch-free, and without `eval`: only the arithmetic that is listed here."""
+"""Calculator tool. Torch-free, without `eval`: only listed operations are computed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _CHARACTERS = re.compile(r"[0-9.+\-*/%() ]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Calculator(Environment):
-    """Computes arithmetic in model messages. A message without a request is the answer and ends the episode.
+    """Compute the arithmetic in messages of the model. A message without a request is the answer and ends the episode.
 
-    `pattern` is a regular expression whose first group, in its first match, is the arithmetic: numbers, `+ - * / // %
-    **` and parentheses. The result, or `error: ...`, comes back as a message of `role`. `tool_call_reward` is for
-    each call
-    that gave a number and `error_reward` for each that gave none. Rewards judge the last message, the answer.
+    `pattern` is a regular expression. The first group of its first match is the arithmetic: numbers, `+ - * / // % **`
+    and parentheses. The result, or `error: ...`, is returned as a message of `role`. Each call with a number gets
+    `tool_call_reward`, each other call `error_reward`. Rewards score the last message.
     """
 
     pattern: str = r"<calc>(.*?)</calc>"
@@ -33,7 +32,7 @@ class Calculator(Environment):
     role: Literal["tool", "user"] = "tool"
     """Role of the message with the result."""
     tool_call_reward: float = 0.0
-    """Reward per call that returned a number."""
+    """Reward of each call with a numeric result."""
     error_reward: float = 0.0
     """Reward per failed call."""
 
@@ -72,10 +71,8 @@ class Calculator(Environment):
 
 
 def calculate(text: str) -> str:
-    """The value of an arithmetic expression, computed exactly; a fraction is written with 12 significant digits.
-
-    Raises ValueError for anything else than arithmetic, for a division by zero, and for numbers beyond 4096 bits.
-    """
+    """Return the value of an arithmetic expression, computed exactly. Fractions have 12 significant digits. Raises
+    ValueError for other syntax, division by zero, and numbers beyond 4096 bits."""
     text = text.strip()
     if len(text) > _MAX_LENGTH or not _CHARACTERS.fullmatch(text):
         raise ValueError("no arithmetic")

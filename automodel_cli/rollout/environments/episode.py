@@ -1,7 +1,7 @@
-"""Multi-turn episodes: the model speaks, an environment (a tool, a game) answers, until one of them is done.
+"""Multi-turn episodes: the model and an environment (a tool, a game) alternate until one of them is done.
 
-Token in, token out: an episode's tokens are those the model read and wrote. What the environment says is rendered by
-the chat template behind the model's own tokens, which are never tokenised again (`token_turns.py`). Torch-free.
+Token in, token out: the tokens of an episode are exactly those that the model read and generated. The chat template
+renders replies after the tokens of the model, which are never tokenized again (`token_consistency.py`). Torch-free.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Episode:
-    """One conversation played to its end.
+    """One conversation.
 
-    `prompt` are its first tokens and `messages` what they say; `row` is for the environment, `tools` what the template
-    shows of tools. `tokens` are all after the prompt; `generated[i]` says whether the model drew `tokens[i]`: only
-    those have a log-prob (0 elsewhere) and belong in the loss. `said` are the messages after the prompt. `error` is why
-    the episode failed. `rendered`: what the template said before, between and after the model's messages so far.
-    `weight_versions` are the oldest weights that drew of each message, `versions` those of each token (of one that the
-    model did not draw: of the message before it).
-    `routed_experts`: as of a `Completion`, of all that was read.
+    - `prompt`: the first tokens, which render `messages`. `row` is for the environment, `tools` for the template.
+    - `tokens`: all tokens after the prompt. `generated[i]` is whether the model generated `tokens[i]`. Only these have
+      a log-prob (0 elsewhere) and belong in the loss.
+    - `said`: the messages after the prompt. `error`: why the episode failed.
+    - `rendered`: the text of the template before, between and after the messages of the model.
+    - `weight_versions`: the oldest version that sampled each message. `versions`: the version of each token. Other
+      tokens have the version of the preceding message.
+    - `routed_experts`: as in `Completion`, for all tokens read.
     """
 
     name: str = ""
@@ -90,8 +91,8 @@ class Episode:
 
 @dataclass(frozen=True)
 class Reply:
-    """What follows a message of the model, for every rank that plays the same episode: the reward, and either the
-    messages with their tokens, up to where the model speaks again, or the end."""
+    """Reply to a message of the model, for all ranks that run the same episode: the reward, and either messages with
+    their tokens (up to the next message of the model), or the end."""
 
     reward: float = 0.0
     observations: tuple[Message, ...] = ()
@@ -101,7 +102,8 @@ class Reply:
 
 
 Exchange = Callable[[Callable[[], list[Reply]]], tuple[list[Reply], bool]]
-"""Asks for the replies to the episodes still running here, in order; whether an episode goes on on any rank."""
+"""Request the replies to the running episodes, in order. Also return whether an episode is still running on any rank.
+"""
 
 
 def single_process_exchange(ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
@@ -112,9 +114,11 @@ def single_process_exchange(ask: Callable[[], list[Reply]]) -> tuple[list[Reply]
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """How episodes are played: `params.max_new_tokens` bounds one message, and an episode goes on only where a whole
-    message has room in `seq_len` tokens, prompt included. The seed of a turn is derived from the episode's, so what an
-    episode draws does not depend on the others, nor on which of them ends first."""
+    """Run episodes. `params.max_new_tokens` limits one message.
+
+    An episode continues only if a complete message fits into `seq_len` tokens, including the prompt. Seeds of turns
+    are derived from the seed of the episode. Therefore samples do not depend on other episodes or on timing.
+    """
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -124,12 +128,12 @@ class EpisodeRunner:
     chat_template: str | None = None
 
     def run_lockstep(self, episodes: Sequence[Episode], exchange: Exchange = single_process_exchange) -> None:
-        """Play all episodes, which must be new, turn by turn: one `generate` for all of them, then all environments
-        side by side. So an engine sees the same batches whichever environment is ready first, and a run is repeated to
-        the last bit. Where `generate` is collective, so is this: `exchange` carries one rank's replies to all that play
-        the same episodes, and every rank calls `generate` until no rank plays any more, in the end without prompts.
+        """Run new episodes turn by turn: one `generate` for all of them, then all environments concurrently.
 
-        Raises DataError where the chat template cannot play several turns.
+        An engine sees the same batches whichever environment replies first, so a run is reproducible bitwise. If
+        `generate` is collective, so is this method. `exchange` broadcasts replies to the ranks that run the same
+        episodes. Every rank calls `generate` until no rank has running episodes, without prompts at the end. Raises
+        DataError if the chat template does not support several turns.
         """
         running, anyone = list(episodes), True
         turn = 0
@@ -170,7 +174,7 @@ class EpisodeRunner:
         tasks = [asyncio.ensure_future(played(episode)) for episode in episodes]
         try:
             await asyncio.gather(*tasks)
-        finally:  # one raised: the others would go on for nobody
+        finally:  # another thread raised, so the remaining results are not needed
             for task in tasks:
                 task.cancel()
 
@@ -212,7 +216,7 @@ class EpisodeRunner:
             return await self._broken_off(episode, turn, "length" if episode.cut else "turns")
         try:
             tokens = tokens_between(self.tokenizer, self.chat_template, episode, turn.observations)
-        except ConfigError:  # of the template, not of what it renders
+        except ConfigError:  # an error of the template, not of the rendered message
             raise
         except Exception as error:  # a message that no template renders ends its episode
             return _failed(episode, Failure("error", f"{type(error).__name__}: {error}"), environment.on_error)

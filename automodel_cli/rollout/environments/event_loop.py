@@ -1,4 +1,4 @@
-"""An event loop in a thread beside the run, and calls in threads that nothing waits for. Torch-free."""
+"""Event loop in a background thread, and calls in threads that nothing waits for. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines until `close`; starts with the first one. What they keep open lives as long."""
+    """Run coroutines until `close`. Starts with the first one. Resources of coroutines stay open until then."""
 
     def __init__(self, name: str):
         self._name = name
@@ -23,7 +23,7 @@ class LoopThread:
         self._starting = threading.Lock()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `work` beside the caller, who may be in any thread."""
+        """Run `work` in the background. Any thread may call this method."""
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -38,7 +38,7 @@ class LoopThread:
         return self.begin(work).result()
 
     def close(self) -> None:
-        """Cancel what still runs, and end the loop."""
+        """Cancel running coroutines and stop the loop."""
         if self._loop is None or self._thread is None:
             return
         self.run(_cancel_others())
@@ -56,18 +56,18 @@ async def _cancel_others() -> None:
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """What `call` returns or raises, in a thread of its own that nothing waits for at the end of the process."""
+    """Return the result of `call`, or raise its exception, in a thread that does not delay the end of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not future.done():  # given up meanwhile
+        if not future.done():  # cancelled in the meantime
             set_it(value)
 
     def target() -> None:
         try:
             found, set_it = call(), future.set_result
-        except BaseException as error:  # all of it belongs to whoever waits
+        except BaseException as error:  # every exception belongs to the caller
             found, set_it = error, future.set_exception  # type: ignore[assignment]
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, set_it, found)

@@ -1,4 +1,4 @@
-"""Plain Python functions as the model's tools. Torch-free."""
+"""Python functions as tools. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _AWAY = (OSError, TimeoutError)  # connections are OSErrors
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionTools(ToolEnvironment):
-    """Python functions that the model can call: `functions: {add: {_target_: my_tools.add, _partial_: true}}`.
+    """Functions that the model may call: `functions: {add: {_target_: my_tools.add, _partial_: true}}`.
 
-    What the model is shown of one comes from its type hints and its docstring, which must describe every argument (a
-    section `Args:`, as Google writes it). They run in the training process with your rights. What a function raises is
-    told to the model, except OSError and TimeoutError, which fail the step. A function may be `async`; else each call
-    has a thread.
+    Their definition comes from type hints and the docstring, which must describe every argument (a section `Args:` in
+    Google style). They run in the training process with your permissions. Exceptions are returned to the model, except
+    OSError and TimeoutError, which fail the step. A function may be `async`, else each call has a thread.
     """
 
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -56,19 +55,19 @@ class FunctionTools(ToolEnvironment):
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that `_partial_` of a config stands for."""
+    """Return the function of a `_partial_` node."""
     return function.func if isinstance(function, functools.partial) else function
 
 
 @functools.cache
 def definition_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """OpenAI's definition of a function, of its type hints and its docstring. Raises ConfigError where they say too
-    little."""
-    from transformers.utils import get_json_schema  # a second: only who has tools waits for it
+    """Return OpenAI's definition of a function from type hints and docstring. Raise ConfigError if they are
+    incomplete."""
+    from transformers.utils import get_json_schema  # takes a second, so only users of tools import it
 
     try:
         found = get_json_schema(_plain(function))
-    except Exception as error:  # an exception of its own for each thing that may lack
+    except Exception as error:  # transformers has a separate exception for each missing part
         raise ConfigError(
             f"functions.{name} lacks a description of its arguments: {error}".rstrip(),
             code="invalid_value",

@@ -1,7 +1,7 @@
-"""The tools of MCP servers (Model Context Protocol) as the model's tools; extra `mcp`. Torch-free.
+"""Tools of MCP servers (Model Context Protocol), extra `mcp`. Torch-free.
 
-A server is a program that this process starts and speaks to on its standard input and output. Each is started once, at
-the first use, and serves all conversations of this process; one that has died is started again by the next call.
+A server is a program that communicates over standard input and output. It is started at first use and shared by all
+conversations of this process. A server that ended is restarted by the next call.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class MCPTools(ToolEnvironment):
-    """The tools of `servers`, by name: the command of each, a list of words or one text that is cut into words as a
-    shell does; no shell runs it. It has this user's rights, and of this process's environment only what the `mcp`
-    package hands on (PATH, HOME and the like) and `variables`. The command line must allow it: `--trust command`.
+    """Tools of the MCP servers in `servers`.
 
-    The model calls a tool by its own name, so names must differ between servers. Only `tools_of_server` are offered
-    where it names some (by server). A server must answer within `start_timeout` seconds when it starts. Every process
-    of the run starts servers of its own.
+    - A command is a list, or text that is split into arguments. No shell runs it.
+    - A server has the permissions of this user. Of the environment it gets only the default variables of the package
+      `mcp` (PATH, HOME, ...) and `variables`.
+    - The command line must allow commands with `--trust command`.
+    - Tool names must be unique over all servers. `tools_of_server` selects tools by server.
+    - A server must respond within `start_timeout` seconds. Every process of the run starts its own servers.
     """
 
     servers: dict[str, str | list[str]] = field(
         default_factory=dict,
         metadata=trust.executes_code(trust.COMMAND, "names commands that the run starts on its machines"),
     )
-    """Command of each server by name, as text or words; no shell runs it."""
+    """Command of each server by name, as text or a list of arguments. No shell runs it."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of the servers, by name."""
     tools_of_server: dict[str, list[str]] = field(default_factory=dict)
     """Offered tools by server. Servers without an entry offer all."""
     start_timeout: float = 60.0
-    """Seconds until a started server must respond."""
+    """Time limit in seconds for the first response of a server."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +72,7 @@ class MCPTools(ToolEnvironment):
             )
 
     def check(self) -> None:
-        """Raise ConfigError where the package is missing, and RunError where a server does not start."""
+        """Raise ConfigError if the package is not installed, and RunError if a server does not start."""
         if importlib.util.find_spec("mcp") is None:
             raise ConfigError(
                 "the package mcp is not installed",
@@ -87,11 +88,11 @@ class MCPTools(ToolEnvironment):
             self._sessions.close()
 
     def definitions(self) -> list[dict[str, Any]]:
-        """See `ToolEnvironment.definitions`. Raises RunError where a server does not start."""
+        """See `ToolEnvironment.definitions`. Raises RunError if a server does not start."""
         return [definition for definition, _ in self._tools.values()]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """See `ToolEnvironment.call`. Raises ConnectionError where the server is gone."""
+        """See `ToolEnvironment.call`. Raises ConnectionError if the server ended."""
         _, server = self._tools[name]
         result = await asyncio.wrap_future(self._sessions.begin_call(server, name, arguments))
         text = "\n".join(_text_of(part) for part in result["content"])
@@ -146,7 +147,7 @@ class _Sessions:
             return self._loop.run(self._listed(server))
 
     def begin_call(self, server: str, name: str, arguments: dict[str, Any]) -> Future[dict[str, Any]]:
-        """The server's answer, as the protocol writes it."""
+        """Return a future of the server's answer, in the form of the protocol."""
         return self._loop.begin(self._called(server, name, arguments))
 
     def close(self) -> None:
@@ -202,7 +203,7 @@ class _Sessions:
             return self._open[server][0]
 
     async def _serve(self, server: str, ready: asyncio.Future[Any], ending: asyncio.Event) -> None:
-        """The server's life: entered and left in one task, as the package asks."""
+        """Run a session of the server. The package requires that one task enters and leaves it."""
         from mcp import ClientSession, StdioServerParameters
         from mcp.client.stdio import get_default_environment, stdio_client
 
@@ -229,12 +230,12 @@ class _Sessions:
 
 
 def _wire(answer: Any) -> dict[str, Any]:
-    """An answer as the protocol writes it: releases of the package name its fields differently."""
+    """Return an answer in the form of the protocol. Field names of the package differ between releases."""
     return dict(answer.model_dump(mode="json", by_alias=True))
 
 
 def _refused(error: Exception) -> bool:
-    """Whether the server itself says that the call is wrong (JSON-RPC's codes for that); else it is gone."""
+    """Return whether the server rejected the call (JSON-RPC error codes). Otherwise the connection is lost."""
     code = getattr(getattr(error, "error", None), "code", None)
     return code in (-32600, -32601, -32602)
 
@@ -245,7 +246,7 @@ def _definition(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(part: dict[str, Any]) -> str:
-    """A part of an answer; of what is no text, its kind."""
+    """Return the text of a part of an answer, or its type if it is not text."""
     if part.get("type") == "text":
         return str(part["text"])
     resource = part.get("resource") or {}

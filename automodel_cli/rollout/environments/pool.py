@@ -1,7 +1,7 @@
-"""Steps of environments, many at once: limits of time and number, tries, and an account of what went wrong. Torch-free.
+"""Run steps of many environments concurrently, with time limits, retries and error accounting. Torch-free.
 
-One event loop runs in a thread beside the run, from the first step to `close`: what an environment keeps open in it (a
-connection, a program) lives as long. Results come back in the order of the questions, whenever each is ready.
+One event loop runs in a background thread, from the first step to `close`. Connections and processes of environments
+stay open in it. Results are returned in the order of requests.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from automodel_cli.rollout.types import Account, EpisodeEnd, Message
 
 T = TypeVar("T")
 
-_FIRST_PAUSE = 0.5  # seconds before a step is tried again; doubled for each further try
+_FIRST_PAUSE = 0.5  # seconds before the first retry, doubled for each further retry
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a step gave no turn, after all tries."""
+    """Why a step failed, after all retries."""
 
     end: EpisodeEnd
     words: str
@@ -40,7 +40,7 @@ class EnvironmentPool:
     """The environments of a run, by name. Use as a context manager, or `close` it."""
 
     def __init__(self, environments: Mapping[str, EnvironmentNode], column: str | None = None):
-        """`column` of a row names its environment; None: there is one, and it is that of every row."""
+        """`column` of a row has the name of its environment. None: there is a single environment."""
         self.environments, self._column = dict(environments), column
         self._loop = LoopThread("environments")
         self._places: dict[str, asyncio.Semaphore] = {}
@@ -75,15 +75,15 @@ class EnvironmentPool:
             self._open.discard(future)
 
     def stop(self) -> None:
-        """Whoever waits in `run`, in whichever thread, gets a CancelledError at once, and so does whoever comes later:
-        an environment that hangs keeps no run from its end."""
+        """Cancel all waiting and future calls of `run`, in any thread, so that a hanging environment does not block
+        the end of the run."""
         with self._beginning:
             self._stopped = True
             for future in list(self._open):
                 future.cancel()
 
     def close(self) -> None:
-        """End what the environments have started, then the loop. A thread that was given up is not waited for."""
+        """Close the environments, then the loop. Abandoned threads are not waited for."""
         for environment in self.environments.values():
             environment.close()
         self._loop.close()
@@ -91,7 +91,7 @@ class EnvironmentPool:
     async def turn(
         self, name: str, messages: Sequence[Message], row: Mapping[str, Any], state: Any, account: Account
     ) -> Turn | Failure:
-        """The environment's answer, or why there is none. Waits for one of its places first, which counts against no
+        """Return the reply of the environment, or a Failure. First waits for a free slot, which counts against no time
         limit."""
         environment = self.of(row)
         return await self._placed(name, row, partial(environment.step, messages, row, state), account)
@@ -137,7 +137,7 @@ class EnvironmentPool:
                 key, value = ("episode_timeout", limit) if over else ("turn_timeout", environment.turn_timeout)
                 failure = Failure("timeout", f"took longer than {key}={value} s")
                 last = over or attempt == environment.retries
-            except ConfigError:  # what no try can mend
+            except ConfigError:  # a retry cannot help
                 raise
             except Exception as error:  # whatever else an environment raises belongs to its episode
                 failure, last = Failure("error", f"{type(error).__name__}: {error}"), attempt == environment.retries
@@ -158,7 +158,7 @@ class EnvironmentPool:
 
 
 async def _called(step: Callable[[], Any]) -> Any:
-    """A step of an `async def` is awaited here; any other runs in a thread, and what it returns may be awaitable."""
+    """Await an `async` step here, run other steps in a thread. Their result may be awaitable."""
     found = step() if inspect.iscoroutinefunction(step) else await in_thread(step)
     return await found if isinstance(found, Awaitable) else found
 
@@ -178,8 +178,8 @@ def _finite(seconds: float) -> float | None:
 
 
 def check_environment_rows(environments: Mapping[str, EnvironmentNode], column: str, rows: Any) -> None:
-    """Refuse rows (with where they come from) whose `column` names no environment, and an environment that no row
-    names. Raises ConfigError."""
+    """Raise ConfigError for rows (with origin) whose `column` names no environment, and for environments without rows.
+    Raise ConfigError for rows (with origin) whose `column` names no environment, and for environments without rows."""
     known, named = ", ".join(environments), dict[str, None]()
     for origin, row in rows:
         named[row.get(column)] = None

@@ -1,4 +1,4 @@
-"""Python as the model's tool, in the sandbox of the rewards. Torch-free."""
+"""Python tool, in the sandbox of the rewards. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,17 +29,12 @@ _DEFINITION = {
 
 @dataclass(frozen=True, kw_only=True)
 class PythonTool(ToolEnvironment):
-    """Run the code that the model writes in a sandbox and return its output (isolation: `docs/guides/security.md`).
+    """Run code of the model and return its output (docs/security.md describes the isolation).
 
-    Every call is a new process with `seconds` of time, `memory_mib` and 16 MiB of files, without network, other
-    processes, or files of this machine; it has the standard library, and an empty `stdin`.
-
-    The model calls the tool `python` with `{"code": ...}`; with `run_code_blocks` every ```python block of a message
-    is a call
-    instead, and the template shows no tool.
-
-    Where the machine cannot isolate so, the run is refused; `allow_unisolated` runs the code all the same, with what
-    the machine does allow.
+    Every call is a new process with a limit of `seconds` and `memory_mib`, 16 MiB of files, the standard library, and
+    an empty `stdin`. It has no access to the network, other processes or files of the machine. The model calls the
+    tool `python` with `{"code": ...}`. With `run_code_blocks`, every ```python block of a message is a call, and the
+    template shows no tool. If the machine cannot isolate code, the run stops, unless `allow_unisolated` is set.
     """
 
     run_code_blocks: bool = False
@@ -62,12 +57,12 @@ class PythonTool(ToolEnvironment):
         check_memory(self.memory_mib)
 
     def check(self) -> None:
-        """Raise ConfigError where foreign code is not cut off on this machine."""
+        """Raise ConfigError if this machine cannot isolate generated code."""
         require_isolation(allow=self.allow_unisolated)
 
     @property
     def tools(self) -> Any:
-        """None where blocks are calls."""
+        """Return no tools if code blocks are calls."""
         return () if self.run_code_blocks else super().tools
 
     def definitions(self) -> list[dict[str, Any]]:
@@ -82,8 +77,8 @@ class PythonTool(ToolEnvironment):
             yield ToolCall("python", {"code": code})
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the program printed, and the end of its error. Raises ToolError for one that failed, OSError where the
-        sandbox itself could not start."""
+        """Return the output, and the end of the error output. Raises ToolError if the program fails, and OSError if
+        the sandbox does not start."""
         code = arguments.get("code")
         if not isinstance(code, str) or len(arguments) != 1:
             raise ToolError("python takes code, a text, and nothing else")

@@ -1,9 +1,12 @@
-"""Token in, token out: what is added between two messages of the model, and that nothing before it has changed.
+"""Token consistency of multi-turn episodes: render replies, and verify that earlier tokens are unchanged.
 
-What the model read and drew is never tokenised again: a conversation's tokens only grow. At each turn is asserted that
-the engine has read those very tokens (`check_read`, where it says what it read), and that the chat template says of
-the turns before what it said then (`tokens_between`): a template that rewrites its history shows other conversations
-than those that are trained on. Torch-free.
+Tokens that the model read or generated are never tokenized again. Each turn checks two properties:
+
+- the engine read exactly the tokens of the conversation (`check_read`, if it returns them),
+- the chat template renders earlier turns as before (`tokens_between`). A template that rewrites its history would show
+  other conversations than those that are trained.
+
+Torch-free.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
     from automodel_cli.rollout.types import Message
 
-_PLACE = "\N{INVISIBLE SEPARATOR}reply\N{INVISIBLE SEPARATOR}"  # stands for the model's text in a rendered conversation
+_PLACE = "\N{INVISIBLE SEPARATOR}reply\N{INVISIBLE SEPARATOR}"  # placeholder for text of the model
 _AROUND = 4  # tokens shown on either side of a difference
 
 
@@ -42,11 +45,11 @@ def tokens_between(
     episode: Conversation,
     observations: Sequence[Message],
 ) -> list[int]:
-    """What stands between the model's last token and its next: the end of its turn, as far as it has not drawn that
-    itself, the observations, the header of its next message.
+    """Return the tokens between two messages of the model.
 
-    Raises DataError where the template does not render what follows a message behind it, and where it renders the turns
-    before other than it did then.
+    They contain the end of its turn (unless generated), the observations, and the header of its next message. Example
+    with ChatML after `4<|im_end|>`: `\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n`. Raises DataError if
+    the template does not render the next messages after a message, or renders earlier turns differently.
     """
     said = [{"role": "assistant", "content": _PLACE} if m["role"] == "assistant" else m for m in episode.said]
     text = str(
@@ -76,7 +79,7 @@ def tokens_between(
 
 
 def check_read(sent: Sequence[int], read: Sequence[int], where: str) -> None:
-    """Raise RunError where an engine has read other tokens than it was sent."""
+    """Raise RunError if an engine has read other tokens than it was sent."""
     if list(sent) != list(read):
         raise RunError(
             f"{where}: the engine read other tokens than the conversation contains: {_difference(sent, read)}",

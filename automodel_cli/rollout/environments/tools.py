@@ -1,4 +1,4 @@
-"""Tools that the model calls by name with JSON arguments, as OpenAI's definitions describe them. Torch-free."""
+"""Tools that the model calls by name with JSON arguments, with OpenAI's definitions. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from automodel_cli.rollout.types import Message
 
 
 class ToolError(Exception):
-    """What the model did wrong with a tool, in words that it is told."""
+    """A mistake of the model in a tool call. The message is returned to the model."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,19 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolEnvironment(Environment):
-    """Runs the tools that the model calls, and tells it what they gave; a message without a call is its answer and ends
-    the episode. A subclass defines `definitions` and `call`.
+    """Run the tools that the model calls. A message without a call is the answer and ends the episode.
 
-    A call is what the first group of `pattern` captures: JSON `{"name": ..., "arguments": {...}}`, by default between
-    `<tool_call>` and `</tool_call>` (Hermes, Qwen). A message may have up to `max_calls`; they are made in order, and
-    each gets a message of `role`, cut off after `max_result_chars` characters. What the model does wrong (no JSON, no
-    such tool, wrong arguments, a tool that refuses them) is told as `error: ...`. A tool that is away or takes too long
-    fails the step, which is not the model's fault. `tool_call_reward` is for each call with a result, `error_reward`
-    for
-    each other.
+    A subclass defines `definitions` and `call`.
 
-    With `show_tools` the chat template shows the definitions to the model; without, your `system` column does.
+    - A call is the first group of `pattern`: JSON `{"name": ..., "arguments": {...}}`, by default between
+      `<tool_call>` and `</tool_call>` (Hermes, Qwen).
+    - A message may contain up to `max_calls` calls, which run in order. Each result is a message of `role`, truncated
+      to `max_result_chars` characters.
+    - Mistakes of the model (invalid JSON, unknown tool, wrong arguments, rejected arguments) are returned as `error:
+      ...`.
+    - Other exceptions, for example an unreachable tool or a timeout, fail the step.
+    - Each call with a result gets `tool_call_reward`, each other call `error_reward`.
+    - With `show_tools` the chat template shows the definitions. Otherwise your `system` column must.
     """
 
     pattern: str = r"<tool_call>(.*?)</tool_call>"
@@ -86,7 +87,7 @@ class ToolEnvironment(Environment):
 
     @abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What a tool says, in words. Raises ToolError for what the model is to be told; any other exception fails the
+        """Return the result of a tool as text. Raises ToolError for mistakes of the model. Other exceptions fail the
         step."""
         raise NotImplementedError
 
@@ -132,7 +133,7 @@ def calls_in(pattern: str, text: str) -> Iterator[ToolCall | ToolError]:
 
 
 def read_call(text: str) -> ToolCall | ToolError:
-    """A call as JSON; `arguments` may be JSON in a text, as OpenAI writes them."""
+    """Parse a call as JSON. `arguments` may be JSON in a text, as in OpenAI's API."""
     try:
         found = json.loads(text)
         arguments = found["arguments"]

@@ -1,8 +1,8 @@
-"""Environments of the `verifiers` package (extra `verifiers`): their rows, their turns and their rubric. Torch-free.
+"""Environments of the package `verifiers` (extra `verifiers`): rows, turns and rubric. Torch-free.
 
-Such an environment runs its own conversation and asks a client for the model's messages. Here the client waits for
-the engine: each question of the environment is a turn of an episode, so tokens stay those that the model drew. Every
-turn is asserted that the conversation which it asks about is the one that was played so far.
+Such an environment runs its conversation and requests messages of the model from a client. Here the client waits for
+the engine: each request is a turn of an episode, so tokens stay exactly those that the model generated. Each turn
+verifies that the requested conversation is the conversation so far.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ _VERSION = 1  # part of every cache key
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiersTasks:
-    """The rows of an environment of `verifiers`; fits `data.generator`. `environment` is the module that has its
-    `load_environment` (a name with `_`, not `-`), `arguments` are those of that function. The command line must allow
-    the module: `--trust-package`.
+    """Rows of an environment of `verifiers`, for `data.generator`.
 
-    Of its training rows the first `num_train` are taken (null: all), of those for evaluation `num_validation`. Of the
-    answer the rows hold nothing that the model sees.
+    `environment` is the module with `load_environment` (a name with `_`, not `-`), `arguments` are its arguments. The
+    command line must allow the module with `--trust-package`. `num_train` limits the training rows (null: all),
+    `num_validation` the evaluation rows. The answer is not visible to the model.
     """
 
     environment: str = field(metadata=trust.imports())
@@ -54,7 +53,7 @@ class VerifiersTasks:
     """Number of evaluation rows, the first ones."""
 
     def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
-        """Dicts with `messages`, `answer`, `kind` (the environment) and `entry`, what the environment needs."""
+        """Yield dicts with `messages`, `answer`, `kind` (the environment) and `entry` (data of the environment)."""
         loaded = load_environment(self.environment, self.arguments)
         count = self.num_train if split == "train" else self.num_validation
         if count == 0:
@@ -67,7 +66,7 @@ class VerifiersTasks:
             yield {"messages": messages, "answer": answer, "kind": self.environment, "entry": kept}
 
     def cache_key(self) -> str:
-        """Hex digest of what decides the rows, the package's version included."""
+        """Return a digest of all settings that determine the rows, including the version of the package."""
         from importlib.metadata import version
 
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -77,11 +76,12 @@ class VerifiersTasks:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiersEnvironment(Environment):
-    """An environment of `verifiers` on the rows of `VerifiersTasks` with the same `environment` and `arguments`.
+    """Environment of `verifiers` on the rows of `VerifiersTasks` with the same `environment` and `arguments`.
 
-    Its rubric's reward is the environment's; a rubric that compares the samples of a group is refused. It ends after
-    its own number of turns, at most `max_turns`. Its tools are shown by the chat template with `show_tools`, and called
-    as `ToolEnvironment` reads calls (`pattern`). `retries` must be 0: a conversation of theirs cannot go back one turn.
+    The reward is that of its rubric. Rubrics that compare samples of a group are not supported. The episode ends after
+    the environment's own limit of turns, at most `max_turns`. With `show_tools` the chat template shows its tools.
+    Calls are parsed as in `ToolEnvironment` (`pattern`). `retries` must be 0, because a conversation cannot repeat a
+    turn.
     """
 
     environment: str = field(metadata=trust.imports())
@@ -107,7 +107,7 @@ class VerifiersEnvironment(Environment):
             )
 
     def check(self) -> None:
-        """Raise ConfigError where the package is missing, or the environment compares samples of a group."""
+        """Raise ConfigError if the package is not installed, or if the rubric compares samples of a group."""
         if self._theirs.rubric.has_group_rewards:
             raise ConfigError(
                 f"{self.environment} is not supported: its rubric scores the samples of a group together, "
@@ -124,7 +124,7 @@ class VerifiersEnvironment(Environment):
         return [{"type": "function", "function": function} for function in described]
 
     async def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
-        """See `EnvironmentNode.step`. Raises DataError where the environment asks about another conversation."""
+        """See `EnvironmentNode.step`. Raises DataError if the environment changed the conversation."""
         talk = state
         if talk is None:
             talk = _Talk(self._theirs, row["entry"])
@@ -145,7 +145,7 @@ class VerifiersEnvironment(Environment):
         return Turn(tuple(said), done=False, state=talk)
 
     async def ended(self, state: Any) -> float:
-        """The rubric's reward for a conversation that has no room for another message."""
+        """Return the rubric's reward of a conversation that has no tokens left for another message."""
         output = await state.broken_off()
         return float(output["reward"] or 0.0)
 
@@ -155,7 +155,7 @@ class VerifiersEnvironment(Environment):
 
 
 class _Talk:
-    """One conversation of theirs: a task that asks, and what it was told."""
+    """One conversation of an environment, running as a task."""
 
     def __init__(self, theirs: Theirs, entry: Mapping[str, Any]):
         self._question: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
@@ -165,7 +165,7 @@ class _Talk:
         self.task = asyncio.ensure_future(work)
 
     async def asked(self, known: Sequence[Message]) -> list[Message] | None:
-        """What follows on the messages `known` when it asks next; None when it has ended."""
+        """Return the messages after `known` in the next request of the environment. None if it has ended."""
         await asyncio.wait([self.task, self._question], return_when=asyncio.FIRST_COMPLETED)
         if not self._question.done():
             return None
@@ -210,7 +210,7 @@ def _client_class() -> Any:
     from verifiers.clients import Client
 
     class Waiting(Client):  # type: ignore[type-arg]
-        """A client whose answers come from elsewhere."""
+        """Client that waits for messages of the engine."""
 
         def __init__(self, ask: Any):
             super().__init__(ask)
@@ -256,7 +256,7 @@ def _response(text: str, calls: Sequence[ToolCall]) -> Any:
 
 
 def _message(message: Any) -> Message:
-    """Role and text; of content in parts, their texts."""
+    """Return role and text. Content in parts is joined."""
     fields = message if isinstance(message, Mapping) else message.model_dump()
     content = fields.get("content")
     if isinstance(content, list):
@@ -265,7 +265,7 @@ def _message(message: Any) -> Message:
 
 
 def load_environment(environment: str, arguments: Mapping[str, Any]) -> Theirs:
-    """The environment, loaded once in a process. Raises ConfigError where it cannot be."""
+    """Load the environment, once per process. Raise ConfigError if this fails."""
     return _loaded(environment, json.dumps(arguments, sort_keys=True))
 
 

@@ -1,1 +1,1 @@
-"""The engine of our own: slots of a batch, their keys, values and states, and the decoding that fills them."""
+"""Built-in sampler: slots of a decoding batch, KV cache, recurrent state, CUDA graphs."""

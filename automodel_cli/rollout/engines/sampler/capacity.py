@@ -1,4 +1,4 @@
-"""How many sequences the sampler decodes together, where the config leaves it to the memory."""
+"""Number of sequences that the sampler decodes together, if `max_num_seqs` is null."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 _MOST = 256
 _SHARE = 8  # of the rank's memory, its part for the cache
 _CACHE_BYTES = 4  # of one number of the cache, at most
-_LOGIT_BYTES = 32  # of one token of the vocabulary while one is drawn: logits, log-probs, and float64 sums of them
+_LOGIT_BYTES = 32  # bytes per vocabulary entry during sampling: logits, log-probs, and float64 cumulative sums
 
 
 def max_num_seqs(hf_config: PretrainedConfig, seq_len: int, mesh: Mesh, state_bytes: int = 0) -> int:
-    """As many sequences of `seq_len` tokens as have room in an eighth of a rank's memory, from 1 to 256; the same on
-    every rank. `state_bytes`: what a sequence takes here besides keys and values. From the memory that the machine has,
-    not from what is free: a run that goes on decodes as before, bit for bit. Collective.
+    """Return how many sequences of `seq_len` tokens fit into an eighth of a rank's memory, from 1 to 256.
+
+    The number is the same on every rank. `state_bytes` is the recurrent state of a sequence on this rank. Total memory
+    is used instead of free memory, so that a resumed run decodes bitwise identically. Collective.
     """
     config = hf_config.get_text_config()
     layers = -(-config.num_hidden_layers // mesh.layout.pp)
@@ -34,8 +35,8 @@ def max_num_seqs(hf_config: PretrainedConfig, seq_len: int, mesh: Mesh, state_by
 
 
 def cached_numbers(config: PretrainedConfig) -> int:
-    """Keys and values of one token in one layer, at most. Latent attention caches what its heads read; a model without
-    heads caches none."""
+    """Return an upper limit of the cached numbers per token in one layer. Latent attention caches the inputs of its
+    heads. A model without attention heads caches none."""
     heads = getattr(config, "num_attention_heads", 0)
     if getattr(config, "kv_lora_rank", None):  # only configs of latent attention have it
         return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
@@ -44,7 +45,7 @@ def cached_numbers(config: PretrainedConfig) -> int:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of the device; on a CPU this rank's share of the machine's."""
+    """Return the memory of the device in bytes. On a CPU, the share of this rank."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

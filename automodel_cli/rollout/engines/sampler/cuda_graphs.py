@@ -1,19 +1,22 @@
-"""Decoding steps that are frozen once and run again for every token: CUDA graphs of the sampler's step.
+"""Decoding steps as CUDA graphs, captured once and replayed for every token.
 
-A frozen step has the shapes, addresses and Python numbers of the moment, so nothing in it may depend on the tokens. It
-is the eager step itself, called for a whole *bucket*: a power of two of slots, and a power of two of cached tokens, of
-which a mask computed from the positions hides the rest. What changes from step to step (newest tokens, positions and
-random numbers) stands in one buffer that is filled before each run; slots of a bucket that hold no sequence read and
-write the first place of a free slot. Parameters of sampling are the same through a phase, and so are the weights;
-graphs end with it, because the memory of the cache does, and so does the room that they take.
+A graph repeats fixed shapes, addresses and Python numbers. Therefore nothing in a step may depend on the tokens. The
+captured function is the eager step, called for a *bucket*: the next power of two of slots, and of cached tokens. A
+mask from the positions hides the rest.
 
-Nothing here knows CUDA but `cuda_capture`, which has NEVER been run on a GPU. Whatever freezes a step may take its
-place: tests/unit/rollout/engines/sampler/test_cuda_graphs.py traces it into a list of operators, which freezes every
-Python number
-as a graph does, and runs whole generations by that. On a device some runs of each graph, the first among them, are
-compared with the eager step on the same inputs; `GraphsFailed` then ends the phase, which is drawn again without.
+Example: 5 sequences with at most 90 cached tokens use the bucket of 8 slots and 128 tokens.
 
-Shapes: B slots of a bucket, R sequences in it, V vocabulary. `drawn_2B`: tokens and log-probs as float64.
+- Changing inputs (newest tokens, positions, random numbers) are copied into one buffer before each replay.
+- Slots of a bucket without a sequence read and write the first position of a free slot.
+- Sampling parameters and weights are constant during a phase. Graphs end with the phase, because their cache memory
+  does.
+
+Only `cuda_capture` uses CUDA. It has not yet run on a GPU. tests/unit/rollout/engines/sampler/test_cuda_graphs.py
+replaces it with tracing into a list of operators, which also freezes Python numbers, and generates with it. On a GPU,
+some replays of each graph (including the first) are compared with the eager step. A difference raises `GraphsFailed`,
+and the phase is repeated without graphs.
+
+Shapes: B slots of a bucket, R sequences in it, V vocabulary. `drawn_2B`: sampled tokens and log-probs as float64.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ Step = Callable[[Tensor], Tensor]
 """From the inputs `[B, 3]` of a bucket to `drawn_2B`."""
 
 Capture = Callable[[Step, Tensor], Callable[[], Tensor]]
-"""Freezes a step on this very tensor: what is returned runs it again on what the tensor then holds."""
+"""Capture a step on a tensor. The returned function replays it with the current values of the tensor."""
 
 _FEWEST_SLOTS, _SHORTEST = 8, 256
 _EAGER = 4  # steps of a bucket that are run as they are before one is captured: short visits are not worth it
@@ -50,16 +53,18 @@ _GAP = 0.05  # nats on average, of two runs with other shapes, in bf16 too
 
 
 class GraphsFailed(Exception):
-    """A step could not be captured, or its graph computes something else; the text says which."""
+    """A step could not be captured, or its graph computes another result. The message has the reason."""
 
 
 class DecodeGraphs:
-    """The graphs of one phase of generation.
+    """CUDA graphs of one phase of generation.
 
-    `logits(inputs_B3, longest)` is the eager step for sequences of up to `longest` cached tokens: of each slot the
-    newest token, its position and the random number of the next one. `room(length)` makes the cache hold so many tokens
-    and tells where it is: graphs of other places are dropped. `largest`: slots and cached tokens that a bucket may
-    have; a slot behind those may hold something.
+    Args:
+        logits: `logits(inputs_B3, longest)` is the eager step for sequences of up to `longest` cached tokens. Inputs
+            per slot: newest token, its position, and the random number of the next token.
+        room: `room(length)` enlarges the cache to `length` tokens and returns its address. Graphs of other addresses
+            are dropped.
+        largest: maximum slots and cached tokens of a bucket. Slots beyond may hold other sequences.
     """
 
     def __init__(
@@ -82,10 +87,8 @@ class DecodeGraphs:
         self._runs: Counter[tuple[int, int]] = Counter()
 
     def drawn(self, rows: Sequence[tuple[float, float, float]], longest: int) -> Tensor | None:
-        """`[2, R]`: the next token of each sequence and its log-prob; None where the eager step shall run.
-
-        `rows` are the inputs of the slots in use, from the first. Raises GraphsFailed.
-        """
+        """Return `[2, R]`, the next token of each sequence and its log-prob, or None if the eager step must run.
+        `rows` are the inputs of the slots in use, from the first. Raises GraphsFailed."""
         wanted = _power(len(rows), _FEWEST_SLOTS), _power(longest, _SHORTEST)
         bucket = min(wanted[0], self._largest[0]), min(wanted[1], self._largest[1])
         self._visits[bucket] += 1
@@ -101,7 +104,7 @@ class DecodeGraphs:
         self._inputs_B3.copy_(self._host_B3, non_blocking=True)
         if bucket not in self._replays:
             self._replays[bucket] = self._captured(bucket)
-            return None  # its first run is one on other numbers than those that it was captured on
+            return None  # its first replay uses other numbers than the capture
         drawn_2R = self._run(bucket)[:, : len(rows)]
         if self._runs[bucket] in _COMPARED:
             self._compare(drawn_2R, bucket, longest)
@@ -110,7 +113,7 @@ class DecodeGraphs:
     def _captured(self, bucket: tuple[int, int]) -> Callable[[], Tensor]:
         try:
             return self._capture(lambda inputs_B3: self._step(inputs_B3, bucket[1]), self._inputs_B3[: bucket[0]])
-        except Exception as failure:  # of CUDA, of a kernel, of code that asks for a value on the host
+        except Exception as failure:  # from CUDA, a kernel, or code that reads a value on the host
             reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
             raise GraphsFailed(f"{_named(bucket)} could not be captured ({reason})") from failure
 
@@ -123,8 +126,8 @@ class DecodeGraphs:
         return torch.stack([tokens_B.double(), logprobs_B.double()])
 
     def _compare(self, drawn_2R: Tensor, bucket: tuple[int, int], longest: int) -> None:
-        """With the frozen step itself, which rounds alike; and the log-probs of its tokens with those of the eager step
-        of exactly the sequences that there are, which rounds as other shapes do."""
+        """Compare a replay with the captured step, which rounds identically. Compare log-probs with the eager step of
+        the actual sequences, which rounds differently because of its shapes."""
         size = drawn_2R.shape[1]
         tokens_R = drawn_2R[0].long()
         own_2R = self._step(self._inputs_B3[: bucket[0]], bucket[1])[:, :size]
@@ -139,8 +142,8 @@ class DecodeGraphs:
 
 
 def settled(asked: CudaGraphs, parts: Sequence[nn.Module], mesh: Mesh) -> tuple[Capture | None, str]:
-    """What freezes the steps of a sampler on these parts, and what the run says of it. Raises ConfigError where graphs
-    are asked for that cannot be."""
+    """Return the capture function of a sampler on these parts, and a text for the startup summary. Raise ConfigError
+    if graphs are requested but not possible."""
     reason = obstacle(parts, mesh) if asked else "rollout.engine.cuda_graphs=false"
     roots = [root for part in parts for root in fsdp_roots(part)]
     if not reason and roots and asked == "auto":
@@ -158,7 +161,8 @@ def settled(asked: CudaGraphs, parts: Sequence[nn.Module], mesh: Mesh) -> tuple[
 
 
 def of_gathered(capture: Capture, roots: Sequence[FSDPModule]) -> Capture:
-    """Freezes steps of models whose weights FSDP2 has gathered for the phase, without what it does around a forward."""
+    """Capture steps of models whose weights FSDP2 has gathered for the phase, without the hooks of FSDP2 around the
+    forward."""
 
     def captured(step: Step, inputs_B3: Tensor) -> Callable[[], Tensor]:
         def alone(inputs_B3: Tensor) -> Tensor:
@@ -171,7 +175,7 @@ def of_gathered(capture: Capture, roots: Sequence[FSDPModule]) -> Capture:
 
 
 def obstacle(parts: Sequence[nn.Module], mesh: Mesh) -> str:
-    """Why a step on this rank is more than kernels that read the same memory each time; empty where it is not."""
+    """Return why a step on this rank cannot be captured. Empty if it can."""
     layout = mesh.layout
     stateful = any(isinstance(module, StateLayer) for part in parts for module in part.modules())
     found = (
@@ -192,10 +196,10 @@ def cuda_capture() -> Capture:
     def capture(step: Step, inputs_B3: Tensor) -> Callable[[], Tensor]:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            step(inputs_B3)  # what libraries set up at a first use cannot be captured
+            step(inputs_B3)  # libraries allocate workspaces at first use, which cannot be captured
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on: the watchdog of NCCL asks for events meanwhile.
+        # The watchdog thread of NCCL queries events concurrently.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             drawn_2B = step(inputs_B3)
 
@@ -209,7 +213,7 @@ def cuda_capture() -> Capture:
 
 
 def _power(count: int, least: int) -> int:
-    """The power of two that has room, from `least` on."""
+    """Return the smallest power of two that is at least `least` and the number."""
     return max(least, 1 << (count - 1).bit_length())
 
 

@@ -1,10 +1,9 @@
-"""How the sampler reaches a model that is being trained: whole or cut into stages, sharded or not.
+"""Access of the sampler to the model that is being trained: pipeline stages, sharded or unsharded.
 
-A decoder runs one forward and gives the logits of the wanted positions to the rank that draws tokens. Everything it
-needs comes duck-typed from the recipe: parts (callables of the form of `ModelPart`), groups, and a context that keeps
-gathered weights in place.
+A decoder runs one forward and returns the logits of selected positions on the rank that samples tokens. It receives
+parts (callables like `ModelPart`), groups, and a context that keeps gathered weights.
 
-Shapes: B rows, T tokens, D hidden, V vocabulary, S wanted positions.
+Shapes: B rows, T tokens, D hidden, V vocabulary, S selected positions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from automodel_cli.rollout.routed_experts import join_layers
 
 
 class Part(Protocol):
-    """What is used of a `ModelPart`: called like in training, its head swapped for one that gives logits."""
+    """Used interface of a `ModelPart`: called as in training, with a head that returns logits."""
 
     model: Any
     head: Any
@@ -39,21 +38,24 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class DecoderStage:
-    """One stage of a pipeline: `part` is None on the ranks that do not own it; `owner` is a rank of the group."""
+    """One pipeline stage. `part` is None on ranks that do not own it. `owner` is a rank of the group."""
 
     owner: int
     part: Any
 
 
 class Decoder:
-    """The parts of one model replica, in the order of the pipeline.
+    """Parts of one model replica, in pipeline order. An unsharded model has one stage with owner 0.
 
-    `stages` of a whole model is one stage owned by 0. `pp_group`: its ranks run each forward together, stage after
-    stage, the hidden states sent from owner to owner; they must see the same calls. `lockstep_group`: ranks whose
-    forwards meet in collectives (expert parallelism); a rank without work then runs dummy forwards. `gathered()` is
-    entered around a whole phase of generation and keeps gathered weights in place; `gathers` says that the first
-    forward of a phase does so, together with other ranks. `hidden_dtype`: of what stages send. `trust_remote_code`:
-    whether code beside the weights may be run to learn what the family keeps its states in.
+    Args:
+        pp_group: its ranks run each forward together, stage by stage. The owner of a stage sends hidden states to the
+            next owner. All ranks must make the same calls.
+        lockstep_group: ranks whose forwards contain collectives (expert parallelism). A rank without sequences runs
+            dummy forwards.
+        gathered: context of a phase of generation that keeps gathered weights.
+        gathers: whether the first forward of a phase gathers weights, together with other ranks.
+        hidden_dtype: dtype that stages send.
+        trust_remote_code: whether code of the model repository may run to inspect its recurrent state.
     """
 
     def __init__(
@@ -77,13 +79,12 @@ class Decoder:
 
     @classmethod
     def whole(cls, part: Any, device: torch.device | str = "cpu", **options: Any) -> Decoder:
-        """One part that is the whole model."""
+        """Build a decoder of one part that contains the complete model."""
         return cls([DecoderStage(0, part)], torch.device(device), **options)
 
     @contextmanager
     def generating(self, states: recurrent_layers.Runner) -> Iterator[None]:
-        """Evaluation mode and the cache's attention inside, state layers run by `states`; everything as before
-        afterwards."""
+        """Context of generation: evaluation mode, attention with the KV cache, and recurrent layers with `states`."""
         modules = [module for part in self.parts for module in part.modules()]
         training = [module.training for module in modules]
         before = [part.model.config._attn_implementation for part in self.parts]
@@ -111,7 +112,8 @@ class Decoder:
         return token_mixing.new_cache(self.parts[0].source_config, trust_remote_code=self._trust)
 
     def logits(self, input_ids_BT: Tensor, position_ids_BT: Tensor, wanted_S: Tensor) -> Tensor | None:
-        """fp32 `[S, V]` of the flat positions `wanted_S`, on the rank of the last stage; None elsewhere."""
+        """Return fp32 logits `[S, V]` of the flat positions `wanted_S` on the rank of the last stage, None elsewhere.
+        Return fp32 logits `[S, V]` of the flat positions `wanted_S` on the rank of the last stage, None elsewhere."""
         inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
         hidden: Tensor | None = None
         for index, stage in enumerate(self.stages):
@@ -138,8 +140,8 @@ class Decoder:
         return drawn_2S
 
     def over_stages(self, layers: Sequence[int], mine: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """`[T, L, K]` of all layers with experts, from each sample's `[T, L', K]` of those of this rank, which have
-        these numbers. Collective over the pipeline, whose ranks have the same samples."""
+        """Return routed experts `[T, L, K]` of all MoE layers, from the layers of each stage. Collective over the
+        pipeline, whose ranks have the same samples."""
         everywhere = [(tuple(layers), dict(mine))]
         if self.pp_group is not None:
             everywhere = everywhere * dist.get_world_size(self.pp_group)
@@ -176,7 +178,8 @@ class Decoder:
 
 @contextmanager
 def _logits_head(part: Part, wanted_S: Tensor) -> Iterator[None]:
-    """The part's forward gives logits instead of log-probs: all it does around the head stays (gathering, autocast)."""
+    """Replace the head of the part, so that its forward returns logits instead of log-probs. Hooks around the head
+    (gathering, autocast) remain active."""
     head = part.head
 
     def logits(hidden_BTD: Tensor, *not_looked_at: object) -> Tensor:
@@ -193,11 +196,9 @@ def _logits_head(part: Part, wanted_S: Tensor) -> Iterator[None]:
 def fsdp_gathered(
     parts: Sequence[nn.Module], reshards_after_forward: Callable[[Any], bool]
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Keep FSDP2 parameters gathered through a phase: ranks may then run different numbers of forwards.
-
-    The first forward gathers (a common one: the sampler runs a dummy where a rank has no prompt), the end frees.
-    `reshards_after_forward(module)` tells what to restore. Needs room for the whole part on every rank.
-    """
+    """Keep FSDP2 parameters gathered during a phase, so that ranks may run different numbers of forwards. The first
+    forward gathers on all ranks (the sampler runs a dummy if a rank has no prompt). The end of the phase frees.
+    `reshards_after_forward(module)` is the setting to restore. Needs memory for the unsharded part on every rank."""
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]

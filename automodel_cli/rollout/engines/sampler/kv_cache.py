@@ -1,12 +1,17 @@
-"""A key/value cache of slots, one sequence each, and the attention that reads it.
+"""KV cache with one slot per sequence, and the attention that reads it.
 
-The cache is an attention function: it is registered in the library's attention registry, stores the keys and values
-that each attention module hands over, and attends to what is stored. So an unmodified model decodes with it as it is,
-`use_cache=False`, and a part of a model (a pipeline stage) caches its own layers only. No mask is built by the library:
-what a token sees follows from its position. Grouped heads, windows, soft caps, sinks, latent attention work.
+The cache is an attention function in the registry of transformers. It stores the keys and values of each attention
+module and attends to the stored ones. Therefore unmodified models can decode with it (`use_cache=False`), and a
+pipeline stage caches only its own layers. Masks follow from positions. Grouped heads, sliding windows, soft caps,
+sinks and latent attention are supported.
 
-Two kinds of forward. `Prefill`: whole prompts side by side in one row; each may fill several slots (samples of one
-prompt). `Decode`: one token for each of the first B slots.
+Two kinds of forward:
+
+- `Prefill`: complete prompts, packed in one row. A prompt may fill several slots (samples of one prompt).
+- `Decode`: one token for each of the first B slots.
+
+Example: the prompts [a b c] and [d e], two samples of the first. Prefill reads the row `a b c d e` with lengths 3, 2
+and slots (0, 1), (2). Decode then reads B = 3 tokens at the positions 3, 3, 2.
 
 Shapes: B slots in use, T tokens of a packed row, H query heads, K kv heads, G = H/K, D head width, V value width, L
 cached tokens of the longest sequence, M copied tokens.
@@ -33,11 +38,11 @@ _Call = tuple[nn.Module, int]
 """A module and how often it was called before in the same forward: layers may share one."""
 
 WholeAttention = Callable[..., tuple[Tensor, None]]
-"""Attention over whole sequences in the registry's form; takes `cu_seq_lens_q` and `max_length_q`."""
+"""Attention over complete sequences with the interface of the registry. Receives `cu_seq_lens_q` and `max_length_q`."""
 
 
 class Prefill:
-    """Prompts of `lengths`, one after the other in a row; prompt i goes into each of `slots[i]`."""
+    """Prompts of `lengths`, packed in a row. Prompt i is stored in each of `slots[i]`."""
 
     def __init__(self, lengths: Sequence[int], slots: Sequence[Sequence[int]], device: torch.device):
         self.lengths, self.slots = lengths, slots
@@ -47,7 +52,7 @@ class Prefill:
 
     @cached_property
     def copies_3M(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token that a slot gets: where it is in the row, the slot, and its position there."""
+        """Of each copied token: its index in the row, its slot, and its position in the slot."""
         spans = [torch.arange(length) for length in self.lengths]
         copies = [(i, slot) for i, of_prompt in enumerate(self.slots) for slot in of_prompt]
         source_M = torch.cat([spans[i] + self.bounds[i] for i, _ in copies])
@@ -57,14 +62,15 @@ class Prefill:
         return source_M.to(device), slot_M.to(device), position_M.to(device)
 
     def rows_of_slots(self) -> list[slice]:
-        """Where the tokens of each slot's sequence are among those of this forward."""
+        """Indices of the tokens of each slot among the tokens of this forward."""
         ends = [*itertools.accumulate(self.lengths)]
         spans = zip(self.lengths, ends, self.slots, strict=True)
         return [slice(end - length, end) for length, end, of_prompt in spans for _ in of_prompt]
 
 
 class Decode:
-    """One token for each of the slots 0..B-1, at `position_B` of its sequence; `longest` tokens are then cached."""
+    """One token for each of the slots 0..B-1, at `position_B` of its sequence. Afterwards `longest` tokens are cached.
+    One token for each of the slots 0..B-1, at `position_B` of its sequence. Afterwards `longest` tokens are cached."""
 
     def __init__(self, position_B: Tensor, longest: int):
         self.position_B, self.longest = position_B, longest
@@ -100,7 +106,7 @@ class KVCache:
         self.register()
 
     def register(self) -> None:
-        """Make this cache what the library calls `slots`. The registry is global: the last one to register has it."""
+        """Register this cache as attention `slots`. The registry is global, so the last cache wins."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(NAME, self._attend)
@@ -184,11 +190,12 @@ class KVCache:
         return keys[used, :, : forward.longest], values[used, :, : forward.longest]
 
     def _room(self, call: _Call, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """This call's storage with room for `length` tokens a slot, and as many again where that is short."""
+        """Return the storage of this call with at least `length` tokens per slot. Doubles the size if it is too small.
+        Return the storage of this call with at least `length` tokens per slot. Doubles the size if it is too small."""
         stored = self._layers.get(call)
         if stored is None or stored[0].shape[2] < length:
             capacity = max(length, 2 * length if self.longest is None else min(2 * length, self.longest))
-            # Zeros: what has never been written is masked, but 0 * nan would not be.
+            # Zeros, because masked positions are multiplied by 0, and 0 * nan is nan.
             room = (self._zeros(key, capacity), self._zeros(value, capacity))
             for new, old in zip(room, stored or (), strict=False):
                 new[:, :, : old.shape[2]] = old
@@ -206,7 +213,7 @@ def _store_at_once(stored: Tensor, new_1KTD: Tensor, forward: Prefill) -> None:
 
 
 def _store_by_prompt(stored: Tensor, new_1KTD: Tensor, forward: Prefill) -> None:
-    """The same in a copy for each prompt, of what lies together: less than half of a CPU's time."""
+    """Store contiguous tokens with one copy per prompt. Takes less than half of the time on a CPU."""
     for (start, end), slots in zip(itertools.pairwise(forward.bounds), forward.slots, strict=True):
         follow_one_another = slots[-1] - slots[0] == len(slots) - 1
         where = slice(slots[0], slots[-1] + 1) if follow_one_another else list(slots)
@@ -223,7 +230,8 @@ def _decode(
     softcap: float | None,
     sink_H: Tensor | None,
 ) -> Tensor:
-    """`out_B1HV`. The G query heads of one kv head stand where a kernel expects G query tokens: nothing is repeated."""
+    """Return `out_B1HV`. The G query heads of a kv head take the place of G query tokens, so that keys are not
+    repeated."""
     batch, heads, _, width = query_BH1D.shape
     groups = heads // key_BKLD.shape[1]
     query_BKGD = query_BH1D.view(batch, -1, groups, width)

@@ -1,12 +1,9 @@
-"""The states of layers that carry one from token to token, a slot for each sequence, next to the key/value cache.
+"""State of recurrent layers, one slot per sequence, in addition to the KV cache.
 
-The family's own module keeps its states where the library's generation does: in a cache object that it is given. What
-a module puts there is seen, not known: tensors that appear in the cache while it runs are its states, whatever they are
-called (a recurrent state, the last tokens of a convolution). They are stored by slot, and the cache of a decoding step
-holds views of the slots in use.
-
-Prompts are run by length: all of one length in one call, so that the state after a prompt is that of its last token,
-and no padding enters it.
+Modules store their state in a cache object of transformers. Which tensors are state is observed: tensors that appear
+in the cache while a module runs (for example a recurrent state, or the last inputs of a convolution). They are stored
+by slot. The cache of a decoding step contains views of the slots in use. Prompts of equal length run together, so that
+the state belongs to the last token and no padding enters it.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from automodel_cli.rollout.engines.sampler.kv_cache import Decode, Prefill
 NewCache = Callable[[], Any]
 """An empty cache of the library, of the kind that the model's own generation makes."""
 
-_NAMES = ("past_key_values", "cache_params", "past_key_value")  # what the library's modules call their cache
+_NAMES = ("past_key_values", "cache_params", "past_key_value")  # argument names of the cache in modules of transformers
 _Path = tuple[Any, ...]
 
 
@@ -35,7 +32,7 @@ class StateSlots:
     def __init__(self, max_num_seqs: int, new_cache: NewCache):
         self.max_num_seqs, self._new_cache = max_num_seqs, new_cache
         self._states: dict[nn.Module, dict[_Path, Tensor]] = {}
-        self._decoding: Any = None  # the cache of decoding steps: that of the first prompts, which knows it is filled
+        self._decoding: Any = None  # the cache of decoding steps, created by the first prompts
         self._forward: Prefill | Decode | None = None
         self._documents: DocumentBounds | None = None
         self._batches: list[list[int]] = []
@@ -43,7 +40,7 @@ class StateSlots:
 
     @property
     def bytes_of_slot(self) -> int:
-        """What the states of one sequence take, once there was one."""
+        """Bytes of the state of one sequence, known after the first sequence."""
         return sum(x[0].nbytes for states in self._states.values() for x in states.values())
 
     @contextmanager
@@ -113,7 +110,7 @@ class StateSlots:
         output = forward(**keywords, **{name: self._decoding})
         for path, state in states.items():
             now = _at(self._decoding, path)
-            if now is not state:  # most modules write into what they are given, some put another tensor in its place
+            if now is not state:  # most modules write in place, some store a new tensor
                 state.copy_(now)
         return output
 
@@ -141,7 +138,7 @@ def _unsupported(layer: nn.Module, reason: str) -> ConfigError:
 
 
 class _Attribute(NamedTuple):
-    """A step from an object to what it has by this name; from a list or a dict, a step is the index or the key."""
+    """An attribute on the path from a cache to a tensor. List indices and dict keys are used directly."""
 
     name: str
 

@@ -1,9 +1,9 @@
-"""Our own generation: batched decoding on the model that is being trained, no copy of it anywhere.
+"""Built-in sampler: continuous batching on the model that is being trained, without a copy.
 
-Continuous batching: a sequence that ends gives its slot to the next prompt. A prompt runs once for all of its samples
-that follow one another: where they do not all find a slot, what was computed of it waits in one more. Log-probs come
-from the very forward, weights and head that the trainer scores with, so the two agree to rounding. Runs whatever
-`Decoder` runs: whole, FSDP-, expert- or pipeline-sharded models, CPU and CUDA.
+A finished sequence frees its slot for the next prompt. A prompt runs once for all of its consecutive samples. If they
+do not all get a slot, an extra slot keeps its cache. Log-probs come from the same forward, weights and head that
+training uses, so both agree up to rounding. Supports every model that `Decoder` supports: unsharded, FSDP, expert- or
+pipeline-parallel, CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams
 
 @dataclass
 class _Sequence:
-    """One sample on its way: `index` in the call, what it drew so far, and its random stream of `limit` numbers, none
-    for greedy decoding. `experts` `[n, layers, k]` of the tokens that were read, where they are asked for: of the
-    layers on this rank."""
+    """A sample in progress: `index` in the call, generated tokens, and its random stream of `limit` numbers (none for
+    greedy decoding). `experts` `[n, layers, k]` are the routed experts of the tokens read, for layers of this rank."""
 
     index: int
     prompt: Sequence[int]
@@ -57,8 +56,8 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A prompt some of whose samples have no slot yet: its keys, values and states are in the slot behind all others.
-    `logits_1V` of its last token, on the rank that draws; `experts` of its tokens, where they are recorded."""
+    """A prompt with samples that have no slot yet. Its cache is in the slot after all others. `logits_1V` of its last
+    token exist on the sampling rank. `experts` of its tokens, if they are recorded."""
 
     prompt: Sequence[int]
     logits_1V: Tensor | None
@@ -66,15 +65,16 @@ class _Waiting:
 
 
 class Sampler:
-    """Completions from the trained weights as they are.
+    """Generate completions with the current weights.
 
-    `whole_attention` computes prompts (`models.attention.packed_attention`, which the trainer uses too). `max_num_seqs`
-    sequences decode together; the cache has `max_num_seqs` times the longest of them (and one more where samples of a
-    prompt outnumber the slots), so memory bounds this number.
-    `max_num_batched_tokens` bounds the prompts of one forward (one prompt at least). `refill_threshold` of the slots
-    must be free
-    before new prompts start: one forward for several prompts costs little more than for one. `capture` freezes decoding
-    steps (`graphs.py`); None runs them as they are.
+    Args:
+        whole_attention: attention of prompts (`models.attention.packed_attention`, as in training).
+        max_num_seqs: sequences that are decoded together. The cache has this number times the longest sequence, and
+            one more if the samples of a prompt outnumber the slots.
+        max_num_batched_tokens: maximum prompt tokens of one forward. A longer prompt runs alone.
+        refill_threshold: share of slots that must be free before new prompts start, because a forward of several
+            prompts costs little more than of one.
+        capture: captures decoding steps (`cuda_graphs.py`). None runs them eagerly.
     """
 
     capabilities = Capabilities(logprobs=True, weight_updates=True, live_weights=True, routing=True)
@@ -102,7 +102,7 @@ class Sampler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.weight_version = 0
         self.about = ""
-        """What a run says of it before its first step."""
+        """Text for the startup summary."""
         self._layers: tuple[int, ...] = ()
         self._refill = max(1, int(max_num_seqs * refill_threshold))
         self._cache = KVCache(max_num_seqs, whole_attention)
@@ -116,7 +116,8 @@ class Sampler:
         self.weight_version += 1
 
     def state_bytes(self) -> int:
-        """What the states of one sequence take on this rank, seen while one token runs. Collective like `generate`."""
+        """Return the bytes of recurrent state per sequence on this rank, measured with one token. Collective like
+        `generate`."""
         try:
             with self.decoder.generating(self._states):
                 self._dummy()
@@ -132,10 +133,8 @@ class Sampler:
         *,
         limits: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """See `Engine.generate`. `limits` takes the place of `params.max_new_tokens`, one for each prompt.
-
-        Collective over the decoder's groups: all ranks call, those without prompts too.
-        """
+        """See `Engine.generate`. `limits` replaces `params.max_new_tokens`, one number per prompt. Collective over the
+        groups of the decoder: ranks without prompts call it too."""
         seeds = resolve_seeds(prompts, params, seeds)
         limits = [params.max_new_tokens] * len(prompts) if limits is None else limits
         slots = min(self.max_num_seqs, max(1, len(prompts)))
@@ -154,8 +153,8 @@ class Sampler:
     def _finished(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], limits: Sequence[int]
     ) -> dict[int, Completion]:
-        """By their places in the call. Where graphs fail all are drawn again without, by the weights that are gathered:
-        other ranks would not gather them again."""
+        """Return completions by index. If CUDA graphs fail, generate again without them and with the gathered weights,
+        because other ranks would not gather again."""
         if self._capture is not None and not params.routing:
             self._graphs = DecodeGraphs(
                 self._capture,
@@ -196,13 +195,15 @@ class Sampler:
         return finished
 
     def _with_experts(self, finished: dict[int, Completion]) -> dict[int, Completion]:
-        """The completions with the experts of all layers, not of this rank's alone. Collective over the pipeline."""
+        """Return the completions with routed experts of all layers instead of the layers of this rank. Collective over
+        the pipeline."""
         mine = {index: c.routed_experts for index, c in finished.items() if c.routed_experts is not None}
         whole = self.decoder.over_stages(self._layers, mine)
         return {index: replace(c, routed_experts=whole[index]) for index, c in finished.items()}
 
     def _start_shared(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> bool:
-        """Give free slots to samples of a prompt that has run already, and draw their first tokens; False for none."""
+        """Give free slots to samples of a prompt that has already run, and sample their first tokens. Return False if
+        there are none."""
         new: list[_Sequence] = []
         shared = self._shared
         while waiting and shared is not None and waiting[0].prompt == shared.prompt:
@@ -221,7 +222,7 @@ class Sampler:
         return True
 
     def _start(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> None:
-        """Prefill the next prompts into free slots and draw their first tokens."""
+        """Prefill the next prompts into free slots and sample their first tokens."""
         new: list[_Sequence] = []
         num_tokens = 0
         while waiting and len(active) + len(new) < self.max_num_seqs:
@@ -286,7 +287,7 @@ class Sampler:
         sequences: Sequence[_Sequence],
         params: SamplingParams,
     ) -> Tensor | None:
-        """`logits_SV` on the rank that draws."""
+        """Return `logits_SV` on the sampling rank."""
         recorder = RouterRecorder() if params.routing else None
         with self._cache.during(forward), self._states.during(forward), choosing(recorder):
             logits_SV = self.decoder.logits(input_ids_BT, position_ids_BT, wanted_S)
@@ -308,14 +309,15 @@ class Sampler:
         self._take(drawn_2S, sequences)
 
     def _take(self, drawn_2S: Tensor | None, sequences: Sequence[_Sequence]) -> None:
-        """What the drawing rank has drawn, on every rank."""
+        """Broadcast the sampled tokens to every rank."""
         tokens, logprobs = self.decoder.agree(drawn_2S, len(sequences)).tolist()
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             sequence.tokens.append(int(token))
             sequence.logprobs.append(logprob)
 
     def _retire(self, active: list[_Sequence], finished: dict[int, Completion]) -> None:
-        """Take out what has ended; the last sequence moves into a freed slot, so that the first B are in use."""
+        """Remove finished sequences. The last sequence moves into a freed slot, so that the first B slots are in use.
+        Remove finished sequences. The last sequence moves into a freed slot, so that the first B slots are in use."""
         for slot in reversed(range(len(active))):
             sequence = active[slot]
             stopped = sequence.tokens[-1] in self.stop_token_ids

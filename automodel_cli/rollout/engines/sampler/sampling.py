@@ -1,7 +1,7 @@
-"""From logits to drawn tokens. The trainer scores them under the same distribution
+"""Sample tokens from logits. The trainer scores them under the same distribution
 (`models/lm_head/sampling_transform.py`).
 
-Shapes: S positions (one row of a batch while decoding), V vocabulary.
+Shapes: S positions (one row of a batch during decoding), V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def shaping_of(params: SamplingParams) -> SamplingTransform:
 
 
 def draw(logprobs_SV: Tensor, uniform_S: Tensor) -> Tensor:
-    """Tokens `[S]` by inverting the cumulative distribution at `uniform_S` (float64 in [0, 1)).
+    """Return tokens `[S]` by inverting the cumulative distribution at `uniform_S` (float64 in [0, 1)).
 
-    One number decides one token, so a sample depends on its own random stream alone. Sums in float64: in float32 the
-    rounding of a large vocabulary would be of the size of a rare token's probability.
+    One number decides one token, so a sample depends only on its own random stream. Example: probabilities 0.2, 0.5,
+    0.3 have the cumulative sums 0.2, 0.7, 1.0, and the number 0.6 selects token 1. Sums are float64: in float32,
+    rounding over a large vocabulary reaches the probability of a rare token.
     """
     cumulative_SV = logprobs_SV.double().exp().cumsum(-1)
     target_S1 = uniform_S[:, None] * cumulative_SV[:, -1:]
@@ -36,7 +37,7 @@ def draw(logprobs_SV: Tensor, uniform_S: Tensor) -> Tensor:
 
 
 def sample_tokens(logits_SV: Tensor, params: SamplingParams, uniform_S: Tensor) -> tuple[Tensor, Tensor]:
-    """`(tokens_S, logprobs_S)`: the next tokens, and their fp32 log-probs under the distribution drawn from."""
+    """Return `(tokens_S, logprobs_S)`: the next tokens, and their fp32 log-probs under the sampled distribution."""
     logprobs_SV = shaping_of(params)(logits_SV).log_softmax(-1)
     tokens_S = logprobs_SV.argmax(-1) if params.greedy else draw(logprobs_SV, uniform_S)
     return tokens_S, logprobs_SV.gather(-1, tokens_S[:, None])[:, 0]
@@ -48,8 +49,8 @@ def uniforms(seed: int, count: int) -> Tensor:
 
 
 def streams(seeds: Sequence[int], counts: Sequence[int]) -> list[list[float]]:
-    """`uniforms` of many samples at once, the same whatever else is in the call. One generator takes every stream's key
-    in turn: making one costs five times as much as drawing."""
+    """Return `uniforms` of many samples, independent of the other samples of the call. One generator is reused with
+    the key of each stream: creating a generator costs five times as much as sampling."""
     bits = np.random.Philox(key=0)
     generator, start = np.random.Generator(bits), bits.state
     drawn = []

@@ -1,1 +1,1 @@
-"""Engines on servers: clients of vLLM and SGLang, weights on their way there, servers that a run starts."""
+"""Generation servers: clients of vLLM and SGLang, and servers that a run starts."""

@@ -1,7 +1,6 @@
-"""Servers on the GPUs that train: either they hold memory there or training does.
+"""Servers on the GPUs that train: they sleep while a step trains.
 
-They sleep while a step trains, and are woken in the order that vLLM's and SGLang's documentation give: memory of the
-weights, the new weights, then the cache.
+Order of waking, as documented by vLLM and SGLang: memory of the weights, new weights, then the KV cache.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ _AWAKE = frozenset({"weights", "kv_cache"})
 
 
 class SharedGPUs:
-    """`engine` over `servers`, all of which it wakes and puts to sleep together. One process speaks to them.
-
-    A server that does not answer to that ends the run: nobody would know whether it holds memory that training needs.
-    """
+    """Wrap `engine` and wake or suspend all `servers` together. Only rank 0 talks to them. A server that does not
+    respond ends the run, because it might still hold memory that training needs."""
 
     def __init__(self, engine: Engine, servers: Sequence[WeightUpdateMixin]):
         self._engine, self._servers = engine, servers
@@ -36,13 +33,13 @@ class SharedGPUs:
         return dict(getattr(self._engine, "metrics", {}))
 
     def idle_fraction(self) -> float:
-        """See `OpenRequests`; the mean over the servers."""
+        """See `OpenRequests`. The mean over the servers."""
         return statistics.fmean(server.idle_fraction() for server in self._servers)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Completion]:
-        """See `Engine.generate`. Wakes what sleeps; several threads may call it at once."""
+        """See `Engine.generate`. Wakes sleeping servers. Several threads may call it concurrently."""
         with self._waking:
             self._wake("weights")
             assert self._has_weights, "a server that has slept without its weights must be given new ones first"
@@ -50,15 +47,15 @@ class SharedGPUs:
         return self._engine.generate(prompts, params, seeds)
 
     def update_weights(self, stream: WeightStream) -> None:
-        """See `Engine.update_weights`. The cache is woken later: the bucket at hand needs room too."""
+        """See `Engine.update_weights`. The KV cache is woken later, because the current bucket needs memory too."""
         self._wake("weights")
         self._engine.update_weights(stream)
         self._has_weights = True
         self.weight_version += 1
 
     def rest(self, *, weights_follow: bool) -> None:
-        """Give the GPUs to training. With `weights_follow` new ones come before the next generation, so those at hand
-        may be dropped; otherwise they are kept."""
+        """Hand the GPUs to training. With `weights_follow` the weights may be dropped, because new ones arrive before
+        the next generation."""
         self._each(lambda server: server.sleep(weights_follow=weights_follow))
         self._awake, self._has_weights = frozenset(), not weights_follow
 

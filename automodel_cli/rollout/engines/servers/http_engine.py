@@ -1,4 +1,4 @@
-"""What engines behind HTTP have in common: requests side by side, answers that came to their end."""
+"""Base class of engines behind HTTP: concurrent requests, and retries of aborted completions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ _FINISHED: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class HTTPEngine(ABC):
-    """One request for each prompt, `concurrency` at a time; batching is the server's.
-
-    `stop_token_ids` end a completion besides the server's own end-of-sequence token.
-    """
+    """Send one request per prompt, up to `concurrency` concurrently. The server batches them. `stop_token_ids` end a
+    completion in addition to the server's end-of-sequence token."""
 
     capabilities: Capabilities
 
@@ -38,17 +36,15 @@ class HTTPEngine(ABC):
         self.server, self.tokenizer, self.concurrency = server, tokenizer, concurrency
         self.stop_token_ids = list(stop_token_ids)
         self.weight_version = self.num_losses = 0
-        """Updates of the weights, and how often an update found that the server had lost those before it."""
+        """Number of weight updates, and how often an update found that the server had lost the previous weights."""
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="requests")
         self._open = OpenRequests()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Completion]:
-        """See `Engine.generate`; seeds are passed on, and what they fix is the server's affair.
-
-        Raises ConfigError for what the server cannot be asked, RunError for the server.
-        """
+        """See `Engine.generate`. Seeds are passed to the server, without a guarantee of determinism. Raises
+        ConfigError for unsupported parameters, and RunError for errors of the server."""
         self.check_params(params)
         seeds = resolve_seeds(prompts, params, seeds)
         # one line for all calls: rollouts that overlap share the limit, and the older one's requests go first
@@ -63,7 +59,7 @@ class HTTPEngine(ABC):
                 answer.cancel()
 
     def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
-        """The answer to one request. Raises ServerError, and RunError for an answer that cannot be used."""
+        """Return the answer to one request. Raises ServerError, and RunError for an invalid answer."""
         with self._open.one_more():
             return self._completed(prompt, params, seed)
 
@@ -77,19 +73,19 @@ class HTTPEngine(ABC):
 
     @abstractmethod
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ConfigError for what the server cannot be asked."""
+        """Raise ConfigError for parameters that the server does not support."""
 
     @abstractmethod
     def has_given_weights(self) -> bool:
-        """Whether the server has the weights that it was given last."""
+        """Return whether the server has the weights of the last update."""
 
     @abstractmethod
     def update_weights(self, stream: WeightStream) -> None:
         """See `Engine.update_weights`."""
 
     def whole(self, ask: Callable[[], tuple[T, str | None]]) -> tuple[T, FinishReason]:
-        """What `ask` gives, with its reason to finish, once it came to its end. A completion that the server broke off
-        (`abort`) is no sample of the policy: it is asked for again, as often as a request that fails."""
+        """Return the value of `ask` and its finish reason. A completion that the server aborted (`abort`) is not a
+        sample of the policy. It is requested again, as often as a failed request."""
         for _ in range(self.server.retries + 1):
             answer, said = ask()
             reason = _FINISHED.get(said)

@@ -1,4 +1,4 @@
-"""How much of the time a server has nothing of ours to do."""
+"""Measure the share of time in which a server has no requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class OpenRequests:
-    """The requests that wait for a server's answer, from any thread."""
+    """Requests in flight at a server, counted over all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

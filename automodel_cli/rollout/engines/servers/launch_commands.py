@@ -1,4 +1,4 @@
-"""How a user starts a server that training can use, for the errors that say so. Torch-free."""
+"""Commands that start a suitable server, for fixes in error messages. Torch-free."""
 
 VLLM = "vllm serve MODEL --logprobs-mode processed_logprobs"
 VLLM_WITH_EXPERTS = "vllm serve MODEL --enable-return-routed-experts"

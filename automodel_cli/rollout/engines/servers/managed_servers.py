@@ -1,4 +1,4 @@
-"""Generation servers that a run starts itself: how many, on how many GPUs, by which command. Torch-free."""
+"""Config of servers that the run starts: number, GPUs and command. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerRequirements:
-    """What a run needs of each of its servers: the model, room for `max_tokens` (the longest prompt with its response),
-    weights that come by `transport`, GPUs `colocated` with the ranks', and, with `routing`, that it tells which experts
-    tokens go to."""
+    """Requirements of a run on its servers: the model, `max_tokens` (the longest prompt with its response), the weight
+    `transport`, whether GPUs are `colocated` with ranks, and whether routed experts are needed (`routing`)."""
 
     model: ModelConfig
     max_tokens: int
@@ -36,29 +35,24 @@ def requires_trust_unless(name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ManagedServers(ABC):
-    """Servers that the run starts and ends, each with the whole model.
+    """Servers that the run starts and stops. Each server has the complete model.
 
-    `num_servers` of them over all machines, with `gpus_per_server` each (0: on the CPU). A copy of the model takes
-    `tensor_parallel_size` of
-    the GPUs, so a server holds gpus / tensor_parallel copies, which share its requests. `port` is that of a machine's
-    first server, the others follow.
-
-    `dtype`: what the server computes in; it should be what the trainer does (`param_dtype` of its mixed precision).
-    auto: as the checkpoint is, but half precision for one in float32.
-
-    `gpu_memory_utilization`: the share of each GPU's memory that the server takes. null: its own choice where it has
-    the GPU for
-    itself, 0.5 where it shares it (`rollout.placement=colocated`); what the trainer holds then must fit beside it.
-
-    The command is the engine's own with what training needs. `executable` are other words for its beginning (an
-    engine in
-    another environment), `extra_args` further words for its end; the command line must allow both: `--trust command`.
+    - `num_servers` over all nodes, with `gpus_per_server` each (0: on the CPU). A copy of the model uses
+      `tensor_parallel_size` GPUs. Example: 4 GPUs with tensor_parallel_size=2 hold two copies, which share the
+      requests of the server.
+    - `port` is the port of the first server of a node. The others use the following ports.
+    - `dtype` should equal the compute dtype of the trainer (`param_dtype` of mixed precision). auto: dtype of the
+      checkpoint, or half precision for a float32 checkpoint.
+    - `gpu_memory_utilization`: share of each GPU's memory. null: default of the server, or 0.5 with
+      `rollout.placement=colocated`. The trainer must fit into the rest.
+    - `executable` replaces the first words of the command (an engine in another environment), `extra_args` are
+      appended. The command line must allow both with `--trust command`.
     """
 
     engine: ClassVar[str]
     """What it is called."""
     routing_needs_gpus: ClassVar[str | None] = None
-    """Why it cannot tell experts on a CPU."""
+    """Reason why the server cannot return routed experts on a CPU."""
 
     num_servers: int = 1
     """Number of servers over all machines."""
@@ -67,12 +61,12 @@ class ManagedServers(ABC):
     tensor_parallel_size: int = 1
     """GPUs per copy of the model. A server holds gpus_per_server / tensor_parallel_size copies."""
     expert_parallel: bool = False
-    """Distribute experts over a copy's GPUs instead of sharding each expert."""
+    """Distribute complete experts over the GPUs of a copy instead of sharding each expert."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype of the server. It should equal the trainer's. `auto`: the checkpoint's, half precision for
     float32."""
     gpu_memory_utilization: float | None = None
-    """Fraction of each GPU's memory for the server. null: the server's default, 0.5 if colocated."""
+    """Share of each GPU's memory for the server. null: default of the server, or 0.5 if colocated."""
     port: int = 8000
     """Port of a machine's first server. The others follow."""
     executable: str | list[str] = ""
@@ -80,7 +74,7 @@ class ManagedServers(ABC):
         default_factory=list,
         metadata=trust.executes_code(trust.COMMAND, "are options of a program that the run starts, and may name code"),
     )
-    """Additional arguments of the server. Requires `--trust command`."""
+    """Additional arguments of the server's command; needs `--trust command`."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_servers", 1), ("gpus_per_server", 0), ("tensor_parallel_size", 1), ("port", 1)):
@@ -131,11 +125,11 @@ class ManagedServers(ABC):
         return self.gpus_per_server // self.tensor_parallel_size
 
     def share(self, *, colocated: bool) -> float | None:
-        """The share of each GPU's memory; None is the server's own choice."""
+        """Return the share of each GPU's memory. None is the default of the server."""
         return 0.5 if self.gpu_memory_utilization is None and colocated else self.gpu_memory_utilization
 
     def started_for(self, wanted: ServerRequirements) -> GenerationServers:
-        """What a run starts. Raises ConfigError for a model that the server cannot be given by its name."""
+        """Return the servers to start. Raise ConfigError if the model has no name to load."""
         if wanted.model.pretrained is None:
             raise ConfigError(
                 f"rollout.engine.servers requires model.pretrained, because {self.engine} loads the model by name",
@@ -149,5 +143,5 @@ class ManagedServers(ABC):
 
     @abstractmethod
     def command(self, model: str, wanted: ServerRequirements) -> Sequence[str]:
-        """The words that start a server of `model` (a folder, or a name on the hub), with `HOST` and `PORT` of
-        `launch.servers` where it is to listen."""
+        """Return the command of a server of `model` (a folder or hub name). It contains `HOST` and `PORT` of
+        `launch.servers`."""

@@ -1,11 +1,11 @@
-"""Completions from any server that speaks OpenAI's completions API: vLLM, SGLang, `transformers serve`, others.
+"""Client of OpenAI's completions API: vLLM, SGLang, `transformers serve` and others.
 
-What a server can do differs. Token ids in (`prompt` as a list) and out (`return_token_ids`, `choices[].token_ids`) and
-log-probs (`logprobs`, `choices[].logprobs.token_logprobs`) are asked for once, with one token, and found out. A server
-without them still serves evaluation; `capabilities` say so, and training on its completions is refused there.
+Servers differ in features. One request with one token detects token ids in (`prompt` as a list), token ids out
+(`return_token_ids`, `choices[].token_ids`) and log-probs (`logprobs`, `choices[].logprobs.token_logprobs`). A server
+without them can be used for evaluation. `capabilities` show this, and training is rejected.
 
-Every request says all that shapes the distribution. What a request leaves out is the server's to fill in, and vLLM does
-so from the model's generation_config.json: a top_k of 20 there would cut the tail that the policy has.
+Every request contains all sampling parameters. Otherwise vLLM uses defaults of the model's generation_config.json, for
+example top_k=20, which would truncate the distribution of the policy.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ _PATH = "/v1/completions"
 
 
 class OpenAIEngine(HTTPEngine):
-    """A `HTTPEngine` of the completions API.
+    """`HTTPEngine` of the completions API. `model=None` uses the only model of the server.
 
-    `model` None takes the only one that the server lists. Without token ids, prompts travel as text and a completion's
-    tokens are its text tokenised again, with the end-of-sequence token when it ended by itself. Log-probs are those the
-    server reports: whether they are of the distribution sampled from (after temperature, top-k and top-p) is the
-    server's setting (`--logprobs-mode processed_logprobs` of vLLM), so `trust_logprobs` must say that they are.
-    `logprobs` of a completion are empty where `capabilities.logprobs` is False.
+    Without token ids, prompts are sent as text, and completions are tokenized again (with the end-of-sequence token if
+    they stopped). Whether log-probs are those of the sampled distribution (after temperature, top-k and top-p) depends
+    on the server (`--logprobs-mode processed_logprobs` of vLLM). Therefore `trust_logprobs` must confirm it. Without,
+    `logprobs` of completions are empty.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class OpenAIEngine(HTTPEngine):
         )
 
     def check_params(self, params: SamplingParams) -> None:
-        """See `HTTPEngine`: top_k is not in OpenAI's API, and a server without token ids may not know it."""
+        """See `HTTPEngine`. OpenAI's API has no top_k, and a server without token ids may ignore it."""
         if params.top_k and not self._token_ids:
             raise ConfigError(
                 f"top_k={params.top_k} is not supported, because OpenAI's API has no top_k and {self.server.url} may "
@@ -102,7 +101,7 @@ class OpenAIEngine(HTTPEngine):
                 code="invalid_response",
                 keys=("rollout.engine.url",),
             )
-        read = choice.get("prompt_token_ids")  # where the server says so
+        read = choice.get("prompt_token_ids")  # if the server returns it
         other = None if read is None or list(read) == list(prompt) else list(read)
         experts = None
         if params.routing:
@@ -121,12 +120,12 @@ class OpenAIEngine(HTTPEngine):
         return self.whole(ask)
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The choice that the server answers to `body`."""
+        """Return the choice of the server for the request `body`."""
         return self._choice(self.server.post(_PATH, body))
 
     def _drawn_by(self, choice: dict[str, Any], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
-        """The oldest of our versions of the weights that drew a token of `choice`, and that of each where there are
-        several; `asked`: the one at hand when it was asked for."""
+        """Return the oldest weight version that sampled a token of `choice`, and the version of each token if there
+        are several. `asked` is the version when the request was sent."""
         return asked, None
 
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
@@ -151,7 +150,7 @@ class OpenAIEngine(HTTPEngine):
                 "stop_token_ids": self.stop_token_ids,
             }
         if self._logprobs:
-            body["logprobs"] = 0  # of the drawn token alone
+            body["logprobs"] = 0  # of the sampled token only
         return body
 
     def _tokens_of(self, text: str, reason: FinishReason) -> list[int]:
@@ -160,7 +159,8 @@ class OpenAIEngine(HTTPEngine):
         return [*ids, end] if reason == "stop" and end is not None and ids[-1:] != [end] else ids
 
     def _probe(self) -> tuple[bool, bool]:
-        """Whether the server takes and gives token ids, and gives log-probs: from one token, asked for in two ways."""
+        """Return whether the server accepts and returns token ids, and returns log-probs. Sends one token in two
+        forms."""
         prompt = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         base = {"model": self.model, "max_tokens": 1, "temperature": 0.0}
         try:
@@ -169,7 +169,7 @@ class OpenAIEngine(HTTPEngine):
             if choice.get("token_ids") is not None:
                 self._tells_experts = choice.get("routed_experts") is not None
                 return True, bool(_token_logprobs(choice))
-        except RunError:  # some servers refuse what they do not know; the plain request tells whether they work at all
+        except RunError:  # Some servers reject unknown fields. The plain request shows whether they work at all.
             pass
         self._choice(self.server.post(_PATH, {**base, "prompt": self.tokenizer.decode(prompt)}))
         return False, False

@@ -1,4 +1,4 @@
-"""Generation servers of a run that the run starts: on GPUs beyond those of its ranks, or on the same ones."""
+"""Start the servers of a run: on GPUs beyond those of its ranks, or on the same GPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Machines:
 
     @classmethod
     def of_this_rank(cls) -> Machines:
-        """As the launcher has said."""
+        """Return the values of the launcher's environment variables."""
         rank, world = dist.get_rank(), dist.get_world_size()
         return cls(rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
 
@@ -49,11 +49,12 @@ class Machines:
 
 
 def start_servers(servers: GenerationServers, log_dir: Path, at_exit: ExitStack, *, timeout: float) -> list[str]:
-    """The addresses of all servers, once they answer; `at_exit` ends those that this rank has started. Collective.
+    """Start servers and return the addresses of all servers once they respond. `at_exit` stops those of this rank.
 
-    Separate ones are started by the first rank, on the GPUs of its machine that come after those of the ranks; or the
-    job has started them (`launch.slurm`). Colocated ones by the first rank of each machine. Raises RunError where one
-    does not answer within `timeout` seconds, ConfigError where a machine lacks the GPUs.
+    Collective. Separate servers are started by the first rank, on the GPUs of its node after those of the ranks, or
+    already by the job (`launch.slurm`). Colocated servers are started by the first rank of each node.
+
+    Raises RunError if a server does not respond within `timeout` seconds, and ConfigError if a node lacks GPUs.
     """
     given = os.environ.get(ADDRESSES)
     machines = Machines.of_this_rank()
@@ -149,7 +150,7 @@ def _gpus(servers: GenerationServers, number: int, machines: Machines) -> list[s
 
 
 def _wait(urls: Sequence[str], log_dir: Path, timeout: float) -> None:
-    """Until all of `urls`, which the job has started, answer."""
+    """Wait until all servers of the job respond."""
     deadline = time.monotonic() + timeout
     missing = list(urls)
     while missing := [url for url in missing if not answers(url)]:

@@ -1,4 +1,4 @@
-"""A generation server that the run starts itself: its command, logged in the run's folder, ended with it."""
+"""A server process of the run: command, log file and shutdown."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ _TAIL = 2000
 
 
 class ServerProcess:
-    """`command`, run (without a shell, `environment` beside the user's) in a process group of its own, that answers
-    `/health` at `server`. `key` of the config asks for it, and `elsewhere` lets it be where nothing answers yet.
+    """Run `command` in its own process group, without a shell, until it responds to `/health` at `server`.
 
-    Raises RunError where something answers there already, or `command` ends or does not answer within `timeout`
-    seconds; it is ended then too.
+    Args:
+        environment: variables in addition to the user's.
+        key: config key that requests the server, for errors.
+        elsewhere: fix that uses another address.
+
+    Raises RunError if another server responds at the address, or if `command` ends or does not respond within
+    `timeout` seconds. The process is stopped in this case.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class ServerProcess:
             raise
 
     def close(self) -> None:
-        """End the whole process group: asked first, killed after 20 seconds."""
+        """Stop the process group: SIGTERM, then SIGKILL after 20 seconds."""
         self._signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
@@ -101,7 +105,7 @@ class ServerProcess:
 
 
 def answers(url: str, api_key: str | None = None) -> bool:
-    """Whether a server at `url` says that it is healthy."""
+    """Return whether a server at `url` is healthy."""
     try:
         Server(url, timeout=5.0, retries=0, api_key=api_key).get("/health")
     except RunError:

@@ -1,8 +1,8 @@
-"""SGLang as a server: its own `/generate`, and weight updates through its public endpoints.
+"""Client of SGLang: its `/generate` endpoint, and weight updates through public endpoints.
 
     python -m sglang.launch_server --model-path MODEL
 
-Its versions, what of this has been run and on what: docs/validation.md. Its package is not imported.
+docs/rollout.md lists tested versions and hardware. The package sglang is not imported.
 """
 
 from __future__ import annotations
@@ -31,14 +31,11 @@ OLDEST = (0, 5, 21)
 
 
 class SGLangEngine(WeightUpdateMixin):
-    """Token ids in, token ids with log-probs out, and the weights that drew each token.
+    """Generate with token ids, log-probs and the weight version of each token.
 
-    SGLang's log-probs are those after temperature and before top-k; of what top-k leaves it tells the drawn token's
-    log-prob where it is asked for its sampling mask.
-
-    Experts come as bare numbers: `num_layers` of the model is their shape; without it none are asked for.
-
-    Raises ConfigError for a server that is no SGLang, too old a one, or one whose model has another vocabulary.
+    SGLang returns log-probs after temperature and before top-k. With top-k, the sampling mask is requested too, and
+    the log-prob is renormalized. Routed experts have no shape: `num_layers` of the model defines it. None requests no
+    experts. Raises ConfigError for another server, an old version, or a model with another vocabulary.
     """
 
     def __init__(
@@ -127,7 +124,8 @@ class SGLangEngine(WeightUpdateMixin):
         return Completion(tokens, logprobs, reason, oldest, other, several, experts)
 
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
-        """All that shapes the distribution: what is left out is filled in from `--preferred-sampling-params`."""
+        """Return a request with all sampling parameters. Missing ones would be filled from
+        `--preferred-sampling-params`."""
         return {
             "input_ids": list(prompt),
             "return_logprob": True,
@@ -171,7 +169,7 @@ class SGLangEngine(WeightUpdateMixin):
         once(self.server, "/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
 
     def num_ranks(self) -> int:
-        """See `WeightUpdateMixin`. Raises ConfigError where SGLang has no such group."""
+        """See `WeightUpdateMixin`. Raises ConfigError if SGLang has no such group."""
         for key in ("dp_size", "pp_size"):
             if self.info.get(key, 1) != 1:
                 raise ConfigError(
@@ -191,7 +189,7 @@ class SGLangEngine(WeightUpdateMixin):
         return (self.server.get("/model_info") or {}).get("weight_version")
 
     def sleep(self, *, weights_follow: bool) -> None:
-        """Weights that are wanted again stay where they are, unless the server keeps a copy in the machine's memory."""
+        """Weights that are needed again stay on the GPU, unless the server keeps a copy in host memory."""
         dropped = weights_follow or self.info.get("enable_weights_cpu_backup")
         self._freed = {"kv_cache", "weights"} if dropped else {"kv_cache"}
         once(self.server, "/release_memory_occupation", {"tags": sorted(self._freed)})
@@ -205,8 +203,8 @@ class SGLangEngine(WeightUpdateMixin):
     # -- what the server is
 
     def _check_vocabulary(self, params: SamplingParams) -> dict[str, Any]:
-        """A token beyond the server's vocabulary would end it. It is asked for the log-prob of the last token, and what
-        it answers to a prompt of one is returned."""
+        """Request the log-prob of the last token of the tokenizer, and return the answer to a prompt of one token. A
+        token beyond the vocabulary of the server would crash it later."""
         last = len(self.tokenizer) - 1
         body = self._body([0], params, 0) | {"token_ids_logprob": [last]}
         try:
@@ -224,7 +222,7 @@ class SGLangEngine(WeightUpdateMixin):
         return answer
 
     def _shape_of_experts(self, first: dict[str, Any], num_layers: int) -> tuple[int, int]:
-        """Of a token: layers, and experts of each; from the answer to a prompt of one token."""
+        """Return (layers, experts per layer) of a token, from the answer to a prompt of one token."""
         text = first["meta_info"].get("routed_experts")
         number = 0 if text is None else from_int32(text).size
         if not number or number % num_layers:
@@ -238,6 +236,6 @@ class SGLangEngine(WeightUpdateMixin):
         return num_layers, number // num_layers
 
     def _decoded(self, text: str) -> np.ndarray:
-        """`[T, L, K]` of whole tokens."""
+        """Return `[T, L, K]` of complete tokens."""
         numbers, of_token = from_int32(text), math.prod(self._experts_of_token)
         return numbers[: len(numbers) // of_token * of_token].reshape(-1, *self._experts_of_token)

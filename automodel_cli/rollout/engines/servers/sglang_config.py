@@ -1,4 +1,4 @@
-"""The config node of SGLang servers. Torch-free."""
+"""Config of SGLang servers. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SGLangConfig(LiveServerConfig):
-    """An SGLang server (0.5.21 or later) whose weights are replaced after each step. Command: docs/rollouts/sglang.md.
-    A list of addresses: several of the same model.
+    """SGLang server (0.5.21 or later) with weight updates after each step. docs/rollout.md has its command line.
 
-    `transport` is how weights travel. `files`: the run writes them to `weights_dir`, which SGLang sees under that
-    path and reads. null: `rollout_weights` in the run's folder. `broadcast`: from the first rank to every server at
-    once, over NCCL from GPU to GPU, over gloo where the run is on the CPU; `address` is the first rank's machine as
-    SGLang sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it.
+    Values of `transport`:
 
-    `command` starts the server at `url` with the run (see `LiveServerConfig`).
+    - `files`: the run writes weights to `weights_dir`, and SGLang reads the same path. null: `rollout_weights` in the
+      run directory.
+    - `broadcast`: from the first rank to all servers, with NCCL between GPUs, or gloo if the run is on the CPU.
+      `address` is the machine of the first rank as seen by SGLang (null: this host name, or 127.0.0.1 for a local
+      server). `port` is a free port on it.
+
+    A list of addresses means several servers of the same model. For `command` see `LiveServerConfig`.
     """
 
     transports: ClassVar[tuple[str, ...]] = ("files", "broadcast")
@@ -65,8 +67,8 @@ class SGLangConfig(LiveServerConfig):
             )
 
     def check_params(self, params: SamplingParams) -> None:
-        """See `LiveServerConfig`: SGLang takes top_p of the whole vocabulary, also where top_k cuts it, and does not
-        tell the log-probs of what it leaves."""
+        """See `LiveServerConfig`. SGLang applies top_p to the complete vocabulary, even with top_k, and returns
+        log-probs before it."""
         if params.top_p < 1:
             raise ConfigError(
                 f"top_p={params.top_p} is not supported: SGLang returns log-probs before top-p filtering",

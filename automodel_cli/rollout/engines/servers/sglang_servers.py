@@ -1,4 +1,4 @@
-"""The SGLang servers that a run starts itself. Torch-free."""
+"""SGLang servers that the run starts. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from automodel_cli.rollout.engines.servers.managed_servers import (
 )
 
 _KEPT_BACK = 6
-"""Tokens of its context that SGLang fills with no prompt, and two of them with no response either (0.5.23:
-`TpWorker.get_worker_info`, `init_req_max_new_tokens`): it would end the longest samples so much earlier, and call that
-their length. A model whose own context ends where the longest samples do is asked for more than it was made for, which
-SGLang must be allowed; no token stands there."""
+"""Tokens that SGLang 0.5.23 reserves in its context (`TpWorker.get_worker_info`, `init_req_max_new_tokens`). The
+longest samples would otherwise end early with reason `length`. The context may then exceed the length of the model,
+which SGLang must allow. No token is placed there."""
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
 
 
 @dataclass(frozen=True)
 class SGLangServers(ManagedServers):
-    """SGLang servers that the run starts and ends, each with the whole model (`sglang serve`, see `ManagedServers`).
-
-    `expert_parallel` spreads the experts of a mixture over the GPUs of a copy, in the place of cutting each.
-    """
+    """SGLang servers that the run starts and stops (`sglang serve`, see `ManagedServers`). `expert_parallel`
+    distributes complete experts over the GPUs of a copy instead of sharding each."""
 
     engine: ClassVar[str] = "SGLang"
 

@@ -1,4 +1,4 @@
-"""Which release of an engine answers at an address."""
+"""Check the release of a server."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from automodel_cli.rollout.http import Server, ServerError
 
 
 def check_release(server: Server, path: str, engine: str, oldest: tuple[int, ...], *, start: str) -> dict[str, Any]:
-    """What the server answers at `path`, with its `version`. `start`: the command that starts one.
+    """Return the response at `path`, which contains `version`. `start` is the command of a suitable server, for the
+    fix.
 
-    Raises ConfigError for a release before `oldest`, and for another kind of server. One after those that were tested
-    is let through: what it has is found out by using it.
+    Raises ConfigError for a release before `oldest`, and for another kind of server. Newer releases than the tested
+    ones are accepted.
     """
     try:
         answer = server.get(path)

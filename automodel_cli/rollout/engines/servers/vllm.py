@@ -1,9 +1,9 @@
-"""vLLM as a server: its completions API, and weight updates through its public endpoints.
+"""Client of vLLM: its completions API, and weight updates through public endpoints.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --generation-config vllm
 
-Its versions, what of this has been run and on what: docs/validation.md. Nothing of vLLM is patched, and its package is
-imported only to send weights over NCCL (extra `vllm`).
+docs/rollout.md lists tested versions and hardware. vLLM is not patched. Its package is imported only to send weights
+over NCCL (extra `vllm`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ _GENERATE = "/inference/v1/generate"
 
 
 class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
-    """An `OpenAIEngine` whose weights can be replaced.
-
-    Raises ConfigError for a server that is no vLLM, or too old a one, or was started without what training needs.
-    """
+    """`OpenAIEngine` with weight updates. Raises ConfigError for another server, an old version, or missing features.
+    `OpenAIEngine` with weight updates. Raises ConfigError for another server, an old version, or missing features."""
 
     def __init__(
         self,
@@ -109,23 +107,23 @@ class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
         once(self.server, f"/wake_up?tags={what}", {})
 
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
-        return {**super()._body(prompt, params, seed), "return_weight_versions": True}  # 0.33; ignored before
+        return {**super()._body(prompt, params, seed), "return_weight_versions": True}  # since 0.33, ignored before
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """See `OpenAIEngine._answer`; the answer of the tokens API as the completions API would give it."""
+        """See `OpenAIEngine._answer`. Converts answers of the tokens API to the form of the completions API."""
         if not self._asks_by_tokens:
             return super()._answer(body)
         choice = self._choice(self.server.post(_GENERATE, _tokens_body(body)))
         return {**choice, "logprobs": {"token_logprobs": [t["logprob"] for t in choice["logprobs"]["content"]]}}
 
     def _drawn_by(self, choice: dict[str, Any], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
-        """See `OpenAIEngine._drawn_by`. Where the server does not say, all tokens count as drawn by the oldest weights
-        that can be: those that it had when the request was sent."""
+        """See `OpenAIEngine._drawn_by`. If the server does not return versions, all tokens count as sampled by the
+        weights at the time of the request, the oldest possible ones."""
         return self.versions_in(choice.get("weight_versions"), num_tokens, asked)
 
     def _probe_versions(self) -> bool:
-        """Whether it takes the tokens API to hear which weights drew a token, from one token each: the completions API
-        says so from 0.33 on, that of 0.32 does not, and its tokens API may be closed (`--enable-scale-out`)."""
+        """Return whether the tokens API is needed for weight versions of tokens. The completions API returns them
+        since 0.33. In 0.32 only the tokens API does, which may be disabled (`--enable-scale-out`)."""
         prompt = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         body = self._body(prompt, SamplingParams(1, temperature=0.0), 0)
         if super()._answer(body).get("weight_versions") is not None:
@@ -139,7 +137,7 @@ class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
 
 
 def _tokens_body(body: dict[str, Any]) -> dict[str, Any]:
-    """What the completions API is asked, for the tokens API of vLLM."""
+    """Convert a request of the completions API to the tokens API of vLLM."""
     elsewhere = ("model", "prompt", "return_token_ids", "return_weight_versions")
     params = {name: value for name, value in body.items() if name not in elsewhere}
     return {"model": body["model"], "token_ids": body["prompt"], "sampling_params": {**params, "detokenize": False}}

@@ -1,4 +1,4 @@
-"""The vLLM servers that a run starts itself. Torch-free."""
+"""vLLM servers that the run starts. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from automodel_cli.rollout.engines.servers.managed_servers import (
 
 @dataclass(frozen=True)
 class VLLMServers(ManagedServers):
-    """vLLM servers that the run starts and ends, each with the whole model (`vllm serve`, see `ManagedServers`).
-
-    `expert_parallel` spreads the experts of a mixture over all GPUs of a server.
-    """
+    """vLLM servers that the run starts and stops (`vllm serve`, see `ManagedServers`). `expert_parallel` distributes
+    the experts over all GPUs of a server."""
 
     engine: ClassVar[str] = "vLLM"
     routing_needs_gpus: ClassVar[str | None] = "its second model runner needs Triton"
@@ -32,7 +30,7 @@ class VLLMServers(ManagedServers):
         """See `ManagedServers`."""
         backend = None if wanted.transport == "files" else wanted.transport
         words = ["env", "VLLM_SERVER_DEV_MODE=1"]
-        words += ["VLLM_USE_V2_MODEL_RUNNER=1"] if wanted.routing else []  # the only one that tells experts
+        words += ["VLLM_USE_V2_MODEL_RUNNER=1"] if wanted.routing else []  # the only one with routed experts
         words += ["VLLM_ALLOW_INSECURE_SERIALIZATION=1"] if backend == "ipc" else []  # handles travel as pickles
         words += [*self.words(), "serve", model, "--host", HOST, "--port", PORT]
         words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
