@@ -1,1 +1,1 @@
-"""The readable story of each kind of run."""
+"""Recipes: one readable training procedure for each kind of run."""

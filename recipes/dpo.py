@@ -1,4 +1,4 @@
-"""Preference optimisation: pairs (or judged responses) from a dataset, compared with a reference model."""
+"""Preference optimization: pairs or labeled responses from a dataset, compared with a reference model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DPORecipe(PreferenceRecipe):
-    """The story of `PreferenceRecipe`, measured against a reference.
+    """Preference training with a reference model (see `PreferenceRecipe`).
 
-    `reference_mode`: where the reference's log-probs come from, see
-    `automodel_cli/run/frozen_models/reference_logprobs.py`:
-    `precomputed`, `disable_adapter`, `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing
-    for objectives without a reference (simpo, orpo).
+    Values of `reference_mode` (`automodel_cli/run/frozen_models/reference_logprobs.py`): `precomputed`,
+    `disable_adapter`, `frozen_copy`, or `auto`, which is disable_adapter with LoRA and precomputed otherwise.
+    Objectives without a reference (simpo, orpo) ignore it.
     """
 
     reference_mode: ReferenceSource = "auto"
@@ -76,7 +75,7 @@ class DPORecipe(PreferenceRecipe):
             )
 
     def columns(self, session: Trainer) -> Columns:
-        """Log-probs of the reference, and what losses read of the policy before an update. Collective."""
+        """Return a function that adds log-probs of the reference and other inputs of the loss. Collective."""
         from automodel_cli.run.frozen_models.preference_features import partners, sharpened
         from automodel_cli.run.frozen_models.reference_logprobs import reference_columns, reference_point
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning on the model's own samples: rollouts, rewards, advantages, clipped policy gradients."""
+"""Reinforcement learning on generated samples: rollouts, rewards, advantages, policy gradients."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPORecipe(Recipe):
-    """The whole story: sample, judge, compare within each group, update, give the sampler the new weights.
+    """Generate samples, score them, compute advantages, update the policy, and sync weights to the sampler.
 
-    A step is one rollout and the updates on it; `train.global_batch_size` counts the samples of one update. `rewards`
-    are nodes by name: the sum of weight x score is a sample's reward.
+    A step is one rollout and the updates on it. `train.global_batch_size` counts the samples of one update. The reward
+    of a sample is the sum of weight x score over `rewards`.
     """
 
     objective: PolicyObjective
     """Loss of the recipe, for example `objective=dpo`, `kto`, `kd`, `grpo` or `ppo`."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Generation of samples, and advantage estimation."""
+    """Settings of sampling and of advantages."""
     rewards: dict[str, RewardFunction] = field(default_factory=dict)
     """Rewards by name. The reward of a sample is the sum of weight x score."""
     teacher: TeacherConfig | None = None
-    """Teacher model, in place of the reference model (on-policy distillation). Rewards are then optional."""
+    """Model that replaces the reference, to learn from (on-policy distillation). Rewards are then optional."""
     reference_sync: ReferenceSync | None = None
     """Let the reference model follow the policy. null: it stays as loaded."""
 
@@ -47,7 +47,7 @@ class GRPORecipe(Recipe):
 
     @property
     def frozen_model(self) -> ModelConfig | None:
-        """The teacher, or the policy as it was; of a model with adapters that is the same without them."""
+        """Return the teacher, or the initial policy. None if the policy without its adapters is the reference."""
         asks = "teacher_ids_BTN" in self.objective.columns
         if not (asks or self.compares_reference):
             return None
@@ -90,7 +90,7 @@ class GRPORecipe(Recipe):
 
     @property
     def sample_len(self) -> int:
-        """Tokens that a prompt and its response may have: half a row where pairs share one."""
+        """Maximum tokens of a prompt with its response: half of a row if pairs share one."""
         return self.data.seq_len // (2 if "pairs_P2" in self.objective.columns else 1)
 
     def _check_batch(self, dp_size: int) -> None:
@@ -98,14 +98,14 @@ class GRPORecipe(Recipe):
         super()._check_batch(dp_size)
 
     def generation_servers(self) -> GenerationServers | None:
-        """Those that generate, where the run starts them itself."""
+        """Return the generation servers that the run starts."""
         return self.rollout.generation_servers(self.model, self.data.seq_len)
 
     def check_model(self, hf_config: PretrainedConfig) -> None:
         check_sampled_model(self, hf_config)
 
     def prepared(self, tokenizer: Any) -> Any:
-        """Prompts: the rows without their answers."""
+        """Prepare the prompts: rows without their answers."""
         from automodel_cli.data.preparation.prompts import prepare_prompts
         from automodel_cli.run.checks.token_ids import check_prepared
 

@@ -1,4 +1,4 @@
-"""Distillation: rows from a dataset, and what a teacher says of each of their tokens."""
+"""Distillation: train a student on the token distributions of a teacher."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KDRecipe(SFTRecipe):
-    """The story of `SFTRecipe`; the teacher is asked at each step or once, and the student exported."""
+    """`SFTRecipe` with a teacher, which runs at each step or once. The student is exported."""
 
     objective: Distillation
     """Distillation loss: `objective=kd`."""
     teacher: TeacherConfig
     """Teacher model: frozen, sharded like the student, with the same tokens."""
     cache_teacher_logprobs: bool = False
-    """Score all rows with the teacher before the first step and store the results with the cached data. The teacher
-    is then released."""
+    """Compute the teacher's log-probs once before the first step and store them with the cached data. The teacher then
+    needs no memory during training, and further runs reuse them."""
 
     kind: ClassVar[str] = "kd"
 

@@ -1,4 +1,4 @@
-"""Training on pairs or judged responses, as preference optimisation and reward models do it."""
+"""Training on pairs or labeled responses: base class of preference optimization and reward models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceRecipe(Recipe):
-    """The whole story: prepare, train, export; how many held-out pairs are ranked rightly is told before and after."""
+    """Prepare, train and export. Print the accuracy on held-out pairs before and after training."""
 
     objective: PreferenceObjective
     """Loss on preference data: `objective=dpo`, `kto`, `reward` and others."""
@@ -28,7 +28,7 @@ class PreferenceRecipe(Recipe):
         check_tasks(self)
 
     def about(self, rows: PackedDataset) -> list[tuple[str, str]]:
-        """Rows of the header: what the data says and this loss does not hear, or what it lacks."""
+        """Rows of the startup summary: columns that this loss does not use, or lacks."""
         found = []
         if rows.has_margins and "margins_P" not in self.objective.columns:
             reads = ": objective.margin=true does" if hasattr(self.objective, "margin") else ""

@@ -1,4 +1,4 @@
-"""Reward models: pairs from a dataset teach a score for whole conversations."""
+"""Reward models: learn a score of complete conversations from pairs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RMRecipe(PreferenceRecipe):
-    """The story of `PreferenceRecipe` for the model and its value head; the export is a sequence classifier."""
+    """`PreferenceRecipe` for a model with a value head. Exports a sequence classifier."""
 
     kind: ClassVar[str] = "rm"
     as_classifier: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class RMRecipe(PreferenceRecipe):
         return super().run(source)
 
     def columns(self, session: Trainer) -> Columns:
-        """Nothing to add to the rows; what they must hold."""
+        """Check the kind of the data. No columns are added."""
         for rows in filter(None, (session.data.train, session.data.validation)):
             if rows.kind != "pairs":
                 raise DataError(

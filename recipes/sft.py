@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: rows from a dataset, the negative log-likelihood of their label tokens."""
+"""Supervised fine-tuning: minimize the negative log-likelihood of label tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRecipe(Recipe):
-    """The whole story: prepare, train, export. `objective` is usually `automodel_cli.objectives.sft.SFT`."""
+    """Prepare, train and export. `objective` is usually `automodel_cli.objectives.sft.SFT`."""
 
     kind: ClassVar[str] = "sft"
 

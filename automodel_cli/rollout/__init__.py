@@ -1,1 +1,1 @@
-"""The model's own samples: engines that generate, rewards, environments, and the updates made of them."""
+"""Rollouts: engines that generate, rewards, environments, and minibatches of the generated samples."""

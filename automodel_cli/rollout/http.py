@@ -1,4 +1,4 @@
-"""JSON over HTTP to a generation server: time limits, retries, errors that say which server and what it answered."""
+"""JSON over HTTP to a server: time limits, retries and error messages."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from automodel_cli.config.errors import RunError
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _MAX_DELAY = 30.0
 _MOST_BYTES = 1 << 30
-"""Of one answer. The largest that are meant are experts of each token of a batch (`rollout.routing_replay`)."""
+"""Maximum size of a response. The largest are routed experts of each token of a batch (`rollout.replay_routing`)."""
 
 
 class ServerError(RunError):
-    """What a server refused: `status` is HTTP's number, None where nothing answered in time."""
+    """Error of a server. `status` is the HTTP status, or None if there was no response in time."""
 
     status: int | None = None
     code = "server_rejected"
 
     @property
     def is_busy_or_gone(self) -> bool:
-        """Whether the server could not answer, as against one that answered with a refusal."""
+        """Whether the server did not respond or was busy, as opposed to rejecting the request."""
         return self.status is None or self.status in _RETRIED
 
 
@@ -74,7 +74,7 @@ _OPENER = urllib.request.build_opener(_SameHost, _Http, _Https)
 
 @contextmanager
 def _within(seconds: float) -> Iterator[None]:
-    """Bound a whole request: a socket's own timeout begins anew with each byte. Raises TimeoutError."""
+    """Limit the time of a complete request. A socket timeout restarts with each byte. Raises TimeoutError."""
     sockets: list[socket.socket] = []
     _open.sockets = sockets
     expired = threading.Event()
@@ -91,18 +91,18 @@ def _within(seconds: float) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # The socket's own timeout is the same number and may come first; urllib wraps that of connecting.
+        # The socket timeout has the same value and may expire first. urllib wraps it while connecting.
         if not expired.is_set() and not isinstance(getattr(error, "reason", error), TimeoutError):
             raise
         raise TimeoutError(f"no complete response within {seconds:g} s") from error
     finally:
         timer.cancel()
-    if expired.is_set():  # what was read may be the half of it
+    if expired.is_set():  # the response may be incomplete
         raise TimeoutError(f"no complete response within {seconds:g} s")
 
 
 def _read(answer: Any) -> bytes:
-    """The whole answer, which must fit into memory."""
+    """Read the complete response, up to `_MOST_BYTES`."""
     parts, size = [], 0
     while part := answer.read1(1 << 20):
         parts.append(part)
@@ -113,7 +113,7 @@ def _read(answer: Any) -> bytes:
 
 
 def _beginning(error: urllib.error.HTTPError) -> str:
-    """What the server says of its refusal. It may say it slowly, or not at all."""
+    """Return the beginning of an error response. It may arrive slowly, or not at all."""
     try:
         answer: Any = error.fp
         text: str = answer.read1(2000).decode(errors="replace")
@@ -133,9 +133,9 @@ class Server:
     backoff: float = 0.5
     api_key: str | None = None
     setting: str = "rollout.engine.url"
-    """What in the config says the address; errors name it."""
+    """Config key of the address, for errors."""
     advice: str | None = None
-    """What to do where nothing answers; None: start it, or say another address."""
+    """Fix if the server does not respond. None: start it, or set another address."""
 
     def get(self, path: str) -> Any:
         return self.request("GET", path, None)
@@ -144,9 +144,9 @@ class Server:
         return self.request("POST", path, body or {})
 
     def request(self, method: str, path: str, body: dict[str, Any] | None, *, retries: int | None = None) -> Any:
-        """The JSON that the server answers, None for an empty answer.
+        """Return the JSON of the response, or None if it is empty.
 
-        Raises ServerError: what was asked, what came back, how often it was tried.
+        Raises ServerError with the request, the response and the number of attempts.
         """
         retries = self.retries if retries is None else retries
         for attempt in range(retries + 1):

@@ -1,4 +1,4 @@
-"""Rules between the sections of a GRPO recipe. Torch-free: `automodel check` runs them too."""
+"""Checks between the sections of a GRPO recipe. Torch-free, because `automodel check` runs them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PolicyRecipe(Protocol):
 
 
 def check_rollout(recipe: PolicyRecipe) -> None:
-    """Sizes of rollouts against those of updates, and what the objective needs of a rollout."""
+    """Check the sizes of rollouts and updates, and the requirements of the objective."""
     rollout, per_update = recipe.rollout, recipe.train.global_batch_size
     if rollout.samples_per_step % per_update:
         raise ConfigError(
@@ -201,7 +201,7 @@ def check_unread(recipe: PolicyRecipe) -> None:
 
 
 def check_judged(recipe: PolicyRecipe) -> None:
-    """Somebody says what a good response is: a reward that counts, an environment, or a teacher."""
+    """Check that samples have a learning signal: a reward with a weight, an environment, or a teacher."""
     counts = recipe.rollout.played or any(node.weight for node in recipe.rewards.values())
     if counts or (recipe.teacher is not None and selection_of(recipe.objective) is None):
         return
@@ -230,7 +230,7 @@ def check_groups_differ(recipe: PolicyRecipe) -> None:
 
 
 def check_engine(recipe: PolicyRecipe) -> None:
-    """An engine in this process reads the weights where the parallelizer keeps them."""
+    """Check that an engine in this process supports the sharding of the parallelizer."""
     engine = recipe.rollout.engine
     if "sampler" not in recipe.parallelizer.supports and engine.capabilities.live_weights:
         raise ConfigError(
@@ -258,7 +258,7 @@ CHECKS: tuple[Callable[[PolicyRecipe], Any], ...] = (
     check_groups_differ,
     check_engine,
 )
-"""What `GRPORecipe` asks, in this order. Each raises ConfigError."""
+"""Checks of `GRPORecipe`, in this order. Each raises ConfigError."""
 
 
 def check_prompts_per_rank(recipe: PolicyRecipe, dp_size: int) -> None:
@@ -274,8 +274,8 @@ def check_prompts_per_rank(recipe: PolicyRecipe, dp_size: int) -> None:
 
 
 def check_sampled_model(recipe: PolicyRecipe, hf_config: PretrainedConfig) -> None:
-    """Measure that responses are sampled exactly: up to their longest, token by token with our sampler, and with the
-    prompt sharing and routing replay that the config asks for. Raises ConfigError."""
+    """Measure that sampling is exact for this model: sequence length, incremental decoding, prompt sharing and routing
+    replay, as far as the config uses them. Raises ConfigError."""
     from automodel_cli.rollout.engines.policy_engine import check_decoding, check_lengths
 
     model, rollout = recipe.model, recipe.rollout

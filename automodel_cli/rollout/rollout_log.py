@@ -1,4 +1,4 @@
-"""What a person sees of rollouts: rollouts.jsonl, a table of samples, numbers for the step line, a warning."""
+"""Reports of rollouts: rollouts.jsonl, sample tables, values of the step line, and warnings."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _cut(text: str) -> str:
 
 
 def disagreement_warning(value: float, limit: float) -> str | None:
-    """The warning about sampler and trainer, if they are further apart than `limit`."""
+    """Return a warning if the probabilities of sampler and trainer differ by more than `limit`, else None."""
     if value <= limit:
         return None
     return (
@@ -112,7 +112,7 @@ def disagreement_warning(value: float, limit: float) -> str | None:
 
 
 def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], config: RolloutConfig) -> str:
-    """The warning where dynamic sampling finds fewer groups with different rewards (`samples`) than it should."""
+    """Return the warning of dynamic sampling with too few groups of different rewards (`samples`)."""
     dynamic = config.dynamic_sampling
     assert dynamic is not None
     found, mean = len(samples) // config.group_size, mean_reward(equal)
@@ -130,7 +130,7 @@ def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], confi
 
 
 def reward_line(samples: Sequence[Sample], when: str) -> str:
-    """The mean reward on held-out prompts, and that of each kind where the rows tell one; nothing without rewards."""
+    """Return a line with the mean reward on held-out prompts, and of each `kind` of rows. None without rewards."""
     if not has_reward(samples):
         return ""
     judged = counted(samples)
@@ -147,7 +147,7 @@ def reward_line(samples: Sequence[Sample], when: str) -> str:
 
 
 def accuracy_of(samples: Sequence[Sample], check_answer: Callable[[str, str], bool]) -> Accuracy:
-    """The same responses as right and wrong answers, for the report."""
+    """Return the responses as correct and wrong answers, for the report."""
     return Accuracy(
         tuple(
             Answer(

@@ -1,4 +1,4 @@
-"""One rollout after another: prompts to responses, rewards, advantages and the columns that the objective reads."""
+"""Run rollouts: from prompts to responses, rewards, advantages and the columns of the objective."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ _HELD_OUT = 0
 
 
 class Rollouts(Callback):
-    """What GRPO has besides a session: an engine, rewards, and a reference model where the objective needs one. Of the
-    run's callbacks the one that measures held-out prompts, and that keeps what was drawn ahead. Collective to build.
-    """
+    """State of GRPO in addition to a session: engine, rewards, and reference model. As a callback, it evaluates
+    held-out prompts and stores prefetched samples in checkpoints. Collective to build."""
 
     def __init__(
         self,
@@ -115,16 +114,15 @@ class Rollouts(Callback):
         return [("sampler", sampler), prompts] if sampler else [prompts]
 
     def on_start(self, run: Run, state: Any) -> None:
-        """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""
+        """Restore the prefetched samples of the checkpoint."""
         self._source.restore(state)
 
     def on_checkpoint(self, run: Run, step: int) -> Any:
-        """What is drawn and not yet trained on. Collective."""
+        """Return the samples that are not yet trained. Collective."""
         return self._source.state()
 
     def on_step(self, run: Run, step: int, values: Mapping[str, Number]) -> dict[str, Number]:
-        """Where the time of the step went besides drawing and judging, and how much of it nothing was trained, or
-        asked of servers."""
+        """Return the times of the phases of the step, idle times, and throughput."""
         self._phases.end("train")
         self._phases.end("step")
         seconds_of = dict(self._phases.taken())
@@ -141,8 +139,8 @@ class Rollouts(Callback):
         return found
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """The mean reward of greedy responses to the held-out prompts, and of more samples; of what could not be judged
-        only the number. Collective."""
+        """Return the mean reward of greedy responses to the held-out prompts, and metrics of further samples. Samples
+        that could not be scored are only counted. Collective."""
         validation = self.session.data.validation
         if validation is None:
             return {}
@@ -168,19 +166,18 @@ class Rollouts(Callback):
         return {name: value for name, value in found.items() if not math.isnan(value)}
 
     def on_end(self, run: Run, succeeded: bool) -> None:
-        """End what generates and judges in other threads and processes."""
+        """Stop the threads and processes of generation and rewards."""
         self._source.close()
         self._log.close()
 
     # -- a rollout
 
     def collect(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Rollout:
-        """Samples to the prompts of this rank and, with dynamic sampling, to more of them; and their updates.
+        """Collect the samples of a step and build its minibatches.
 
-        With `max_off_policy_steps` the former were drawn while steps before this one trained, and as many rollouts
-        ahead are
-        begun as it allows. Further prompts are those of the next rollout drawn ahead; where there is none, the newest
-        weights answer. Collective over all ranks.
+        With `max_off_policy_steps`, samples were generated while earlier steps trained, and generation of later steps
+        is started. With dynamic sampling, further prompts are used until enough groups have different rewards. They
+        come from the queue, or are generated with the newest weights. Collective over all ranks.
         """
         began, source = time.perf_counter(), self._source
         took = source.seconds = CollectionTimes()
@@ -200,7 +197,7 @@ class Rollouts(Callback):
             samples = (samples + equal)[: self.config.samples_per_step]
         seconds = time.perf_counter() - began
         self._idle = Idle.of_rollout(seconds, took.reward, draws_elsewhere=source.is_elsewhere)
-        seconds += took.ahead - took.wait  # what was waited for is a part of the drawing
+        seconds += took.ahead - took.wait  # waiting time is a part of generation time
         source.prefetch(step)
         source.rest(weights_follow=True)
         learnt = self._credit.build_minibatches(samples, self._phases)
@@ -229,7 +226,7 @@ class Rollouts(Callback):
             self.session.meter.print(text)
 
     def scoring(self) -> AbstractContextManager[None]:
-        """Inside, the trainer's log-probs are those that the objective compares with the sampler's."""
+        """Context in which log-probs of the trainer are comparable to those of the sampler."""
         return self._scorer.as_sampled()
 
     # -- weights, and how good they are
@@ -247,7 +244,7 @@ class Rollouts(Callback):
             self._source.update(stream, version)
 
     def _check_agreement(self) -> None:
-        """Raise RunError where an engine with weights of its own gives its tokens other log-probs than the trainer.
+        """Raise RunError if an engine with its own copy of the weights returns other log-probs than the trainer.
         Collective."""
         if self._source.engine.capabilities.live_weights:
             return
@@ -272,7 +269,7 @@ class Rollouts(Callback):
         check_agreement(update, samples, score, shaping_of(params), limit=limit, tokenizer=session.tokenizer)
 
     def print_validation(self, when: str) -> None:
-        """The line about held-out prompts before and after training. Collective where they are not yet measured."""
+        """Print the reward on held-out prompts before or after training. Collective if it must be measured."""
         session, task = self.session, self.recipe.data.generator
         step = 0 if when == "before" else session.last_step
         if session.data.validation is None or (when == "before" and session.first_step > 0):
@@ -280,7 +277,7 @@ class Rollouts(Callback):
         if session.last_validation[0] != step:
             session.validate(step)
         elif when == "after" and session.best_restored is not None:
-            session.callbacks.validation(step)  # its answers are those of other weights
+            session.callbacks.validation(step)  # the last answers belong to other weights
         if line := reward_line(self._answers, when):
             session.meter.print(line)
         check = answer_checker(task, (sample.prompt.row for sample in self._answers))
@@ -298,8 +295,7 @@ class Rollouts(Callback):
         )
 
     def record(self, step: int, rollout: Rollout, measured: Mapping[str, Tensor]) -> None:
-        """Every sample into rollouts.jsonl; a table now and then; a warning where sampler and trainer disagree, or
-        where something has gone wrong for some steps."""
+        """Write all samples to rollouts.jsonl, print a table of samples periodically, and log warnings."""
         self._log.write(step, rollout)
         meter, config = self.session.meter, self.config
         if config.log_samples_every is not None and (step == 1 or step % config.log_samples_every == 0):
@@ -316,7 +312,7 @@ class Rollouts(Callback):
             warning = disagreement_warning(measured["token_mult_prob_error"].item(), config.warn_token_mult_prob_error)
             if warning is not None and not rollout.staleness:
                 meter.print(f"step {step}: {warning}")
-            elif warning is not None:  # stale samples always differ by what the weights have moved
+            elif warning is not None:  # stale samples always differ, because the weights have changed
                 reason = (
                     "the samples are drawn by older weights, as rollout.max_off_policy_steps allows; not said again"
                 )

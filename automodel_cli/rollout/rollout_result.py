@@ -1,4 +1,4 @@
-"""One rollout: the samples of a step, what they are worth, and the updates made of them."""
+"""Result of one rollout: samples, advantages and minibatches of a step."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _MOST_SOURCES = 32  # more names than that are no sources
 
 @dataclass(frozen=True)
 class Rollout:
-    """All samples of a step, whole groups in the order of the prompts; the same on every rank.
+    """All samples of a step, in complete groups and in the order of the prompts. Equal on every rank.
 
-    `trained`: numbers of the samples that are trained on. `differs_N`: of each sample, whether the rewards of its group
-    are not all the same. `num_sampled`: samples drawn, those of dropped groups too, and `num_drawn_tokens` the tokens
-    that the model drew in them. `version`: that of the weights which the step updates. `seconds` of the whole rollout,
-    `reward_seconds` those of them in which rewards judged; `wait_seconds` in which training waited for samples that are
-    drawn beside it (None: the two take turns). `of_engine`: what the engine tells about itself, and how far the trainer
-    is from it.
+    - `trained`: indices of the trained samples. `differs_N`: whether the rewards of a sample's group differ.
+    - `num_sampled`, `num_drawn_tokens`: generated samples and tokens, including dropped groups.
+    - `version`: version of the weights that the step updates.
+    - `seconds`: time of the rollout. `reward_seconds`: time of rewards. `wait_seconds`: time that training waited for
+      prefetched samples, None without a queue.
+    - `of_engine`: metrics of the engine, and differences between sampler and trainer.
     """
 
     version: int
@@ -64,7 +64,7 @@ class Rollout:
 
     @property
     def shown(self) -> dict[str, float]:
-        """What stands on the step line; no reward where there is none to ask."""
+        """Values for the step line. No reward if none is configured."""
         return {
             **({"reward": mean_reward(self.samples)} if has_reward(self.samples) else {}),
             "response_length": sum(sample.num_generated for sample in self.samples) / len(self.samples),
@@ -113,15 +113,15 @@ class Rollout:
 
     @property
     def failures(self) -> dict[str, tuple[int, int]]:
-        """Of each reward, on how many samples it failed, and how many it should judge. Of environments
-        `environment_metrics` tells."""
+        """Return for each reward the number of failures and of scored samples. `environment_metrics` covers
+        environments."""
         scores = [sample.score for sample in self.samples]
         failed = Counter(name for score in scores for name in score.errors)
         asked = failed + Counter(name for score in scores for name in score.parts)
         return {name: (failed[name], asked[name]) for name in sorted(asked) if name != ENVIRONMENT}
 
     def _of_trained(self) -> dict[str, float]:
-        """Of the samples that are trained on; nothing where there are none."""
+        """Return statistics of the trained samples. Empty if there are none."""
         found = self.advantages_N[self.trained].tolist()
         if not found:
             return {}
@@ -135,18 +135,18 @@ class Rollout:
 
     @property
     def staleness(self) -> int:
-        """By how many steps the oldest weights that drew a sample are behind those that it trains."""
+        """Return by how many versions the oldest weights that sampled a token are behind the trained weights."""
         return self.version - min(sample.weight_version for sample in self.samples)
 
     @property
     def staleness_mean(self) -> float:
-        """The same, as a mean over all tokens that were drawn."""
+        """Return the same as the mean over all generated tokens."""
         behind = [sum(self.version - version for version in sample.drawn_versions) for sample in self.samples]
         return sum(behind) / max(1, sum(sample.num_generated for sample in self.samples))
 
 
 def _by_source(samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean reward of the rows of each `source`, or `kind` as tasks call it; nothing where all have the same one."""
+    """Return the mean reward by `source` of the rows, or by `kind`. Empty if all rows have the same."""
     found: dict[str, list[float]] = {}
     for sample in judged(samples):
         row = sample.prompt.row
@@ -157,8 +157,8 @@ def _by_source(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _by_reward(samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean of each reward before its weight, over the samples that count and that it judged: the same samples as
-    the mean reward's, so that their weighted sum is that where each judged all."""
+    """Return the unweighted mean of each reward over the valid samples that it scored. If every reward scored all
+    samples, their weighted sum is the mean reward."""
     found: dict[str, list[float]] = {}
     for sample in counted(samples):
         for name, value in sample.score.parts.items():

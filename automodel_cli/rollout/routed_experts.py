@@ -1,6 +1,6 @@
-"""What engines tell of the experts that tokens went to, on its way from a forward to a batch.
+"""Routed experts of an engine, from its forward to a batch.
 
-Shapes: T tokens, L layers with experts, K experts of a token.
+Shapes: T tokens, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def compact_indices(chosen_TLK: np.ndarray) -> np.ndarray:
 
 
 def join_layers(of_stages: Sequence[tuple[Sequence[int], np.ndarray]]) -> np.ndarray:
-    """`[T, L, K]` of all layers from what each stage of a pipeline knows: the numbers of its layers, and theirs."""
+    """Return `[T, L, K]` of all layers. Each stage contributes the indices of its layers and their experts."""
     num_layers = sum(len(numbers) for numbers, _ in of_stages)
     most = max(chosen.shape[2] for _, chosen in of_stages)
     whole = np.full((len(of_stages[0][1]), num_layers, most), -1, np.int16)
@@ -33,8 +33,8 @@ def join_layers(of_stages: Sequence[tuple[Sequence[int], np.ndarray]]) -> np.nda
 
 
 def first_known(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray | None:
-    """Of a conversation that is read again at each turn: what was chosen when a token was read first, which for what
-    the model drew is when it drew the next one."""
+    """Merge routed experts of a conversation that is read again at each turn. For each token, keep the experts of the
+    first forward that read it, which selected them during generation."""
     if before is None or now is None:
         return now if before is None else before
     return compact_indices(np.concatenate([before.astype(np.int16), now[len(before) :].astype(np.int16)]))
@@ -48,15 +48,17 @@ def to_text(array: np.ndarray) -> str:
 
 
 def from_text(text: str) -> np.ndarray:
-    """What `to_text` made; also what vLLM sends."""
+    """Decode the output of `to_text`, or of vLLM."""
     found: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     return found
 
 
 def experts_told(text: str | None, num_read: int, decoded: Callable[[str], np.ndarray], *, start: str) -> np.ndarray:
-    """`[T, L, K]` of the `num_read` tokens that were read, from an answer's `text`, which `decoded` understands. Raises
-    RunError for an answer without them (the command that starts a server which tells them is `start`), or with those of
-    other tokens."""
+    """Return `[T, L, K]` of the `num_read` tokens, decoded from the `text` of a response with `decoded`.
+
+    Raises RunError if the response has none, or another number of tokens. `start` is the command of a server that
+    returns routed experts, for the fix.
+    """
     if text is None:
         raise RunError(
             "the server returned no routed experts, although it did before",

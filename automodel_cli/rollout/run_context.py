@@ -1,4 +1,4 @@
-"""The interface between the engines and whoever has built a model."""
+"""Interface between engines and the owner of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RunContext(Protocol):
-    """What an engine needs of whoever has built a model: a training session, or an evaluation."""
+    """Requirements of an engine on the owner of a model: a training session, or an evaluation."""
 
     @property
     def recipe(self) -> Recipe: ...

@@ -1,7 +1,7 @@
-"""Samples of a rollout, and how they become microbatches: the same rows whatever the layout.
+"""Pack samples of a rollout into microbatches, independently of the parallel layout.
 
-Every rank knows all samples of a step. Rows are packed over all of them and then dealt, so that ranks have equally many
-microbatches and a run does not depend on how many ranks there are.
+Every rank has all samples of a step. Sequences are packed over all samples and then distributed, so that ranks have
+equally many microbatches and results do not depend on the number of ranks.
 
 Shapes: N samples, B rows, T tokens.
 """
@@ -28,9 +28,10 @@ SamplePosition = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class PackingConfig:
-    """How rows are made: `seq_len` tokens each, several samples in one if `packed`, else as long as the longest sample
-    or pair (a multiple of `pad_to_multiple_of`). `fits` says whether a rank can run so many microbatches. With
-    `share_prompt_prefix` samples in a packed row that have the same prompt stand behind one copy of it."""
+    """Settings of packing: `seq_len` tokens per row. With `packed` several samples share a row, else rows have the
+    length of the longest sample or pair (a multiple of `pad_to_multiple_of`). `fits` returns whether a rank
+    supports a number of microbatches. With `share_prompt_prefix`, samples with the same prompt follow one copy of
+    it."""
 
     seq_len: int
     packed: bool
@@ -43,7 +44,7 @@ class PackingConfig:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """This rank's microbatches of one optimizer update, and where samples stand in them."""
+    """Microbatches of this rank for one optimizer update, and the positions of samples in them."""
 
     batches: list[Batch]
     spread: list[list[SamplePosition]]
@@ -84,9 +85,13 @@ def pack_minibatches(
     dp_rank: int,
     dp_size: int,
 ) -> list[Minibatch]:
-    """The samples of these numbers in `num_updates` updates of about equal size, in their order; those that stand
-    together in `trained` share a row. An update without any sample is left out. Every rank gets equally many
-    microbatches, some of them without labels where rows run short.
+    """Pack the `trained` samples into `num_updates` updates of about equal size, in order.
+
+    The indices of one entry share a row. Empty updates are skipped. Every rank gets equally many microbatches, some of
+    them without labels.
+
+    Example: 6 samples and 2 updates give the updates [0, 1, 2] and [3, 4, 5]. With one sample per row,
+    microbatch_size=1 and 2 ranks, an update has 3 rows. Each rank gets 2 microbatches, one of all 4 without labels.
     """
     parts = [part.tolist() for part in np.array_split(np.arange(len(trained)), num_updates)]
     return [_update(samples, [trained[i] for i in part], plan, dp_rank, dp_size) for part in parts if part]
@@ -109,12 +114,12 @@ def _update(
 
 
 Block = tuple[int, ...]
-"""Numbers of samples that stand side by side in a row: one alone, or several behind the prompt that they share."""
+"""Indices of samples that are adjacent in a row: a single one, or several after their shared prompt."""
 
 
 def _rows(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: PackingConfig) -> list[list[Block]]:
-    """The samples in as few rows as are found. A group that shares its prompt may be cut into blocks of part of a row,
-    each with a prompt of its own, where that leaves less room in the rows."""
+    """Return the samples in few rows. A group that shares its prompt may be split into blocks, each with its own copy
+    of the prompt, if this leaves fewer tokens unused."""
     apart: list[list[Block]] = [[(number,) for number in numbers] for numbers in chosen]
     if not plan.packed:
         return apart
@@ -145,7 +150,7 @@ def _sharing(samples: Sequence[Sample], chosen: Sequence[Sequence[int]]) -> list
 
 
 def _shared(samples: Sequence[Sample], groups: Sequence[Sequence[Block]], limit: int) -> list[list[Block]]:
-    """One block for the samples of each group, or several of at most `limit` tokens; those of one of `chosen` in one
+    """Return one block per group, or several of at most `limit` tokens. Samples of one entry of `chosen` stay in one
     block."""
     found: list[list[Block]] = []
     for group in groups:
@@ -173,7 +178,7 @@ def _num_shared(samples: Sequence[Sample], block: Block) -> int:
 
 
 def _length(samples: Sequence[Sample], block: Block) -> int:
-    """Tokens of a row that a block takes."""
+    """Return the tokens of a block in a row."""
     num_shared = _num_shared(samples, block)
     return num_shared + sum(samples[number].length - num_shared for number in block)
 
@@ -181,8 +186,9 @@ def _length(samples: Sequence[Sample], block: Block) -> int:
 def _batch(
     samples: Sequence[Sample], rows: Sequence[Sequence[Block]], num_tokens: int, pad_id: int
 ) -> tuple[Batch, list[SamplePosition]]:
-    """Prompt and response of each sample are one document; labels are the tokens that the model drew. Of a block the
-    prompt without its last token is a document before them, and each response one that begins with that token."""
+    """Build a batch. Prompt and response of a sample are one document, and labels are the generated tokens. In a
+    block, the prompt without its last token is a document of its own, and each response is a document that starts
+    with this token."""
     layout = _Layout((len(rows), num_tokens), pad_id, _routing_width(samples))
     for row, blocks in enumerate(rows):
         layout.begin(row)
@@ -222,7 +228,7 @@ class _Layout:
             self._document(0, self._num_tokens - self._at, NO_RUN)
 
     def prompt(self, sample: Sample, num_tokens: int) -> Run:
-        """The beginning of a prompt that further documents see: where it is."""
+        """Position of the shared prompt that further documents attend to."""
         self._read(sample, 0, num_tokens)
         self._document(0, num_tokens, NO_RUN)
         return self._bounds[-2], num_tokens
@@ -274,14 +280,14 @@ class _Layout:
 
 
 def _routing_width(samples: Sequence[Sample]) -> int | None:
-    """Layers x experts of a token that the samples of the step have; None where none has any."""
+    """Return layers x experts per token of the samples, or None if no sample has routed experts."""
     known = next((sample.routed_experts for sample in samples if sample.routed_experts is not None), None)
     return None if known is None else known[0].size
 
 
 def kl_sums(updates: Sequence[Minibatch], samples: Sequence[Sample], kl: RewardKL) -> Tensor:
-    """What `kl` takes off the reward of each sample on this rank, over all its tokens; float64 `[N]`, 0 for the
-    others."""
+    """Return the KL term of each sample's reward on this rank, summed over its tokens. Float64 `[N]`, 0 for other
+    samples."""
     sums_N = torch.zeros(len(samples), dtype=torch.float64)
     for update in updates:
         for batch, spread in zip(update.batches, update.spread, strict=True):

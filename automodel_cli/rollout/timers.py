@@ -1,4 +1,4 @@
-"""Where the wall time of a step on the model's own samples goes."""
+"""Wall time of the phases of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class StepTimers:
-    """Seconds of this rank by phase. On a GPU they are the host's: what it queues counts to the phase that waits."""
+    """Seconds of this rank by phase, measured on the host. Queued GPU work counts to the phase that waits for it."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -23,11 +23,11 @@ class StepTimers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 
     def begin(self, name: str) -> None:
-        """`end` says how long it was."""
+        """Start a phase, which `end` ends."""
         self._seconds[name] = -time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Of what `begin` began."""
+        """End the phase that `begin` started."""
         self._seconds[name] += time.perf_counter()
 
     def taken(self) -> Mapping[str, float]:
@@ -38,16 +38,16 @@ class StepTimers:
 
 @dataclass(frozen=True)
 class Idle:
-    """Seconds of a step in which the devices that train have nothing to do: until samples that are drawn on others are
-    there, and while rewards judge."""
+    """Seconds of a step in which the training devices are idle: waiting for samples of other devices, and for rewards.
+    Seconds of a step in which the training devices are idle: waiting for samples of other devices, and for rewards."""
 
     generate: float
     reward: float
 
     @classmethod
     def of_rollout(cls, seconds: float, reward_seconds: float, *, draws_elsewhere: bool) -> Idle:
-        """Of the `seconds` in which nothing was trained, `reward_seconds` of them for rewards. Where the devices that
-        train draw the samples too, the rest is work."""
+        """Split the `seconds` without training. `reward_seconds` are idle. The rest is idle only if other devices
+        generate."""
         return cls(max(0.0, seconds - reward_seconds) if draws_elsewhere else 0.0, reward_seconds)
 
     def of_step(self, seconds: float) -> dict[str, float]:

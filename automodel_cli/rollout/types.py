@@ -19,21 +19,21 @@ FinishReason = Literal["stop", "length"]
 CudaGraphs = Literal["auto"] | bool
 """Whether the sampler's decoding steps are CUDA graphs."""
 WeightStream = Iterable[Sequence[tuple[str, "Tensor"]]]
-"""Buckets of (hub name, full tensor); every parameter of the model once."""
+"""Buckets of (hub name, full tensor), which contain every parameter of the model once."""
 Message = dict[str, Any]
 EpisodeEnd = Literal["stop", "length", "turns", "error", "timeout"]
-"""`stop`: the environment is done. `length`: a message was cut off, or the row has no room for another. `turns`: the
-environment would have gone on after the last turn. `error`: the environment raised; `timeout`: it took too long. After
-these two the episode has failed."""
+"""`stop`: the environment is done. `length`: a message was truncated, or the next one does not fit. `turns`: the limit
+of turns is reached. `error`: the environment raised an error. `timeout`: it took too long. The last two are
+failures."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn.
+    """Sampling parameters.
 
-    `temperature` 0 is greedy, and then `top_p` and `top_k` have nothing to do and must be left alone. `top_k` 0 keeps
-    all tokens. `seed` makes one call repeatable without touching the caller's random state; None draws from that state.
-    `routing`: completions shall tell which experts each token went to.
+    `temperature=0` is greedy and excludes `top_p` and `top_k`. `top_k=0` keeps all tokens. `seed` makes a call
+    reproducible without the caller's random state. None uses that state. `routing`: completions contain routed
+    experts.
     """
 
     max_new_tokens: int = 256
@@ -68,15 +68,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """What followed one prompt.
+    """Completion of one prompt.
 
-    `tokens` includes the end-of-sequence token when `finish_reason` is "stop". `logprobs[i]` is the log-probability of
-    `tokens[i]` under the distribution it was drawn from: after temperature, top-k and top-p; the plain softmax when
-    greedy. `weight_version` counts the weight updates that the engine had seen when it drew the oldest of the tokens;
-    `token_versions` says it of each, None where it is the same (or known) for all. `prompt_tokens`: what the engine
-    says that it read where that is not the prompt. `routed_experts`, where it was asked for: small integers
-    `[tokens, layers, k]`, the experts of each token that the model read, which is all of prompt and completion but the
-    last; layers are those with experts, or all of the model's.
+    - `tokens`: includes the end-of-sequence token if `finish_reason` is "stop".
+    - `logprobs[i]`: log-prob of `tokens[i]` under the sampled distribution, after temperature, top-k and top-p. Plain
+      softmax if greedy.
+    - `weight_version`: number of weight updates before the oldest token was sampled. `token_versions`: the same per
+      token, None if equal for all tokens.
+    - `prompt_tokens`: the tokens that the engine read, if they differ from the prompt.
+    - `routed_experts`: small integers `[tokens, layers, k]`, the experts of each token read (all but the last). Layers
+      are the MoE layers, or all layers of the model.
     """
 
     tokens: list[int]
@@ -95,8 +96,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """What one sample got. `parts` are the rewards before their weights, without those that went wrong and those that
-    gave None; `errors` says why the former did. `valid` False: leave the sample out of training."""
+    """Score of one sample. `parts`: unweighted rewards that returned a number. `errors`: messages of failed rewards.
+    `valid=False`: exclude the sample from training."""
 
     total: float
     parts: dict[str, float]
@@ -106,8 +107,8 @@ class Score:
 
 @dataclass
 class Account:
-    """What an episode has cost its environment so far: `seconds` of all steps with their tries and pauses, `slowest` of
-    one step; tries that raised or took too long and were made again (`retries`), and tries that took too long."""
+    """Cost of an episode in its environment: `seconds` of all steps with retries and pauses, `slowest` step, number of
+    `retries`, and number of timeouts."""
 
     seconds: float = 0.0
     slowest: float = 0.0
@@ -117,13 +118,16 @@ class Account:
 
 @dataclass(frozen=True)
 class Sample:
-    """The `index`-th response to `prompt`; `place` is where the prompt stands in the endless stream of prompts, and
-    names the group.
+    """The `index`-th response to `prompt`. `place` is the index of the prompt in the endless stream of prompts, and
+    identifies the group.
 
-    Of several turns `tokens` holds what the environment said too: `generated` tells the model's own apart (None: all of
-    them), `said` are the messages after the prompt, and `text` is the last of the model's; `environment` is the name of
-    who answered, and `account` what that cost. `routed_experts` `[tokens, layers, k]`: of prompt and response, as
-    far as it is known.
+    In an episode of several turns:
+
+    - `tokens` include the tokens of the environment. `generated` marks those of the model (None: all).
+    - `said`: messages after the prompt. `text`: the last message of the model.
+    - `environment`: name of the environment. `account`: its cost.
+
+    `routed_experts` `[tokens, layers, k]`: of prompt and response, as far as they are available.
     """
 
     place: int
@@ -163,8 +167,8 @@ class Sample:
 
     @property
     def drawn_versions(self) -> list[int]:
-        """By which weights each token was drawn that the model drew; the oldest of the sample's where it is not known
-        of each."""
+        """Return the weight version of each generated token. The oldest version of the sample if versions per token
+        are not available."""
         known = [self.weight_version] * len(self.tokens) if self.token_versions is None else self.token_versions
         return known if self.generated is None else [v for v, drawn in zip(known, self.generated, strict=True) if drawn]
 
@@ -180,7 +184,7 @@ class Sample:
         return torch.tensor([True] * len(self.tokens) if self.generated is None else self.generated)
 
     def at_generated(self, value: float) -> Tensor:
-        """`value` at those of `tokens` that the model drew, 0 at the others; float32."""
+        """Return `value` at generated tokens and 0 at other `tokens`; float32."""
         import torch
 
         return torch.full((len(self.tokens),), value) if self.generated is None else value * self.generated_T()

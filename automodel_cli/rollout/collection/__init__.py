@@ -1,0 +1,1 @@
+"""Collection of samples: single responses, episodes, and the queue of asynchronous rollouts."""

@@ -1,0 +1,1 @@
+"""Generation engines: the built-in sampler, transformers, and servers."""

@@ -1,0 +1,1 @@
+"""Minibatches of a rollout: log-probs, advantages, routing replay and prompt sharing."""

@@ -1,4 +1,4 @@
-"""What samples are worth to the tokens in them, and the updates that learn from it."""
+"""Compute advantages of samples and build the minibatches of a step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingBatches:
-    """This rank's updates with every column of the objective; of each of the N samples its advantage and whether its
-    group's rewards differ; numbers of those that are trained on; how far the trainer's experts are from the sampler's
-    (empty without `replay_routing`); and whether a model was asked anything before the first update."""
+    """Minibatches of this rank with all columns of the objective, and values of the N samples.
+
+    `advantages_N`, `differs_N`: advantage of each sample, and whether the rewards of its group differ. `trained`:
+    indices of the trained samples. `gaps`: difference between the routed experts of trainer and sampler (empty without
+    `replay_routing`). `scored`: whether a model scored the tokens before the first update.
+    """
 
     updates: list[Minibatch]
     advantages_N: Tensor
@@ -61,8 +64,8 @@ class AdvantageEstimator:
         return [sample for sample, differs in pairs if differs], [sample for sample, differs in pairs if not differs]
 
     def build_minibatches(self, samples: list[Sample], phases: StepTimers) -> TrainingBatches:
-        """Groups without a difference and samples that do not count are left out; log-probs are measured for the rest
-        before the first update, under the distribution that was sampled from. Collective."""
+        """Build the minibatches of a step. Groups with equal rewards and invalid samples are excluded. Log-probs of
+        the rest are computed before the first update, under the sampled distribution. Collective."""
         differs_N = self._advantages(samples, _totals(samples)).differs_N
         rewards_N = self._shaped_rewards(samples)
         units = self._units(samples, rewards_N, differs_N)
@@ -92,7 +95,7 @@ class AdvantageEstimator:
         return torch.tensor(rewards, dtype=torch.float64)
 
     def _units(self, samples: Sequence[Sample], rewards_N: Tensor, differs_N: Tensor) -> Sequence[Sequence[int]]:
-        """Numbers of the samples to train on; those of one unit belong in one row."""
+        """Return the indices of the samples to train on. The samples of a unit must share a sequence."""
         valid_N = self._valid(samples)
         if (selecting := selection_of(self.objective)) is not None:
             spoken_N = torch.tensor([sample.num_generated > 0 for sample in samples])
@@ -115,7 +118,7 @@ class AdvantageEstimator:
         )
 
     def _token_advantages(self) -> TokenAdvantages | None:
-        """None where a sample is compared with its group."""
+        """Return the estimator of advantages per token, or None if samples are compared within groups."""
         config, critic = self.config, self.config.advantage_estimator == "critic"
         if config.advantage_estimator == "group":
             return None

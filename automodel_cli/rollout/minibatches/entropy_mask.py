@@ -1,4 +1,4 @@
-"""The tokens of an update whose choice was least certain: 80/20, arXiv:2506.01939."""
+"""Select the tokens of an update with the highest entropy (80/20 rule, arXiv:2506.01939)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 
 _TIE = 1e-5
-"""Nats. First tokens of a group have the same prompt, and so one entropy but for rounding, which layouts do apart."""
+"""Tolerance in nats. First tokens of a group share a prompt and therefore an entropy, except for rounding."""
 
 
 def add_entropy_mask(
     update: Minibatch, entropies: Sequence[Tensor], samples: Sequence[Sample], share: float, mesh: Mesh
 ) -> Minibatch:
-    """`uncertain_BT`: 1 at the drawn tokens whose entropy (`[B, T]` for each microbatch) reaches the (1 - share)
-    quantile of the update's tokens on all ranks, or falls short of it by rounding, else 0. Quantiles between two tokens
-    are interpolated, as TRL's are. Collective.
+    """Add the column `uncertain_BT`: 1 at generated tokens with high entropy, else 0.
+
+    The threshold is the (1 - share) quantile over the tokens of the update on all ranks, interpolated as in TRL.
+    Entropies within rounding below it are included. `entropies` has `[B, T]` per microbatch. Collective.
+
+    Example: the entropies 0.1, 0.2, 0.3, 2.0 with share 0.25 have the threshold 0.725, so one token is selected.
     """
     entropies = [entropy_BT.cpu().double() for entropy_BT in entropies]
-    # every token has a place of its own, whichever rank holds it, so the sum over ranks copies and does not round
+    # every token has its own index on all ranks, so the sum over ranks only copies values
     ends_N = np.cumsum([sample.num_generated for sample in samples])
     known_2M = torch.zeros(2, int(ends_N[-1]), dtype=torch.float64)
     for batch, row, drawn_T, number in _drawn(update, samples):
@@ -40,7 +43,7 @@ def add_entropy_mask(
 
 
 def _drawn(update: Minibatch, samples: Sequence[Sample]) -> Iterator[tuple[int, int, Tensor, int]]:
-    """Of each sample on this rank: microbatch, row, where its drawn tokens' labels are, its number."""
+    """Return microbatch, row, span of labels and index of each sample on this rank."""
     for batch, spread in enumerate(update.spread):
         for row, first, number in spread:
             yield batch, row, first + samples[number].generated_T().nonzero()[:, 0], number

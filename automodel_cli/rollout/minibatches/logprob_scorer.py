@@ -1,4 +1,4 @@
-"""What models say of a rollout's tokens before its first update: the columns that the objective reads."""
+"""Score the tokens of a rollout with policy, reference and teacher before the first update."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 class Scorer:
-    """Runs the policy, the reference or a teacher over the rows of a rollout, each only where somebody reads what it
-    says. Build it before the first step. Collective."""
+    """Run the policy, the reference or a teacher on the minibatches of a rollout, each only if the objective needs it.
+    Build it before the first step. Collective."""
 
     def __init__(
         self,
@@ -54,14 +54,14 @@ class Scorer:
 
     @contextmanager
     def as_sampled(self) -> Iterator[None]:
-        """Inside, the trainer's log-probs are those of the distribution that is sampled from; of the model as it is
-        where the objective chooses samples."""
+        """Context in which log-probs of the trainer belong to the sampled distribution, or to the unmodified model if
+        the objective selects samples."""
         plain = selection_of(self._objective) is not None
         with sampling_distribution(self._model, SamplingTransform() if plain else shaping_of(self._config.params())):
             yield
 
     def scored(self, updates: Sequence[Minibatch], samples: Sequence[Sample]) -> list[Minibatch]:
-        """The updates with what is measured before the first of them. Collective."""
+        """Return the minibatches with the columns that are computed before the first update. Collective."""
         updates = self._by_policy(updates, samples)
         if self._reference is None:
             return updates
@@ -69,7 +69,7 @@ class Scorer:
             if isinstance(self._objective, Distillation):
                 return [self._with_teacher(update, self._objective, stages) for update in updates]
             device = self._mesh.device
-            # The reference's experts are its own, also where it is the model without its adapters.
+            # The reference selects its own experts, even if it is the model without adapters.
             own = [[batch.without_column(ROUTED_EXPERTS) for batch in update.batches] for update in updates]
             found = [batch_logprobs(stages, batches, device) for batches in own]
             return [u.with_column("ref_logprobs_BT", column) for u, column in zip(updates, found, strict=True)]

@@ -1,4 +1,4 @@
-"""Whether the responses of a group share a copy of their prompt in the update: settled once, before the first step."""
+"""Decide whether the responses of a group share one copy of their prompt in the update."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def why_apart(session: Trainer, config: RolloutConfig, teacher: TeacherConfig | None) -> str:
-    """What keeps this run's prompts from being shared, for a sentence; empty where nothing does. Raises ConfigError
-    where the config says that they must be."""
+    """Return why prompts cannot be shared in this run. Empty if they can. Raise ConfigError if the config requires
+    sharing."""
     if config.share_prompt_prefix is False:
         return "rollout.share_prompt_prefix=false"
     reason = _reason(session, config, teacher)

@@ -1,8 +1,8 @@
-"""The sampler's choice of experts in the update (Rollout Routing Replay, arXiv:2510.11370).
+"""Rollout Routing Replay: use the routed experts of the sampler in the update (arXiv:2510.11370).
 
-Sampler and trainer compute a router's logits with other kernels, precisions or weights, and a small difference changes
-which experts a token goes to: its log-prob then differs by much more than rounding. With replay the trainer's layers
-take the sampler's experts, with gate weights of their own.
+Sampler and trainer compute router logits with different kernels, precisions or weights. A small difference may select
+other experts, and the log-prob then differs by much more than rounding. With replay, layers of the trainer use the
+sampler's experts, with their own gate weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RoutingReplay:
-    """On the parts of a run from now on. Collective to build; build it before the engine."""
+    """Replay of routed experts in the parts of a run. Build it before the engine. Collective."""
 
     def __init__(self, session: Trainer, selectors: Selectors):
         self._model, self._mesh = session.model, session.mesh
@@ -39,7 +39,7 @@ class RoutingReplay:
         session.model.step_hooks.append(self.routing)
 
     def of_layers(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with the experts of layers that have some, whatever layers their engine tells. Raises
+        """Return the samples with routed experts of MoE layers only, whichever layers the engine returns. Raises
         RunError."""
         return [
             sample
@@ -50,7 +50,7 @@ class RoutingReplay:
 
     @staticmethod
     def check_told(samples: Sequence[Sample]) -> None:
-        """Raise RunError where a token went to an expert twice: what an engine does not know of a layer stays 0."""
+        """Raise RunError if a token has the same expert twice, because engines return 0 for layers without data."""
         for sample in samples:
             if sample.routed_experts is None:
                 continue

@@ -1,6 +1,6 @@
-"""Advantages by token: a sample's reward at its last token, its KL at each, and what a critic expects of them.
+"""Advantages per token: the reward of a sample at its last token, a KL term at each token, and values of a critic.
 
-Ranks hold the rows that they train on; numbers of all samples are sums over data-parallel ranks.
+Ranks hold only the rows that they train on. Statistics are sums over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from automodel_cli.rollout.types import Sample
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """How tokens are judged: `gamma` and `lam` of GAE, over the values `old_values_BT` where `critic`; `whiten` over
-    all tokens of the rollout; `kl` is taken off each token's reward."""
+    """Settings of advantages per token: `gamma` and `lam` of GAE with the values `old_values_BT` of a `critic`,
+    `whiten` over all tokens of the rollout, and the `kl` term of each token's reward."""
 
     gamma: float
     lam: float
@@ -33,8 +33,8 @@ class TokenAdvantages:
     def into(
         self, updates: Sequence[Minibatch], samples: Sequence[Sample], rewards_N: Tensor, mesh: Mesh
     ) -> tuple[list[Minibatch], Tensor]:
-        """The updates with `advantages_BT` and, for a critic, `returns_BT`; and each sample's mean advantage, float64
-        `[N]`, 0 for those that are not trained on. Collective."""
+        """Return the minibatches with `advantages_BT` and, for a critic, `returns_BT`. Also return the mean advantage
+        of each sample, float64 `[N]`, 0 for samples that are not trained. Collective."""
         found = [self._of_update(update, samples, rewards_N) for update in updates]
         advantages = [advantages_BT for of_update in found for advantages_BT, _ in of_update]
         labels = [batch.labels_BT.cpu() >= 0 for update in updates for batch in update.batches]
@@ -57,7 +57,7 @@ class TokenAdvantages:
     def _of_update(
         self, update: Minibatch, samples: Sequence[Sample], rewards_N: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """Advantages and returns of each microbatch, float64 `[B, T]`, 0 where nothing was drawn."""
+        """Return advantages and returns of each microbatch, float64 `[B, T]`, 0 at tokens that were not generated."""
         out = []
         for batch, spread in zip(update.batches, update.spread, strict=True):
             advantages_BT, returns_BT = (torch.zeros(batch.shape, dtype=torch.float64) for _ in range(2))
@@ -77,7 +77,7 @@ class TokenAdvantages:
         return out
 
     def _kl(self, batch: Batch) -> Tensor:
-        """What is taken off the reward of each token, float64 `[B, T]`."""
+        """Return the KL term of each token, float64 `[B, T]`."""
         if self.kl is None:
             return torch.zeros(batch.shape, dtype=torch.float64)
         old_BT, ref_BT = (batch.extra[f"{name}_logprobs_BT"].cpu() for name in ("old", "ref"))
@@ -87,7 +87,7 @@ class TokenAdvantages:
 def _of_samples(
     update: Minibatch, columns: Sequence[Tensor], samples: Sequence[Sample]
 ) -> Iterator[tuple[int, Tensor]]:
-    """The number of each sample of an update, and the values at the tokens that were drawn."""
+    """Yield the index of each sample of an update, and the values at its generated tokens."""
     for column_BT, spread in zip(columns, update.spread, strict=True):
         for row, first, number in spread:
             yield number, column_BT[row, first + samples[number].generated_T().nonzero()[:, 0]]

@@ -1,0 +1,1 @@
+"""Metrics and checks of rollouts: rewards, environments, log-prob agreement, accuracy and warnings."""

@@ -1,4 +1,4 @@
-"""Share of questions that a model answers exactly, by an engine's greedy completions."""
+"""Accuracy of greedy completions on questions with exact answers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def measure_accuracy(
     *,
     max_new_tokens: int = 32,
 ) -> Accuracy:
-    """Ask every row greedily and check the reply. A row has `messages` (the last one is the answer), `answer`, `kind`.
+    """Generate a greedy reply to each row and return the accuracy.
 
-    A reply that does not end by itself within `max_new_tokens` is wrong. Raises DataError when there is no row.
+    A row has `messages` (the last one is the answer), `answer` and `kind`. A reply that does not end within
+    `max_new_tokens` is wrong. Raises DataError if there are no rows.
     """
     rows = list(rows)
     if not rows:

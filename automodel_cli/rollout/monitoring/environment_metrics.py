@@ -1,4 +1,4 @@
-"""What a step's episodes tell about their environments, as numbers by name."""
+"""Metrics of the episodes of a step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from automodel_cli.rollout.types import Account, Sample
 
 
 def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`environment_...` of all episodes; where they play in several environments, `environment_NAME_...` of each, with
-    its share of the samples and what these got. Nothing where there are no episodes."""
+    """Return `environment_...` over all episodes. With several environments, also `environment_NAME_...` of each, with
+    its share of the samples and their rewards. Empty without episodes."""
     accounts = [(sample, sample.account) for sample in samples if sample.account is not None]
     if not accounts:
         return {}

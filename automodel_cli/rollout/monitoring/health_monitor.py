@@ -1,4 +1,4 @@
-"""What goes wrong slowly in a run that learns from its own samples, said in a sentence, once. Torch-free."""
+"""Warnings about slow failures of RL runs, each reported once. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _TRUNCATED = 0.5  # share of responses that were cut off
 _EQUAL = 0.9  # share of groups that teach nothing
 _FAILED = 0.25  # share of episodes whose environment failed
 _COLLAPSED = 0.1  # of the first steps' entropy
-_STEPS = 5  # in a row, before something is said; and whose mean is the first entropy
+_STEPS = 5  # consecutive steps before a warning; their mean is the initial entropy
 _ENOUGH = 8  # samples on which a reward that has never worked must have failed before it counts as broken
 
 
 @dataclass
 class HealthMonitor:
-    """Looks at each step's numbers (as in metrics.jsonl) and says what a person should look at, each thing once."""
+    """Inspect the metrics of each step and return warnings, each once."""
 
     max_new_tokens: int
     first_entropies: list[float] = field(default_factory=list)
-    """Of the first steps, which a resumed run has behind it; as many as are missing come from its own steps."""
+    """Entropies of the first steps. A resumed run reads them from metrics.jsonl and adds missing ones."""
     _in_a_row: dict[str, int] = field(default_factory=dict)
     _asked: Counter[str] = field(default_factory=Counter)
     _worked: set[str] = field(default_factory=set)
@@ -31,8 +31,7 @@ class HealthMonitor:
     _said: set[str] = field(default_factory=set)
 
     def of(self, values: Mapping[str, float], failures: Mapping[str, tuple[int, int]]) -> list[str]:
-        """The sentences that are due after a step; `failures`: of each reward that should judge samples of the step, on
-        how many it failed, and how many those were."""
+        """Return the warnings after a step. `failures`: per reward, the number of failures and of scored samples."""
         due = []
         for name, sentence in (*self._found(values), *_failing(failures)):
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if sentence else 0
@@ -42,8 +41,8 @@ class HealthMonitor:
         return due
 
     def broken(self, failures: Mapping[str, tuple[int, int]]) -> str | None:
-        """Return the reward for which the run must stop after a step: one that has failed on every sample since the
-        start, or any where for some steps no reward gave a number, so that nothing is learned."""
+        """Return the reward for which the run must stop: a reward that has failed on every sample since the start, or
+        any reward if no reward returned a number for several steps. Otherwise None."""
         if not failures:
             return None
         for name, (failed, asked) in failures.items():
@@ -58,7 +57,7 @@ class HealthMonitor:
         return next(iter(failures)) if self._without_any >= _STEPS else None
 
     def _found(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """What is wrong at this step, by name; an empty sentence where nothing is."""
+        """Return a warning per symptom, empty if the symptom is absent."""
         truncated = values["truncation_rate"]
         yield (
             "truncation_rate",
@@ -103,12 +102,12 @@ class HealthMonitor:
 
 
 def measured_entropies(path: Path) -> list[float]:
-    """Those of the steps that a resumed run has behind it, in its metrics.jsonl; [] for a new run."""
+    """Return the entropies of metrics.jsonl of a resumed run. Empty for a new run."""
     return [row["entropy"] for row in read_metrics(path) if row.get("entropy") is not None]
 
 
 def _failing(failures: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, str]]:
-    """A reward that judges only rows of one kind counts the steps that have such rows."""
+    """Return whether a reward fails on all samples. A reward with a filter counts only steps with matching rows."""
     for name, (failed, asked) in failures.items():
         yield (
             f"reward {name}",

@@ -1,4 +1,4 @@
-"""Held-out questions with exact answers, asked before and after training, where the data is a task that has them."""
+"""Accuracy on held-out questions before and after training, for tasks with exact answers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ class HeldOutQuestions:
 
     def __init__(self) -> None:
         self.accuracy: dict[str, Accuracy] = {}
-        """By `before` and `after`; empty where the data has no such questions."""
+        """Accuracy by `before` and `after`. Empty if the data has no such questions."""
 
     def ask(self, session: Trainer, when: str) -> None:
-        """Measure and print the accuracy under the name `when`; nothing to do for data without a task
-        that knows right answers. Collective.
-        """
+        """Measure and print the accuracy under the name `when`. No effect for data without a task that can check
+        answers. Collective."""
         task = session.recipe.data.generator
         questions = [] if task is None else list(task.rows("validation"))
         check = answer_checker(task, questions)

@@ -1,8 +1,8 @@
-"""Before the first step: the engine's log-probs of tokens that it drew must be the trainer's.
+"""Compare log-probs of engine and trainer before the first step.
 
-Whatever is wrong between a server and a trainer shows here: other weights, another tokenizer, a distribution that the
-server shapes in its own way, log-probs of another distribution. Trained on, it would be a policy gradient for a policy
-that nobody has.
+The check detects all differences between a server and the trainer: other weights, another tokenizer, a modified
+distribution, or log-probs of another distribution. Training on such samples would use a policy gradient of a policy
+that does not exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 
 MAX_PROMPTS, MAX_NEW_TOKENS = 16, 16
-"""How many prompts over all ranks are answered, and how long the answers are at most."""
+"""Maximum number of prompts over all ranks, and of generated tokens."""
 
 
 Score = Callable[[SamplingTransform], list[Tensor]]
@@ -30,7 +30,7 @@ Score = Callable[[SamplingTransform], list[Tensor]]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One drawn token: its id, and its log-prob as the engine reported and as the trainer computes it."""
+    """One generated token: its id, and its log-probs in engine and trainer."""
 
     token: int
     engine: float
@@ -50,7 +50,7 @@ def check_agreement(
     limit: float,
     tokenizer: Any,
 ) -> None:
-    """Raise RunError where the samples' log-probs and those of `score(shaping)` differ by more than `limit` nats on
+    """Raise RunError if the log-probs of the samples and of `score(shaping)` differ by more than `limit` nats on
     average. Collective."""
     tokens = scored_tokens(update, score(shaping), samples)
     if mean_gap(tokens) <= limit:
@@ -62,7 +62,7 @@ def check_agreement(
 def scored_tokens(
     update: Minibatch, trainer_logprobs: Sequence[Tensor], samples: Sequence[Sample]
 ) -> list[TokenLogprobs]:
-    """Every drawn token of all ranks, in the order of the samples; the same on every rank. Collective."""
+    """Return all generated tokens of all ranks, in the order of the samples. Equal on every rank. Collective."""
     mine: dict[int, list[TokenLogprobs]] = {}
     for spread, logprobs_BT in zip(update.spread, trainer_logprobs, strict=True):
         for row, first, number in spread:
@@ -81,7 +81,8 @@ def mean_gap(tokens: Sequence[TokenLogprobs]) -> float:
 
 
 def refusal(tokens: Sequence[TokenLogprobs], limit: float, tokenizer: Any, *, unshaped: bool) -> RunError:
-    """What is said of a `mean_gap` above `limit`. `unshaped`: the engine's numbers are those of the plain softmax."""
+    """Return the error of a `mean_gap` above `limit`. `unshaped`: the engine returns log-probs of the unmodified
+    softmax."""
     worst = max(tokens, key=lambda token: token.gap)
     text = tokenizer.decode([worst.token])
     gap = (

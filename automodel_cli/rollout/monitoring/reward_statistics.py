@@ -1,4 +1,4 @@
-"""What samples are worth on average, and how often they are right, without those whose rewards do not count."""
+"""Statistics of rewards, without samples that are excluded by `on_error: skip`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from automodel_cli.rollout.types import Sample
 
 
 def is_right(sample: Sample) -> bool:
-    """Every reward that should judge it did, and gave at least 1; one that nobody judged is not."""
+    """Return whether all applicable rewards scored the sample with at least 1. False without rewards."""
     return bool(sample.score.parts) and not sample.score.errors and min(sample.score.parts.values()) >= 1
 
 
 def is_wrong(sample: Sample) -> bool:
-    """Every reward that should judge it did, and gave at most 0."""
+    """Return whether all applicable rewards scored the sample with at most 0."""
     return bool(sample.score.parts) and not sample.score.errors and max(sample.score.parts.values()) <= 0
 
 
@@ -28,27 +28,27 @@ def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def counted(samples: Sequence[Sample]) -> list[Sample]:
-    """Without those that an error's `on_error: skip` leaves out: their totals say nothing."""
+    """Return the valid samples, without those that `on_error: skip` excludes."""
     return [sample for sample in samples if sample.score.valid]
 
 
 def judged(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that count and that some reward was asked about: without rewards (a teacher says what is good) none."""
+    """Return the valid samples with at least one applicable reward."""
     return [sample for sample in counted(samples) if has_reward([sample])]
 
 
 def has_reward(samples: Sequence[Sample]) -> bool:
-    """Whether a reward was asked about one of them, even if it failed."""
+    """Return whether a sample has an applicable reward, even a failed one."""
     return any(sample.score.parts or sample.score.errors for sample in samples)
 
 
 def mean_reward(samples: Sequence[Sample]) -> float:
-    """Over the samples that count; NaN where none does."""
+    """Return the mean reward of valid samples. NaN if there are none."""
     return _over_rewards(statistics.fmean, samples)
 
 
 def deviation_of_rewards(samples: Sequence[Sample]) -> float:
-    """Over the samples that count; NaN where none does."""
+    """Return the standard deviation of the rewards of valid samples. NaN if there are none."""
     return _over_rewards(statistics.pstdev, samples)
 
 
@@ -58,8 +58,11 @@ def _over_rewards(measure: Callable[[list[float]], float], samples: Sequence[Sam
 
 
 def of_k_samples(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of k samples to each prompt: their mean reward, the mean of each prompt's best, and the share of prompts with a
-    right one; NaN where no sample counts, and without the prompts of which none does."""
+    """Return metrics of k samples per prompt: mean reward, mean of the best reward, and share of prompts with a
+    correct sample.
+
+    NaN if no sample is valid. Prompts without valid samples are excluded.
+    """
     groups = by_group(judged(samples))
     return {
         "val_avg_at_k": mean_reward(samples),

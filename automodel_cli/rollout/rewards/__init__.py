@@ -1,1 +1,1 @@
-"""Rewards: what a completion is worth, as config nodes with a weight each."""
+"""Rewards: config classes that score samples, each with a weight."""

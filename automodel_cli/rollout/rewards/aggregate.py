@@ -1,4 +1,4 @@
-"""Several rewards on many samples: a weighted sum, and an account of everything that went wrong. Torch-free."""
+"""Weighted sum of several rewards over many samples, with error accounting. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from automodel_cli.rollout.types import Score
 
 Judge = Callable[[RewardInput], float | None]
 Given = float | Exception | None
-"""What a reward gave a sample; None: it is not for it."""
+"""Result of a reward for a sample. None: the reward does not apply."""
 Way = Literal["single", "async", "group", "batch"]
 
-_RAISED = (Exception, SystemExit)  # belongs to the sample, also where a script exits, which would end the run unheard
+_RAISED = (Exception, SystemExit)  # SystemExit too: a script that exits must not end the run
 _CONCURRENCY = 32
 _MOST_WORDS = 300  # characters of an error that are printed and kept with the sample
-_SHOWN = 5  # errors of one reward that one call prints, each once in a run; the rest is counted
+_SHOWN = 5  # maximum errors of a reward per call that are logged, each once per run; others are counted
 
 
 class RewardSum:
-    """`sum of weight * score` over the named rewards. A reward that raises never ends the run: it counts as configured.
+    """Score samples with `sum of weight * score` over the named rewards.
 
-    `num_helpers` processes and as many threads compute what has a timeout. Use as a context manager, or `close` it.
+    An exception of a reward does not end the run. It counts as `on_error` configures. `num_helpers` worker processes,
+    and as many threads, compute rewards with a timeout. Use it as a context manager, or call `close`.
+
+    Example: the rewards math (weight 1) and length (weight 0.5) with scores 1 and -0.4 sum to 0.8.
     """
 
     def __init__(self, rewards: Mapping[str, RewardFunction], *, num_helpers: int = 2, required: bool = True):
@@ -72,8 +75,8 @@ class RewardSum:
         self.close()
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[Score]:
-        """The score of each sample, in order. Rewards judge side by side: those without a timeout, which may be bound
-        to the main thread, one after another here, while the others wait for helpers and servers."""
+        """Return the score of each sample, in order. Rewards run concurrently. Rewards without a timeout run one after
+        another in this thread, because they may need the main thread."""
         mine = {name: _judged_by(reward, samples) for name, reward in self.rewards.items()}
         here = [
             name for name, reward in self.rewards.items() if reward.timeout is None and call_kind(reward) == "single"
@@ -153,7 +156,7 @@ class RewardSum:
 
 
 def check_nodes(rewards: Mapping[str, RewardFunction]) -> None:
-    """Refuse nodes, of the user's own classes too, that could not be called as they say. Raises ConfigError."""
+    """Raise ConfigError for reward classes, including custom ones, that cannot be called."""
     for name, reward in rewards.items():
         check_on_error(reward.on_error, f"rewards.{name}.on_error")
         kind, several = type(reward).__name__, hasattr(reward, "scores")
@@ -185,8 +188,8 @@ def _reject(name: str, code: str, what: str) -> None:
 def check_reward_rows(
     rewards: Mapping[str, RewardFunction], rows: Iterable[tuple[str, Mapping[str, Any]]], *, all_judged: bool
 ) -> None:
-    """Refuse rows (with where they come from) that lack a column which a reward that judges them reads, rows that no
-    reward judges where `all_judged`, and a reward that judges none of them. Raises ConfigError."""
+    """Raise ConfigError for rows without a column that an applicable reward reads, rows without any applicable reward
+    (if `all_judged`), and rewards that apply to no row."""
     judging, seen = set[str](), dict[str, set[str]]()
     for origin, row in rows:
         mine = []
@@ -259,13 +262,13 @@ _EXAMPLE = "automodel_cli.rollout.rewards.text.ExactAnswer"
 
 def call_kind(reward: RewardFunction) -> Way:
     """How a reward is called: with one sample, with one and awaited, or with several of them."""
-    if hasattr(reward, "scores"):  # what sets a `SupportsBatchScoring` apart from a node that judges one at a time
+    if hasattr(reward, "scores"):  # only a `SupportsBatchScoring` has this method
         return cast(SupportsBatchScoring, reward).per
     return "async" if inspect.iscoroutinefunction(reward.score) else "single"
 
 
 def _judged_by(reward: RewardFunction, samples: Sequence[RewardInput]) -> list[int]:
-    """Numbers of the samples that a reward judges: those whose row has what `filter` says."""
+    """Return the indices of the samples that a reward scores: rows that match its `filter`."""
     return [i for i, sample in enumerate(samples) if _judges(reward, sample.row)]
 
 
@@ -280,7 +283,7 @@ def _filter_of(reward: RewardFunction) -> Mapping[str, Any]:
 
 
 def _refuse_nothing(results: Mapping[str, dict[int, Given]], num_samples: int) -> None:
-    """Where all the rewards that are asked about a sample give None, each of them is an error."""
+    """If all applicable rewards of a sample return None, count an error of each reward."""
     for i in range(num_samples):
         asked = [of for of in results.values() if i in of]
         if all(of[i] is None for of in asked):
@@ -289,7 +292,7 @@ def _refuse_nothing(results: Mapping[str, dict[int, Given]], num_samples: int) -
 
 
 def _together(reward: SupportsBatchScoring, samples: Sequence[RewardInput]) -> list[Given]:
-    """The values of a reward that judges groups, or everything, in the order of the samples."""
+    """Score groups, or all samples, and return the values in the order of the samples."""
     found: dict[int, Given] = {}
     keys = [sample.group if reward.per == "group" else 0 for sample in samples]
     for key in dict.fromkeys(keys):
@@ -313,7 +316,7 @@ def _attempt_many(reward: SupportsBatchScoring, samples: Sequence[RewardInput]) 
 
 async def _awaited(reward: RewardFunction, samples: Sequence[RewardInput]) -> list[Given]:
     """Up to `concurrency` scores at once."""
-    limit = getattr(reward, "concurrency", _CONCURRENCY)  # a node without our base class says nothing of it
+    limit = getattr(reward, "concurrency", _CONCURRENCY)  # custom classes may lack the attribute
     places = asyncio.Semaphore(limit)
     asyncio.get_running_loop().set_default_executor(threads_on_this_device(limit))  # of `asyncio.to_thread`
 
@@ -342,7 +345,7 @@ def _error_of(error: BaseException) -> Exception:
 
 
 def _number(value: Any) -> Given:
-    """Of a reward that judges many, one value that is no number is an error of that sample alone."""
+    """Convert a value to float. An invalid value of a batch reward is an error of its sample only."""
     if value is None:
         return None
     try:
@@ -355,7 +358,7 @@ def _number(value: Any) -> Given:
 
 
 def _words(error: Exception) -> str:
-    """A line, cut where it is longer than a person reads. A plain RuntimeError is the helper's, and quotes the reward's
-    own error."""
+    """Return an error as one line, truncated. A plain RuntimeError comes from a worker and quotes the error of the
+    reward."""
     text = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
     return textwrap.shorten(text, _MOST_WORDS, placeholder=" ...")

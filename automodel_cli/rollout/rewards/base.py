@@ -1,4 +1,4 @@
-"""What a reward is: a config node that gives one judged sample a number. Torch-free."""
+"""Interface of rewards: config classes that return a number for a sample. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Many = Literal["group", "batch"]
 
 
 def check_on_error(value: str, key: str | None = None) -> None:
-    """Refuse what is no rule for errors. `key`: where it stands in a recipe; null: in the node itself."""
+    """Raise ConfigError for an unknown `on_error`. `key` is its config key, or None within the node."""
     if value not in get_args(OnError):
         raise ConfigError(
             f"on_error={value!r} must be one of: {', '.join(get_args(OnError))}",
@@ -27,11 +27,11 @@ def check_on_error(value: str, key: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One completion in front of the rewards.
+    """A sample to score.
 
-    `completion` is its text without special tokens, `num_tokens` what was generated, `finished` whether it ended by
-    itself. `row` is the dataset's row (`answer`, `entry`, tests, ...) and `messages` the conversation before the
-    completion. `name` says which sample it is in messages to the user. Samples of one `group` answer the same prompt.
+    `completion`: text without special tokens. `num_tokens`: generated tokens. `finished`: whether it ended with a stop
+    token. `row`: row of the dataset (`answer`, `entry`, tests, ...). `messages`: conversation before the completion.
+    `name`: name of the sample in messages. Samples with the same `group` answer the same prompt.
     """
 
     name: str
@@ -43,7 +43,7 @@ class RewardInput:
     group: int = 0
 
     def column(self, name: str) -> Any:
-        """A column of the row; KeyError says what there is."""
+        """Return a column of the row. KeyError lists the existing columns."""
         if name not in self.row:
             raise KeyError(f"the row has no column {name!r}: it has {', '.join(sorted(self.row)) or 'none'}")
         return self.row[name]
@@ -51,7 +51,8 @@ class RewardInput:
 
 @wraps_functions("automodel_cli.rollout.rewards.text.FunctionReward")
 class RewardFunction(Protocol):
-    """What a node of the `rewards` section must have; `Reward` has all but `score` (examples/own_reward.py)."""
+    """Interface of nodes in the `rewards` section. `Reward` implements all but `score`. Custom example:
+    examples/own_reward.py."""
 
     @property
     @abstractmethod
@@ -62,13 +63,13 @@ class RewardFunction(Protocol):
     @property
     @abstractmethod
     def on_error(self) -> OnError:
-        """What counts when `score` raises, runs out of time or gives no finite number."""
+        """Treatment of errors, timeouts and non-finite scores."""
         ...
 
     @property
     @abstractmethod
     def timeout(self) -> float | None:
-        """Seconds for one score, in a helper process that is killed after them; None: in this process."""
+        """Time limit in seconds for one score, in a worker process that is killed afterwards. None: in this process."""
         ...
 
     @property
@@ -80,56 +81,55 @@ class RewardFunction(Protocol):
     @property
     @abstractmethod
     def confined(self) -> bool:
-        """Whether the helper process, which may evaluate what the completion says, gives up writing files, sockets and
-        processes first."""
+        """Whether the worker process gives up file writes, sockets and subprocesses, because it may evaluate the
+        completion."""
         ...
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ConfigError for what this machine lacks (an extra, isolation). Called before the first rollout."""
+        """Raise ConfigError if this machine lacks a requirement (package, isolation). Called before the first rollout.
+        Raise ConfigError if this machine lacks a requirement (package, isolation). Called before the first rollout."""
         ...
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Import what is slow to import. Called in the helper process, and counts against no timeout."""
+        """Import slow modules. Called in the worker process, outside every timeout."""
         ...
 
     @abstractmethod
     def score(self, sample: RewardInput) -> float | None:
-        """What the sample is worth before the weight, None where the reward is not for it; any exception counts as
-        `on_error` says. May be `async`: up to
-        `concurrency` of them wait at once, each up to `timeout`."""
+        """Return the unweighted score, or None if the reward does not apply. `on_error` handles exceptions. May be
+        `async`: up to `concurrency` calls wait concurrently, each up to `timeout`."""
         ...
 
 
 class SupportsBatchScoring(RewardFunction, Protocol):
-    """A node that judges several samples at a time; `BatchReward` has all but `scores`."""
+    """Interface of rewards that score several samples at once. `BatchReward` implements all but `scores`."""
 
     @property
     @abstractmethod
     def per(self) -> Many:
-        """What `scores` is given: all responses to one prompt (`group`), or all of this rank's step (`batch`)."""
+        """Samples of one call: all responses to a prompt (`group`), or all samples of this rank and step (`batch`)."""
         ...
 
     @abstractmethod
     def scores(self, samples: Sequence[RewardInput]) -> Sequence[float | None]:
-        """A number for each sample, or None, in order, before the weight. Called in a thread beside other rewards."""
+        """Return an unweighted score or None for each sample, in order. Called in a thread, concurrently with other
+        rewards."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """One reward. A subclass defines `score`; what it returns is multiplied by `weight` and summed with the others.
+    """Base class of rewards. A subclass defines `score`, which is multiplied by `weight` and added to the others.
 
-    `on_error` says what counts when `score` raises, runs out of time or gives no finite number: `zero` counts 0 for
-    this reward, `fail` makes the whole sample worth 0, `skip` leaves the sample out of training. `timeout` in seconds:
-    the score is computed in a helper process that is killed when it takes longer; None computes it right here, for code
-    that cannot hang. Where `score` is an `async def` it stays in this process: up to `concurrency` wait at once, each
-    up to `timeout`.
-
-    `filter`: rows that this reward judges, by column: `{kind: math}`, `{kind: [math, code]}`. For others it adds
-    nothing,
-    nor where `score` returns None; a sample of which all rewards give None is an error of each of them.
+    - `on_error` handles exceptions, timeouts and non-finite scores. `zero`: this reward is 0. `fail`: the sample is
+      worth 0. `skip`: the sample is excluded from training.
+    - `timeout`: time limit in seconds. The score is computed in a worker process, which is killed if it takes longer.
+      None: in this process, for code that cannot hang. An `async` score always runs in this process: up to
+      `concurrency` calls wait concurrently, each up to `timeout`.
+    - `filter`: rows to which the reward applies, by column: `{kind: math}`, `{kind: [math, code]}`. It adds nothing to
+      other rows, or if `score` returns None. If all rewards return None for a sample, each of them counts an error.
     """
 
     limits_itself: ClassVar[bool] = False
@@ -138,14 +138,13 @@ class Reward:
     weight: float = 1.0
     """Weight of the score in the sum of rewards."""
     on_error: OnError = "zero"
-    """Treatment of a failed score: `zero` (0 for this reward), `fail` (the sample is worth 0) or `skip` (excluded
-    from training)."""
+    """Result if `score` fails: `zero` (0 for this reward), `fail` (the sample is worth 0) or `skip` (not trained)."""
     timeout: float | None = None
     """Seconds for one score, computed in a worker process. null: no limit, in the main process."""
     concurrency: int = 32
     """Maximum number of concurrent calls of an `async def score`."""
     filter: dict[str, Any] = field(default_factory=dict)
-    """Rows that this reward scores, by column: `{kind: math}` or `{kind: [math, code]}`."""
+    """Rows to which this reward applies, by column: `{kind: math}` or `{kind: [math, code]}`."""
 
     def __post_init__(self) -> None:
         check_on_error(self.on_error)
@@ -163,7 +162,7 @@ class Reward:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that every row must have; a run whose rows lack one is refused before its first step."""
+        """Required columns of every row. Missing columns are reported before the first step."""
         return ()
 
     def check(self) -> None:
@@ -180,11 +179,9 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchReward(Reward):
-    """A reward that is called with several samples: those of one prompt (`per: group`: rankings, votes, diversity) or
-    all of a rank's step (`per: batch`: a model of its own, a server). A subclass defines `scores`.
-
-    An error counts for all the samples of the call. `timeout` is the subclass's to keep.
-    """
+    """Base class of rewards that score several samples at once: all responses to a prompt (`per: group`, for rankings,
+    votes, diversity), or all samples of a rank and step (`per: batch`, for a model or a server). A subclass defines
+    `scores` and enforces `timeout`. An error counts for all samples of the call."""
 
     limits_itself: ClassVar[bool] = True
     per: ClassVar[Many] = "group"

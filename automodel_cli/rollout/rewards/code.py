@@ -1,4 +1,4 @@
-"""Reward of code: the row's tests, run in a sandbox. Torch-free."""
+"""Reward of generated code: run the tests of the row in a sandbox. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class CodeExecution(Reward):
-    """Fraction of the row's tests that the completion's code passes; 0 or 1 with `all_or_nothing`.
+    """Share of the row's tests that the generated code passes, 0 to 1. With `all_or_nothing` 0 or 1.
 
-    The code is the last ``` block of the completion, or all of it where there is none. `column` holds the tests: one
-    text or a list; each is Python that raises (`assert add(1, 2) == 3`), or `{stdin, stdout}` to compare what a script
-    prints. For each test the code runs in one new process with `timeout` seconds and `memory_mib`, without network,
-    without the machine's processes and files. The test runs in another one, and only arguments and results pass between
-    the two: the code never sees a test. A name that the test does not define is the code's, but not that of a function
-    of Python (`sum`) unless the row's column `entry_point` says so.
-
-    Where the machine cannot isolate so, the reward refuses to start; `allow_unisolated` runs the code all the same,
-    with what the machine does allow.
+    - The code is the last ``` block of the completion, or the complete text if it has none.
+    - `column` contains a test or a list of tests. A test is Python that raises on failure (`assert add(1, 2) == 3`),
+      or `{stdin, stdout}` for the output of a script.
+    - Each test runs the code in a new process with `timeout` seconds and `memory_mib`, without network, processes or
+      files of the machine. The test runs in a second process. Only arguments and results are exchanged, so the code
+      never sees a test.
+    - Names that the test does not define come from the code. Python functions such as `sum` keep their meaning, unless
+      the column `entry_point` of the row names them.
+    - If the machine cannot isolate code, the run stops, unless `allow_unisolated` is set.
     """
 
     limits_itself: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Mathematical equivalence by `math-verify` (extra `rewards`). Torch-free."""
+"""Mathematical equivalence with `math-verify` (extra `rewards`). Torch-free."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from automodel_cli.rollout.rewards.text import check_pattern
 
 @dataclass(frozen=True, kw_only=True)
 class MathEquivalence(Reward):
-    """1 when the completion's final answer equals the row's as mathematics (`1/2` is `0.5` is `\\frac{1}{2}`), else 0.
+    """1 if the final answer of the completion is mathematically equal to the row's answer (`1/2`, `0.5`,
+    `\frac{1}{2}`), else 0.
 
-    The row's answer may be LaTeX or a plain expression; where the column holds a whole solution, `answer_pattern` is a
-    regular expression whose first group, in its last match, is the answer (`#### (.+)`). `float_digits` are compared of
-    decimal numbers. Runs in a helper process: computer algebra can take forever.
+    The row's answer is LaTeX or a plain expression. If the column contains a complete solution, `answer_pattern` is a
+    regular expression: the first group of its last match is the answer (`#### (.+)`). Decimal numbers are compared to
+    `float_digits`. Runs in a worker process, because computer algebra may not terminate.
     """
 
     confined: ClassVar[bool] = True
@@ -27,7 +28,7 @@ class MathEquivalence(Reward):
     column: str = "answer"
     """Column with the answer, as LaTeX or a plain expression."""
     answer_pattern: str | None = None
-    """Regular expression whose first group, in its last match, is the answer within the column (`#### (.+)`)."""
+    """Regular expression for the answer within the column: the first group of its last match (`#### (.+)`)."""
     float_digits: int = 6
     """Number of compared decimal digits."""
     require_eos: bool = True
@@ -64,7 +65,7 @@ class MathEquivalence(Reward):
         self.warm_up()
         from math_verify import parse, verify
 
-        # Its own time limits use signals, which only the main thread may set; ours kills the helper process.
+        # The time limits of math-verify use signals, which need the main thread. The worker process is killed instead.
         gold = parse(f"\\boxed{{{self._answer(sample)}}}", parsing_timeout=None, raise_on_error=True)
         said = parse(sample.completion, parsing_timeout=None, raise_on_error=True)
         if not gold:

@@ -1,4 +1,4 @@
-"""Tasks of `reasoning-gym` (extra `rewards`): a source of prompts that brings its verifier along. Torch-free."""
+"""Tasks of `reasoning-gym` (extra `rewards`): prompts with a verifier. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ _VERSION = 1  # part of every cache key
 
 @dataclass(frozen=True)
 class ReasoningTasks:
-    """Rows of one procedural task (`leg_counting`, `basic_arithmetic`, ...; the library has about 100).
-
-    `options` are the task's own (sizes, difficulty). Validation rows come from another seed, without the questions of
-    the training rows. Fits `data.generator`.
-    """
+    """Rows of a procedural task (`leg_counting`, `basic_arithmetic`, ..., about 100 exist), for `data.generator`.
+    `options` are options of the task (size, difficulty). Validation rows use another seed and none of the training
+    questions."""
 
     task: str
     """Name of a procedural task of reasoning-gym (`leg_counting`, `basic_arithmetic`, ...)."""
@@ -46,9 +44,9 @@ class ReasoningTasks:
                 )
 
     def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
-        """Dicts with `messages` (user, assistant), `answer`, `kind` and `entry`, what the verifier needs.
+        """Yield dicts with `messages` (user, assistant), `answer`, `kind` and `entry` (data of the verifier).
 
-        Raises ConfigError for a missing package or an unknown task, DataError when too few questions are new.
+        Raises ConfigError for a missing package or an unknown task, and DataError if too few questions are new.
         """
         train = self._entries(self.seed, self.num_train)
         if split == "train":
@@ -81,7 +79,8 @@ class ReasoningTasks:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def check_answer(self, completion: str, answer: str) -> bool:
-        """Whether the completion is the expected answer word for word; `ReasoningReward` knows other right ones."""
+        """Return whether the completion is exactly the expected answer. `ReasoningReward` accepts other correct
+        answers."""
         return completion.strip() == answer
 
     def _entries(self, seed: int, size: int) -> list[dict[str, Any]]:
@@ -103,12 +102,12 @@ class ReasoningTasks:
 
 
 _CODE = re.compile(r"__|\b(exec|eval|compile|open|input|breakpoint|getattr|setattr|delattr|globals|locals|vars)\s*\(")
-"""What Python needs to do more than arithmetic: some verifiers hand the answer to sympy, which evaluates it."""
+"""Syntax that goes beyond arithmetic. Some verifiers pass the answer to sympy, which evaluates it as Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningReward(Reward):
-    """Score of the task's own verifier, 0 to 1. The row's `entry` names the task."""
+    """Score of the task's own verifier, 0 to 1. `entry` of the row names the task."""
 
     confined: ClassVar[bool] = True
 

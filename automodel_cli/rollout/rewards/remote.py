@@ -1,4 +1,4 @@
-"""Rewards from elsewhere: a server that scores, and a language model that judges. Torch-free."""
+"""Rewards of servers: a scoring server, and a language model as judge. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from automodel_cli.rollout.rewards.text import check_pattern
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreServer(BatchReward):
-    """Scores from your own HTTP server at `url` + `path`, several samples per request.
+    """Scores of a custom server at `url` + `path`, for several samples per request.
 
-    It gets `{"samples": [{"completion": text, "messages": [...], "row": {...}, "group": number}, ...]}` and answers
-    `{"scores": [number, ...]}` in that order, null where it does not judge one; up to `batch_size` samples a request
-    (whole groups where `whole_groups`), `concurrency` requests at a time, each of which may take `timeout` seconds and
-    is sent again up to `retries` times. An environment variable `api_key_env` holds what is sent as bearer token.
+    The request is `{"samples": [{"completion": text, "messages": [...], "row": {...}, "group": number}, ...]}`. The
+    response is `{"scores": [number, ...]}` in the same order, null if the reward does not apply. A request has up to
+    `batch_size` samples (complete groups with `whole_groups`). Up to `concurrency` requests are open, each up to
+    `timeout` seconds, repeated up to `retries` times. The environment variable `api_key_env` contains the bearer
+    token.
     """
 
     per: ClassVar[Many] = "batch"
@@ -59,11 +60,11 @@ class ScoreServer(BatchReward):
             )
 
     def check(self) -> None:
-        """Something answers at the address."""
+        """Raise ConfigError if the server does not respond."""
         _check_answers(self.url)
 
     def scores(self, samples: Sequence[RewardInput]) -> list[float | None]:
-        """Raises ServerError, or ValueError for an answer of another form."""
+        """Raises ServerError, or ValueError for an invalid response."""
         server = _server(self.url, self.timeout, self.retries, self.api_key_env)
         with ThreadPoolExecutor(self.concurrency) as threads:
             found = threads.map(lambda some: self._asked(server, some), self._batches(samples))
@@ -98,11 +99,11 @@ NUMBER = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJudge(Reward):
-    """LLM-as-a-judge: a language model behind an OpenAI-compatible server returns a number.
+    """Score of a language model behind an OpenAI-compatible server.
 
-    `instruction` is the text that it gets, with `{question}` (the last message of the user), `{completion}` and
-    `{columns}` of the row by name in it. The last match of `pattern` in what it says is the number; `best` is worth 1.
-    `concurrency` requests at a time, each up to `timeout` seconds. Its answers are drawn greedily.
+    `instruction` is its prompt, with `{question}` (last user message), `{completion}` and `{columns}` of the row by
+    name. The score is the number in the last match of `pattern` in its reply, divided by `best`. Up to `concurrency`
+    requests are open, each up to `timeout` seconds. Decoding is greedy.
     """
 
     limits_itself: ClassVar[bool] = True
@@ -119,11 +120,11 @@ class ModelJudge(Reward):
     best: float = 10.0
     """Judge score that corresponds to a reward of 1."""
     max_tokens: int = 256
-    """Maximum number of tokens of the judge's response."""
+    """Maximum tokens of the judge's reply."""
     timeout: float | None = 120.0
     """Seconds for one request to the judge. null: no limit."""
     retries: int = 2
-    """Number of retries of a failed request."""
+    """Maximum repetitions of a failed request to the judge."""
     api_key_env: str | None = None
     """Environment variable with the API key. null: none."""
 
@@ -147,11 +148,11 @@ class ModelJudge(Reward):
         return tuple(name for name in names if name not in ("question", "completion"))
 
     def check(self) -> None:
-        """Something answers at the address."""
+        """Raise ConfigError if the server does not respond."""
         _check_answers(self.url)
 
     async def score(self, sample: RewardInput) -> float:  # type: ignore[override]  # awaited by RewardSum
-        """Raises ServerError, or ValueError where the judge says no number."""
+        """Raises ServerError, or ValueError if the reply contains no number."""
         return await asyncio.to_thread(self._asked, sample)
 
     def _asked(self, sample: RewardInput) -> float:
@@ -189,7 +190,7 @@ def _check_url(url: str) -> None:
 
 
 def _check_answers(url: str) -> None:
-    """Raise ConfigError where nothing listens: a run would go on with errors in place of rewards."""
+    """Raise ConfigError if no server listens. Otherwise every score of the run would fail."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:

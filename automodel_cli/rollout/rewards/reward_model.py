@@ -1,4 +1,4 @@
-"""A reward model as a reward: the score that it gives a whole conversation."""
+"""Reward model as a reward: its score of the complete conversation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class RewardModel(Reward):
     """Score of a reward model for the conversation with its completion (`automodel rm llm` trains one).
 
-    `folder`: what `AutoModelForSequenceClassification` loads, with one label, and its tokenizer, which renders and
-    tokenises the conversation as rows were for its training. It is read once, by the process that asks first, onto that
-    process's device. `dtype`: what it computes in. `chat_template` as in the data section; the tokenizer's by default.
-    A sample that has no score is left out by default (`on_error`): a score of 0 is no bad one here.
+    `folder` is a model for `AutoModelForSequenceClassification` with one label, and its tokenizer, which renders
+    conversations as in training. The model is loaded once per process, on the device of the process. `dtype` is its
+    compute dtype. `chat_template` as in the data section, by default that of the tokenizer. Samples without a score
+    are excluded by default (`on_error`), because 0 is not a low score of a reward model.
     """
 
     on_error: OnError = "skip"
-    """Treatment of a missing score. `skip` excludes the sample, because 0 is not a bad score here."""
+    """Result if the model returns no score. `skip` excludes the sample, because 0 is not a low score here."""
 
     folder: str
     """Hub id or folder of a sequence classifier with one label, and its tokenizer."""
@@ -44,7 +44,7 @@ class RewardModel(Reward):
             )
 
     def check(self) -> None:
-        """The folder is a reward model: a run would go on with all its samples left out."""
+        """Raise ConfigError if the folder is not a reward model. Otherwise all samples would be excluded."""
         from automodel_cli.models.checkpoint_io.sequence_classifier import check_classifier
 
         check_classifier(self.folder)
@@ -84,7 +84,7 @@ def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[
     def judge(messages: list[dict[str, Any]]) -> float:
         (found,) = encoder.encode([{"messages": messages}])
         if isinstance(found, RowError) and template is not None and not messages[-1]["content"].strip():
-            # no row of a dataset, but something that a model may say, and that must not go unpunished
+            # the text comes from the model, not from a dataset, so it must not raise
             ids: Any = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=False)
             found = Encoded(as_ids(ids), np.ones(len(ids), np.uint8))
         if not isinstance(found, Encoded):

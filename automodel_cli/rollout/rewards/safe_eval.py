@@ -1,7 +1,7 @@
-"""Let libraries that evaluate an answer as Python evaluate expressions only: sympy, and verifiers that call `eval`.
+"""Restrict sympy, and verifiers that call `eval`, to expressions.
 
-sympy's `parse_expr` turns a text into Python and runs it, with every function of sympy in reach; `lambdify`, `preview`
-and others run texts or programs in turn. What may be called here is what an answer in mathematics calls.
+`parse_expr` of sympy converts a text to Python and runs it, with access to all of sympy. `lambdify`, `preview` and
+other functions run texts or programs. Only functions of mathematical answers are allowed here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_expression(code: str, names: frozenset[str] = CALLABLE) -> None:
 
 
 def _may_be_called(function: ast.expr, names: frozenset[str]) -> bool:
-    """A name of the list, or what `Symbol('f')` and `Function('f')` make."""
+    """Return whether a call is allowed: a listed name, or the result of `Symbol('f')` or `Function('f')`."""
     if isinstance(function, ast.Call):
         function = function.func
         return isinstance(function, ast.Name) and function.id in ("Symbol", "Function")
@@ -67,7 +67,8 @@ def plain_eval(code: str, *scopes: Any) -> Any:
 
 @functools.cache
 def guard_sympy() -> None:
-    """Check in this process, from here on, what sympy is about to evaluate. Raises ImportError where it is missing."""
+    """Check all expressions that sympy evaluates in this process from now on. Raises ImportError if it is not
+    installed."""
     from sympy.parsing import sympy_parser
 
     made: Callable[..., str] = sympy_parser.stringify_expr

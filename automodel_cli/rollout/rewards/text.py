@@ -1,4 +1,4 @@
-"""Rewards that read the text alone: exact answer, format, length, a function of the user's. Torch-free."""
+"""Rewards of text: exact answer, format, length, custom function. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from automodel_cli.rollout.rewards.base import Reward, RewardInput
 
 @dataclass(frozen=True, kw_only=True)
 class ExactAnswer(Reward):
-    """1 if the completion, or the group captured by `pattern`, equals the row's answer, else 0.
+    """1 if the completion, or the part that `pattern` captures, is the row's answer. Else 0.
 
-    `column` names the answer's column. `pattern` is a regular expression whose first group, in its last match, is
-    compared, for answers inside a longer text: `#### (.+)`. White space around either side does not count, and with
-    `ignore_case` neither does case. A completion that did not end by itself is wrong when `require_eos`.
+    `column` is the column with the answer. `pattern` is a regular expression for answers within longer text: the first
+    group of its last match is compared, for example `#### (.+)`. Surrounding white space is ignored, and case with
+    `ignore_case`. With `require_eos`, a truncated completion is wrong.
     """
 
     column: str = "answer"
-    """Column with the answer."""
+    """Column with the expected answer."""
     pattern: str | None = None
-    """Regular expression whose first group, in its last match, is the completion's answer. null: the whole
-    completion."""
+    """Regular expression for the answer of the completion: the first group of its last match. null: the complete text.
+    """
     ignore_case: bool = False
     """Ignore case."""
     require_eos: bool = True
     """Score a truncated completion as wrong."""
     timeout: float | None = None
-    """Seconds for one comparison, because a regular expression may take long. null: no limit."""
+    """Time limit in seconds for one comparison, because a regular expression may be slow. null: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,15 +59,15 @@ class ExactAnswer(Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRegex(Reward):
-    """1 if the whole completion matches `pattern` (ignoring surrounding white space), else 0. A dot matches
+    """1 if the complete completion matches `pattern` (without surrounding white space), else 0. A dot matches
     newlines."""
 
     confined: ClassVar[bool] = True
 
     pattern: str
-    """Regular expression that the whole completion must match."""
+    """Regular expression that the complete completion must match."""
     timeout: float | None = 5.0
-    """Seconds for one match, because a regular expression may take long. null: no limit."""
+    """Time limit in seconds for one match, because a regular expression may be slow. null: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,16 +106,16 @@ class Length(Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionReward(Reward):
-    """Custom function that returns a number, a bool, or None for rows that it does not score.
+    """Custom function that returns a number or a bool, or None if it does not apply to the row.
 
-    In YAML: `function: {_target_: my_package.rewards.brevity, _partial_: true}`. Its first parameter is the completion;
-    one called `row` takes the whole row, others the columns of their names (`def right(completion, answer)`), `**rest`
-    all that are left. A parameter with a default may lack its column. With a `timeout` it runs in a helper process,
-    which must be able to import it.
+    In YAML: `function: {_target_: my_package.rewards.brevity, _partial_: true}`. The first parameter is the
+    completion. A parameter `row` receives the complete row, others the columns of their names (`def right(completion,
+    answer)`), and `**rest` all other columns. Columns of parameters with a default are optional. With a `timeout` it
+    runs in a worker process, which must be able to import it.
     """
 
     function: Callable[..., float | None]
-    """Your function, which returns a number, a bool, or None for rows that it does not score."""
+    """Your function, which returns a number, a bool, or None if it does not apply to the row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +175,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_pattern(key: str, pattern: str, *, groups: int = 0) -> None:
-    """Raise ConfigError for what is no regular expression, or has fewer groups."""
+    """Raise ConfigError for an invalid regular expression, or one with fewer groups."""
     try:
         found = re.compile(pattern).groups
     except re.error as error:

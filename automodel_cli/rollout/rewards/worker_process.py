@@ -1,7 +1,7 @@
-"""A helper process that computes rewards and can be killed: sympy, regular expressions and users' functions may hang.
+"""Worker process that computes rewards and can be killed: sympy, regular expressions and custom functions may hang.
 
-Run as a module it is the helper itself: it answers requests on a socket whose descriptor is its first argument. A
-confined helper (`Reward.confined`) forks for each sample: what one completion does to the process reaches no other.
+Run as a module, it is the worker: it answers requests on a socket, whose descriptor is its first argument. A confined
+worker (`Reward.confined`) forks for each sample, so that a completion cannot affect other samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 16
 _VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 """All that a confined helper has of the environment: keys are none of a completion's business."""
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/dev/zero")
-START_SECONDS = 180.0  # to start the helper and import what the reward needs, which counts against nobody's timeout
+START_SECONDS = 180.0  # to start the worker and import modules of the reward, outside every timeout
 
 
 class Helper:
@@ -41,7 +41,7 @@ class Helper:
         self._ready: set[int] = set()
 
     def score(self, reward: RewardFunction, sample: RewardInput) -> float | None:
-        """What `reward.score(sample)` gives there. Raises RuntimeError with its error, TimeoutError after
+        """Return `reward.score(sample)` of the worker. Raises RuntimeError with its error, or TimeoutError after
         `reward.timeout`."""
         connection = self._connection or self._start()
         if id(reward) not in self._ready:
@@ -106,13 +106,13 @@ def serve_requests(descriptor: int, *, confined: bool) -> None:
             answer = ("value", reward.warm_up() if kind == "prepare" else _plain(reward.score(*rest)))
         except EOFError:
             return
-        except Exception as error:  # a function that cannot be imported here, or what a reward raises of a sample
+        except Exception as error:  # a function that cannot be imported, or any error of the reward
             answer = ("error", f"{type(error).__name__}: {error}")
         connection.send_bytes(json.dumps(answer).encode())
 
 
 def _in_a_worker(reward: RewardFunction, sample: RewardInput) -> bytes:
-    """The answer of a process that exists for this sample alone."""
+    """Return the answer of a forked process for this sample."""
     reads, writes = os.pipe()
     worker = os.fork()
     if worker == 0:
@@ -143,7 +143,7 @@ def _score_and_write(reward: RewardFunction, sample: RewardInput, writes: int) -
 
 
 def _read_to_the_end(reads: int, seconds: float) -> bytes:
-    """What a worker wrote. It ends without a word where it was killed or ended its process."""
+    """Read the complete output of a process. It is empty if the process was killed or exited."""
     last, said = time.monotonic() + seconds, b""
     while len(said) <= _MOST_BYTES:
         if not select.select([reads], [], [], max(0.0, last - time.monotonic()))[0]:
@@ -155,13 +155,13 @@ def _read_to_the_end(reads: int, seconds: float) -> bytes:
 
 
 def _plain(score: Any) -> float | None:
-    """Of what a reward may return, what goes through the pipe."""
+    """Convert the result of a reward to a value for the pipe."""
     return None if score is None else float(score)
 
 
 def confine() -> bool:
-    """Give up everything but computing and reading Python's files and the system's; returns whether the kernel allows
-    it."""
+    """Drop all permissions except computing and reading files of Python and the system. Return whether the kernel
+    supports it."""
     sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -177,7 +177,8 @@ def confine() -> bool:
 
 
 def _warn_where_open() -> None:
-    """Print a warning where the kernel confines nothing. Tried in a process of its own: what is given up stays so."""
+    """Warn if the kernel cannot confine a process. Tested in a separate process, because permissions cannot be
+    regained."""
     tried = os.fork()
     if tried == 0:
         os._exit(0 if confine() else 1)

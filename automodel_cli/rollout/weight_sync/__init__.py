@@ -1,0 +1,1 @@
+"""Weight sync from the trainer to generation servers: files, broadcast, NCCL and IPC."""

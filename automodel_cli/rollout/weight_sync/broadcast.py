@@ -1,8 +1,11 @@
-"""Weights by broadcast: rank 0 of the run and the workers of all servers are one `torch.distributed` group.
+"""Weight sync by broadcast: rank 0 of the run and the workers of all servers form one `torch.distributed` group.
 
-The servers' side is SGLang's `/init_weights_update_group` and `/update_weights_from_distributed` (0.5.21 and later:
-between `/begin_weight_update` and `/end_weight_update`). What is sent is the same for each server, so several take no
+The servers use SGLang's `/init_weights_update_group` and `/update_weights_from_distributed` (0.5.21 and later: between
+`/begin_weight_update` and `/end_weight_update`). All servers receive the same broadcast, so several servers take no
 longer than one.
+
+Example: two servers with 4 workers each form a group of 9. Rank 0 is the trainer, ranks 1 to 4 and 5 to 8 are the
+workers.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class GroupTransfer:
-    """The trainer is rank 0 of the group, which meets at `address`:`port`; `device` is where it sends from."""
+    """Transfer of a group that meets at `address`:`port`. The trainer is rank 0 and sends from `device`."""
 
     def __init__(self, address: str, port: int, device: torch.device):
         self._address, self._port, self._device = address, port, device
@@ -68,7 +71,7 @@ class GroupTransfer:
             _asked(servers, watch, "/end_weight_update", {})
 
     def _meet(self, receivers: Sequence[Receiver], watch: Watch) -> None:
-        """A group with exactly these servers: the one that is there, or a new one where one was lost or is back."""
+        """Return a group of exactly these servers: the current group, or a new one if servers were lost or returned."""
         servers = tuple(receiver.server.url for receiver in receivers)
         if self._group is not None and servers == self._servers:
             return

@@ -1,7 +1,7 @@
-"""How new weights reach a server: as files that it reads, or through vLLM's own weight-transfer engines (NCCL, IPC).
+"""Weight transports: files that a server reads, or vLLM's weight-transfer engines (NCCL, IPC).
 
-The calls are those of vLLM 0.31 to 0.33 (`entrypoints/rl/online`, `distributed/weight_transfer`). 0.30 and older said
-`packed` in each update, and had another trainer's side.
+Supports vLLM 0.31 to 0.33 (`entrypoints/rl/online`, `distributed/weight_transfer`). In 0.30 and older, updates had a
+field `packed` and another trainer interface.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Paused = Callable[[], AbstractContextManager[None]]
 
 
 class Receiver(Protocol):
-    """A server that takes weights."""
+    """Server that accepts weights."""
 
     server: Server
 
@@ -54,37 +54,34 @@ class Transfer(Protocol):
     """One way for a stream of weights into a server."""
 
     def send(self, receiver: Receiver, buckets: Iterator[Bucket], paused: Paused) -> None:
-        """Bring the weights into the server, inside `paused` what must not be mixed with generation. Blocks until it
-        has them. Raises RunError when it refuses."""
+        """Send the weights to the server, inside `paused` if generation must stop. Blocks until the server has them.
+        Raises RunError if it rejects them."""
 
 
 class SharedTransfer(Transfer, Protocol):
-    """A `Transfer` that takes no longer for several servers than for one."""
+    """`Transfer` that sends to several servers at once."""
 
     def send_to(self, receivers: Sequence[Receiver], buckets: Iterator[Bucket], paused: Sequence[Paused]) -> None:
-        """To all of them at once. Raises RunError as soon as one refuses, also where our own side would wait for ever;
-        the weights of all are a mixture then."""
+        """Send to all servers at once. Raises RunError as soon as one rejects the weights, even if the trainer's side
+        would wait forever. All servers then have a mixture of weights."""
         ...
 
 
 class FileTransfer:
-    """Weights as safetensors in a folder under `root`, which the server's machines see under the same path.
-
-    Any backend, any number of nodes and any layout of the server; a folder lives for one update.
-    """
+    """Write safetensors to a folder under `root`, which servers see under the same path. Works with any backend,
+    number of nodes and layout of the server. A folder exists during one update."""
 
     def __init__(self, root: Path):
         self._root = root.absolute()
 
     def send(self, receiver: Receiver, buckets: Iterator[Bucket], paused: Paused) -> None:
-        """Writes one file a bucket while the server goes on; then the server reads the folder, and it is removed."""
+        """Write one file per bucket while the server generates. Then the server reads the folder, and it is removed."""
         with self.written(buckets) as folder, paused():
             receiver.load_files(folder)
 
     @contextmanager
     def written(self, buckets: Iterator[Bucket]) -> Iterator[Path]:
-        """A folder with the weights, one file a bucket, that is there inside the context. Raises RunError where it
-        cannot be written."""
+        """Context of a folder with the weights, one file per bucket. Raises RunError if it cannot be written."""
         folder = self._root / f"weights-{uuid.uuid4().hex[:12]}"
         try:
             self._write(folder, buckets)
@@ -111,11 +108,12 @@ class FileTransfer:
 
 
 class FactoryTransfer:
-    """vLLM's trainer side of its weight-transfer engines: `make_init` gives the `TrainerInitInfo` for so many workers.
+    """Trainer side of vLLM's weight-transfer engines. `make_init` returns the `TrainerInitInfo` for a number of
+    workers.
 
-    A bucket is one transfer, whose names, dtypes and shapes the servers know before the data, so nothing holds more
-    than a bucket. The trainer's first rank is the sender. Several servers are told the same, and their workers are in
-    one group: each server's ranks come after those of the servers before it.
+    A bucket is one transfer. Servers get its names, dtypes and shapes before the data, so no process stores more than
+    a bucket. The first rank of the trainer sends. Workers of several servers form one group: the ranks of each server
+    follow those of the previous server.
     """
 
     def __init__(self, make_init: Callable[[int], Any]):
@@ -124,7 +122,7 @@ class FactoryTransfer:
         self._servers: tuple[str, ...] = ()
 
     def join(self, buckets: Iterator[Bucket]) -> None:
-        """`send`, on a rank that does not speak to the server, where every rank takes part (`ipc_init`)."""
+        """Take part in `send` on a rank that does not talk to the server (`ipc_init`)."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         if self._engine is None:
@@ -140,7 +138,7 @@ class FactoryTransfer:
         self.send_to([receiver], buckets, [paused])
 
     def send_to(self, receivers: Sequence[Receiver], buckets: Iterator[Bucket], paused: Sequence[Paused]) -> None:
-        """See `SharedTransfer`. A group cannot go on without a server that was in it."""
+        """See `SharedTransfer`. The group cannot continue without one of its servers."""
         servers = [receiver.server for receiver in receivers]
         watch = Watch(servers[0])
         with ExitStack() as stack:
@@ -175,8 +173,8 @@ class FactoryTransfer:
 
 
 def bucket_source(bucket: Bucket) -> Any:
-    """A `WeightSource` of one bucket, as vLLM's release has it: `metadata()` and iteration up to 0.32; from 0.33 on
-    `metadata` is a `cached_property`, and `iter_full()` gives the tensors."""
+    """Return a `WeightSource` of one bucket for the installed vLLM. `metadata()` and iteration up to 0.32. Since 0.33
+    `metadata` is a `cached_property`, and `iter_full()` returns the tensors."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     metas = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
@@ -209,8 +207,8 @@ def nccl_init(address: str, port: int) -> Callable[[int], Any]:
 
 
 def ipc_init() -> Callable[[int], Any]:
-    """See `FactoryTransfer`: workers read memory of the ranks on their own GPUs. Every rank of the trainer, which is on
-    one machine, takes part, the first by `send` and the others by `join`."""
+    """See `FactoryTransfer`. Workers read the memory of ranks on their GPUs. Every rank of the trainer (on one node)
+    takes part: the first with `send`, the others with `join`."""
 
     def make(num_workers: int) -> Any:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
@@ -221,7 +219,7 @@ def ipc_init() -> Callable[[int], Any]:
 
 
 def json_safe(update_info: dict[str, Any]) -> dict[str, Any]:
-    """Handles of memory as a pickle in a text, as vLLM's own HTTP client sends them; the rest as it is."""
+    """Encode memory handles as base64 pickle, as vLLM's HTTP client does. Other values are unchanged."""
     handles = update_info.get("ipc_handles")
     if handles is None:
         return update_info
@@ -234,15 +232,16 @@ class _Nobody:
 
 
 class _Client:
-    """What vLLM's trainer engine calls (its `VLLMWeightSyncClient`); an update is many buckets, so its begin and end
-    are not a bucket's. Every call goes to all `servers` together; `workers` of each, where a group is made."""
+    """Client that vLLM's trainer engine calls (its `VLLMWeightSyncClient`). An update has many buckets, so start and
+    end of an update are separate calls. Every call goes to all `servers`. `workers` are the workers of each, if a
+    group is created."""
 
     def __init__(self, servers: Sequence[Server], watch: Watch, workers: Sequence[int] = ()):
         self._servers, self._watch, self._workers = servers, watch, workers
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         infos = [dict(init_info) for _ in self._servers]
-        if "rank_offset" in init_info:  # of a group; what is not one is the same for all
+        if "rank_offset" in init_info:  # fields of a group; all others are equal for all servers
             for number, info in enumerate(infos):
                 info["rank_offset"] += sum(self._workers[:number])
         self._posted("/init_weight_transfer_engine", [{"init_info": info} for info in infos])
@@ -293,7 +292,7 @@ class Watch:
         try:
             found, error = self._ended.get(
                 timeout=self._server.timeout + 1
-            )  # a request has its own limit, in better words
+            )  # requests have their own limit, with a better message
         except queue.Empty:
             raise RunError(
                 f"the weights did not reach {self._server.url} within {self._server.timeout:g} seconds",
@@ -307,7 +306,7 @@ class Watch:
 
 
 def check_gpus(transport: str, device_type: str) -> None:
-    """Raise ConfigError where weights cannot be sent from GPU to GPU: on a CPU, or without vLLM's package."""
+    """Raise ConfigError if weights cannot be sent between GPUs: on a CPU, or without the package vllm."""
     if device_type != "cuda":
         raise ConfigError(
             f"rollout.engine.transport={transport} requires GPUs, but this run uses {device_type}",
@@ -325,7 +324,7 @@ def check_gpus(transport: str, device_type: str) -> None:
 
 
 def begun(call: Callable[[], None]) -> Future[None]:
-    """`call` in a thread that nobody waits for at the end: a server may hang in a broadcast that another has left."""
+    """Run `call` in a thread that does not delay the end of the process, because a server may hang in a broadcast."""
     future: Future[None] = Future()
 
     def run() -> None:

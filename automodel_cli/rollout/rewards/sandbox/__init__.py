@@ -1,1 +1,1 @@
-"""What runs inside the sandbox: plain scripts of the standard library, started by `host.py`."""
+"""Sandbox of generated code: standard-library scripts that `host.py` starts in isolated processes."""

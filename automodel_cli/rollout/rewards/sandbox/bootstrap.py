@@ -1,7 +1,7 @@
-"""Start one or two processes that must not be trusted, each in a sandbox of its own, and tell how they ended.
+"""Start one or two untrusted processes, each in its own sandbox, and report how they ended.
 
-The task comes on stdin (see `rewards.sandbox`), the report goes to stdout. With two processes (`player` and `judge`)
-the one end of a socket pair is the only thing they share.
+The task is read from stdin (see `host.py`), the report is written to stdout. Two processes (`player` and `judge`)
+share only a socket pair.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import linux_isolation  # type: ignore[import-not-found]  # beside this script
 _MAX_THREADS = 256
 _LOOK_SECONDS = 0.005
 _TOO_MUCH = 128 + signal.SIGXFSZ
-_PATIENCE = 60.0  # seconds that a player waits for the judge's first question: its own time begins with that
+_PATIENCE = 60.0  # seconds until the first request of the judge, with which the time limit of the player starts
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     theirs.close()
     report: dict[str, Any] = {}
     last = list(processes)[-1]
-    for name in (last, *processes):  # the judge decides: what the player does after it is of no interest
+    for name in (last, *processes):  # the judge decides, so the exit of the player does not matter
         if name in report:
             continue
         if name != last:
@@ -86,7 +86,7 @@ def _guard(process: dict[str, Any], folder: str, link: int | None, report: int) 
         select.select([link], [], [], _PATIENCE)
     if link is not None:
         os.close(link)
-    # Not in the child: the first process of a namespace ignores signals of its own. Ours ends it (PR_SET_PDEATHSIG).
+    # Not in the child: the first process of a namespace ignores its own signals. The parent ends it (PR_SET_PDEATHSIG).
     signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
     status = _watch(child, processes, None if "root" in achieved else work, limits["file_bytes"])
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -95,11 +95,8 @@ def _guard(process: dict[str, Any], folder: str, link: int | None, report: int) 
 
 
 def _watch(child: int, processes: int, work: str | None, max_bytes: int) -> int:
-    """Wait for a process, and end it when it has too many threads, or too many files or bytes in `work`.
-
-    `work` is a folder on the machine's disk; None for a root of its own, whose files the kernel counts. `processes` is
-    a descriptor of /proc.
-    """
+    """Wait for a process. Kill it if it has too many threads, or too many files or bytes in `work`. `work` is a folder
+    on disk, or None if the kernel limits the files. `processes` is a descriptor of /proc."""
     while True:
         signal.sigtimedwait([signal.SIGCHLD], _LOOK_SECONDS)
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -147,7 +144,7 @@ def _exceeds(pid: int, work: str, max_bytes: int) -> bool:
             continue
         if status.st_nlink == 0 and status.st_dev == device and stat.S_ISREG(status.st_mode):
             num_bytes += 512 * status.st_blocks
-    return num_bytes > 2 * max_bytes  # the outputs among them, each with a limit of its own
+    return num_bytes > 2 * max_bytes  # including the outputs, which have their own limits
 
 
 def _names(folder: str) -> list[str]:
@@ -160,7 +157,7 @@ def _names(folder: str) -> list[str]:
 def _become(
     process: dict[str, Any], work: str, achieved: set[str], uid: int | None, link: int | None, report: int
 ) -> None:
-    """Write the files, put on the limits, give up every right, and be the program."""
+    """Write the files, apply the limits, drop all permissions, and execute the program."""
     os.setsid()  # a signal to its own group must not reach the guard
     os.chdir(work)
     for name, text in process["files"].items():
@@ -177,7 +174,7 @@ def _become(
         os.setgid(uid)
         os.setuid(uid)
         achieved.add("owner")
-    if os.getuid() != 0 or uid is None:  # root of a namespace is somebody else outside; its capabilities go below
+    if os.getuid() != 0 or uid is None:  # root of a namespace is another user outside; capabilities are dropped below
         achieved.add("user")
     linux_isolation.drop_rights()
     if (

@@ -1,8 +1,8 @@
-"""The judge's process: it runs one test, in which the completion's names stand for what lies in the other process.
+"""Process that runs one test. Names of the tested code are proxies of objects in the other process.
 
-Every comparison is made here. What comes from the completion by value is plain data of the types of `wire`; an object
-that stayed there is equal to another object of the completion if the completion says so, and never to a value of the
-test. The last line that is written is the verdict.
+Every comparison happens here. Values of the tested code arrive as plain data of the types of `protocol.py`. Remote
+objects may be equal to each other if their code says so, but never to a value of the test. The last line of the output
+is the verdict.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Judge(Peer):  # type: ignore[misc]
         return self._remote.setdefault(number, Remote(self, number))
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The completion calls a function of the test: nothing else may be asked here."""
+        """Handle a request of the tested code: it may only call functions of the test."""
         if message["op"] != "callback":
             raise Gone
         try:
@@ -57,8 +57,8 @@ class Judge(Peer):  # type: ignore[misc]
             return {"text": f"{type(error).__name__}: {error}"}
 
     def do(self, op: str, *args: Any, **kwargs: Any) -> Any:
-        """The result of an operation over there; what it raised is raised here, what it printed is printed here, and
-        arguments that it changed are changed."""
+        """Run an operation in the other process. Its exceptions are raised here, its output is printed here, and
+        changes of arguments are applied here."""
         reply = self.ask(op, *args, **kwargs)
         sys.stdout.write(str(reply.get("printed", "")))
         for number, now in dict(reply.get("changed") or {}).items():
@@ -68,12 +68,12 @@ class Judge(Peer):  # type: ignore[misc]
         raise self._exception([str(name) for name in reply.get("raised") or ()])(str(reply.get("text")))
 
     def bind(self, code: str, names: set[str], entry_point: str | None) -> dict[str, Any]:
-        """Run the completion's code there; what the names that the test uses mean here."""
+        """Run the tested code in the other process, and return the meaning of the names that the test uses."""
         found = self.do("load", code)
         bound: dict[str, Any] = {}
         for name in names & set(found):
             if hasattr(builtins, name) and name != entry_point:
-                continue  # the completion does not say what `all` or `isinstance` means in a test
+                continue  # the tested code must not redefine `all` or `isinstance` in a test
             what, *details = found[name]
             if what == "module" and details[0] == name and name in sys.stdlib_module_names:
                 # Only a module that the test itself names: the completion chooses the name of any other, and modules
@@ -152,8 +152,9 @@ def _ordering(op: str) -> Callable[..., Any]:
 
 
 def _arithmetic(op: str, swap: bool = False) -> Callable[..., Any]:
-    """With a value of the test, the other side learns that value, which may be the expected one (`f(2) - 3.0`): what it
-    answers then must stay an object, and is no number any more."""
+    """Return a method for arithmetic with a value of the test. The other process receives the value, which may be the
+    expected result (`f(2) - 3.0`). Therefore its answer must remain a remote object and is not converted to a
+    number."""
 
     def method(self: Remote, other: object) -> Any:
         judge = object.__getattribute__(self, "_judge")
@@ -204,7 +205,7 @@ def global_names(code: types.CodeType) -> set[str]:
 
 
 def verdict(descriptor: int, code: str, test: str, entry_point: str | None) -> dict[str, Any]:
-    """`passed`, or `failed` with the reason; `broken` where the test itself cannot be run."""
+    """Return `passed`, `failed` with a reason, or `broken` if the test itself cannot run."""
     try:
         compiled = compile(test, "test", "exec")
     except (SyntaxError, ValueError) as error:

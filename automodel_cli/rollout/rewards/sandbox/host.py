@@ -1,12 +1,10 @@
-"""Run foreign Python code in processes that can reach nothing: limited in time and memory, and cut off from the
-network, the machine's processes and its files.
+"""Run untrusted Python code in isolated processes: limited time and memory, without network, processes and files.
 
-What the kernel does is in `linux_isolation.py`: namespaces with an empty root, or Landlock where a machine gives no
-namespaces, and in both cases seccomp. What a machine does not allow is measured once (`isolation`), never assumed. The
-code has the standard library, not the packages of this environment.
+`linux_isolation.py` uses namespaces with an empty root, or Landlock if namespaces are unavailable, and seccomp in both
+cases. The supported isolation is measured once (`isolation`). The code has only the standard library.
 
-A test is judged in another process than the code's (`judge`): the code sees arguments and gives results, and neither
-the test, nor what it expects, nor its verdict is ever in a process that the code runs in.
+A test runs in another process than the code (`grader.py`). The code receives arguments and returns results. The test,
+its expected values and its verdict never enter the process of the code.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ logger = logging.getLogger(__name__)
 _CUT_OFF = ("files", "network", "processes", "memory")
 _INSIDE = Path(__file__).parent
 _OUTPUT_BYTES = 64 * 1024
-_START_SECONDS = 20.0  # for the bootstrap itself on a busy machine; the code's own time starts after it
+_START_SECONDS = 20.0  # for the bootstrap on a busy machine; the time limit of the code starts afterwards
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
@@ -65,26 +63,24 @@ class SandboxOutcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge says of one test, and why it failed."""
+    """Result of one test, and the reason of a failure."""
 
     passed: bool
     reason: str = ""
 
 
 def run_python(code: str, stdin: str = "", limits: Limits | None = None) -> SandboxOutcome:
-    """Run `code` as a script of its own in an empty working directory and environment.
-
-    Raises OSError when the sandbox itself could not start.
-    """
+    """Run `code` as a script in an empty working directory and environment. Raises OSError if the sandbox does not
+    start."""
     python = _interpreter()
     return _run({"code": _process([python, "-I", "-S", "-B", "code"], {"code": code, "stdin": stdin}, limits)})
 
 
 def run_test(code: str, test: str, limits: Limits | None = None, entry_point: str | None = None) -> Verdict:
-    """Whether `code` passes `test`, which is Python that raises if not; each in a process of its own.
+    """Return whether `code` passes `test`, Python that raises on failure. Each runs in its own process.
 
-    `entry_point` is a name that is the code's even if Python has a function of that name. Raises OSError when the
-    sandbox could not start, and ValueError for a test that cannot be run.
+    `entry_point` is a name that refers to the code even if Python has a function of this name. Raises OSError if the
+    sandbox does not start, and ValueError for a test that cannot run.
     """
     limits = limits or Limits()
     program = [_interpreter(), "-E", "-s", "-S", "-B"]
@@ -123,7 +119,7 @@ def isolation() -> frozenset[str]:
 
 
 def check_memory(memory_mib: int) -> None:
-    """Refuse what a node's `memory_mib` cannot be. Raises ConfigError."""
+    """Raise ConfigError if `memory_mib` is too small."""
     if memory_mib < 64:
         raise ConfigError(
             f"memory_mib={memory_mib} must be at least 64, which Python itself needs",
@@ -134,7 +130,7 @@ def check_memory(memory_mib: int) -> None:
 
 
 def require_isolation(*, allow: bool) -> None:
-    """Raise ConfigError where this machine cannot cut foreign code off; warn instead if the user allows that."""
+    """Raise ConfigError if this machine cannot isolate generated code. With `allow`, warn instead."""
     lacking = [name for name in _CUT_OFF if name not in isolation()]
     if not lacking:
         logger.info("generated code is isolated from: %s", statement())
@@ -151,7 +147,7 @@ def require_isolation(*, allow: bool) -> None:
 
 
 def statement() -> str:
-    """What is enforced on this machine, and by what, in words."""
+    """Return the enforced isolation and its mechanisms as text."""
     try:
         found = _run({"code": _process([_interpreter(), "-I", "-S", "-c", "pass"], {"stdin": ""}, None)}, raw=True)
     except OSError as error:
@@ -214,16 +210,16 @@ def _process(program: list[str], files: dict[str, str], limits: Limits | None) -
 
 
 def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> SandboxOutcome:
-    """Run the processes to the end of the last one, whose outcome it is. `raw`: name mechanisms, not what they cut
-    off."""
+    """Run the processes until the last one ends, and return its outcome. `raw`: name mechanisms instead of their
+    effects."""
     last = list(processes)[-1]
     with (
         _folder() as folder,
         tempfile.TemporaryFile() as stdout,
-        tempfile.TemporaryFile() as stderr,  # files, not pipes: what the code leaves running could hold a pipe open
+        tempfile.TemporaryFile() as stderr,  # files, not pipes: a surviving process could keep a pipe open
         tempfile.TemporaryFile() as ignored,
     ):
-        os.chmod(folder, 0o755)  # the code runs as another user where it can
+        os.chmod(folder, 0o755)  # the code runs as another user if possible
         handles = [stdout.fileno(), stderr.fileno(), ignored.fileno()]
         for name, process in processes.items():
             mine = (stdout, stderr) if name == last else (ignored, ignored)
@@ -252,7 +248,7 @@ def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> SandboxO
                 f"the sandbox could not start: {errors.decode(errors='replace').strip()[-500:] or 'no answer'}"
             )
         report = json.loads(said) if said else {}
-        # what all of them have in common
+        # common permissions of all processes
         found = [frozenset(report.get(name, {}).get("isolation", ())) for name in processes]
         common = frozenset.intersection(*found)
         code = report.get(last, {}).get("returncode")
@@ -273,7 +269,7 @@ def _folder() -> Iterator[str]:
 
 
 def _remove(folder: str) -> None:
-    """Remove a tree of any depth: what a folder holds moves up before it is removed, so that no path becomes long."""
+    """Remove a tree of any depth. Contents of a folder move up before it is removed, so that paths stay short."""
     with contextlib.suppress(OSError):
         number = 0
         while entries := list(os.scandir(folder)):

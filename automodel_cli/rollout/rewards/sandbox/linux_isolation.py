@@ -1,7 +1,7 @@
-"""What the Linux kernel can do against a process that is not trusted: namespaces, an empty root, seccomp, Landlock.
+"""Isolation of an untrusted process on Linux: namespaces, an empty root, seccomp, Landlock.
 
-Each function takes something away from the calling process and says whether it did. Standard library only: this runs in
-the sandbox's own processes, before they become the foreign code.
+Each function removes permissions of the calling process and returns whether it succeeded. Uses only the standard
+library, because it runs in processes of the sandbox before they execute the code.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _CLONE_NEWPID, _CLONE_NEWNET, _CLONE_THREAD = 0x20000000, 0x40000000, 0x00010000
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 2, -100, 0x8000, 1
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
-_FIRST_UID = 2_000_000_000  # plus the process id: a user of its own for each process
-_UIDS = 20_000  # of a namespace with fewer ids, as those of rootless containers, the highest
+_FIRST_UID = 2_000_000_000  # plus the process id: a separate user for each process
+_UIDS = 20_000  # the highest id in a namespace with fewer ids, as in rootless containers
 _NOBODY = 65534
 MAX_FILES = 1024
-_NUM_CAPABILITIES = 64  # more than there are; the kernel ignores the others
+_NUM_CAPABILITIES = 64  # more than exist; the kernel ignores the others
 _EPERM, _EAGAIN, _ENOSYS, _EOPNOTSUPP, _SIGKILL = 1, 11, 38, 95, 9
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def leave_namespaces(own_user: int | None) -> set[str]:
-    """Leave the machine's network, processes and mounts, as far as it lets us. `own_user`: the function of that name,
-    asked before."""
+    """Leave the network, processes and mounts of the machine, as far as possible. `own_user` is the result of that
+    function."""
     uid, gid = os.getuid(), os.getgid()
     achieved = set()
-    if uid != 0 or own_user is None:  # the latter: root of a namespace that knows no other user
+    if uid != 0 or own_user is None:  # the second: root of a namespace without other users
         if libc.unshare(_CLONE_NEWUSER) != 0:
             return set()
         achieved.add("userns")
@@ -45,7 +45,7 @@ def leave_namespaces(own_user: int | None) -> set[str]:
 
 
 def own_user() -> int | None:
-    """A user id that no other process has, for root to become; None where the user namespace has none to give."""
+    """Return a user id without other processes, for root to switch to. None if the user namespace has none."""
     users, groups = _mapped("uid_map"), _mapped("gid_map")
     wanted = [_FIRST_UID + os.getpid()]
     wanted += [end - 1 - os.getpid() % (_UIDS // 2) for begin, end in users if end - begin >= _UIDS]
@@ -60,10 +60,8 @@ def _mapped(name: str) -> list[tuple[int, int]]:
 
 
 def counts_threads(achieved: set[str]) -> bool:
-    """Whether RLIMIT_NPROC counts this process's threads alone.
-
-    It counts those of a user, who is one of its own here, or since Linux 5.14 those of its user namespace.
-    """
+    """Return whether RLIMIT_NPROC counts only threads of this process. It counts threads of a user, which is unique
+    here, or since Linux 5.14 of its user namespace."""
     if "userns" not in achieved:
         return os.getuid() != 0 and "owner" in achieved
     major, minor = os.uname().release.split(".")[:2]
@@ -116,13 +114,13 @@ def drop_rights() -> None:
     """No capability by any later program, no setuid program, and the end of the parent is ours."""
     for capability in range(_NUM_CAPABILITIES):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
-    end_with_parent()  # again: setuid takes it back
+    end_with_parent()  # again, because setuid resets it
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 _MACHINE = platform.machine()
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# name: (x86_64, aarch64); None where the architecture has no such call
+# name: (x86_64, aarch64); None if the architecture lacks the call
 _CALLS: dict[str, tuple[int | None, int | None]] = {
     "mount_setattr": (442, 442),
     "pivot_root": (155, 41),
@@ -145,11 +143,11 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "openat2": (437, 437),
 }
 _OF_ONE_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
-"""Their first argument is a process; 0 is the caller."""
+"""Calls whose first argument is a process. 0 is the caller."""
 _OF_THE_CALL = {"fcntl": (8, 10, 15), "ioctl": (0x8901, 0x8902, 0x5412, 0x541C)}
-"""Second arguments that are refused: a signal to another process on input (F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN,
-SIOCSPGRP), and keys typed into a terminal (TIOCSTI, TIOCLINUX)."""
-_TMPFILE = 0x400000  # a file without a name, which nobody finds who counts files
+"""Rejected second arguments: signals to other processes on input (F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN,
+SIOCSPGRP), and input into a terminal (TIOCSTI, TIOCLINUX)."""
+_TMPFILE = 0x400000  # files without a name, which the file limit would miss
 # what no code needs that computes: sockets, other processes, kernel objects that live outside the memory limit, mounts,
 # and calls that have often been the way out of a sandbox
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -216,7 +214,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "reboot": (169, 142),
     "personality": (135, 92),
 }
-# Landlock does not know these: they change files by path without opening them
+# Landlock does not cover these: they change files by path without opening them
 _REFUSED_WITHOUT_A_ROOT: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -246,8 +244,8 @@ def _number(name: str) -> int | None:
 
 
 def filter_calls(*, own_root: bool, own_processes: bool) -> bool:
-    """Refuse system calls from here on (seccomp): no socket but pairs, one process (threads may be), no look into
-    another. Without a process namespace no signal to others; without a root of our own no change of attributes."""
+    """Reject system calls from now on (seccomp): only socket pairs, one process (with threads), no access to other
+    processes. Without a process namespace no signals to others. Without a private root no changes of attributes."""
     if _MACHINE not in _AUDIT_ARCH:
         return False
     program = b"".join(_program(own_root, own_processes))
@@ -258,7 +256,8 @@ def filter_calls(*, own_root: bool, own_processes: bool) -> bool:
 
 
 def _program(own_root: bool, own_processes: bool) -> Iterator[bytes]:
-    """Classic BPF over `struct seccomp_data`: number at 0, architecture at 4, arguments (low words) at 16, 24, ..."""
+    """Return classic BPF over `struct seccomp_data`: number at 0, architecture at 4, arguments (low words) at 16, 24,
+    ..."""
     load, equal, greater, both, back = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000, 0x80000000
 
@@ -302,13 +301,14 @@ def _program(own_root: bool, own_processes: bool) -> Iterator[bytes]:
 
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on all architectures
-_FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # ABI -> number of rights; 16 from 5 on
+_FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # ABI -> number of rights; 16 since 5
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1, 2, 4, 8, 1 << 14
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 
 
 def landlock(readable: list[str], writable: list[str]) -> bool:
-    """Reach no file but those: for machines that give no mount namespace. Also closes other processes to ptrace."""
+    """Restrict file access to these paths, for machines without mount namespaces. Also protects other processes from
+    ptrace."""
     version = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 3:  # before it, files can be emptied by truncate()
         return False

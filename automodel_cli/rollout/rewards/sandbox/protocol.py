@@ -1,7 +1,8 @@
-"""Values and questions between the judge's process and the completion's: JSON lines, and nothing is ever unpickled.
+"""Protocol between the test process and the process of the code: JSON lines, never pickle.
 
-Plain data (numbers, texts, lists, dicts, sets, dates, ...) crosses by value, as its base type: a subclass of `int` that
-says it equals everything arrives as an `int`. Anything else stays where it is, and the other side has its number.
+Plain data (numbers, texts, lists, dicts, sets, dates, ...) is passed by value, as its base type. For example, a
+subclass of `int` with a custom `__eq__` arrives as `int`. Other objects stay in their process and are referenced by
+number.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ class Gone(Exception):
 
 
 class Peer:
-    """One end of the link. A subclass answers questions (`answer`) and knows what to do with objects that do not cross
-    by value (`hold`, `load`)."""
+    """One end of the link. A subclass implements `answer`, and `hold` and `load` for objects that are not passed by
+    value."""
 
     def __init__(self, descriptor: int):
         self._in = os.fdopen(descriptor, "rb")
         self._descriptor = descriptor
 
     def ask(self, op: str, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-        """The other side's reply. Questions that it asks first are answered meanwhile."""
+        """Send a request and return the reply. Requests of the other side are answered in the meantime."""
         self.send({"op": op, "args": [self.encode(a) for a in arguments], "kwargs": self.encode(keywords)})
         while "op" in (message := self.receive()):
             self.send(self.answer(message))
@@ -47,7 +48,7 @@ class Peer:
         raise NotImplementedError
 
     def hold(self, value: object) -> dict[str, Any]:
-        """What stands for an object that stays here. Raises TypeError for one that must not be handed out."""
+        """Return the reference of an object that stays here. Raises TypeError for objects that must not be shared."""
         raise NotImplementedError
 
     def load(self, kind: str, number: int) -> Any:
@@ -85,7 +86,7 @@ class Peer:
         return self.hold(value)
 
     def decode(self, data: Any) -> Any:
-        """The value again. Raises Gone for what `encode` cannot have written."""
+        """Decode a value. Raises Gone for data that `encode` cannot produce."""
         try:
             if isinstance(data, dict):
                 kind, content = data["k"], data["v"]
@@ -134,4 +135,4 @@ _KINDS: dict[str, tuple[Any, _Parts, _Make]] = {
         lambda p: datetime.timedelta(*p),
     ),
 }
-"""Kind -> types, parts of a value (themselves encoded), and the value of those parts."""
+"""Kind -> types, parts of a value (which are encoded too), and a function from parts to the value."""

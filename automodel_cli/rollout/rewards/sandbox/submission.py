@@ -1,6 +1,6 @@
-"""The completion's process: it runs the code, then answers what the judge asks of it. It never sees a test.
+"""Process of the tested code: runs it, then answers requests of the test process. It never sees a test.
 
-Nothing here is a defence: the code may do with this process what it likes. All that leaves it are values.
+Nothing here is a defense: the code controls this process. Only values leave it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MUTABLE = (list, dict, set, bytearray)
 
 
 class Player(Peer):  # type: ignore[misc]
-    """`objects` are those that the judge has numbers of; the same object has one number."""
+    """`objects` are the objects that the test process references. An object has one number."""
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor)
@@ -69,7 +69,7 @@ class Player(Peer):  # type: ignore[misc]
         return {**reply, "changed": changed, "printed": out.getvalue()}
 
     def _load(self, code: str) -> dict[str, list[str]]:
-        """Run the code; its global names, each with what it is: module NAME, exception MRO..., or value."""
+        """Run the code. Return its global names, each as module NAME, exception MRO..., or value."""
         sys.modules["__main__"] = self._main
         exec(compile(code, "completion", "exec"), vars(self._main))
         return {name: _kind(value) for name, value in list(vars(self._main).items()) if not name.startswith("__")}
@@ -84,7 +84,7 @@ def _kind(value: object) -> list[str]:
 
 
 class _Callback:
-    """A function of the test, which stays with the judge."""
+    """A function of the test, which stays in the test process."""
 
     def __init__(self, player: Player, number: int):
         self.player, self.number = player, number
