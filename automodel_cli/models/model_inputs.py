@@ -43,7 +43,7 @@ def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[st
     attention has to know them; the packing probe refuses the others."""
     model_inputs = {name: value for name, value in model_inputs.items() if name != ROUTED}
     if recurrent_layers.runs_by_document(model):
-        return recurrent_layers.told_of_rows(model_inputs)
+        return recurrent_layers.full_row_inputs(model_inputs)
     if _takes_keywords(type(model.base_model).forward):
         return model_inputs
     return {k: v for k, v in model_inputs.items() if k not in _PACKING_KEYWORDS}

@@ -45,7 +45,7 @@ class NF4Linear(nn.Module):
         on_device = weight.detach().to(device, self.dtype).contiguous()
         self._packed, self._state = quantize_4bit(on_device, quant_type="nf4", compress_statistics=True)
 
-    def dequantised(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """The weight that this layer computes with, in the storage dtype."""
         from bitsandbytes.functional import dequantize_4bit
 

@@ -190,12 +190,12 @@ def test_so_do_documents_that_are_put_together_as_those_of_long_rows_are(folder,
 
 def one_token_ahead(rank: int, world: int, folder: Path) -> Errors:
     """Responses that begin at the last token of the prefix, not behind it: their keys are seen one token late."""
-    whole = varlen_segments.of_documents
+    whole = varlen_segments.document_segments
 
     def early(documents):
         return tuple(s._replace(ahead=max(0, s.ahead - 1)) for s in whole(documents))
 
-    varlen_segments.of_documents = early
+    varlen_segments.document_segments = early
     return same_update_put_together(rank, world, folder, [("llama", row())])[0]
 
 

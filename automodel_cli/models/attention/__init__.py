@@ -1,0 +1,1 @@
+"""Packed attention for transformers models: kernels, kernel selection and context parallelism."""

@@ -1,9 +1,11 @@
-"""Which kernel computes packed attention: chosen once in a process, by what the GPU and the installed packages can.
+"""Selection of the attention kernel, once per process, from the GPU and the installed packages.
 
-Flash kernels on CUDA are one operator, aten's variable-length flash attention, which torch lets a package implement:
-FlashAttention-2 comes with torch, 3 and 4 are packages of their own. What a newer one computes on this GPU is compared
-with the dense definition before it is trusted. What no flash kernel takes is FlexAttention's on CUDA, and dense where
-that cannot run either, or on a CPU: never without a word. Never run on a GPU.
+All CUDA flash kernels implement one operator, aten's variable-length flash attention. torch contains FlashAttention-2.
+Packages register FlashAttention-3 and -4 as other implementations. A newer kernel is used only if its outputs and
+gradients on this GPU agree with the dense definition.
+
+Order of preference on CUDA: flash, then FlexAttention, then dense with a warning. On a CPU: flash, then dense. Never
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,14 +28,19 @@ from automodel_cli.models.attention import kernels as kernels
 _logger = logging.getLogger(__name__)
 
 Way = Literal["flash", "flex", "dense"]
-_PROBE_ERROR = 2e-2  # of bfloat16 outputs and gradients, relative to float32
-_LATENT_WIDTHS = (192, 128)  # of keys and of values in DeepSeek's models
+_PROBE_ERROR = 2e-2  # relative error of bf16 outputs and gradients against fp32
+_LATENT_WIDTHS = (192, 128)  # head widths of keys and values in DeepSeek models
 _KERNEL_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class _Package:
-    """`label` in torch's registry; capabilities by their first number; the module that brings the kernels."""
+    """A package with a flash kernel.
+
+    label: name in torch's registry.
+    capabilities: supported major compute capabilities.
+    module: importable module that contains the kernel.
+    """
 
     label: str
     capabilities: tuple[int, ...]
@@ -48,80 +55,88 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """`kernel` is "flash", "fa3", "fa4", "flex" or "dense"; `forced` where the config named it."""
+    """The selected kernel.
+
+    kernel: "flash", "fa3", "fa4", "flex" or "dense".
+    reason: shown in the startup summary.
+    forced: the config names the kernel, so there is no fallback.
+    """
 
     kernel: str = "flash"
     reason: str = ""
     forced: bool = False
     pads: bool = True
-    """Whether values narrower than keys (latent attention) must be padded for it."""
+    """Values narrower than keys (latent attention) must be padded."""
     device_type: str = "cpu"
-    """What it was chosen for. A run on GPUs has small copies of its model probed on the CPU, by the CPU's kernels."""
+    """Device type of the run. GPU runs probe small copies of the model on the CPU, with CPU kernels."""
 
     def __str__(self) -> str:
         return f"{self.kernel} ({self.reason})"
 
 
-_ASKED = "asked_not_computed"
+_RECORDING = "asked_not_computed"
 _chosen = KernelChoice()
 
 
 def chosen_kernel() -> KernelChoice:
-    """What packed attention runs on in this process."""
+    """Return the kernel of packed attention in this process."""
     return _chosen
 
 
-def choose_kernel(wanted: str, device: torch.device) -> KernelChoice:
-    """Settle `model.attention_kernel` for this process, before the first forward.
+def choose_kernel(requested: str, device: torch.device) -> KernelChoice:
+    """Select the kernel for `model.attention_kernel`. Call it before the first forward.
 
-    "auto" takes a newer kernel than torch's own where the GPU, torch and an installed package have one that agrees with
-    the definition. Raises ConfigError for a kernel by name that cannot run here.
+    `auto` selects a newer kernel than FlashAttention-2 if the GPU, torch and an installed package support it and it
+    agrees with the definition. Raises ConfigError if a named kernel is not available.
     """
     global _chosen
     if _chosen.kernel in _PACKAGES:
         torch_attention.restore_flash_attention_impl()
-    choice = _newest(device) if wanted == "auto" else _by_name(wanted, device)
+    choice = _select_auto(device) if requested == "auto" else _select_named(requested, device)
     _chosen = replace(choice, device_type=device.type)
     return _chosen
 
 
-def _by_name(wanted: str, device: torch.device) -> KernelChoice:
+def _select_named(requested: str, device: torch.device) -> KernelChoice:
     reason, pads = "", True
-    if wanted in _PACKAGES:
-        reason, pads = _activate(wanted, device)
-    elif wanted == "flex" and device.type != "cpu":
+    if requested in _PACKAGES:
+        reason, pads = _activate(requested, device)
+    elif requested == "flex" and device.type != "cpu":
         reason = attention_flex.why_unavailable(device)
     if reason:
         raise ConfigError(
-            f"attention_kernel={wanted} is not supported because {reason}",
+            f"attention_kernel={requested} is not supported because {reason}",
             code="kernel_unavailable",
             keys=("model.attention_kernel",),
             fix="model.attention_kernel=auto",
         )
-    said = ", on a CPU by its dense definition" if wanted == "flex" and device.type == "cpu" else _said_of_widths(pads)
-    return KernelChoice(wanted, f"as configured{said}", forced=True, pads=pads)
+    note = ", dense definition on a CPU" if requested == "flex" and device.type == "cpu" else _widths_note(pads)
+    return KernelChoice(requested, f"as configured{note}", forced=True, pads=pads)
 
 
-def _newest(device: torch.device) -> KernelChoice:
+def _select_auto(device: torch.device) -> KernelChoice:
     if device.type != "cuda":
-        return KernelChoice("flash", f"torch's own for the {device.type.upper()}")
+        return KernelChoice("flash", f"torch's {device.type.upper()} kernel")
     reasons = []
     for name in _PACKAGES:
         reason, pads = _activate(name, device)
         if not reason:
-            agrees = "the GPU and an installed package have it, and it agrees with the definition"
-            return KernelChoice(name, agrees + _said_of_widths(pads), pads=pads)
+            agrees = "supported by the GPU and an installed package; agrees with the definition"
+            return KernelChoice(name, agrees + _widths_note(pads), pads=pads)
         reasons.append(f"{name}: {reason}")
-    return KernelChoice("flash", f"torch's own; {'; '.join(reasons)}")
+    return KernelChoice("flash", f"torch's FlashAttention-2; {'; '.join(reasons)}")
 
 
-def _said_of_widths(pads: bool) -> str:
-    return "" if pads else ", also with values narrower than keys"
+def _widths_note(pads: bool) -> str:
+    return "" if pads else ", values narrower than keys included"
 
 
 def way(query: Tensor, value: Tensor, softcap: float | None) -> tuple[Way, str]:
-    """How packed attention of these tensors `[B, heads, T, width]` is computed, and where it is dense without having
-    been asked to, why. Raises ConfigError where a kernel was asked for by name and cannot."""
+    """Return how packed attention computes these tensors `[B, heads, T, width]`.
+
+    The second value is the reason for an automatic fallback to dense, otherwise empty. Raises ConfigError if a kernel
+    selected by name does not support the tensors.
+    """
     if _chosen.kernel == "dense":
         return "dense", ""
     on_cpu = query.device.type == "cpu"
@@ -162,15 +177,18 @@ def _log_flex(no_flash: str) -> None:
 
 
 def _activate(name: str, device: torch.device) -> tuple[str, bool]:
-    """Let the package implement aten's operator. Returns why not, and then nothing has changed; and whether values
-    narrower than keys must be padded for it."""
+    """Register the package's kernel as the implementation of aten's operator.
+
+    Returns the reason why it is not available (nothing is changed then), and whether values narrower than keys must be
+    padded.
+    """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     package = _PACKAGES[name]
     if reason := why_kernel_unsupported(package.label, package.capabilities, package.module, capability):
         return reason, True
     try:
         torch_attention.activate_flash_attention_impl(package.label)
-    except (ImportError, OSError, RuntimeError) as failure:  # the package's own, while it loads
+    except (ImportError, OSError, RuntimeError) as failure:  # raised while the package loads
         return _first_line(failure), True
     try:
         error = kernel_error(device)
@@ -184,8 +202,10 @@ def _activate(name: str, device: torch.device) -> tuple[str, bool]:
 
 
 def pads_widths(device: torch.device) -> bool:
-    """Whether the active kernel needs values as wide as keys: it refuses those of latent attention, or gets them
-    wrong."""
+    """Return whether the active kernel needs values as wide as keys.
+
+    True if it rejects the widths of latent attention or computes wrong values for them.
+    """
     try:
         return not kernel_error(device, _LATENT_WIDTHS) <= _PROBE_ERROR
     except _KERNEL_ERRORS:
@@ -199,13 +219,18 @@ def _first_line(failure: Exception) -> str:
 def why_kernel_unsupported(
     label: str, capabilities: tuple[int, ...], module: str, capability: tuple[int, int] | None
 ) -> str:
-    """What keeps a package's kernels from a GPU of this compute capability (None: no GPU); empty where nothing does."""
+    """Return the reason why the kernels of a package do not run on a GPU, or an empty string.
+
+    `capability` is the compute capability, None without a GPU.
+    """
     if capability is None:
         return "no CUDA device is available"
     if capability[0] not in capabilities:
-        wanted = " or ".join(f"{major}.x" for major in capabilities)
-        return f"it requires compute capability {wanted}, and the GPU has {capability[0]}.{capability[1]}"
-    known: list[str] = getattr(torch_attention, "list_flash_attention_impls", list)()  # not in all versions of torch
+        requested = " or ".join(f"{major}.x" for major in capabilities)
+        return f"it requires compute capability {requested}, and the GPU has {capability[0]}.{capability[1]}"
+    known: list[str] = getattr(
+        torch_attention, "list_flash_attention_impls", list
+    )()  # missing in older versions of torch
     if label not in known:
         return f"torch {torch.__version__} does not support {label}"
     if not _is_installed(module):
@@ -216,13 +241,15 @@ def why_kernel_unsupported(
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 def kernel_error(device: torch.device, widths: tuple[int, int] = (64, 64)) -> float:
-    """Largest relative error of the active kernel, forward and backward, against the definition in float32: two
-    documents, grouped heads, with and without a window. `widths`: of keys and of values, which are not padded."""
+    """Return the largest relative error of the active kernel against the fp32 definition, forward and backward.
+
+    Measured on two documents with grouped heads, with and without a window. `widths` of keys and values are not padded.
+    """
     return max(_disagreement(device, window, *widths) for window in (None, 16))
 
 
@@ -243,17 +270,19 @@ def _disagreement(device: torch.device, window: int | None, width: int, value_wi
         parts.append(kernels.dense(q, k, v, mask, scale=scale)[0].transpose(0, 1))
     want = torch.cat(parts)
     grads = torch.autograd.grad(got.float().square().sum(), flat)
-    wanted = torch.autograd.grad(want.square().sum(), rows)
-    pairs = [(got.detach(), want.detach()), *zip(grads, wanted, strict=True)]
+    requested = torch.autograd.grad(want.square().sum(), rows)
+    pairs = [(got.detach(), want.detach()), *zip(grads, requested, strict=True)]
     return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
 
 
 def why_no_flash_on_cuda(model: Any, dtype: torch.dtype) -> str:
-    """What keeps CUDA's flash kernels from a model of the library that computes in `dtype`, for a sentence; empty where
-    they take all of its layers. Runs its forward on the meta device; the model is not touched."""
+    """Return the reason why CUDA flash kernels do not support a transformers model in `dtype`, or an empty string.
+
+    Runs the forward of a copy on the meta device. The model is not changed.
+    """
     reasons: list[str] = []
 
-    def asked(
+    def record(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, softcap: float | None = None, **_: Any
     ) -> tuple[Tensor, None]:
         reasons.append(kernels.why_not_flash_cuda(query, value, softcap))
@@ -262,10 +291,10 @@ def why_no_flash_on_cuda(model: Any, dtype: torch.dtype) -> str:
 
     from transformers import AttentionInterface
 
-    asked_of = copy.deepcopy(model).to(device="meta", dtype=dtype)
-    AttentionInterface.register(_ASKED, asked)
-    asked_of.set_attn_implementation(_ASKED)
+    meta_model = copy.deepcopy(model).to(device="meta", dtype=dtype)
+    AttentionInterface.register(_RECORDING, record)
+    meta_model.set_attn_implementation(_RECORDING)
     ids_BT = torch.zeros(1, 8, dtype=torch.long, device="meta")
     with torch.no_grad():
-        asked_of.base_model(input_ids=ids_BT, attention_mask=ids_BT.new_zeros(1, 1, 8, 8).to(dtype), use_cache=False)
+        meta_model.base_model(input_ids=ids_BT, attention_mask=ids_BT.new_zeros(1, 1, 8, 8).to(dtype), use_cache=False)
     return next((reason for reason in reasons if reason), "")

@@ -1,18 +1,19 @@
-"""What computes attention over groups of segments: CPU flash, CUDA variable-length flash, and the dense definition.
+"""Attention kernels over groups of segments: CPU flash, CUDA variable-length flash, and the dense definition.
 
-A segment is a run of queries and the keys that they may see (`attention_segments.py`). Its query i sees key j when
-`i + ahead - window < j <= i + ahead`, where `ahead` is how far its first query lies behind its first key; a whole
-document has ahead 0.
+A segment is a run of queries and the run of keys that they may see (`varlen_segments.py`). Query i sees key j if `i +
+ahead - window < j <= i + ahead`. `ahead` is the distance from the first key to the first query, 0 for a full document.
+Example: a document of 5 tokens behind a shared prefix of 3 has 5 queries, 8 keys and ahead 3. Its first query sees keys
+0 to 3.
 
-Sinks need no special kernel. With a flash output O and log-sum-exp L: L' = logaddexp(L, sink), O' = O * exp(L - L').
-The ordinary flash backward given (O', L') recomputes P = exp(S - L') and rowsum(dO * O'), so dq, dk and dv are exact,
-and dsink = -sum exp(sink - L') * rowsum(dO * O').
+Attention sinks need no special kernel. For a flash output O and log-sum-exp L: L' = logaddexp(L, sink) and O' = O *
+exp(L - L'). Given (O', L'), the ordinary flash backward recomputes P = exp(S - L') and rowsum(dO * O'). Therefore dq,
+dk and dv are exact, and dsink = -sum exp(sink - L') * rowsum(dO * O').
 
-The CUDA path has NEVER been run on a GPU: only its operator signatures were checked. Run tests/gpu before relying on
+The CUDA path has NEVER been run on a GPU. Only its operator signatures were checked. Run tests/gpu before you rely on
 it.
 
-Shapes: G segments of a group, H heads (kv heads repeated, except where K is written), S queries, U keys, D head width,
-V value width, N queries and M keys of a whole call.
+Shapes: G segments of a group, H query heads (KV heads are repeated, except in K), K KV heads, S queries and U keys of a
+segment, D head width, V value width, N queries and M keys of a call.
 """
 
 from __future__ import annotations
@@ -36,24 +37,31 @@ def visible_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    """Additive `[G, 1, S, U]` (`[S, U]` where all segments agree): 0 where a query sees the key, -inf elsewhere. None
-    where plain causal attention is the same. Cached: layers repeat few sizes.
+    """Return the additive mask `[G, 1, S, U]`: 0 where a query sees a key, -inf elsewhere.
 
-    `num_keys` and `ahead` of each segment. A query without any key, which only padding is, sees the first one.
+    The shape is `[S, U]` if all segments agree. The result is None if plain causal attention is equivalent. A query
+    without any visible key occurs in padding only. It sees the first key, because a softmax over no keys is NaN.
+    Cached, because layers repeat few sizes.
+
+    Args:
+        num_queries: S, the same for all segments.
+        num_keys: number of keys of each segment.
+        ahead: distance from the first key to the first query of each segment.
+        window: number of visible keys, including the query itself. None: all.
     """
     longest, shortest = max(num_keys), min(num_keys)
     if not any(ahead) and num_queries == longest and (window is None or window >= num_queries):
         return None
     query, key = torch.arange(num_queries, device=device), torch.arange(longest, device=device)
     if len(set(ahead)) == 1 and shortest == longest:
-        distance = query[:, None] + ahead[0] - key
+        distance = query[:, None] + ahead[0] - key  # [S, U]
         visible = distance >= 0
     else:
-        distance = (query + torch.tensor(ahead, device=device)[:, None])[:, None, :, None] - key
+        distance = (query + torch.tensor(ahead, device=device)[:, None])[:, None, :, None] - key  # [G, 1, S, U]
         visible = (distance >= 0) & (key < torch.tensor(num_keys, device=device)[:, None, None, None])
     if window is not None:
         visible &= distance < window
-    visible[..., 0] |= ~visible.any(-1)
+    visible[..., 0] |= ~visible.any(-1)  # padding queries
     return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
 
 
@@ -67,10 +75,13 @@ def dense(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """The definition, with O(S U) scores in fp32: `softmax([softcap(q k^T scale) + mask, sink]) v`. Causal where `mask`
-    is None."""
+    """Compute `softmax([softcap(q k^T scale) + mask, sink]) v`, the definition, with O(S U) fp32 scores.
+
+    Causal if `mask` is None.
+    """
     scores_GHSU = _scores(query_GHSD, key_GHUD, mask, scale, softcap)
     if sink_H is not None:
+        # A sink is one more key without a value. It absorbs probability and is dropped after the softmax.
         column = sink_H.float().view(1, -1, 1, 1).expand(*scores_GHSU.shape[:3], 1)
         probs = torch.cat([scores_GHSU, column], -1).softmax(-1)[..., :-1]
     else:
@@ -79,8 +90,10 @@ def dense(
 
 
 def dense_bytes(dtype: torch.dtype, softcap: float | None) -> int:
-    """Bytes that `dense` keeps for its backward of each pair of query and key: probabilities in float32, in `dtype`
-    where that is narrower, and tanh."""
+    """Return the bytes that `dense` saves for backward per pair of query and key.
+
+    These are the fp32 probabilities, a copy in `dtype` if it is narrower, and the tanh of a soft cap.
+    """
     exact = torch.float32.itemsize
     return exact * (1 if softcap is None else 2) + (dtype.itemsize if dtype.itemsize < exact else 0)
 
@@ -98,7 +111,7 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, softc
 def dense_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp `[G, H, S]` of the definition, outside of autograd."""
+    """Return the output `[G, H, S, V]` and log-sum-exp `[G, H, S]` of the definition, without autograd."""
     scores = _scores(query, key, mask, scale, softcap)
     lse = scores.logsumexp(-1)
     return torch.exp(scores - lse.unsqueeze(-1)) @ value.float(), lse
@@ -115,20 +128,26 @@ def dense_backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, given the output and log-sum-exp of all keys, of which these may be a part."""
+    """Return the gradients of query, key and value.
+
+    `out` and `lse` belong to all keys of the queries. The given keys may be a part of them, as in ring attention.
+    """
     scores = _scores(query, key, mask, scale, softcap)
     probs = torch.exp(scores - lse.unsqueeze(-1))
     grad, out = grad.float(), out.float()
+    # dS = P * (dP - rowsum(dO * O)), the softmax backward of FlashAttention (arXiv:2205.14135, algorithm 4).
     dscores = probs * (grad @ value.float().transpose(2, 3) - (grad * out).sum(-1, keepdim=True))
-    if softcap is not None:
+    if softcap is not None:  # d(c tanh(s / c)) = 1 - tanh(s / c)^2. Masked scores are -inf, so they are zeroed first.
         dscores = dscores * (1 - (scores.masked_fill(probs == 0, 0.0) / softcap).square())
     dscores = dscores * scale
     return dscores @ key.float(), dscores.transpose(2, 3) @ query.float(), probs.transpose(2, 3) @ grad
 
 
 def picked(x_MKD: Tensor, index: Tensor) -> Tensor:
-    """`x_MKD[index]`. What comes back for a token that is picked several times is summed in float32 at least: a prefix
-    of a group has a gradient from each response."""
+    """Return `x_MKD[index]`. Gradients of a repeated index are summed in at least fp32.
+
+    The keys of a shared prefix receive one gradient per response, and bf16 sums of many terms lose precision.
+    """
     if x_MKD.dtype in (torch.float32, torch.float64) or not x_MKD.requires_grad:
         return x_MKD.index_select(0, index)
     out: Tensor = _Picked.apply(x_MKD, index)
@@ -136,7 +155,7 @@ def picked(x_MKD: Tensor, index: Tensor) -> Tensor:
 
 
 class _Picked(torch.autograd.Function):
-    """index_select of narrow floats, with an exact sum in its backward."""
+    """index_select of bf16 or fp16 tensors with an fp32 sum in backward."""
 
     @staticmethod
     def forward(ctx, x_MKD, index):  # type: ignore[no-untyped-def]
@@ -151,19 +170,22 @@ class _Picked(torch.autograd.Function):
 
 
 def _summed_at(index: Tensor, grad: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """Gradients of picked tokens, summed by token in float32 at least."""
+    """Sum gradients by index in at least fp32 and return them in `dtype`."""
     exact = torch.promote_types(grad.dtype, torch.float32)
     total = torch.zeros(num_tokens, *grad.shape[1:], dtype=exact, device=grad.device)
     return total.index_add_(0, index, grad.to(exact)).to(dtype)
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
-    """Grouped kv heads (dim 1), repeated."""
+    """Repeat KV heads (dim 1) so that every query head has its own."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def pad_to_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Flash kernels want one head width. Zeros in q and k add nothing to scores; padded value columns are cut off."""
+    """Pad query, key and value to one head width, which flash kernels require.
+
+    Zeros in q and k do not change the scores. Callers slice the padded columns of the output off.
+    """
     width = max(query.shape[-1], value.shape[-1])
 
     def pad(x: Tensor) -> Tensor:
@@ -181,7 +203,7 @@ def flash_cpu(
     sink_H: Tensor | None = None,
     scale: float,
 ) -> Tensor:
-    """torch's CPU flash kernel; causal where `mask` is None."""
+    """Run torch's CPU flash kernel. Causal if `mask` is None."""
     q, k, v = pad_to_one_width(query_GHSD, key_GHUD, value_GHUV)
     out: Tensor = _SinkFlashCPU.apply(q, k, v, sink_H, mask, scale)
     return out[..., : value_GHUV.shape[-1]]
@@ -189,7 +211,10 @@ def flash_cpu(
 
 @functools.cache
 def cpu_lse_is_heads_first() -> bool:
-    """Builds of torch return the log-sum-exp as [B, H, S] or [B, S, H]; asked once with H != S."""
+    """Return whether the CPU kernel's log-sum-exp is `[B, H, S]` instead of `[B, S, H]`.
+
+    Builds of torch differ. Detected once, with H != S.
+    """
     x = torch.zeros(1, 2, 3, 8, device="cpu")
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.0, True)[1].shape[1] == 2
 
@@ -197,7 +222,7 @@ def cpu_lse_is_heads_first() -> bool:
 def flash_cpu_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp `[G, H, S]`, outside of autograd; causal where `mask` is None."""
+    """Return the output and log-sum-exp `[G, H, S]` without autograd. Causal if `mask` is None."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
     )
@@ -214,7 +239,10 @@ def flash_cpu_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, given the output and log-sum-exp of all keys, of which these may be a part."""
+    """Return the gradients of query, key and value.
+
+    `out` and `lse` belong to all keys of the queries. The given keys may be a part of them, as in ring attention.
+    """
     lse = (lse if cpu_lse_is_heads_first() else lse.transpose(1, 2)).contiguous()
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, lse, 0.0, mask is None, attn_mask=mask, scale=scale
@@ -223,7 +251,7 @@ def flash_cpu_backward(
 
 
 class _SinkFlashCPU(torch.autograd.Function):
-    """Flash attention with optional sinks on CPU; causal where `mask` is None."""
+    """CPU flash attention with optional sinks. Causal if `mask` is None."""
 
     @staticmethod
     def forward(ctx, q, k, v, sink_H, mask, scale):  # type: ignore[no-untyped-def]
@@ -248,12 +276,12 @@ class _SinkFlashCPU(torch.autograd.Function):
 
 
 def why_not_flash_cpu(softcap: float | None) -> str:
-    """What keeps torch's CPU flash kernel from a layer, for a sentence; empty where nothing does."""
+    """Return the reason why torch's CPU flash kernel does not support a layer, or an empty string."""
     return "" if softcap is None else f"soft caps (here {softcap:g})"
 
 
 def why_not_flash_cuda(query: Tensor, value: Tensor, softcap: float | None) -> str:
-    """What keeps CUDA's flash kernel from these tensors, for a sentence; empty where nothing does."""
+    """Return the reason why CUDA flash kernels do not support these tensors, or an empty string."""
     if softcap is not None:
         return f"soft caps (here {softcap:g})"
     if query.dtype not in (torch.bfloat16, torch.float16):
@@ -265,8 +293,10 @@ def why_not_flash_cuda(query: Tensor, value: Tensor, softcap: float | None) -> s
 
 
 class VarlenPlan(NamedTuple):
-    """Segments for one variable-length call, causal and aligned at each segment's end. Queries as they lie; keys picked
-    by `key_index`, None: as they lie."""
+    """Segments of one variable-length call, causal and aligned at the end of each segment.
+
+    Queries are used in their order. Keys are gathered by `key_index`, or used in their order if it is None.
+    """
 
     cu_q: Tensor
     cu_k: Tensor
@@ -286,8 +316,10 @@ def varlen_cuda(
     *,
     pads: bool,
 ) -> Tensor:
-    """All segments in one call: `[N, H, V]`. `pads`: the kernel wants one head width. Never run on a GPU (see the
-    module's docstring)."""
+    """Run all segments in one call and return `[N, H, V]`.
+
+    `pads`: the kernel requires one head width. Never run on a GPU (see the module docstring).
+    """
     q, k, v = pad_to_one_width(query_NHD, key_MKD, value_MKV) if pads else (query_NHD, key_MKD, value_MKV)
     out_NHV: Tensor = _SinkVarlenCUDA.apply(q, k, v, sink_H, *plan, scale, window)
     return out_NHV[..., : value_MKV.shape[-1]]
@@ -296,10 +328,9 @@ def varlen_cuda(
 class _SinkVarlenCUDA(torch.autograd.Function):
     """aten's variable-length flash attention with optional sinks.
 
-    q `[N, H, D]`, k and v `[M, K, D]`, cu int32 `[segments + 1]`, log-sum-exp fp32 `[H, N]`. Causal, aligned at the end
-    of each segment. A window of W keys is `window_size_left = W - 1, window_size_right = 0`. Keys and values that are
-    picked by `key_index` are picked again in the backward: a long prompt that many responses share would be kept once
-    for each of them.
+    q is `[N, H, D]`, k and v are `[M, K, D]`, cu is int32 `[segments + 1]`, the log-sum-exp is fp32 `[H, N]`. Causal,
+    aligned at the end of each segment. A window of W keys is `window_size_left = W - 1, window_size_right = 0`.
+    Backward gathers keys and values again: saving them would store a shared prompt once per response.
     """
 
     @staticmethod

@@ -1,20 +1,24 @@
-"""Packed attention for unmodified Hugging Face models: documents of one row never see each other.
+"""Packed attention for unmodified transformers models. Documents of one row do not attend to each other.
 
-One function is registered in the library's attention registry under the name `packed`, and deliberately no mask
-function of that name, so that the library builds no O(T^2) mask. Documents come from `cu_seq_lens_q`, boundaries over
-the flattened B*T tokens; without it every row is one document. Where documents share a prefix (`Batch.seen`), each sees
-it before itself. Causal always. Serves grouped KV heads, sliding windows, logit soft caps, attention sinks and value
-heads of another width (latent attention).
+One function is registered in the attention registry of transformers under the name `packed`. No mask function of this
+name is registered, so that transformers builds no O(T^2) mask. `cu_seq_lens_q` contains the document boundaries over
+the flattened B*T tokens. Without it, every row is one document. If documents share a prefix (`Batch.seen`), each sees
+the prefix before its own tokens.
 
-Paths: on CPU torch's flash kernel, short rows as they lie, else documents of similar length together; on CUDA in bf16
-or fp16 the variable-length flash kernel over the whole batch; what that refuses (soft caps, fp32, head widths) by
-FlexAttention over the whole batch; what that refuses, and soft caps on a CPU, as dense softmax of documents of similar
-length, with a warning that says what it costs. Under context parallelism the queries are this rank's, and keys and
-values are gathered first. The CUDA paths have NEVER been run on a GPU: only operator signatures were checked. Run
-tests/gpu before relying on them.
+Attention is always causal. Supported: grouped KV heads, sliding windows, logit soft caps, attention sinks, and values
+of another width than keys (latent attention).
 
-Shapes: B rows, T tokens, H query heads, K kv heads, D head width, V value width, N = B*T tokens, M
-keys.
+| device | inputs | kernel |
+|---|---|---|
+| CPU | no soft cap | torch's flash kernel; short rows unchanged, otherwise documents of similar length together |
+| CUDA | bf16 or fp16 | variable-length flash kernel over the whole batch |
+| CUDA | soft cap, fp32, other head widths | FlexAttention over the whole batch |
+| any | everything else | dense softmax over documents of similar length, with a warning |
+
+With context parallelism, queries are local, and keys and values are gathered or travel around a ring. The CUDA paths
+have NEVER been run on a GPU. Only operator signatures were checked. Run tests/gpu before you rely on them.
+
+Shapes: B rows, T tokens, H query heads, K KV heads, D head width, V value width, N = B*T tokens, M keys.
 """
 
 from __future__ import annotations
@@ -41,25 +45,28 @@ PACKED = "packed"
 
 
 def register_packed_attention() -> None:
-    """Make `packed` known to the library; again is harmless."""
+    """Register `packed` in the attention registry of transformers. Can be called repeatedly."""
     from transformers import AttentionInterface
 
-    # Runs the kernel once. Inside a checkpointed layer that call would be one of those whose results are kept, and the
-    # recomputation, which does not repeat it, would take each result for the next one's.
+    # Run the cached check now. Its first call inside a checkpointed layer would add one saved result, and the
+    # recomputation, which does not repeat the call, would read every later result one position off.
     kernels.cpu_lse_is_heads_first()
     AttentionInterface.register(PACKED, packed_attention)
 
 
 @contextmanager
 def library_attention(model: Any) -> Iterator[None]:
-    """Generation needs a KV cache and padding masks, which packed attention refuses: use the library's own inside."""
+    """Use the attention of transformers inside the context.
+
+    Generation needs a KV cache and padding masks, which packed attention does not support.
+    """
     before = model.config._attn_implementation
     if before != PACKED:
         yield
         return
     try:
         model.set_attn_implementation("sdpa")
-    except ValueError:  # attention sinks and soft caps have no sdpa form in the library
+    except ValueError:  # transformers has no sdpa variant for sinks and soft caps
         model.set_attn_implementation("eager")
     try:
         yield
@@ -86,38 +93,46 @@ def packed_attention(
     context: Context | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registry's contract: returns `(out_BTHV, None)`.
+    """Implement the attention interface of transformers and return `(out_BTHV, None)`.
 
-    `sliding_window` W lets a token see W keys of its own document, itself included; a prefix is the beginning of each
-    document that sees it. `key_index` and its bounds `cu_seq_lens_k` are `SeenKeys`. `s_aux` `[H]` are the sinks. With
-    `context` (collective) T are this rank's tokens of rows that other ranks share, and documents are the context's.
-    Raises ConfigError for what it cannot compute exactly: dropout, a KV cache, an explicit mask.
+    Raises ConfigError for inputs without an exact implementation: dropout, a KV cache, an explicit mask.
+
+    Args:
+        sliding_window: W, the number of visible keys of the own document, including the token itself. A shared prefix
+            counts as the beginning of each document that sees it.
+        softcap: scores become `softcap * tanh(scores / softcap)`.
+        s_aux: attention sinks `[H]`.
+        key_index, cu_seq_lens_k, max_length_k: see `SeenKeys`.
+        context: context-parallel layout. T are the local tokens then, the documents are those of the context, and the
+            call is collective.
     """
-    _refuse(query_BHTD, key_BKTD, attention_mask, dropout, kwargs)
+    _check_inputs(query_BHTD, key_BKTD, attention_mask, dropout, kwargs)
     # Under autocast, rotary leaves q and k in fp32 next to a bf16 v. torch's own attention casts them too.
     query_BHTD, key_BKTD = query_BHTD.to(value_BKTV.dtype), key_BKTD.to(value_BKTV.dtype)
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
     way, why_dense = kernel_selection.way(query_BHTD, value_BKTV, softcap)
     rows, _, length, _ = query_BHTD.shape
     setting = Setting(scale, sliding_window, softcap, way)
-    on_host = way == "dense" or query_BHTD.device.type == "cpu"  # documents are put together here, not by a kernel
+    on_host = way == "dense" or query_BHTD.device.type == "cpu"  # documents are grouped here, not by a kernel
     seen = _seen(cu_seq_lens_k, max_length_k, key_index)
-    one_by_one = way != "flex" and on_host and context is None
-    documents = segments.HostDocuments.of(cu_seq_lens_q, rows, length, seen) if one_by_one else None
+    needs_bounds = way != "flex" and on_host and context is None
+    documents = segments.HostDocuments.of(cu_seq_lens_q, rows, length, seen) if needs_bounds else None
     if why_dense:
-        _say_that_it_is_dense(why_dense, functools.partial(_cost, query_BHTD, setting, documents, context))
-    in_rows = None if documents is None else _as_rows(documents, query_BHTD, key_BKTD, value_BKTV, s_aux, setting)
-    if in_rows is not None:
-        return in_rows, None
+        _warn_dense(why_dense, functools.partial(_cost, query_BHTD, setting, documents, context))
+    # Short rows need no regrouping: the kernel takes them unchanged, with a mask if they contain several documents.
+    row_outputs = None if documents is None else _as_rows(documents, query_BHTD, key_BKTD, value_BKTV, s_aux, setting)
+    if row_outputs is not None:
+        return row_outputs, None
+    # All other cases work on flat tokens, [N, heads, width].
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
     if context is not None and context.group.ring:
         return ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, setting).unflatten(0, (rows, length)), None
     if context is not None:
         k_MKD, v_MKV = _gather(k_MKD, v_MKV, context)
     if way == "flex":
-        whose = (cu_seq_lens_q, rows, length, seen) if context is None else context
+        layout = (cu_seq_lens_q, rows, length, seen) if context is None else context
         out_NHV = attention_flex.flex_packed_attention(
-            q_NHD, k_MKD, v_MKV, s_aux, whose, sliding_window, scale, softcap
+            q_NHD, k_MKD, v_MKV, s_aux, layout, sliding_window, scale, softcap
         )
     elif not on_host:
         batch = cu_seq_lens_q, max_length_q, rows, length, q_NHD.device, seen
@@ -138,7 +153,7 @@ def _as_rows(
     sink_H: Tensor | None,
     setting: Setting,
 ) -> Tensor | None:
-    """`out_BTHV` of whole rows at once, where one mask for each keeps its documents apart; else None."""
+    """Run on full rows and return `out_BTHV`. None if the rows need regrouping."""
     rows, _, length, _ = query_BHTD.shape
     dtype, device = query_BHTD.dtype, query_BHTD.device
     if documents.are_rows(rows):
@@ -151,7 +166,7 @@ def _as_rows(
 
 
 def _kernel(sink_H: Tensor | None, setting: Setting) -> segments.Kernel:
-    """For documents that are put together on the host."""
+    """Return the kernel for documents that are grouped on the host."""
     if setting.way == "flash":
         return functools.partial(kernels.flash_cpu, sink_H=sink_H, scale=setting.scale)
     return functools.partial(kernels.dense, sink_H=sink_H, scale=setting.scale, softcap=setting.softcap)
@@ -169,8 +184,8 @@ def _groups(
 _warned_dense: set[str] = set()
 
 
-def _say_that_it_is_dense(reason: str, cost: Callable[[], int]) -> None:
-    """Once for each reason: on long rows this is most of a step and of its memory."""
+def _warn_dense(reason: str, cost: Callable[[], int]) -> None:
+    """Warn once per reason, because dense attention dominates time and memory on long rows."""
     if reason not in _warned_dense:
         _warned_dense.add(reason)
         warn(
@@ -185,7 +200,7 @@ def _say_that_it_is_dense(reason: str, cost: Callable[[], int]) -> None:
 def _cost(
     query_BHTD: Tensor, setting: Setting, documents: segments.HostDocuments | None, context: Context | None
 ) -> int:
-    """Bytes that the definition keeps for its backward."""
+    """Return the bytes that dense attention saves for backward."""
     rows, heads, length, _ = query_BHTD.shape
     if documents is not None and documents.are_rows(rows):
         pairs = rows * length**2
@@ -205,7 +220,7 @@ def _seen(cu_seq_lens_k: Tensor | None, max_length_k: int | None, key_index: Ten
 def _in_rows(
     kernel: segments.Kernel, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTV: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """`out_BTHV` of rows as they lie; causal where `mask` is None."""
+    """Run the kernel on rows without regrouping and return `out_BTHV`. Causal if `mask` is None."""
     heads = query_BHTD.shape[1]
     key_BHTD, value_BHTV = kernels.per_query_head(key_BKTD, heads), kernels.per_query_head(value_BKTV, heads)
     return kernel(query_BHTD, key_BHTD, value_BHTV, mask).transpose(1, 2)
@@ -220,19 +235,22 @@ def _in_groups(
     groups: list[segments.Group],
     back_N: Tensor,
 ) -> Tensor:
-    """`out_NHV` of documents that are put together on the host."""
+    """Run on grouped documents and return `out_NHV`."""
     k_MHD, v_MHV = (kernels.per_query_head(x, q_NHD.shape[1]) for x in (k_MKD, v_MKV))
     return segments.run_grouped(_kernel(sink_H, setting), q_NHD, k_MHD, v_MHV, groups, back_N, setting.window)
 
 
 def _gather(key_NKD: Tensor, value_NKV: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-    """Keys and values of all ranks in one exchange; side by side, because latent attention has two widths."""
+    """Gather keys and values of all ranks in one all-gather.
+
+    They are concatenated along the width, because latent attention has two widths.
+    """
     width = key_NKD.shape[-1]
     both = context.group.gather(torch.cat([key_NKD, value_NKV], -1))
     return both[..., :width], both[..., width:]
 
 
-def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
+def _check_inputs(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout > 0:
         raise ConfigError(
             f"attention_dropout={dropout} is not supported with attn_implementation=packed",

@@ -1,14 +1,15 @@
-"""NVIDIA's Transformer Engine in the place of torch's attention, linear layers and RMS norms (extra `te`, CUDA).
+"""NVIDIA Transformer Engine layers in place of torch's attention, linear layers and RMS norms (extra `te`, CUDA).
 
-The one module with the package's names; it is imported when a model is built with it. NEVER run on a GPU: the calls
-were checked against the signatures of the package's 2.20 wheel, and run with a stand-in that binds to them and computes
-with torch.
+The only module that uses names of the package. It is imported when a model with Transformer Engine is built. NEVER run
+on a GPU. The calls were checked against the signatures of the 2.20 wheel, and run with a stand-in that has these
+signatures and computes with torch.
 
-Layers are swapped under their own names, before anything has memory: parameters keep the hub's names and are loaded,
-sharded and exported like torch's. The head and whatever is outside the decoder layers stay torch's.
-Fp8 is entered by each linear layer itself, so pipelines, recomputation and forwards without backward need to know
-nothing of it. That takes recipes without a memory between steps; delayed scaling, which keeps maxima of earlier steps,
-is not offered.
+Layers are replaced under their names before memory is allocated. Parameters keep their hub names and are loaded,
+sharded and exported like torch's. The head and modules outside the decoder layers are not replaced.
+
+Each linear layer enters fp8 itself, so pipelines, recomputation and forwards without backward need no support for it.
+This requires recipes without state between steps. Delayed scaling, which stores maxima of earlier steps, is therefore
+not supported.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 ATTENTION = "transformer_engine"
 _RECIPES = {"current": "Float8CurrentScaling", "block": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
-_FP8_MULTIPLE = 32  # of tokens and features, for every recipe; 16 would do for some
+_FP8_MULTIPLE = 32  # tokens and features. Sufficient for every recipe; some need only 16.
 
 
 def require_transformer_engine() -> None:
-    """Raise ConfigError, with the command that helps, where Transformer Engine cannot run."""
+    """Raise ConfigError if Transformer Engine is not installed or no CUDA device is available."""
     if find_spec("transformer_engine") is None:
         raise ConfigError(
             "model.transformer_engine requires the package transformer-engine, which is not installed",
@@ -53,17 +54,17 @@ def require_transformer_engine() -> None:
 
 
 def register_te_attention() -> None:
-    """Make the attention known to the library under the name `transformer_engine`; again is harmless."""
+    """Register `transformer_engine` in the attention registry of transformers. Can be called repeatedly."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, te_attention)
 
 
 def swap_layers(model: PreTrainedModel, config: TransformerEngineConfig) -> None:
-    """Exchange the linear layers of the decoder layers and all RMS norms for the package's, on the device they are on.
+    """Replace the linear layers of the decoder layers and all RMS norms, on their current device.
 
-    Raises ConfigError for norms that are neither of the two formulas the package has, and for layers that fp8 cannot
-    cut into blocks.
+    Raises ConfigError for norms with another formula than the two of the package, and for layers whose sizes fp8 does
+    not support.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -96,10 +97,13 @@ def te_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registry's contract, `(out_BTHV, None)`: causal attention inside the documents of packed rows, in the THD
-    layout of N = B*T tokens. Raises ConfigError for what it does not compute exactly."""
+    """Implement the attention interface of transformers and return `(out_BTHV, None)`.
+
+    Causal attention inside the documents of packed rows, in the THD layout of N = B*T tokens. Raises ConfigError for
+    inputs without an exact implementation.
+    """
     batch, heads, length, width = query_BHTD.shape
-    _refuse(query_BHTD, key_BKTD, attention_mask, dropout, s_aux, kwargs)
+    _check_inputs(query_BHTD, key_BKTD, attention_mask, dropout, s_aux, kwargs)
     if cu_seq_lens_q is None:  # every row is one document
         cu_seq_lens_q = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query_BHTD.device)
     query_BHTD, key_BKTD = query_BHTD.to(value_BKTV.dtype), key_BKTD.to(value_BKTV.dtype)
@@ -122,7 +126,7 @@ def te_attention(
     return out_NHV.view(batch, length, heads, -1), None
 
 
-def _refuse(
+def _check_inputs(
     query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, sinks: Tensor | None, kwargs: dict[str, Any]
 ) -> None:
     reason = None
@@ -151,7 +155,7 @@ def _refuse(
 
 @functools.cache
 def _core(heads: int, groups: int, width: int, value_width: int, scale: float, softcap: float) -> Any:
-    """The package's attention for these shapes: without parameters, so that all layers share one."""
+    """Return the package's attention for these shapes. It has no parameters, so all layers share one."""
     return _package().DotProductAttention(
         num_attention_heads=heads,
         kv_channels=width if width == value_width else (width, value_width),
@@ -211,7 +215,8 @@ def _linear_factory(fp8_recipe: str) -> Callable[[str, nn.Linear], nn.Module]:
 
 
 def _norm(path: str, norm: nn.Module) -> nn.Module:
-    """The package's norm by what the library's computes, not by its name: `x / rms * w`, or `(1 + w)`."""
+    """Return the package's norm. The formula, `x / rms * w` or `x / rms * (1 + w)`, is measured, not read from the
+    name."""
     zero_centered, eps = _formula(path, norm)
     weight = norm.get_parameter("weight")
     new: nn.Module = _package().RMSNorm(
@@ -222,7 +227,10 @@ def _norm(path: str, norm: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _formula(path: str, norm: nn.Module) -> tuple[bool, float]:
-    """(whether the scale is 1 + weight, eps), measured on a copy with small numbers, where eps counts."""
+    """Return whether the scale is `1 + weight`, and eps.
+
+    Measured on a copy with small inputs, for which eps is significant.
+    """
     names = [name for name, _ in norm.named_parameters()]
     epsilons = [value for name, value in vars(norm).items() if "eps" in name and isinstance(value, float)]
     if names == ["weight"] and len(epsilons) == 1:
@@ -245,11 +253,16 @@ def _formula(path: str, norm: nn.Module) -> tuple[bool, float]:
 
 
 def _with_parameters_of(old: nn.Module, new: nn.Module) -> nn.Module:
-    """`new` with the very parameters of `old`: names, values, ties and what is frozen stay."""
-    wanted, present = dict(old.named_parameters()), dict(new.named_parameters())
-    assert wanted.keys() == present.keys(), f"{type(new).__name__} has {list(present)}, not {list(wanted)}"
-    for name, param in wanted.items():
-        assert param.shape == present[name].shape, f"{name} is {present[name].shape} there, {param.shape} here"
+    """Assign the parameters of `old` to `new` and return `new`.
+
+    Names, values, ties and frozen parameters are preserved.
+    """
+    old_params, new_params = dict(old.named_parameters()), dict(new.named_parameters())
+    assert old_params.keys() == new_params.keys(), (
+        f"{type(new).__name__} has {list(new_params)}, not {list(old_params)}"
+    )
+    for name, param in old_params.items():
+        assert param.shape == new_params[name].shape, f"{name} is {new_params[name].shape} there, {param.shape} here"
         setattr(new, name, param)
     return new
 

@@ -1,12 +1,14 @@
-"""Which queries meet which keys: a microbatch as segments, and segments of similar size in one kernel call, or, where
-rows are short, rows as they are under a mask.
+"""Segments of a microbatch: which queries attend to which keys, grouped by size for few kernel calls.
 
-A whole packed row is one segment a document; where documents share a prefix, its keys stand before those of each, so
-that attention is still causal and aligned at its end. On a rank of context parallelism it is one segment for each
-document that a local chunk touches: the queries in the chunk against that document's keys up to the last of them, which
-is causal attention aligned at its end.
+On one rank, every document is one segment. If documents share a prefix, the keys of the prefix precede those of each
+document. Attention is then still causal and aligned at the end of the segment.
 
-Shapes: N local queries, M gathered keys, G segments of a group, S queries and U keys of its longest.
+On a context-parallel rank, there is one segment per document and local chunk. It contains the queries of the chunk and
+the keys of the document up to the last query, again causal and aligned at the end. Example: rows of 8 tokens, 2 ranks,
+chunks of 2. Rank 0 has chunks 0 and 3. For one document per row, its segments are queries 0-1 with keys 0-1, and
+queries 6-7 with keys 0-7.
+
+Shapes: N local queries, M gathered keys, G segments of a group, S queries and U keys of its longest segment.
 """
 
 from __future__ import annotations
@@ -25,33 +27,39 @@ from automodel_cli.data.batch import NO_RUN, Run, SeenKeys, seen_index
 from automodel_cli.models.attention.kernels import VarlenPlan, picked, visible_mask
 from automodel_cli.models.context_parallel_layout import Context
 
-_SHORT_ROW = 192  # tokens: a mask over more costs more on a CPU than putting documents together
+_SHORT_ROW = 192  # tokens. On a CPU, a longer mask costs more than regrouping documents.
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query_GHSD, key_GHUD, value_GHUV, additive mask or None for plain causal) -> out_GHSV"""
 
 
 class Segment(NamedTuple):
-    """A run of queries, `query` being the first in the flat local tokens, and the run of keys that they may see, `key`
-    being the first in the flat whole rows."""
+    """A run of queries and the run of keys that they may see.
+
+    query: index of the first query in the flat local tokens.
+    key: index of the first key in the flat tokens of the full rows.
+    """
 
     query: int
     num_queries: int
     key: int
     num_keys: int
     ahead: int
-    """How far the first query lies behind the first key."""
+    """Distance from the first key to the first query."""
 
 
 class HostDocuments(NamedTuple):
-    """Documents on the host: their bounds over the flat tokens, and of each the run of tokens that it sees before its
-    own (none has one where `prefixes` is empty)."""
+    """Document boundaries on the host.
+
+    bounds: boundaries over the flat tokens.
+    prefixes: for each document, the run of tokens that it sees before its own. Empty if no document has a prefix.
+    """
 
     bounds: tuple[int, ...]
     prefixes: tuple[Run, ...] = ()
 
     @classmethod
     def of(cls, cu: Tensor | None, rows: int, length: int, seen: SeenKeys | None) -> HostDocuments:
-        """Without bounds, rows are documents. Waits for the device."""
+        """Copy boundaries from the device, which synchronizes. Without boundaries, every row is a document."""
         if cu is None:
             return cls(tuple(range(0, rows * length + 1, length)))
         if seen is None:
@@ -59,13 +67,15 @@ class HostDocuments(NamedTuple):
         return cls(tuple(cu.tolist()), tuple(zip(*(x.tolist() for x in seen.prefixes(cu)), strict=True)))
 
     def are_rows(self, rows: int) -> bool:
-        """Whether every row is one document."""
+        """Return whether every row is one document."""
         return len(self.bounds) == rows + 1 and not self.prefixes
 
 
-def of_documents(documents: HostDocuments) -> tuple[Segment, ...]:
-    """Whole documents on one rank, empty ones left out. Keys are counted through all documents, prefixes included
-    (`seen_index`)."""
+def document_segments(documents: HostDocuments) -> tuple[Segment, ...]:
+    """Return one segment per non-empty document.
+
+    Keys are counted through all documents including their prefixes (`seen_index`).
+    """
     found, key = [], 0
     before = [length for _, length in documents.prefixes] or itertools.repeat(0)
     for (start, end), ahead in zip(itertools.pairwise(documents.bounds), before, strict=False):
@@ -76,12 +86,14 @@ def of_documents(documents: HostDocuments) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def of_context(context: Context, window: int | None, key_chunk: int | None = None) -> tuple[Segment, ...]:
-    """What this rank computes, in the order of its local tokens. Keys that no query of a segment can see through the
-    window are left out.
+def context_segments(context: Context, window: int | None, key_chunk: int | None = None) -> tuple[Segment, ...]:
+    """Return the segments of this context-parallel rank in the order of its local tokens.
 
-    With all keys both runs of a segment end at the same token, and every local token is in one segment. With only those
-    in one chunk of the rows, every local token is in one segment at most: those that see none of them are left out.
+    Keys outside the window of all queries of a segment are excluded.
+
+    Args:
+        key_chunk: None: all keys. Each local token is in exactly one segment, whose queries and keys end at the same
+            token. An index: only the keys of this chunk of the rows. Each local token is in at most one segment.
     """
     found = []
     for query, row, position, stop, start in _pieces(context):
@@ -96,8 +108,10 @@ def of_context(context: Context, window: int | None, key_chunk: int | None = Non
 
 
 def _pieces(context: Context) -> Iterator[tuple[int, int, int, int, int]]:
-    """Each document in each local chunk: (first local token, row, first and end position in the flat whole rows, start
-    of the document)."""
+    """Yield each document of each local chunk.
+
+    The values are: first local token, row, first and end position in the flat full rows, start of the document.
+    """
     query = 0
     for row in range(context.rows):
         for chunk in context.chunks:
@@ -112,17 +126,20 @@ def _pieces(context: Context) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 class Group(NamedTuple):
-    """Segments that run together, padded on the right by repeating the last token: what they compute is thrown away."""
+    """Segments that run in one kernel call.
+
+    Shorter segments repeat their last token on the right. The outputs of repeated tokens are discarded.
+    """
 
     query_GS: Tensor
     key_GU: Tensor
     real_GS: Tensor
-    """Which queries are no padding."""
+    """Which queries are not padding."""
     num_keys: tuple[int, ...]
     ahead: tuple[int, ...]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """See `attention_kernels.visible_mask`."""
+        """See `kernels.visible_mask`."""
         return visible_mask(self.query_GS.shape[1], self.num_keys, self.ahead, window, dtype, self.query_GS.device)
 
 
@@ -135,8 +152,10 @@ def run_grouped(
     back_N: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Run `kernel` group by group: one call per segment would cost more than the attention itself on rows of many short
-    documents. Returns `[N, H, V]`."""
+    """Run `kernel` once per group and return `[N, H, V]`.
+
+    One call per segment would cost more than the attention itself if rows contain many short documents.
+    """
     parts = []
     for group in groups:
         # [N, H, D] -> [G, S, H, D] -> (G, H, S, D), and keys and values [M, ...] -> (G, kv heads, U, ...)
@@ -150,12 +169,13 @@ def run_grouped(
     return torch.cat(parts).index_select(0, back_N)
 
 
-@functools.lru_cache(maxsize=4)  # a layer with a window and one without, of two microbatches: masks take room
+@functools.lru_cache(maxsize=4)  # with and without a window, two microbatches: masks are large
 def row_mask(
     documents: HostDocuments, length: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Additive `[B, 1, T, T]`, 0 where a query sees a key of its row and -inf elsewhere: a kernel then takes rows as
-    they lie, and nothing is copied together. None where rows of `length` tokens are too long for that, and where a
+    """Return the additive mask `[B, 1, T, T]`: 0 where a query sees a key of its row, -inf elsewhere.
+
+    A kernel can then run on unchanged rows, without copies. Returns None if rows are too long for a mask, or if a
     document has its prefix in another row.
     """
     starts = documents.bounds[:-1]
@@ -165,7 +185,7 @@ def row_mask(
     )
     if length > _SHORT_ROW or any(elsewhere):
         return None
-    # Of a query at each position of its document, the keys by theirs: those of a prefix count before its own.
+    # table[i, j]: query at position i of its document, key at position j. Positions count the prefix first.
     sees = np.tri(length, dtype=bool)
     if window is not None:
         sees &= ~np.tri(length, k=-window, dtype=bool)
@@ -180,51 +200,56 @@ def row_mask(
 
 @functools.lru_cache(maxsize=16)
 def document_groups(documents: HostDocuments, device: torch.device) -> tuple[list[Group], Tensor]:
-    """Cached: all layers of a microbatch ask for the same."""
-    place_M = seen_index(*documents).to(device) if documents.prefixes else None
-    return group_by_length(of_documents(documents), place_M, device)
+    """Return the groups of documents. Cached, because all layers of a microbatch need the same."""
+    key_position_M = seen_index(*documents).to(device) if documents.prefixes else None
+    return group_by_length(document_segments(documents), key_position_M, device)
 
 
 @functools.lru_cache(maxsize=16)
 def context_groups(context: Context, window: int | None) -> tuple[list[Group], Tensor]:
-    """The same on a rank of context parallelism; keys are indices into what the ranks gather."""
+    """Return the groups of a context-parallel rank. Keys are indices into the gathered keys."""
     index_M = context.gathered_index()
-    return group_by_length(of_context(context, window), index_M, index_M.device)
+    return group_by_length(context_segments(context, window), index_M, index_M.device)
 
 
 def group_by_length(
-    segments: Sequence[Segment], place_M: Tensor | None, device: torch.device
+    segments: Sequence[Segment], key_position_M: Tensor | None, device: torch.device
 ) -> tuple[list[Group], Tensor]:
-    """Sort segments by length into groups. Returns the groups, and `back_N`: the place of each of the N queries where
-    the queries of all groups stand one after another. Each query must be in one segment.
+    """Group segments of similar length. Each query must be in exactly one segment.
 
-    The runs of a group are within a factor of two in length, so padding at most doubles each; it is far less in packed
-    rows. `place_M` maps a key of the whole rows to its index in the tensor of keys; None leaves it as it is.
+    The lengths in a group differ at most by a factor of two, so padding at most doubles each. In packed rows it is far
+    less.
+
+    Args:
+        key_position_M: maps a key of the full rows to its index in the tensor of keys. None: identity.
+
+    Returns:
+        The groups, and `back_N`: the index of each of the N queries in the concatenated outputs of all groups.
     """
-    left = sorted(segments, key=lambda s: (s.num_keys, s.num_queries), reverse=True)
+    remaining = sorted(segments, key=lambda s: (s.num_keys, s.num_queries), reverse=True)
     total = max(segment.query + segment.num_queries for segment in segments)
-    groups, back_N, taken = [], torch.empty(total, dtype=torch.int64), 0
-    while left:
-        # 1. the longest segment left opens a group: all segments of its size join it
-        keys, queries = left[0].num_keys, left[0].num_queries
-        members = [s for s in left if 2 * s.num_keys >= keys and queries <= 2 * s.num_queries <= 4 * queries]
-        taken_now = set(members)
-        left = [s for s in left if s not in taken_now]
+    groups, back_N, num_grouped = [], torch.empty(total, dtype=torch.int64), 0
+    while remaining:
+        # 1. the longest segment remaining opens a group: all segments of its size join it
+        keys, queries = remaining[0].num_keys, remaining[0].num_queries
+        members = [s for s in remaining if 2 * s.num_keys >= keys and queries <= 2 * s.num_queries <= 4 * queries]
+        grouped = set(members)
+        remaining = [s for s in remaining if s not in grouped]
         # 2. runs to index matrices: G segments, S queries and U keys each, padded to the longest
         query_GS, is_query_GS = _runs([(s.query, s.num_queries) for s in members])
         key_GU, _ = _runs([(s.key, s.num_keys) for s in members])
-        # 3. remember where each real query of this group comes out: after the `taken` queries of earlier groups
-        back_N[query_GS[is_query_GS]] = taken + is_query_GS.flatten().nonzero()[:, 0]
-        taken += query_GS.numel()
+        # 3. remember where each real query of this group comes out: after the `num_grouped` queries of earlier groups
+        back_N[query_GS[is_query_GS]] = num_grouped + is_query_GS.flatten().nonzero()[:, 0]
+        num_grouped += query_GS.numel()
         # 4. keys of the whole rows -> keys as this rank holds them
-        place = key_GU.to(device) if place_M is None else place_M[key_GU.to(device)]
+        place = key_GU.to(device) if key_position_M is None else key_position_M[key_GU.to(device)]
         num_keys, ahead = tuple(s.num_keys for s in members), tuple(s.ahead for s in members)
         groups.append(Group(query_GS.to(device), place, is_query_GS.to(device), num_keys, ahead))
     return groups, back_N.to(device)
 
 
 def _runs(runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Indices `[runs, longest]` of (first, length) runs, the last one repeated, and which of them are real."""
+    """Return indices `[runs, longest]` of (first, length) runs, padded with the last index, and a mask of real ones."""
     first, length = torch.tensor(runs).t()
     offset = torch.arange(int(length.max()))
     return first[:, None] + torch.minimum(offset, length[:, None] - 1), offset < length[:, None]
@@ -232,25 +257,25 @@ def _runs(runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=16)
 def context_varlen(context: Context, window: int | None) -> VarlenPlan:
-    """This rank's segments in one call; keys are indices into what the ranks gather."""
-    return varlen_plan(of_context(context, window), context.gathered_index())
+    """Return the segments of a context-parallel rank as one call. Keys are indices into the gathered keys."""
+    return varlen_plan(context_segments(context, window), context.gathered_index())
 
 
-def varlen_plan(segments: Sequence[Segment], place_M: Tensor) -> VarlenPlan:
-    """Segments one after another. `place_M`: where a key of the whole rows lies."""
+def varlen_plan(segments: Sequence[Segment], key_position_M: Tensor) -> VarlenPlan:
+    """Concatenate segments to one call. `key_position_M` maps a key of the full rows to its index."""
     num_queries, num_keys = [s.num_queries for s in segments], [s.num_keys for s in segments]
-    keys = torch.cat([torch.arange(s.key, s.key + s.num_keys) for s in segments]).to(place_M.device)
+    keys = torch.cat([torch.arange(s.key, s.key + s.num_keys) for s in segments]).to(key_position_M.device)
 
     def bounds(lengths: list[int]) -> Tensor:
-        return torch.tensor([0, *lengths]).cumsum(0).to(device=place_M.device, dtype=torch.int32)
+        return torch.tensor([0, *lengths]).cumsum(0).to(device=key_position_M.device, dtype=torch.int32)
 
-    return VarlenPlan(bounds(num_queries), bounds(num_keys), max(num_queries), max(num_keys), place_M[keys])
+    return VarlenPlan(bounds(num_queries), bounds(num_keys), max(num_queries), max(num_keys), key_position_M[keys])
 
 
 def batch_varlen(
     cu: Tensor | None, max_length: int | None, rows: int, length: int, device: torch.device, seen: SeenKeys | None
 ) -> VarlenPlan:
-    """Whole documents in one call. Nothing is read on the host."""
+    """Return the documents of a batch as one call, without host synchronization."""
     if cu is None:
         cu = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
     longest = max_length or length  # the row is an upper bound: a document never crosses it

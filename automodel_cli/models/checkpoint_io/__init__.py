@@ -1,0 +1,1 @@
+"""Loading weights into sharded parts, streaming full weights, and exporting models for transformers."""

@@ -1,7 +1,7 @@
-"""A trained part -> a folder that `transformers.from_pretrained` loads.
+"""Export of a trained part to a folder that `transformers.from_pretrained` loads.
 
-Written: safetensors shards with an index, config (older readers' `torch_dtype`, `rope_theta` and `rope_scaling` too),
-generation config, tokenizer with its chat template, and a model card.
+Contents: safetensors shards with an index, config (with `torch_dtype`, `rope_theta` and `rope_scaling` for older
+readers), generation config, tokenizer with its chat template, and a model card.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 _SHARD_BYTES = 4 * 2**30
 _WAIT = timedelta(minutes=60)
 MARK = "unverified.json"
-"""The file in an export that was not compared with the trained model, or does not compute what it does."""
+"""Marks an export that was not compared with the trained model, or differs from it."""
 LAST = "config.json"
-"""Without it no reader takes the folder for a model."""
+"""Written last. Readers do not recognize a folder without it as a model."""
 Score = Callable[[list[list[int]]], list[Tensor]]
 """Prompts (token ids) -> log-probs of each prompt's tokens after the first, on the CPU."""
 
@@ -63,15 +63,18 @@ def export_hf(
     stop_ids: Sequence[int] = (),
     trained: bool = False,
 ) -> None:
-    """Write the whole model in the hub's names, layout and dtype; adapters are merged in, a value head lies beside it,
-    and what the checkpoint holds besides is written as it was. Of a composite every file but the weights is the
-    original's. `as_classifier`: a reward model instead (`models/checkpoint_io/sequence_classifier.py`), the value
-    head its score.
+    """Write the full model in the names, layout and dtype of the hub. Collective; rank 0 writes.
 
-    Collective; rank 0 writes. `title` and `summary` (markdown) are for the model card (data, steps, scores).
-    `stop_ids`: the tokens at which training taught the model to stop. `trained`: the parameters have moved since they
-    were loaded, so that rounding to 16 bits must keep the mean of their changes. The folder is safe to load only after
-    this returns: write into a new one and `publish` it.
+    Adapters are merged. A value head is written to a separate file. Checkpoint tensors without a counterpart in the
+    model are copied. For a multimodal model, all files except the weights are those of the original. The folder is
+    complete only after this returns. Write into a new folder and `publish` it.
+
+    Args:
+        title, summary: markdown for the model card (data, steps, scores).
+        shard_bytes: maximum size of a file [bytes].
+        as_classifier: write a reward model (`sequence_classifier.py`) whose score is the value head.
+        stop_ids: tokens at which the model was trained to stop.
+        trained: parameters have changed since loading, so rounding to 16 bits must preserve the mean of their changes.
     """
     writer = is_first_rank()
     folder = Path(directory)
@@ -80,18 +83,18 @@ def export_hf(
     shards: list[tuple[list[str], int]] = []
     within = parts[0].within
     hub_keys = {} if within is None else {name: key for key, name in within.keys.items()}
-    left_out = sequence_classifier.head_prefix(parts[0]) if as_classifier else None
+    excluded_prefix = sequence_classifier.head_prefix(parts[0]) if as_classifier else None
     stream = iter_hf_weights(
         parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group, multi_token=True, keep_mean=trained
     )
     for bucket in stream:
-        kept = [item for item in bucket if left_out is None or not item[0].startswith(left_out)]
-        if writer and kept:
+        included = [item for item in bucket if excluded_prefix is None or not item[0].startswith(excluded_prefix)]
+        if writer and included:
             shards.append(
-                _write_shard(folder, len(shards), [(hub_keys.get(name, name), tensor) for name, tensor in kept])
+                _write_shard(folder, len(shards), [(hub_keys.get(name, name), tensor) for name, tensor in included])
             )
-    mine = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
-    values = list(mine if pp_group is None else over_stages(mine, pp_group, parts[0], "cpu"))
+    local_values = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
+    values = list(local_values if pp_group is None else over_stages(local_values, pp_group, parts[0], "cpu"))
     if writer:
         card = functools.partial(_write_card, folder, parts[0], config, title or folder.name, summary)
         if as_classifier:
@@ -113,7 +116,7 @@ def _finish_classifier(
     values: Sequence[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Write the score in the value head's place, the index, and the config of a reward model."""
+    """Write the value head as the score, the index, and the config of a reward model."""
     ((_, score),) = values
     shards.append(_write_shard(folder, len(shards), [(sequence_classifier.SCORE, score.to("cpu", part.hub_dtype))]))
     _write_index(folder, shards)
@@ -131,7 +134,7 @@ def _finish_model(
     config: ModelConfig,
     shard_bytes: int,
 ) -> None:
-    """Write the tensors that the model does not build, the index, the value head, and the config files."""
+    """Write the passthrough tensors, the index, the value head, and the config files."""
     for bucket in bucketed(passthrough_tensors.tensors(config, part.unclaimed, part.hub_dtype), shard_bytes):
         shards.append(_write_shard(folder, len(shards), bucket))
     _write_index(folder, shards)
@@ -145,9 +148,8 @@ def _finish_model(
 
 
 def staging(folder: Path) -> Path:
-    """A new empty folder beside `folder`, where an export is written and checked. What a killed export left is
-    removed.
-    """
+    """Return a new empty folder next to `folder` for writing and checking an export. Remove leftovers of killed
+    exports."""
     discard_staged(folder)
     path = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
     path.mkdir(parents=True)
@@ -155,14 +157,15 @@ def staging(folder: Path) -> Path:
 
 
 def discard_staged(folder: Path) -> None:
-    """Remove what was staged for `folder` and not published."""
+    """Remove unpublished staging folders of `folder`."""
     for stale in folder.parent.glob(f".{glob.escape(folder.name)}.tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
 def publish(written: Path, folder: Path) -> None:
-    """Move a whole export into place. An older one there does not load from the first moment on until the new one is
-    whole; files of other names stay.
+    """Move a complete export into place.
+
+    An older export in `folder` is not loadable until the new one is complete. Files with other names are kept.
     """
     if not folder.exists():
         written.rename(folder)
@@ -181,16 +184,16 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _write_shard(folder: Path, number: int, bucket: list[tuple[str, Tensor]]) -> tuple[list[str], int]:
+def _write_shard(folder: Path, index: int, bucket: list[tuple[str, Tensor]]) -> tuple[list[str], int]:
     from safetensors.torch import save_file
 
     tensors = {name: tensor.contiguous() for name, tensor in bucket}
-    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
     return list(tensors), sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def _write_index(folder: Path, shards: list[tuple[list[str], int]]) -> None:
-    """Give the shards the hub's names, which need their count, and say which key is where."""
+    """Rename the shards to hub names, which contain their count, and write the index."""
     for stale in folder.glob("model*.safetensors*"):
         stale.unlink()
     total = len(shards)
@@ -198,9 +201,9 @@ def _write_index(folder: Path, shards: list[tuple[list[str], int]]) -> None:
         (folder / "part-0.safetensors").rename(folder / "model.safetensors")
         return
     weight_map = {}
-    for number, (names, _) in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{total:05d}.safetensors"
-        (folder / f"part-{number}.safetensors").rename(folder / file)
+    for position, (names, _) in enumerate(shards):
+        file = f"model-{position + 1:05d}-of-{total:05d}.safetensors"
+        (folder / f"part-{position}.safetensors").rename(folder / file)
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": sum(size for _, size in shards)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -211,7 +214,7 @@ def _write_config(folder: Path, part: ModelPart, classifier_config: PretrainedCo
     if classifier_config is None:
         hf_config.architectures = [type(part.model).__name__]
     hf_config.dtype = part.hub_dtype
-    hf_config.quantization_config = None  # a GGUF source carries one, and the library then refuses to save
+    hf_config.quantization_config = None  # GGUF sources have one, with which transformers does not save
     hf_config.use_cache = True
     hf_config.save_pretrained(folder)
     path = folder / "config.json"
@@ -222,7 +225,7 @@ def _write_config(folder: Path, part: ModelPart, classifier_config: PretrainedCo
 
 
 def _for_older_readers(fields: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """transformers 4 and inference engines read these names; version 5 writes only `dtype` and `rope_parameters`."""
+    """Return the fields for transformers 4 and inference engines. Version 5 writes `dtype` and `rope_parameters`."""
     older: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     rope = fields.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
@@ -236,7 +239,7 @@ def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     fields = json.loads(path.read_text())
-    if fields.get("tokenizer_class") == "TokenizersBackend":  # a name that only transformers 5 knows
+    if fields.get("tokenizer_class") == "TokenizersBackend":  # exists in transformers 5 only
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
         path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
@@ -276,30 +279,33 @@ def verify_export(
     trust_remote_code: bool = False,
     as_classifier: bool = False,
 ) -> float:
-    """Reload the folder with stock `transformers` and compare log-probs on `prompts` (token ids): max |difference|.
+    """Reload the folder with unmodified `transformers` and return the largest difference of log-probs on `prompts`
+    (token ids).
 
-    The trained side is the forward of `parts` as they are, adapters on, without products of 8-bit floats. `score` runs
-    it; None calls the one part, which then is the whole model. `as_classifier`: scores are compared instead, which
-    `score` must give. How far the two sides may differ depends on their precision:
-    `export_check.measure_export_error` has bounds.
-    Collective; every rank gets the number. Raises RunError when the folder does not load.
+    The trained side is the forward of `parts` with adapters and without fp8 GEMMs. Collective; every rank gets the
+    result. Raises RunError if the folder does not load. `export_check.measure_export_error` defines bounds of the
+    difference.
+
+    Args:
+        score: runs the forward. None: call the single part, which is the full model.
+        as_classifier: compare scores, which `score` must return.
     """
     token_ids = [list(prompt) for prompt in prompts]
-    ours = trained_values(parts, token_ids, score)
+    trained_side = trained_values(parts, token_ids, score)
     precision = Precision(parts[0].model.dtype, rounds_weights=rounds_weights(parts))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "as_classifier": as_classifier}
-    work = partial(export_check.measure_export_error, Path(directory), token_ids, ours, precision, **options)
+    work = partial(export_check.measure_export_error, Path(directory), token_ids, trained_side, precision, **options)
     return process_group.from_first_rank(work, _WAIT).worst
 
 
 def trained_values(parts: Sequence[ModelPart], prompts: list[list[int]], score: Score | None = None) -> list[Tensor]:
-    """What `score` makes of the prompts, or the one part, without products of 8-bit floats. Collective."""
+    """Return the outputs of `score`, or of the single part, for the prompts without fp8 GEMMs. Collective."""
     with torch.no_grad(), paused(parts):
         return (score or _whole(parts))(prompts)
 
 
 def rounds_weights(parts: Sequence[ModelPart]) -> bool:
-    """Whether the export stores fewer bits than what was trained: its dtype is narrower, or a merge is rounded."""
+    """Return whether the export stores fewer bits than training: a narrower dtype, or a rounded merge."""
     part = parts[0]
     stored = torch.finfo(part.hub_dtype).bits
     trained = max((torch.finfo(p.dtype).bits for p in part.parameters() if p.is_floating_point()), default=stored)

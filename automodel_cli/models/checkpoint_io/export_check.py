@@ -1,9 +1,12 @@
-"""Whether an export computes what was trained: its log-probs under stock `transformers` beside those of the model.
+"""Comparison of an export with the trained model: log-probs with unmodified `transformers` against the model's forward.
 
-The trained side is the model's own forward, adapters on. It shares no name lookup and no merge with the export. The
-library reloads the export, which computes in float32. What then remains is rounding: of weights to the dtype of the
-export, and of products where the trained side computes in 16 bits. The export itself measures how much that costs
-(`_yardstick`), so no bound depends on the machine, the model or its depth.
+The trained side is the forward of the model with adapters. It shares no name mapping and no merge with the export. The
+reloaded export computes in fp32. The remaining difference is rounding: of weights to the dtype of the export, and of
+16-bit GEMMs on the trained side. The export itself measures the size of this rounding (`_yardstick`), so the bounds do
+not depend on machine, model or depth.
+
+Example: if random rounding changes log-probs by 0.002 on average, a mean difference up to 0.006 passes. A merge with
+the wrong scale differs by far more.
 """
 
 from __future__ import annotations
@@ -28,22 +31,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # The trained side and the yardstick round independently. Their means agree within tens of percent, their tails within a
-# factor of 2. The floors are differences that nobody notices: float32 stays 100 times below them.
+# factor of 2. The floors are irrelevant differences. fp32 rounding is 100 times smaller.
 _TIMES, _TIMES_IN_TAIL = 3.0, 4.0
 _FLOOR, _FLOOR_IN_TAIL = 1e-3, 1e-2
 _TAIL = 0.99
 _MOST_SHARE = 1.5
-_CERTAIN = 8.0  # standard errors of independent tokens: those of a row are not
+_CERTAIN = 8.0  # standard errors for independent tokens. Tokens of a row are correlated.
 _LOGITS_FACTOR = 3  # logits, their log-softmax, and a copy
 
 
 class Unfinished(Exception):
-    """The comparison does not fit the memory or the time. The message is the reason."""
+    """The comparison exceeds the available memory or time. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How the trained side computes: in which dtype, and whether the export rounded its weights to fewer bits."""
+    """Compute dtype of the trained side, and whether the export rounded its weights to fewer bits."""
 
     arithmetic: torch.dtype
     rounds_weights: bool
@@ -51,9 +54,13 @@ class Precision:
 
 @dataclass(frozen=True)
 class Agreement:
-    """|trained - export| over `num_values` log-probs (or scores): mean, 99% quantile and maximum, with the bounds of
-    the first two. `place` is the (prompt, token) of the maximum, `values` are both sides there. `share`: how much of
-    what the adapters changed the export has, 1 where the merge is right; None where rounding hides it."""
+    """|trained - export| over `num_values` log-probs (or scores), with the bounds of mean and tail.
+
+    mean, tail, worst: mean, 99% quantile and maximum.
+    place: (prompt, token) of the maximum.
+    values: trained and exported value at `place`.
+    share: fraction of the adapters' change that the export contains, 1 for a correct merge. None if rounding hides it.
+    """
 
     mean: float
     tail: float
@@ -67,8 +74,10 @@ class Agreement:
 
     @property
     def passed(self) -> bool:
-        """Whether both bounds hold, and the merge adds not more than was trained. NaN never passes. Too small a share
-        alone may be rounding: a merge loses what is below half a unit in the last place of its weight."""
+        """Whether both bounds hold and the merge does not add more than was trained. NaN never passes.
+
+        A share below 1 alone can be rounding: a merge loses changes below half a unit in the last place.
+        """
         within = self.mean <= self.mean_allowed and self.tail <= self.tail_allowed
         return within and (self.share is None or self.share <= _MOST_SHARE)
 
@@ -76,7 +85,7 @@ class Agreement:
 def measure_export_error(
     folder: Path,
     prompts: Sequence[Sequence[int]],
-    ours: Sequence[Tensor],
+    trained_side: Sequence[Tensor],
     precision: Precision,
     *,
     base: Sequence[Tensor] | None = None,
@@ -86,11 +95,17 @@ def measure_export_error(
     available_bytes: float | None = None,
     seconds: float | None = None,
 ) -> Agreement:
-    """Compare `ours`, the trained side's log-probs of each prompt's tokens after the first, with those of `folder`.
+    """Compare the trained side with the export in `folder`. Runs on one rank.
 
-    `base`: the trained side's without its adapters. `as_classifier`: one score per prompt instead. Host memory holds
-    the export as stored and one layer in float32. Runs on one rank. Raises RunError when the folder does not load as
-    the whole model, and `Unfinished` when `available_bytes` of host memory or `seconds` do not suffice.
+    Host memory contains the export as stored and one layer in fp32. Raises RunError if the folder does not load
+    completely, and `Unfinished` if memory or time does not suffice.
+
+    Args:
+        trained_side: log-probs of each prompt's tokens after the first.
+        base: the same without adapters.
+        as_classifier: compare one score per prompt.
+        available_bytes: free host memory [bytes].
+        seconds: time limit [s].
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     _check_memory(folder, available_bytes)
@@ -100,8 +115,10 @@ def measure_export_error(
         where = torch.device("cpu")
     exact = _values(model, prompts, as_classifier, where, Cast(torch.float32), deadline)
     yardstick = _yardstick(model, prompts, as_classifier, where, precision, deadline)
-    found = _agreement(_flat(ours), exact, yardstick)
-    return found if base is None else replace(found, share=_share(_flat(ours), _flat(base), exact, yardstick))
+    results = _agreement(_flat(trained_side), exact, yardstick)
+    return (
+        results if base is None else replace(results, share=_share(_flat(trained_side), _flat(base), exact, yardstick))
+    )
 
 
 def _yardstick(
@@ -112,14 +129,16 @@ def _yardstick(
     precision: Precision,
     deadline: float | None,
 ) -> list[Tensor]:
-    """The export once more, with the rounding that lies between it and the trained side: each weight moves at random
-    within its unit in the last place, and products run in the dtype of the trained side."""
+    """Run the export again with the rounding of the trained side.
+
+    Each weight moves randomly within its unit in the last place, and GEMMs run in the dtype of the trained side.
+    """
     stored = model.dtype if precision.rounds_weights else torch.float32
     keeps_float32 = transformers_compat.fp32_names(model, precision.arithmetic)
     cast = Cast(precision.arithmetic, partial(moved_within_ulp, stored=stored), keeps_float32)
     try:
         return _values(model, prompts, as_classifier, device, cast, deadline)
-    except RuntimeError:  # the library's own model mixes dtypes in 16 bits: only its weights lose bits then
+    except RuntimeError:  # the model mixes dtypes in 16 bits: round only its weights
         cast = Cast(torch.float32, partial(moved_within_ulp, stored=precision.arithmetic))
         return _values(model, prompts, as_classifier, device, cast, deadline)
 
@@ -129,26 +148,29 @@ def _flat(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _share(
-    ours: Sequence[Tensor], base: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequence[Tensor]
+    trained_side: Sequence[Tensor], base: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequence[Tensor]
 ) -> float | None:
-    """The slope of (export - base) over (ours - base), where its standard error by the yardstick is small enough to
-    tell 1 from 1.5. The slope of a merge of twice the update is 2, far below the noise of a single token."""
-    trained, held, noise = (
+    """Return the slope of (export - base) over (trained - base), or None if its standard error is too large.
+
+    The error must be small enough to distinguish 1 from 1.5. A merge that adds the update twice has slope 2, but the
+    noise of a single token is far larger than this difference.
+    """
+    trained, exported, noise = (
         torch.cat([a - b for a, b in zip(*sides, strict=True)]).double()
-        for sides in ((ours, base), (exact, base), (rounded, exact))
+        for sides in ((trained_side, base), (exact, base), (rounded, exact))
     )
     square = trained.square().sum()
     error = (trained * noise).square().sum().sqrt() / square
     if not _CERTAIN * error < _MOST_SHARE - 1:  # NaN too
         return None
-    return ((trained * held).sum() / square).item()
+    return ((trained * exported).sum() / square).item()
 
 
-def _agreement(ours: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequence[Tensor]) -> Agreement:
+def _agreement(trained_side: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequence[Tensor]) -> Agreement:
     num_values = sum(len(value) for value in exact)
     if not num_values:
         raise Unfinished("no prompt has two tokens")
-    gaps = [_gap(a, b) for a, b in zip(ours, exact, strict=True)]
+    gaps = [_gap(a, b) for a, b in zip(trained_side, exact, strict=True)]
     gap, noise = torch.cat(gaps), torch.cat([_gap(a, b) for a, b in zip(rounded, exact, strict=True)])
     noise = noise[noise.isfinite()]
     mean, tail = (noise.mean().item(), noise.quantile(_TAIL).item()) if len(noise) else (0.0, 0.0)
@@ -162,27 +184,27 @@ def _agreement(ours: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequenc
         tail_allowed=max(_FLOOR_IN_TAIL, _TIMES_IN_TAIL * tail),
         num_values=num_values,
         place=(prompt, token),
-        values=(ours[prompt][token].item(), exact[prompt][token].item()),
+        values=(trained_side[prompt][token].item(), exact[prompt][token].item()),
     )
 
 
 def _gap(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b|. NaN is a mismatch, never an agreement."""
+    """Return |a - b|. NaN counts as infinite."""
     return (a - b).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def _loaded(folder: Path, trust: bool, as_classifier: bool) -> PreTrainedModel:
-    """The library's model in the dtype that is stored. Raises RunError."""
+    """Load the model with transformers in its stored dtype. Raises RunError."""
     if as_classifier:
         return sequence_classifier.load_classifier(folder, "auto")
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
         with transformers_compat.quiet():
-            of_text = trust or type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
-            auto: Any = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+            is_text_model = trust or type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
+            auto: Any = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
             model, info = auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust, output_loading_info=True)
-    except Exception as error:  # whatever it is, the export is not what we promise
+    except Exception as error:  # any failure makes the export unusable
         raise RunError(
             f"export={folder} cannot be loaded with transformers: {error}", code="export_mismatch"
         ) from error
@@ -204,29 +226,31 @@ def _values(
     cast: Cast,
     deadline: float | None,
 ) -> list[Tensor]:
-    """Log-probs of each prompt's tokens after the first, or its score: float32 on the CPU."""
+    """Return log-probs of each prompt's tokens after the first, or its score, in fp32 on the CPU."""
 
     def tick() -> None:
         if deadline is not None and time.monotonic() > deadline:
             raise Unfinished("the comparison took longer than checkpoint.export_check_minutes")
 
     with cast_layers(model, cast, device, tick):
-        if as_classifier:  # the library reads a score at a row's last token: padding would move it
+        if as_classifier:  # transformers reads the score at the last token, so no padding
             rows = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
             return [model(input_ids=row, use_cache=False).logits[0, :1].float().cpu() for row in rows]
-        found = [torch.empty(0)] * len(prompts)
+        results = [torch.empty(0)] * len(prompts)
         for batch in _of_equal_length(prompts):
             ids_BT = torch.tensor([list(prompts[row]) for row in batch], device=device)
             logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
             logprobs_BT = logits_BTV.float().log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[..., 0]
             for row, logprobs_T in zip(batch, logprobs_BT.cpu(), strict=True):
-                found[row] = logprobs_T
-        return found
+                results[row] = logprobs_T
+        return results
 
 
 def _of_equal_length(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Indices of prompts that one forward takes without padding, which some families do not ignore. Packed rows are
-    long, so that all prompts are one batch and each layer is cast once."""
+    """Return indices of prompts of equal length. They need no padding, which some families do not ignore.
+
+    Packed rows have equal length, so that all prompts form one batch and each layer is cast once.
+    """
     groups: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         if len(prompt) > 1:
@@ -245,12 +269,13 @@ def _check_memory(folder: Path, available_bytes: float | None) -> None:
 
 
 def host_bytes(stored: float) -> float:
-    """What `measure` takes of the host for an export of so many bytes: itself, a layer and the tables in float32."""
+    """Return the host memory of the check for an export of this size: the export, and one layer and the embeddings in
+    fp32."""
     return 1.5 * stored
 
 
 def _fits(device: torch.device, float32_bytes: float, prompts: Sequence[Sequence[int]], model: PreTrainedModel) -> bool:
-    """Whether the device has room for the largest layer and all outside of layers, with their logits."""
+    """Return whether the largest layer, all modules outside layers, and the logits fit the device."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     tokens = len(prompts) * max(map(len, prompts))

@@ -1,4 +1,4 @@
-"""`generation_config.json` of an export: the source's settings, and the stop tokens that training taught."""
+"""Writes `generation_config.json` of an export: settings of the source, and the stop tokens learned in training."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ NAME = "generation_config.json"
 
 
 def write_generation_config(folder: Path, config: ModelConfig, model: PreTrainedModel, stop_ids: Sequence[int]) -> None:
-    """Write the source's file with `stop_ids` added to its `eos_token_id`; every other field stays as it is there.
+    """Write the file of the source with `stop_ids` added to `eos_token_id`. Other fields are unchanged.
 
-    A source without the file gets what the library derives from its config.
+    If the source has no file, use the settings that transformers derives from its config.
     """
     fields = _source_fields(config)
     if fields is None:
         fields = _derived_fields(model)
-    listed = fields.get("eos_token_id", model.config.get_text_config().eos_token_id)
-    known = [i for i in (listed if isinstance(listed, list) else [listed]) if i is not None]
-    stops = list(dict.fromkeys([*known, *stop_ids]))
-    if stops != known:
+    eos = fields.get("eos_token_id", model.config.get_text_config().eos_token_id)
+    source_stops = [i for i in (eos if isinstance(eos, list) else [eos]) if i is not None]
+    stops = list(dict.fromkeys([*source_stops, *stop_ids]))
+    if stops != source_stops:
         fields["eos_token_id"] = stops[0] if len(stops) == 1 else stops
-        fields.pop("_from_model_config", None)  # or the library would derive the stops from the config again
+        fields.pop("_from_model_config", None)  # otherwise transformers derives eos_token_id from the config
     (folder / NAME).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def _source_fields(config: ModelConfig) -> dict[str, Any] | None:
-    """Return the source's settings as they are written: the library's class would drop what it does not know."""
+    """Return the settings of the source unchanged. The class of transformers would drop unknown fields."""
     folder = source.folder(config)
     if folder is None or not (folder / NAME).is_file():
         return None

@@ -1,9 +1,9 @@
-"""Fill a part with weights, after it has been parallelised: each rank reads only the bytes it holds.
+"""Weight loading into a sharded part. Each rank reads only its own bytes.
 
-The part itself is never given to the library's loader. A *skeleton*, the same class on the meta device with the part's
-shardings and only the part's parameters, is loaded decoder layer by decoder layer, and each loaded piece is copied
-into the part's existing parameters and dropped. So adapters, wrappers and the identity of the parameters do not
-matter, and the peak is one layer above the part itself.
+The loader of transformers does not see the part. It loads a *skeleton*: the same class on the meta device, with the
+shardings and parameters of the part. The skeleton is loaded one decoder layer at a time. Each loaded tensor is copied
+into the existing parameters of the part and freed. Adapters, wrappers and parameter identity therefore do not matter,
+and peak memory is one layer above the part itself.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """`num_bytes_read` of checkpoint data by this rank; `unclaimed`: what the whole model has no place for; `within`:
-    where the model is in the composite that the checkpoint is of."""
+    """Result of loading.
+
+    num_bytes_read: checkpoint bytes read by this rank.
+    unclaimed: checkpoint keys without a counterpart in the full model.
+    within: location of the model in a multimodal checkpoint.
+    """
 
     num_bytes_read: int = 0
     unclaimed: tuple[str, ...] = ()
@@ -51,13 +55,16 @@ def load_weights(
     seed: int,
     buffer_device: torch.device | None = None,
 ) -> LoadReport:
-    """Allocate what is on meta on `device` (buffers and 4-bit weights on `buffer_device`, if other), fill everything.
+    """Allocate meta tensors on `device` and fill all tensors.
 
-    Plain parameters and DTensor shards alike; ties survive. Random weights depend on `seed` and the parameter's place
-    in the model only, so every layout starts from the same numbers. Build the optimizer afterwards: allocation
-    replaces parameters. Raises ConfigError for missing or misshapen weights, by name.
+    Works for plain parameters and DTensor shards. Ties are preserved. Random weights depend only on `seed` and the
+    parameter's name, so that every layout starts with equal weights. Allocation replaces parameters, so build the
+    optimizer afterwards. Raises ConfigError for missing or mismatched weights.
+
+    Args:
+        buffer_device: device of buffers and 4-bit weights. None: `device`.
     """
-    materialise(part, torch.device(device), buffer_device or torch.device(device))
+    materialize(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
         target = _Target(part.model, buffer_device or torch.device(device))
         whole = _whole_on_meta(part, config)
@@ -90,7 +97,7 @@ def load_weights(
 
 
 def _whole_on_meta(part: ModelPart, config: ModelConfig) -> PreTrainedModel:
-    """The library's class with all layers: what a checkpoint's keys are compared with."""
+    """Build the transformers model with all layers on meta, to compare its names with checkpoint keys."""
     return transformers_compat.meta_model(
         copy.deepcopy(part.source_config),
         dtype=getattr(torch, config.dtype),
@@ -98,8 +105,8 @@ def _whole_on_meta(part: ModelPart, config: ModelConfig) -> PreTrainedModel:
     )
 
 
-def materialise(module: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    """Give memory to everything on meta. Unlike `Module.to_empty`, a tied parameter stays one parameter."""
+def materialize(module: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Allocate all meta tensors. In contrast to `Module.to_empty`, tied parameters stay tied."""
     replaced: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, param in child._parameters.items():
@@ -114,20 +121,21 @@ def materialise(module: nn.Module, device: torch.device, buffer_device: torch.de
 
 
 class _Target:
-    """The tensors to fill, by hub name; tied names share one entry under their first name. Weights that are packed into
-    4 bits go to their layers, on `packed_device`.
+    """The tensors to fill, by hub name.
+
+    Tied names share one entry under their first name. 4-bit weights are packed by their layers on `packed_device`.
     """
 
     def __init__(self, model: nn.Module, packed_device: torch.device):
         self.packed_device = packed_device
         self.joined: set[str] = set()
         self.packed = {f"{name}.weight": layer for name, layer in nf4.packed_layers(model)}
-        self.names: dict[str, str] = {}  # every name -> first name of the same tensor
+        self.names: dict[str, str] = {}  # name -> first name of the same tensor
         self.tensors: dict[str, Tensor] = {}
         first: dict[int, str] = {}
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        named += [(name, layer.unloaded()) for name, layer in self.packed.items()]
-        for name, tensor in named:
+        named_tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        named_tensors += [(name, layer.unloaded()) for name, layer in self.packed.items()]
+        for name, tensor in named_tensors:
             canonical = first.setdefault(id(tensor), name)
             self.names[name] = canonical
             self.tensors[canonical] = tensor
@@ -140,7 +148,7 @@ class _Target:
 
     @torch.no_grad()
     def fill(self, name: str, value: Tensor) -> None:
-        """`value` is this rank's part of `name`. Of tied names the first filled wins; another must agree."""
+        """Copy the local part of `name`. Among tied names, the first is used and the others must be equal."""
         canonical = self.names[name]
         if canonical in self.packed:
             self.packed[canonical].pack(value, self.packed_device)
@@ -165,7 +173,7 @@ class _Target:
 
 
 def _skeleton(whole: PreTrainedModel, target: _Target) -> PreTrainedModel:
-    """The whole model on meta, cut in place to the target's tensors and sharded as they are."""
+    """Reduce the full meta model in place to the tensors of the target, with their shardings."""
     for prefix, module in whole.named_modules():
         for store in _stores(module):
             for name in [name for name, tensor in store.items() if tensor is not None]:
@@ -180,21 +188,23 @@ def _skeleton(whole: PreTrainedModel, target: _Target) -> PreTrainedModel:
 
 
 def _read_whole(tensor: Any) -> bool:
-    """Uneven shards, and those of which this rank has nothing (few heads over many ranks): the library's reader cannot
-    cut them out."""
+    """Return whether the full tensor must be read.
+
+    The reader of transformers does not support uneven and empty shards (few heads on many ranks).
+    """
     return is_uneven(tensor) or (
         transformers_compat.is_dtensor(tensor) and transformers_compat.local(tensor).numel() == 0
     )
 
 
 def unit_of(key: str) -> str:
-    """Checkpoint or parameter key -> its decoder layer ("model.layers.3"), "" for what is outside the layers."""
+    """Return the decoder layer of a key ("model.layers.3"), or "" outside of layers."""
     match = re.match(r"(.*?\.\d+)\.", key)
     return match.group(1) if match else ""
 
 
 class _CountedSlice:
-    """A lazy safetensors slice that counts what is really read, in a list: the library reads in several threads."""
+    """Lazy safetensors slice that records the bytes read in a list, because transformers reads with several threads."""
 
     def __init__(self, lazy: Any, sizes: list[int]):
         self._lazy, self._sizes = lazy, sizes
@@ -209,14 +219,14 @@ class _CountedSlice:
 
 
 class _Checkpoint:
-    """The tensors of safetensors files, read when they are indexed, and how many bytes that have been so far."""
+    """Lazy tensors of safetensors files, with a count of the bytes read."""
 
     def __init__(self, weights: source.Weights):
         self._sizes: list[int] = []
         stored = {
             k: _CountedSlice(lazy, self._sizes) for k, lazy in passthrough_tensors.lazy_tensors(weights.files).items()
         }
-        self.tensors = dequantize.dequantised(stored, weights.quantization)
+        self.tensors = dequantize.dequantized(stored, weights.quantization)
 
     @property
     def num_bytes_read(self) -> int:
@@ -226,7 +236,7 @@ class _Checkpoint:
 def _load_safetensors(
     whole: PreTrainedModel, target: _Target, checkpoint: _Checkpoint, repository: PretrainedConfig
 ) -> LoadReport:
-    """`whole` becomes the target's skeleton. `repository`: the config beside the weights."""
+    """Load safetensors files. `whole` becomes the skeleton. `repository`: the config of the checkpoint."""
     tensors = checkpoint.tensors
     within = None
     if multimodal_backbone.text_config(repository) is not repository:
@@ -239,11 +249,10 @@ def _load_safetensors(
     return LoadReport(checkpoint.num_bytes_read, tuple(unclaimed), within)
 
 
-def _fill_from(named: dict[str, Any], whole: PreTrainedModel, target: _Target, mapping: list[Any]) -> None:
-    """Read `named` (hub name -> lazy tensor) into the target, one layer after another; `whole` becomes its
-    skeleton."""
+def _fill_from(named_tensors: dict[str, Any], whole: PreTrainedModel, target: _Target, mapping: list[Any]) -> None:
+    """Load lazy tensors by hub name into the target, one layer after another. `whole` becomes the skeleton."""
     units: dict[str, dict[str, Any]] = {}
-    for name, tensor in named.items():
+    for name, tensor in named_tensors.items():
         units.setdefault(unit_of(name), {})[name] = tensor
     target.joined = transformers_compat.joined_names(mapping, target.names)
     skeleton = _skeleton(whole, target)
@@ -276,31 +285,33 @@ def _fill_from(named: dict[str, Any], whole: PreTrainedModel, target: _Target, m
 def _load_depths(
     part: ModelPart, config: ModelConfig, checkpoint: _Checkpoint, report: LoadReport, buffer_device: torch.device
 ) -> LoadReport:
-    """Fill the layers for multi-token prediction; what they take is unclaimed no more. A stage of a pipeline that has
-    none of them learns that much."""
+    """Load the multi-token prediction layers and remove their keys from the unclaimed ones.
+
+    Pipeline stages without these layers only update the report.
+    """
     names, tensors = part.depth_names, checkpoint.tensors
     if names is None:
         return report
-    taken = set(names.copies)
+    claimed = set(names.copies)
     for i, known_as in enumerate(names.own_names(report.unclaimed)):
         whole = _whole_on_meta(part, config)
         mtp_layers.cut_to_depth(whole)
         mapping = transformers_compat.conversion_mapping(whole)
         no_place = set(transformers_compat.unclaimed_keys(whole, mapping, known_as.values()))
-        mine = {key: name for key, name in known_as.items() if name not in no_place}
-        taken |= mine.keys()
+        depth_keys = {key: name for key, name in known_as.items() if name not in no_place}
+        claimed |= depth_keys.keys()
         if part.multi_token is not None:
             target = _Target(part.multi_token[i].model, buffer_device)  # type: ignore[arg-type]
-            _fill_from({name: tensors[key] for key, name in mine.items()}, whole, target, mapping)
+            _fill_from({name: tensors[key] for key, name in depth_keys.items()}, whole, target, mapping)
             _init_buffers(whole, target)
     if part.multi_token is not None:
         _compare_copies(names.copies, checkpoint, report)
-    unclaimed = tuple(key for key in report.unclaimed if key not in taken)
+    unclaimed = tuple(key for key in report.unclaimed if key not in claimed)
     return replace(report, num_bytes_read=checkpoint.num_bytes_read, unclaimed=unclaimed)
 
 
 def _init_depths(part: ModelPart, config: ModelConfig, seed: int, buffer_device: torch.device) -> None:
-    """Random weights for the layers for multi-token prediction."""
+    """Initialize the multi-token prediction layers randomly."""
     for i, depth in enumerate(part.multi_token or ()):
         whole = _whole_on_meta(part, config)
         mtp_layers.cut_to_depth(whole)
@@ -309,8 +320,10 @@ def _init_depths(part: ModelPart, config: ModelConfig, seed: int, buffer_device:
 
 
 def _compare_copies(copies: dict[str, str], checkpoint: _Checkpoint, report: LoadReport) -> None:
-    """Say so where the checkpoint's copy of a table is another than the table, which is used in its place. Each rank
-    reads its share of the rows."""
+    """Warn if the checkpoint contains a copy of a table that differs from the table used in its place.
+
+    Each rank compares a part of the rows.
+    """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     hub_keys = {} if report.within is None else {name: key for key, name in report.within.keys.items()}
     for key, table in copies.items():
@@ -332,17 +345,17 @@ def _to_meta(module: nn.Module, leaf: str) -> None:
 
 
 def _stores(module: nn.Module) -> list[dict[str, Any]]:
-    """The module's own parameters and buffers, to be replaced in place."""
+    """Return the parameter and buffer dictionaries of the module, for in-place replacement."""
     return [module._parameters, module._buffers]
 
 
 def _like(original: Tensor, tensor: Tensor) -> Tensor:
-    """A parameter where the original is one."""
+    """Return a parameter if the original is one."""
     return nn.Parameter(tensor, original.requires_grad) if isinstance(original, nn.Parameter) else tensor
 
 
 def _load_gguf(part: ModelPart, config: ModelConfig, gguf: tuple[str, str], target: _Target) -> LoadReport:
-    """Through the library's own dequantising loader: the whole model on every rank, then this rank's part of it."""
+    """Load with the dequantizing loader of transformers: the full model on every rank, then keep the local part."""
     from transformers import AutoModelForCausalLM
 
     folder, file = gguf
@@ -365,12 +378,12 @@ def _load_gguf(part: ModelPart, config: ModelConfig, gguf: tuple[str, str], targ
 
 
 def _init_random(skeleton: PreTrainedModel, target: _Target, seed: int) -> LoadReport:
-    """The family's own initialisation, one decoder layer (or outer module) at a time, each from its own seed."""
+    """Apply the initialization of the family, one decoder layer or outer module at a time, each with its own seed."""
     units: dict[str, list[str]] = {}
     for name in target.names:
         units.setdefault(unit_of(name) or name.rpartition(".")[0], []).append(name)
     for unit, names in units.items():
-        values = _initialised(skeleton, unit, seed_for(seed, unit), recurse=unit_of(f"{unit}.") == unit)
+        values = _initialized(skeleton, unit, seed_for(seed, unit), recurse=unit_of(f"{unit}.") == unit)
         for name in names:
             if target.names[name] == name:
                 value = values[name]
@@ -380,16 +393,16 @@ def _init_random(skeleton: PreTrainedModel, target: _Target, seed: int) -> LoadR
 
 
 def _init_buffers(skeleton: PreTrainedModel, target: _Target) -> None:
-    """Buffers that no checkpoint holds (rotary tables) come from the family's initialisation."""
+    """Initialize buffers that checkpoints do not contain (rotary tables)."""
     for prefix in sorted({name.rpartition(".")[0] for name in target.non_persistent}):
-        values = _initialised(skeleton, prefix, 0, recurse=False)
+        values = _initialized(skeleton, prefix, 0, recurse=False)
         for name in target.non_persistent & values.keys():
             target.fill(name, values[name])
 
 
 @torch.no_grad()
-def _initialised(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bool) -> dict[str, Tensor]:
-    """Values of the unit's tensors after the family's own initialisation on CPU; the skeleton stays on meta."""
+def _initialized(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bool) -> dict[str, Tensor]:
+    """Return the tensors of a unit after the family's initialization on the CPU. The skeleton stays on meta."""
     root = skeleton.get_submodule(unit)
     modules = list(root.modules()) if recurse else [root]
     saved = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
@@ -402,8 +415,8 @@ def _initialised(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bo
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             transformers_compat.init_weights(skeleton, unit, recurse=recurse)
-        named = [*root.named_parameters(recurse=recurse), *root.named_buffers(recurse=recurse)]
-        values = {f"{unit}.{name}".lstrip("."): tensor.detach() for name, tensor in named}
+        named_tensors = [*root.named_parameters(recurse=recurse), *root.named_buffers(recurse=recurse)]
+        values = {f"{unit}.{name}".lstrip("."): tensor.detach() for name, tensor in named_tensors}
         if any(map(_is_poisoned, values.values())):
             values = _set_from_above(skeleton, values, unit)
     finally:
@@ -420,8 +433,10 @@ def _initialised(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bo
 
 
 def _set_from_above(skeleton: PreTrainedModel, values: dict[str, Tensor], unit: str) -> dict[str, Tensor]:
-    """The values, those included that a model sets in the modules below it (Falcon-H1's multipliers). It may set them
-    in every layer, so this takes a model that is not cut."""
+    """Return the values, including those that a model sets in submodules (the multipliers of Falcon-H1).
+
+    A model may set them in every layer, so this uses a complete model.
+    """
     whole = transformers_compat.uncut_copy(skeleton)
     for name, value in values.items():
         module, leaf = _owner(whole, name)
@@ -433,7 +448,7 @@ def _set_from_above(skeleton: PreTrainedModel, values: dict[str, Tensor], unit: 
 
 
 def _poisoned(tensor: Tensor) -> Tensor:
-    """Filled with a value that no initialisation leaves, so that what it forgets is seen."""
+    """Fill with a value that no initialization produces, to detect tensors that are not initialized."""
     if tensor.is_floating_point():
         return tensor.fill_(float("nan"))
     return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).min)

@@ -1,7 +1,7 @@
-"""A part with a value head as a reward model that others load: the library's sequence classifier with one label.
+"""Reward models for other tools: a part with a value head as a transformers sequence classifier with one label.
 
-Its `score` is the value head, read at a row's last token; the language model's own head is left out. transformers reads
-`AutoModelForSequenceClassification`, and inference engines know the architecture or make one of the base model.
+`score` is the value head, applied to the last token of a row. The LM head is not exported. transformers loads
+`AutoModelForSequenceClassification`. Inference engines support the architecture or convert the base model.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from automodel_cli.models.model_part import ModelPart
 
 SCORE = "score.weight"
-"""What the library's classifiers call the matrix that makes a score of a hidden state."""
+"""Name of the score weight in transformers classifiers."""
 _EXPORTED = "a folder that `automodel rm llm` has exported"
 
 
 def require_classifier(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The library's class with one score for a row. Raises ConfigError for a family that has none of this form."""
+    """Return the transformers class with one score per row. Raises ConfigError if the family has none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     kind = type(hf_config)
     if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        found: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind]
+        cls: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind]
         config = copy.deepcopy(hf_config)
         config.num_labels = 1
         with transformers_compat.quiet(), torch.device("meta"):
-            score = getattr(found(config), "score", None)
+            score = getattr(cls(config), "score", None)
         if isinstance(score, nn.Linear) and score.bias is None:
-            kept: type[PreTrainedModel] = found
+            kept: type[PreTrainedModel] = cls
             return kept
     raise ConfigError(
         f"reward models are not supported for {hf_config.model_type} because transformers has no sequence classifier "
@@ -50,28 +50,30 @@ def require_classifier(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def head_prefix(part: ModelPart) -> str:
-    """What the hub's names of the language model's own head begin with: the classifier has none of them."""
+    """Return the prefix of the LM head's hub names, which a classifier does not have."""
     whole = transformers_compat.meta_model(copy.deepcopy(part.source_config), dtype=torch.float32)
     head = whole.get_output_embeddings()
     return next(f"{name}." for name, module in whole.named_modules() if module is head)
 
 
 def config_of(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
-    """The config of the export. Padding must be a token that no row ends with: the library reads the score at the last
-    token that is none, so where the tokenizer pads with EOS the config names no padding (and takes one row at a time).
+    """Return the config of the export.
+
+    transformers reads the score at the last token that is not padding, so padding must differ from EOS. If the
+    tokenizer pads with EOS, the config has no padding token, and the classifier accepts one row at a time.
     """
     config = copy.deepcopy(hf_config)
     config.architectures = [require_classifier(hf_config).__name__]
     config.num_labels = 1
-    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ends = {*own, None if tokenizer is None else tokenizer.eos_token_id}
+    eos_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = {*eos_ids, None if tokenizer is None else tokenizer.eos_token_id}
     pads = (config.pad_token_id, None if tokenizer is None else tokenizer.pad_token_id)
     config.pad_token_id = next((pad for pad in pads if pad is not None and pad not in ends), None)
     return config
 
 
 def check_classifier(folder: str) -> None:
-    """Raise ConfigError where a folder or repository is no classifier of one label by its config. Reads no weights."""
+    """Raise ConfigError if the config of a folder or repository is not a classifier with one label."""
     from transformers import AutoConfig
 
     try:
@@ -83,7 +85,7 @@ def check_classifier(folder: str) -> None:
         reason = (
             f"{type(error).__name__}: {error}"
             if Path(folder).is_dir()
-            else "there is no such folder, nor can the hub give it"
+            else "it is neither a folder nor an accessible hub repository"
         )
         raise ConfigError(
             f"folder={folder} cannot be loaded: {reason}", code="model_not_found", keys=("folder",), fix=_EXPORTED
@@ -98,7 +100,7 @@ def check_classifier(folder: str) -> None:
 
 
 def load_classifier(folder: Path | str, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
-    """The reward model in a folder, in evaluation mode on the CPU; "auto": as it is stored. Raises RunError."""
+    """Load the reward model of a folder in eval mode on the CPU. "auto": stored dtype. Raises RunError."""
     from transformers import AutoModelForSequenceClassification
 
     try:
@@ -106,13 +108,15 @@ def load_classifier(folder: Path | str, dtype: torch.dtype | Literal["auto"]) ->
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 folder, dtype=dtype, output_loading_info=True
             )
-    except Exception as error:  # whatever it is, the folder is no reward model
+    except Exception as error:  # any failure means that the folder is not a reward model
         raise RunError(
             f"folder={folder} cannot be loaded as a sequence classifier: {error}", code="model_not_found"
         ) from error
-    lacking = sorted(info["missing_keys"])
-    if lacking or model.config.num_labels != 1:
-        what = f"it lacks {', '.join(lacking[:3])}" if lacking else f"it has {model.config.num_labels} labels"
-        raise RunError(f"folder={folder} is not a reward model, because {what}", code="wrong_model_kind", fix=_EXPORTED)
+    missing = sorted(info["missing_keys"])
+    if missing or model.config.num_labels != 1:
+        reason = f"it lacks {', '.join(missing[:3])}" if missing else f"it has {model.config.num_labels} labels"
+        raise RunError(
+            f"folder={folder} is not a reward model, because {reason}", code="wrong_model_kind", fix=_EXPORTED
+        )
     loaded: PreTrainedModel = model.eval()
     return loaded

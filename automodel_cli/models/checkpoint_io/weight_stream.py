@@ -1,4 +1,4 @@
-"""One ordered stream of full, hub-named weights, whatever the sharding: for export, rollout and weight sync."""
+"""One ordered stream of full weights with hub names, for any sharding. Used by export, rollouts and weight updates."""
 
 from __future__ import annotations
 
@@ -30,31 +30,36 @@ def iter_hf_weights(
     multi_token: bool = False,
     keep_mean: bool = False,
 ) -> Iterator[Bucket]:
-    """Buckets of `(hub name, full tensor)`: persistent buffers included, tied weights once, adapters merged in. A tied
-    head with an adapter comes besides, under its own name: merged it is another matrix (`ModelPart.unties_head`).
+    """Yield buckets of `(hub name, full tensor)`. Collective; every rank must exhaust the iterator.
 
-    Fused parameters are split back to the hub's keys (one per expert, where the hub has them so). `dtype` None is the
-    checkpoint's own; what the family keeps in fp32 stays fp32. Tensors are detached, and copies unless dtype and device
-    already fit. A bucket holds at least one tensor and closes once it reaches `bucket_bytes`.
-    `keep_mean`: trainable float32 parameters that get 16 bits are rounded at random (`lora.rounded`). Engines get the
-    nearest values, which are those that the trainer computes with.
-    `multi_token`: layers for multi-token prediction too, under their hub names, with the copies of shared tables that
-    the checkpoint had. `pp_group`: the ranks of a pipeline, whose stages follow each other in the stream; every rank
-    gets all of them.
-    Collective over all ranks that hold shards, in the same order everywhere: every rank must exhaust the iterator.
+    Contains persistent buffers. Tied weights occur once. Adapters are merged. A tied head with an adapter also occurs
+    under its own name, because its merged weight differs (`ModelPart.unties_head`). Fused parameters are split to hub
+    keys (for example one per expert). Tensors are detached, and copies unless dtype and device match.
+
+    Args:
+        bucket_bytes: a bucket is complete when it reaches this size [bytes].
+        dtype: None: dtype of the checkpoint. Tensors that the family keeps in fp32 stay fp32.
+        pp_group: pipeline ranks, whose stages follow each other in the stream. Every rank yields all of them.
+        multi_token: include multi-token prediction layers and the checkpoint's copies of shared tables.
+        keep_mean: round trainable fp32 parameters to 16 bits stochastically (`lora.rounded`). Engines use nearest
+            rounding, which the trainer computes with.
     """
-    mine = (
+    local_stream = (
         item
         for part in parts
         for item in _named_full_weights(part.model, dtype or part.hub_dtype, device, hub_names, keep_mean)
     )
     if multi_token:
-        mine = (item for part in parts for item in _with_depths(part, dtype or part.hub_dtype, device, keep_mean))
-    yield from bucketed(mine if pp_group is None else over_stages(mine, pp_group, parts[0], device), bucket_bytes)
+        local_stream = (
+            item for part in parts for item in _with_depths(part, dtype or part.hub_dtype, device, keep_mean)
+        )
+    yield from bucketed(
+        local_stream if pp_group is None else over_stages(local_stream, pp_group, parts[0], device), bucket_bytes
+    )
 
 
 def bucketed(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """The same tensors in buckets: at least one in each, which closes once it reaches `bucket_bytes`."""
+    """Group tensors into buckets of at least one tensor. A bucket is complete when it reaches `bucket_bytes`."""
     bucket: Bucket = []
     size = 0
     for name, tensor in named:
@@ -68,29 +73,29 @@ def bucketed(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator
 
 
 def over_stages(
-    mine: Iterator[tuple[str, Tensor]],
+    local_stream: Iterator[tuple[str, Tensor]],
     group: dist.ProcessGroup,
     part: ModelPart,
     device: torch.device | str | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The streams of all ranks of a pipeline, one rank after the other, on each of them; a tied table comes once.
+    """Yield the streams of all pipeline ranks in order, on each of them. A tied table occurs once.
 
-    What is sent is announced first (name, shape, dtype), so that ranks without a tensor can receive it.
+    Name, shape and dtype are sent first, so that other ranks can receive the tensor.
     """
     seen: set[str] = set()
     compute_device = transformers_compat.local(next(part.parameters())).device
     for owner in range(dist.get_world_size(group)):
         source = dist.get_global_rank(group, owner)
-        is_mine = dist.get_rank(group) == owner
+        is_owner = dist.get_rank(group) == owner
         while True:
-            item = next(mine, None) if is_mine else None
-            about: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
+            item = next(local_stream, None) if is_owner else None
+            header: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
             if item is not None:
-                about = [(item[0], item[1].shape, item[1].dtype)]
-            dist.broadcast_object_list(about, src=source, group=group, device=torch.device("cpu"))
-            if about[0] is None:
+                header = [(item[0], item[1].shape, item[1].dtype)]
+            dist.broadcast_object_list(header, src=source, group=group, device=torch.device("cpu"))
+            if header[0] is None:
                 break
-            name, shape, dtype = about[0]
+            name, shape, dtype = header[0]
             if item is not None:
                 tensor = item[1].to(compute_device).contiguous()
             else:
@@ -104,7 +109,7 @@ def over_stages(
 def _with_depths(
     part: ModelPart, dtype: torch.dtype, device: torch.device | str | None, keep_mean: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a part, depths of multi-token prediction and stored copies of tables included."""
+    """Yield the weights of a part with multi-token prediction layers and stored copies of tables."""
     names = part.depth_names
     copies = {} if names is None else names.copies
     for name, tensor in _named_full_weights(part.model, dtype, device, True, keep_mean):
@@ -122,25 +127,29 @@ def _named_full_weights(
     model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str | None, hub_names: bool, keep_mean: bool
 ) -> Iterator[tuple[str, Tensor]]:
     updates = {f"{name}.weight": layer for name, layer in lora.wrappers(model)}
-    of_its_own = {f"{name}.weight": updates[f"{name}.weight"].get_base_layer().weight for name in lora.sharing(model)}
+    untied_heads = {f"{name}.weight": updates[f"{name}.weight"].get_base_layer().weight for name in lora.sharing(model)}
     keep_fp32 = transformers_compat.fp32_names(model, dtype)
     with lora.bare(model):
         units: dict[str, dict[str, Tensor | nf4.NF4Linear]] = {}
-        for name, tensor in (*_persistent(model), *of_its_own.items()):
+        for name, tensor in (*_persistent(model), *untied_heads.items()):
             units.setdefault(unit_of(name), {})[name] = tensor
         for name, packed in nf4.packed_layers(model):
             units.setdefault(unit_of(name), {})[f"{name}.weight"] = packed
     for unit in units.values():
         state = {}
-        for name, held in unit.items():
-            full = held.dequantised() if isinstance(held, nf4.NF4Linear) else transformers_compat.full_tensor(held)
-            wanted = torch.float32 if keep_fp32(name) else dtype
+        for name, stored in unit.items():
+            full = (
+                stored.dequantized() if isinstance(stored, nf4.NF4Linear) else transformers_compat.full_tensor(stored)
+            )
+            target_dtype = torch.float32 if keep_fp32(name) else dtype
             if name in updates:
-                full = lora.rounded(name, lora.merged_weight(full, updates[name]), wanted)
-            elif keep_mean and isinstance(held, nn.Parameter) and held.requires_grad and full.dtype == torch.float32:
-                full = lora.rounded(name, full, wanted)
+                full = lora.rounded(name, lora.merged_weight(full, updates[name]), target_dtype)
+            elif (
+                keep_mean and isinstance(stored, nn.Parameter) and stored.requires_grad and full.dtype == torch.float32
+            ):
+                full = lora.rounded(name, full, target_dtype)
             elif full.is_floating_point():
-                full = full.to(wanted)
+                full = full.to(target_dtype)
             state[name] = full.to(device) if device is not None else full
         if hub_names:
             with lora.bare(model):
@@ -149,7 +158,7 @@ def _named_full_weights(
 
 
 def _persistent(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers that checkpoints hold, each once, in the model's order."""
+    """Yield parameters, then persistent buffers, each once, in model order."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         non_persistent = set(transformers_compat.non_persistent_buffers(module))

@@ -1,0 +1,1 @@
+"""Isolation of packed documents outside of attention: recurrent layers and length-dependent rotary tables."""

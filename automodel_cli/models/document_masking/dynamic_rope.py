@@ -1,18 +1,22 @@
-"""Rotary tables that depend on the length of the text: every document of a packed row gets the one it would get alone.
+"""Length-dependent rotary tables: every document of a packed row gets the table that it would get alone.
 
-Two of the library's rotary types pick their frequencies by length: `longrope` (Phi-3, Phi-4-mini) by whether the text
-is longer than the original context, `dynamic` (NTK) by its very length, once it is longer than the context. The library
-takes for that length the largest position id of the whole microbatch, and `dynamic` keeps the longest it ever saw. So a
-document's numbers depend on its neighbours, and under context parallelism on which of its tokens a rank holds.
+Two rotary types of transformers select frequencies by length. `longrope` (Phi-3, Phi-4-mini) has one table for texts up
+to the original context and one for longer texts. `dynamic` (NTK) depends on the length itself once it exceeds the
+context. transformers uses the largest position id of the microbatch as the length, and `dynamic` keeps the largest it
+has seen. Without this module, the values of a document depend on its neighbors, and with context parallelism on the
+local tokens.
 
-`install` gives the rotary modules of a model a subclass that asks the library's own code for one table per length, and
-picks for each token that of its own document. What a table holds stays the library's business. Documents are runs of
-consecutive position ids, which is how `Batch`, prompts of the sampler and padding all write them; a token that is
-decoded alone counts as the last of its document. Under context parallelism, where a rank holds pieces of documents, the
-lengths are the `Context`'s.
+Example: with an original context of 4096, a row with documents of 6000 and 100 tokens gives both documents the long
+table. Alone, the short document gets the short table.
 
-Relied on in `transformers` (5.17 to 5.23): `rope_type` of a rotary module (a name, or one per layer type), the keys of
-`config.rope_parameters`, and `max_seq_len_cached`, `inv_freq` and `original_inv_freq`, with which `dynamic` remembers.
+`install_document_rope` replaces the class of rotary modules by a subclass. It calls the code of transformers once per
+length and selects the table of each token's document. Documents are runs of consecutive position ids, as in `Batch`,
+prompts of the sampler and padding. A token that is decoded alone counts as the last of its document. With context
+parallelism, ranks hold parts of documents, and the `Context` provides the lengths.
+
+Depends on these names in `transformers` (5.17 to 5.23): `rope_type` of a rotary module (a name, or one per layer type),
+the keys of `config.rope_parameters`, and `max_seq_len_cached`, `inv_freq` and `original_inv_freq`, the state of
+`dynamic`.
 
 Shapes: B rows, T tokens.
 """
@@ -36,19 +40,21 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def install_document_rope(model: nn.Module) -> None:
-    """Make `model`'s rotary modules look at documents. A model without length-dependent ones is left as it is."""
-    found = [module for module in model.modules() if _switches(module) and not isinstance(module, _PerDocument)]
-    for module in found:
+    """Make the length-dependent rotary modules of `model` document-aware. Other models are not changed."""
+    rotary_modules = [
+        module for module in model.modules() if _switches(module) and not isinstance(module, _PerDocument)
+    ]
+    for module in rotary_modules:
         cls = type(module)
-        # The same name: the library initialises rotary modules by the name of their class.
+        # Keep the name, because transformers initializes rotary modules by class name.
         module.__class__ = type(cls.__name__, (_PerDocument, cls), {"__module__": cls.__module__})
-    if found:
+    if rotary_modules:
         base: nn.Module = getattr(model, "base_model", model)
-        base.register_forward_pre_hook(_hand_over_lengths, with_kwargs=True)
+        base.register_forward_pre_hook(_set_lengths, with_kwargs=True)
 
 
 def longest_unswitched(config: PretrainedConfig) -> int | None:
-    """Up to how many tokens every text gets the same table; None where the tables do not depend on the length."""
+    """Return the largest text length [tokens] with the first table, None if tables do not depend on the length."""
     text = config.get_text_config()
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
@@ -57,7 +63,7 @@ def longest_unswitched(config: PretrainedConfig) -> int | None:
 
 
 def document_lengths(position_ids_BT: Tensor) -> Tensor:
-    """`[B, T]` int64: how long each token's document is, as far as its last position tells. No host synchronisation."""
+    """Return the length of each token's document, `[B, T]` int64, from its last position. No host synchronization."""
     begins_BT = torch.ones_like(position_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = position_ids_BT[:, 1:] != position_ids_BT[:, :-1] + 1
     document_N = begins_BT.flatten().cumsum(0) - 1
@@ -66,7 +72,8 @@ def document_lengths(position_ids_BT: Tensor) -> Tensor:
 
 
 class _PerDocument(nn.Module):
-    """Over a rotary class of the library: `forward(x, position_ids[, layer_type])` and its result stay the same."""
+    """Subclass of a rotary class of transformers. Signature and result of `forward(x, position_ids[, layer_type])` are
+    unchanged."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         rope_type, threshold = _switch_of(self, layer_type)
@@ -84,29 +91,32 @@ class _PerDocument(nn.Module):
         if lengths_BT is None:
             lengths_BT = document_lengths(position_ids)
         lengths_BT = lengths_BT.expand(len(position_ids), -1) if len(lengths_BT) == 1 else lengths_BT
-        if len(position_ids) == 1 and len(lengths_BT) > 1:  # positions that all rows have in common
+        if len(position_ids) == 1 and len(lengths_BT) > 1:  # positions shared by all rows
             position_ids = position_ids.expand(len(lengths_BT), -1)
-        if rope_type == "longrope":  # two tables: both are made, so that no length need be known on the host
+        if rope_type == "longrope":  # two tables: compute both, which needs no host synchronization
             lengths_BT = lengths_BT.clamp(threshold, threshold + 1)
             lengths = [threshold, threshold + 1]
         else:
             lengths_BT = lengths_BT.clamp(min=threshold)
             lengths = lengths_BT.unique().tolist()
-        # The longest table serves all longer texts. For the others, tokens of longer documents must not count.
+        # Clamp positions of longer documents, so that each table is computed for its own length.
         within = [position_ids.clamp(max=length - 1) for length in lengths[:-1]] + [position_ids]
         tables = [self._table(length, x, p, arguments) for length, p in zip(lengths, within, strict=True)]
-        return _picked(tables, lengths_BT, lengths)
+        return _select(tables, lengths_BT, lengths)
 
     def _table(self, length: int, x: Tensor, position_ids_BT: Tensor, arguments: tuple[str, ...]) -> Any:
-        """What the library gives these positions in a text of at least `length` tokens that nothing came before."""
-        self._forget(*arguments)
+        """Return the tables of these positions in a text of at least `length` tokens, independent of earlier texts."""
+        self._reset(*arguments)
         last_B1 = position_ids_BT.new_full((len(position_ids_BT), 1), length - 1)
         result = super().forward(x, torch.cat([position_ids_BT, last_B1], 1), *arguments)
         return tuple(y[:, :-1] for y in result) if isinstance(result, tuple) else result[:, :-1]
 
-    def _forget(self, layer_type: str | None = None) -> None:
-        """`dynamic` grows its table with the longest text so far: back to how it was built. `longrope` keeps its long
-        table for each layer type, and transformers 5.17 fails when it finds one (fixed in 5.23)."""
+    def _reset(self, layer_type: str | None = None) -> None:
+        """Restore the initial state.
+
+        `dynamic` grows its table with the longest text so far. `longrope` stores its long table per layer type, and
+        transformers 5.17 fails if one exists (fixed in 5.23).
+        """
         prefix = "" if layer_type is None else f"{layer_type}_"
         original = getattr(self, f"{prefix}original_inv_freq")
         current = getattr(self, f"{prefix}inv_freq")
@@ -115,18 +125,19 @@ class _PerDocument(nn.Module):
         vars(self).pop(f"{prefix}long_inv_freq", None)
 
 
-def _picked(tables: list[Any], lengths_BT: Tensor, lengths: list[int]) -> Any:
-    """For each token the table of its document's length; a table is a tensor or several `[B, T, ...]`."""
+def _select(tables: list[Any], lengths_BT: Tensor, lengths: list[int]) -> Any:
+    """Select for each token the table of its document's length. A table is one or several tensors `[B, T, ...]`."""
     if isinstance(tables[0], tuple):
-        return tuple(_picked(list(same), lengths_BT, lengths) for same in zip(*tables, strict=True))
+        return tuple(_select(list(same), lengths_BT, lengths) for same in zip(*tables, strict=True))
     result = tables[0]
     for table, length in zip(tables[1:], lengths[1:], strict=True):
         result = torch.where((lengths_BT == length)[..., None], table, result)
     return result
 
 
-def _hand_over_lengths(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before each forward of a model: a rank that holds pieces of documents cannot tell their lengths by itself."""
+def _set_lengths(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: pass the document lengths of the context to rotary modules, because ranks hold parts of
+    documents."""
     context: Context | None = kwargs.get("context")
     lengths_BT = None if context is None else context.local_document_lengths()
     for module in model.modules():
@@ -151,7 +162,7 @@ def _is_by_length(rope_type: str | None) -> bool:
 
 
 def _switch_of(module: Any, layer_type: str | None) -> tuple[str, int | None]:
-    """The rotary type and the last length of its first table, None where there is one table for all."""
+    """Return the rotary type and the largest length of its first table, None if there is one table for all lengths."""
     parameters, rope_type = module.config.rope_parameters, module.rope_type
     if layer_type is not None:
         parameters, rope_type = parameters[layer_type], rope_type[layer_type]

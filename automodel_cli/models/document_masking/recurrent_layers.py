@@ -1,26 +1,28 @@
-"""Layers that carry a state from token to token, run document by document: exact on any device.
+"""Recurrent layers on packed rows: run document by document, exact on any device.
 
-Gated delta nets, Mamba, short convolutions and linear attention read earlier tokens outside of the attention interface,
-so document boundaries do not reach them: the library's torch code ignores them, and its kernels are taken where they
-happen to be installed. Here the family's own module is run on the documents of a row as if each were a row: documents
-of similar length as one batch, the shorter ones padded on the right by repeating their last token. What a causal module
-computes for the padding is thrown away and reaches nothing else. Rows that are one document each run as they are.
+Gated delta nets, Mamba, short convolutions and linear attention read earlier tokens outside of the attention interface.
+Document boundaries do not reach them: the torch code of transformers ignores boundaries, and its kernels are optional.
+Here, the module of the family runs on documents as if each were a row. Documents of similar length form a batch, padded
+on the right by repeating their last token. In a causal module, padding does not affect other tokens, and its outputs
+are discarded. Rows with one document run unchanged.
 
-Which modules these are is measured (`mixing.py`). `install` gives them a subclass of the same name, and their decoder
-layers one that hands them the documents of the microbatch: as a keyword that enters the layer from outside, so that it
-survives several microbatches in flight and recomputation, also in families that drop keywords on the way.
+Example: a row with documents of 5, 4 and 1 tokens becomes a batch `[2, 5]` and a batch `[1, 1]`.
 
-Attention of the library's own that reads a mask (sparse attention with an indexer, compressed attention, biases by
-position, dropout) is run in the same way, with `by_position`: the model builds its masks for rows that are one document
-each, and a document is shown their beginning, which is what it would be given alone.
+`token_mixing.py` detects these modules. `install_document_reset` replaces their class by a subclass of the same name.
+Their decoder layers get a subclass that passes the documents as a keyword. A keyword enters the layer from outside, so
+it is correct with several microbatches in flight and with recomputation.
 
-Under context parallelism a state needs all earlier tokens: each rank gathers the rows, runs the documents of which it
-has tokens, and keeps its own tokens' results. The gradients of all ranks are summed where they were gathered.
+Attention that reads a mask (sparse attention with an indexer, compressed attention, position biases, dropout) runs in
+the same way with `by_position`. The model builds masks for rows of one document each, and each document gets the first
+part of the mask, which is what it would get alone.
 
-While a model generates, what runs a state layer is something else that keeps its states (`run_by`).
+With context parallelism, a state needs all earlier tokens. Each rank gathers the rows, runs the documents of its tokens
+and keeps the results of its tokens. Gradients are summed over the ranks.
 
-Shapes: B rows, T tokens (under context parallelism a rank's), N = B*T; M tokens of the whole rows; G documents of a
-group, S tokens of its longest.
+During generation, another runner stores the states (`run_by`).
+
+Shapes: B rows, T tokens (local with context parallelism), N = B*T, M tokens of the full rows, G documents of a group, S
+tokens of its longest document.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ from automodel_cli.models.context_parallel_layout import Context
 
 _CURRENT = "_documents_of_microbatch"
 _KEYWORD = "documents_of_rows"
-# What tells the library's kernels and our attention where documents begin: a module that gets documents needs none.
+# Document boundaries for kernels of transformers and packed attention. A module that runs per document needs none.
 _BOUNDARIES = frozenset(
     {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx", "context"}
 )
 
 
 class Runner(Protocol):
-    """What a state layer is run by."""
+    """Runs a recurrent layer."""
 
     def run(
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -53,7 +55,7 @@ class Runner(Protocol):
 
 
 class DocumentBounds:
-    """The documents of one microbatch, for every state layer of one forward (and of its recomputation)."""
+    """The documents of one microbatch, shared by all recurrent layers of a forward and its recomputation."""
 
     def __init__(
         self,
@@ -65,13 +67,17 @@ class DocumentBounds:
         *,
         by_position: bool = False,
     ):
-        """`bounds` over the flat B*T tokens, or `context`, which has its own over the padded whole rows.
+        """Group the documents.
 
-        `by_position`: tensors that are not per token but have a dimension of T (masks, biases, tables) are those of any
-        row, of which a document gets the first."""
+        Args:
+            bounds: boundaries over the flat B*T tokens. Ignored with `context`, which has boundaries of the padded full
+                rows.
+            by_position: tensors that are not per token but have a dimension of size T (masks, biases, tables) are
+                shared by all rows. A document gets their first part.
+        """
         self.rows, self.tokens, self.context, self.by_position = rows, tokens, context, by_position
         self._are_rows = context is None and len(bounds) == rows + 1
-        # Where each group's tokens lie in the flat (gathered) inputs, and each local token in the groups' results.
+        # Index of each group's tokens in the flat (gathered) inputs, and of each local token in the joined results.
         self._groups: list[Tensor] = []
         self._back_N = torch.empty(0)
         if context is not None:
@@ -84,7 +90,7 @@ class DocumentBounds:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], *, by_position: bool = False) -> DocumentBounds:
-        """From `Batch.model_inputs()` or a rank's share of it. One host synchronisation on a CUDA device."""
+        """Create from `Batch.model_inputs()` or the local part of it. One host synchronization on CUDA."""
         rows, tokens = inputs["input_ids"].shape
         cu: Tensor | None = inputs.get("cu_seq_lens_q")
         bounds = tuple(range(0, rows * tokens + 1, tokens)) if cu is None else tuple(cu.tolist())
@@ -93,8 +99,10 @@ class DocumentBounds:
 
     @classmethod
     def equally_long(cls, lengths: Sequence[int], device: torch.device) -> tuple[DocumentBounds, list[list[int]]]:
-        """Documents of one row of which only those of the same length are run together, so that the state after each is
-        that of its last token; and which documents (by their place in the row) the batches hold."""
+        """Group documents of one row by equal length, so that the state after each is that of its last token.
+
+        Also returns the indices of the documents in each batch.
+        """
         bounds = torch.tensor([0, *lengths]).cumsum(0)
         batches = [[i for i, other in enumerate(lengths) if other == length] for length in dict.fromkeys(lengths)]
         documents = cls(1, int(bounds[-1]), (0, int(bounds[-1])), device)
@@ -105,7 +113,7 @@ class DocumentBounds:
 
     @property
     def are_rows(self) -> bool:
-        """Every row is one document, and whole."""
+        """Whether every row is one complete document."""
         return self._are_rows
 
     def run(
@@ -116,8 +124,13 @@ class DocumentBounds:
         kwargs: dict[str, Any],
         of_batches: Sequence[dict[str, Any]] | None = None,
     ) -> Any:
-        """`forward(*args, **kwargs)` as if every document were a row. Inputs and results are per token: what `forward`
-        returns besides (a last state) is None in the result. `of_batches`: further keywords, for each call its own."""
+        """Call `forward(*args, **kwargs)` as if every document were a row.
+
+        Inputs and results are per token. Other outputs (a last state) become None.
+
+        Args:
+            of_batches: additional keywords for each call.
+        """
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
         if self.are_rows:
             return forward(*args, **kwargs)
@@ -155,7 +168,7 @@ class DocumentBounds:
         first = outputs[0]
         if isinstance(first, (tuple, list)):
             return tuple(self._scattered(list(same), shapes) for same in zip(*outputs, strict=True))
-        # Of every call: a state of 4 heads after one call for a document of 4 tokens is not per token.
+        # Compare all calls: one state of 4 heads looks like an output for a document of 4 tokens.
         if not isinstance(first, Tensor) or [tuple(output.shape[:2]) for output in outputs] != shapes:
             return None
         outputs = _equally_wide(outputs)
@@ -164,14 +177,14 @@ class DocumentBounds:
 
 
 class _PerToken:
-    """A flat input that is to be picked per document."""
+    """A flat input that is indexed per document."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
 
 class _ByPosition:
-    """A mask, bias or table, the same for all rows: `[B or 1 or B * H, ..., T, ...]`, or `[T, ...]`."""
+    """A mask, bias or table shared by all rows: `[B or 1 or B * H, ..., T, ...]`, or `[T, ...]`."""
 
     def __init__(self, tensor: Tensor, rows: int, tokens: int):
         self.tokens = tokens
@@ -179,7 +192,7 @@ class _ByPosition:
         self.tensor = tensor[: max(len(tensor) // rows, 1)] if self.of_each else tensor
 
     def beginning(self, documents: int, length: int) -> Tensor:
-        """Of `length` tokens, for each of so many documents."""
+        """Return the part for `length` tokens, repeated for `documents` documents."""
         x = self.tensor
         for dim, size in enumerate(x.shape):
             x = x.narrow(dim, 0, length) if size == self.tokens else x
@@ -189,7 +202,7 @@ class _ByPosition:
 
 
 def _equally_wide(outputs: list[Tensor]) -> list[Tensor]:
-    """Selections `[G, S, k]` of the tokens of each document, of which short ones have fewer: the last one repeated."""
+    """Pad selections `[G, S, k]` of tokens by repeating the last one. Short documents have fewer."""
     width = max(output.shape[-1] for output in outputs)
     if outputs[0].is_floating_point() or outputs[0].dim() < 3 or all(o.shape[-1] == width for o in outputs):
         return outputs
@@ -208,7 +221,7 @@ def _pick(value: Any, index_GS: Tensor) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
+    """Yield every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, dict)):
@@ -217,24 +230,24 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def is_per_token(x: Tensor, rows: int, tokens: int) -> bool:
-    """Whether `x` is `[B, T, ...]`, or `[1, T, ...]` for all rows."""
+    """Return whether `x` is `[B, T, ...]`, or `[1, T, ...]` for all rows."""
     return x.dim() >= 2 and x.shape[0] in (1, rows) and x.shape[1] == tokens
 
 
 def is_by_position(x: Tensor, tokens: int) -> bool:
-    """Whether `x` is a mask, a bias or a table over the positions of a row, or the same for all of them."""
+    """Return whether `x` is a mask, bias or table over the positions of a row, or has no dimensions of its own."""
     return x.dim() <= 1 or tokens in x.shape
 
 
 def _touched(context: Context, own_N: Tensor) -> list[segments.Segment]:
-    """The documents of the padded whole rows of which this rank has tokens."""
+    """Return the documents of the padded full rows that contain local tokens."""
     bounds = torch.tensor(context.bounds, device=own_N.device)
     found = torch.bucketize(own_N, bounds[1:], right=True).unique().tolist()
     return [segments.Segment(a, b - a, a, b - a, 0) for a, b in (context.bounds[i : i + 2] for i in found)]
 
 
 class StateLayer(nn.Module):
-    """Over a module of the library that mixes tokens by itself: `forward` stays the same from outside."""
+    """Subclass of a transformers module that mixes tokens by itself. The signature of `forward` is unchanged."""
 
     carries_state = True
 
@@ -246,7 +259,7 @@ class StateLayer(nn.Module):
 
 
 class _Holder:
-    """What runs the state layers of a model: the documents of the forward that it is in, or `instead` of them."""
+    """Selects the runner of a model: the documents of the current forward, or `instead`."""
 
     documents: DocumentBounds | None = None
     instead: Runner | None = None
@@ -258,34 +271,34 @@ class _Holder:
 
 
 class _DecoderLayer(nn.Module):
-    """Over a decoder layer with state layers in it."""
+    """Subclass of a decoder layer that contains recurrent layers."""
 
     _holder: _Holder
     _state_layers: list[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Outside of any recomputation: what a layer is called with, it is recomputed with."""
+        """Add the runner as a keyword outside of checkpointing, so that recomputation uses the same one."""
         return super().__call__(*args, **kwargs, **{_KEYWORD: self._holder.runner})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hand_over(self._state_layers, kwargs.pop(_KEYWORD, None))
+        assign_runner(self._state_layers, kwargs.pop(_KEYWORD, None))
         try:
             return super().forward(*args, **kwargs)
         finally:
-            hand_over(self._state_layers, None)
+            assign_runner(self._state_layers, None)
 
 
-def hand_over(layers: Collection[nn.Module], runner: Runner | None) -> None:
-    """Tell state layers what runs them next; None: whatever they get is to be run as it is."""
+def assign_runner(layers: Collection[nn.Module], runner: Runner | None) -> None:
+    """Set the runner of recurrent layers for the next call. None: call them unchanged."""
     for layer in layers:
         object.__setattr__(layer, _CURRENT, runner)
 
 
 def install_document_reset(model: nn.Module, classes: Collection[str], *, by_position: bool = False) -> None:
-    """Make the modules of these classes (`class_name`), the outermost of each place, look at documents. Without any,
-    the model is left as it is. `by_position`: all attention is among them, see `Documents` and `told_of_rows`.
+    """Make the outermost modules of these classes (`class_name`) document-aware. Without any, the model is not changed.
 
-    Raises ConfigError where such a module stands outside of the decoder layers.
+    `by_position`: all attention is among them, see `DocumentBounds` and `full_row_inputs`. Only modules inside decoder
+    layers are replaced.
     """
     holder = _Holder()
     holder.by_position = by_position
@@ -302,7 +315,7 @@ def install_document_reset(model: nn.Module, classes: Collection[str], *, by_pos
 
 @contextmanager
 def documents_of(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, `model` runs on these inputs, `Batch.model_inputs()` or a rank's share of it."""
+    """Run `model` inside the context on these inputs: `Batch.model_inputs()` or the local part of it."""
     holder: _Holder | None = vars(model).get("_holder")
     if holder is None or holder.instead is not None:
         yield
@@ -316,7 +329,7 @@ def documents_of(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def run_by(model: nn.Module, runner: Runner) -> Iterator[None]:
-    """Inside, `runner` runs the state layers of `model`, whatever inputs it is called with."""
+    """Use `runner` for the recurrent layers of `model` inside the context, for any inputs."""
     holder: _Holder | None = vars(model).get("_holder")
     if holder is None:
         yield
@@ -329,44 +342,46 @@ def run_by(model: nn.Module, runner: Runner) -> Iterator[None]:
 
 
 def runs_by_document(model: nn.Module) -> bool:
-    """Whether `model`'s attention is the library's own, run document by document."""
+    """Return whether the attention of `model` is that of transformers, run document by document."""
     holder: _Holder | None = vars(model).get("_holder")
     return holder is not None and holder.by_position
 
 
-def told_of_rows(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """`Batch.model_inputs()` for a model that builds the masks of whole rows: with a padding mask without padding, lest
-    the library looks for documents by itself."""
+def full_row_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `Batch.model_inputs()` for a model that builds masks of full rows.
+
+    Contains a padding mask without padding, so that transformers does not search for documents.
+    """
     ids_BT: Tensor = inputs["input_ids"]
     rows = {name: value for name, value in inputs.items() if name not in _BOUNDARIES}
     return {**rows, "attention_mask": torch.ones_like(ids_BT)}
 
 
 def class_name(module: nn.Module) -> str:
-    """What a class is called in two models of a family, of which one may come from code beside the weights."""
+    """Return the class name that is equal in two models of a family, also for remote code."""
     cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, (StateLayer, _DecoderLayer)))
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def as_state_layer(module: nn.Module) -> None:
-    """Change the class of one module."""
+    """Replace the class of one module by a `StateLayer` subclass."""
     _swap_class(module, StateLayer)
 
 
 def _swap_class(module: nn.Module, over: type[nn.Module]) -> None:
     cls = type(module)
-    # The same name: the library and peft look some classes up by it.
+    # Keep the name, because transformers and peft look up some classes by name.
     module.__class__ = type(cls.__name__, (over, cls), {"__module__": cls.__module__})
 
 
 def decoder_slots(model: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the outermost module lists."""
+    """Yield the entries of the outermost module lists."""
     for child in model.children():
         yield from child if isinstance(child, nn.ModuleList) else decoder_slots(child)
 
 
 def outermost(module: nn.Module, classes: Collection[str]) -> list[nn.Module]:
-    """The modules of these classes that are in no other one of them."""
+    """Return the modules of these classes that are not inside another one of them."""
     if class_name(module) in classes:
         return [module]
     return [found for child in module.children() for found in outermost(child, classes)]

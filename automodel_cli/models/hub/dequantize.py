@@ -42,7 +42,7 @@ def check_quantization(quantization: Mapping[str, Any] | None, source: str) -> N
     )
 
 
-def dequantised(tensors: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+def dequantized(tensors: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> dict[str, Any]:
     """The same lazy tensors (by hub key), each quantised one with its scales replaced by one plain lazy tensor."""
     if quantization is None:
         return dict(tensors)

@@ -38,7 +38,7 @@ def tensors(config: ModelConfig, keys: Sequence[str], dtype: torch.dtype) -> Ite
         return
     weights = source.weights(config)
     stored = lazy_tensors(weights.files)
-    plain = dequantize.dequantised(stored, weights.quantization)
+    plain = dequantize.dequantized(stored, weights.quantization)
     for key in keys:
         value: Tensor = plain[key][...]
         yield key, value if plain[key] is stored.get(key) else value.to(dtype)

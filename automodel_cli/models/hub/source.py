@@ -57,7 +57,7 @@ def whole_config(config: ModelConfig) -> PretrainedConfig:
     except Exception as error:  # each config class validates its own way, and may run code that came along
         raise _unreachable(config, error) from error
     if not extra:
-        # Weights are dequantised as they are read, so nothing but the reader should know.
+        # Weights are dequantized as they are read, so nothing but the reader should know.
         dequantize.check_quantization(vars(loaded).pop("quantization_config", None), folder)
     return loaded
 

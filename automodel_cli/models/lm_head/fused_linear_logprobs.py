@@ -1,20 +1,25 @@
-"""Everything that objectives read of a linear head, in one pass over chunks of tokens, logits recomputed in backward.
+"""Fused linear head: log-probs, entropies and top-k in one pass over chunks of tokens. Logits are recomputed in
+backward.
 
-With z the logits that completions are drawn from, p = softmax(z), H the entropy of p:
+Let z be the logits that completions are sampled from, p = softmax(z), and H the entropy of p:
 
     d log p(i) / dz = onehot(i) - p            d H / dz = -p (log p + H)
 
-so whatever is asked for, a chunk's logits get the gradient  -p (sum of g_i + e (log p + H)) + sum of g_i onehot(i),
-where g_i and e are the incoming gradients of the log-prob of token i (the label, tokens that were asked for, the
-likeliest ones) and of the entropy. Then come temperature, soft cap and scale, and two matrix products.
+The gradient of a chunk's logits is therefore, for any combination of outputs,
 
-On CUDA a chunk's statistics and the gradient of its logits are one Triton kernel each (`head_kernels.py`) where what is
-asked for allows it; the arithmetic is this.
+    dz = -p (sum_i g_i + e (log p + H)) + sum_i g_i onehot(i)
 
-Under tensor parallelism a rank has a shard of the vocabulary; logits stay local (see `vocabulary.py`).
+where g_i is the incoming gradient of the log-prob of token i (label, requested tokens, top-k tokens) and e that of the
+entropy. Temperature, soft cap, scale and two GEMMs follow. Example: with the label alone and loss -log p(label), g =
+-1, so dz = p - onehot(label), the gradient of cross-entropy.
 
-Shapes: S supervised tokens, s those of a chunk, D hidden, V vocabulary (of this rank), N tokens whose log-probs are
-asked for, the label first, K the likeliest ones.
+On CUDA, the statistics of a chunk and the gradient of its logits are one Triton kernel each (`kernels.py`), if they
+support the request. The arithmetic is the same.
+
+With tensor parallelism, a rank has a shard of the vocabulary and logits stay local (`vocab_parallel.py`).
+
+Shapes: S supervised tokens, s tokens of a chunk, D hidden, V vocabulary (of this rank), N tokens whose log-probs are
+requested, the label first, K top-k tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from automodel_cli.models.lm_head.vocab_parallel import WHOLE, Statistics, Vocab
 
 @dataclass(frozen=True)
 class HeadKind:
-    """What the head does to `hidden @ W.T`: nothing, `* value`, `value * tanh(. / value)`, or something else."""
+    """What the head applies to `hidden @ W.T`: nothing, `* value`, `value * tanh(. / value)`, or something else."""
 
     name: Literal["plain", "scale", "softcap", "generic"]
     value: float = 1.0
@@ -43,7 +48,7 @@ class HeadKind:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a head computes. `chunk` tokens at a time; None shaping is the plain softmax."""
+    """Settings of a head. It processes `chunk` tokens at a time. `shaping` None is the plain softmax."""
 
     kind: HeadKind
     chunk: int
@@ -52,11 +57,11 @@ class Settings:
     entropy: bool = False
     topk: int = 0
     kernels: bool = False
-    """Triton kernels compute the statistics and the gradient of logits."""
+    """Use the Triton kernels for statistics and gradients of logits."""
 
     @property
     def multiplier(self) -> float:
-        """What logits are multiplied with in the end, after a soft cap."""
+        """Factor of the logits, applied after a soft cap."""
         scale = self.kind.value if self.kind.name == "scale" else 1.0
         return scale if self.shaping is None else scale / self.shaping.temperature
 
@@ -69,7 +74,7 @@ class Settings:
         return self.shaping is not None and self.shaping.filters
 
     def logits(self, hidden_sD: Tensor, weight_VD: Tensor) -> Tensor:
-        """A fresh fp32 tensor, which the caller may overwrite."""
+        """Return the logits as a new fp32 tensor, which the caller may overwrite."""
         z_sV = F.linear(hidden_sD, weight_VD).float()
         if self.kind.name == "scale":
             return z_sV.mul_(self.kind.value)
@@ -78,9 +83,10 @@ class Settings:
         return z_sV
 
     def shaped(self, z_sV: Tensor, labels_s: Tensor, *, overwrite: bool = False) -> Tensor:
-        """The logits of the distribution that tokens were drawn from; `z_sV` itself where that is the model's own.
+        """Return the logits of the sampling distribution. This is `z_sV` itself if it equals the model's distribution.
 
-        `overwrite`: nobody reads `z_sV` afterwards but for the slope of a soft cap."""
+        `overwrite`: `z_sV` is not used afterwards, except for the slope of a soft cap.
+        """
         if self.shaping is None:
             return z_sV
         if self.shaping.filters:
@@ -91,7 +97,7 @@ class Settings:
 
 
 class Scores(NamedTuple):
-    """fp32 of S tokens: log-probs of the asked tokens (0 for an id below 0), entropies, the likeliest tokens."""
+    """fp32 scores of S tokens: log-probs of the requested tokens (0 for a negative id), entropies, top-k tokens."""
 
     logprobs_SN: Tensor
     entropy_S: Tensor | None = None
@@ -99,14 +105,14 @@ class Scores(NamedTuple):
     topk_ids_SK: Tensor | None = None
 
 
-def merge_chunk_scores(of_chunks: Sequence[Scores], merge: Callable[[list[Tensor]], Tensor]) -> Scores:
-    """The scores of all chunks, each field that is there merged."""
-    fields: Any = (None if values[0] is None else merge(list(values)) for values in zip(*of_chunks, strict=True))
+def merge_chunk_scores(chunk_scores: Sequence[Scores], merge: Callable[[list[Tensor]], Tensor]) -> Scores:
+    """Merge each field of the scores of all chunks."""
+    fields: Any = (None if values[0] is None else merge(list(values)) for values in zip(*chunk_scores, strict=True))
     return Scores(*fields)
 
 
 def plain_scores(logits_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Scores:
-    """The definition, from whole logits, differentiable by autograd; for heads that this file cannot fuse."""
+    """Compute scores by the definition from full logits with autograd, for heads that cannot be fused."""
     logp_sV = settings.shaped(logits_sV.float(), ids_sN[:, 0]).log_softmax(-1)
     picked_sN = logp_sV.gather(-1, ids_sN.clamp(min=0)).masked_fill(ids_sN < 0, 0)
     if not settings.entropy and not settings.topk:
@@ -121,25 +127,28 @@ def plain_scores(logits_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Score
 def fused_scores(
     hidden_SD: Tensor, weight_VD: Tensor, ids_SN: Tensor, settings: Settings, weight_sum: MainGrad | None = None
 ) -> Scores:
-    """`ids_SN[:, 0]` are the labels, all of them tokens; another id may be below 0 for none. The gradient of the weight
-    is added to `weight_sum` where there is one that takes it.
+    """Compute scores of a linear head with a fused forward and backward.
 
-    `weight_VD` has the rows of this rank's `settings.vocabulary`; everything else is the same on all ranks that share
-    it, and so is what comes out.
+    Args:
+        weight_VD: rows of this rank's `settings.vocabulary`. All other arguments and the results are equal on the
+            tensor-parallel ranks.
+        ids_SN: requested tokens. `ids_SN[:, 0]` are the labels. Other ids may be negative for none.
+        weight_sum: buffer to which the gradient of the weight is added, if it accepts it.
     """
-    # Early gradients hold one fp32 copy of the weight's gradient through the whole backward: a fair price for a third
-    # of the head's time on CPU, not on a GPU, where the head is cheap and memory is not.
-    alone = ids_SN.shape[1] == 1 and not settings.entropy and not settings.topk
-    early = alone and torch.is_grad_enabled() and hidden_SD.device.type == "cpu" and not settings.kernels
+    # Early gradients keep an fp32 copy of the weight gradient during the whole backward. On a CPU this saves a third of
+    # the head's time. On a GPU the head is fast and memory is scarce.
+    labels_only = ids_SN.shape[1] == 1 and not settings.entropy and not settings.topk
+    early = labels_only and torch.is_grad_enabled() and hidden_SD.device.type == "cpu" and not settings.kernels
     return Scores(*_FusedScores.apply(hidden_SD, weight_VD, ids_SN, settings, early, weight_sum))
 
 
 class _FusedScores(torch.autograd.Function):
-    """See the module's docstring.
+    """Autograd function of the fused head. See the module docstring.
 
-    Backward normally recomputes each chunk's logits: four products where plain cross-entropy has three. With `early`,
-    forward already takes the gradients for an incoming gradient of 1 while the logits are at hand. They hold for any
-    incoming gradient that is equal for all tokens, as every token-mean loss has; backward recomputes when it is not.
+    Backward normally recomputes the logits of each chunk: four GEMMs, where plain cross-entropy has three. With
+    `early`, forward computes the gradients for an incoming gradient of 1 while the logits are available. They are
+    correct for any incoming gradient that is equal for all tokens, as in token-mean losses. Otherwise, backward
+    recomputes.
     """
 
     @staticmethod
@@ -161,28 +170,32 @@ class _FusedScores(torch.autograd.Function):
         grads = _Gradients(hidden, weight, settings, *ctx.needs_input_grad[:2]) if early else None
         for start in range(0, len(ids), settings.chunk):
             part = slice(start, start + settings.chunk)
-            # one chunk at a time: (s, D) hidden -> (s, V) logits -> (s, N) log-probs; only the last outlives the loop
+            # One chunk: (s, D) hidden -> (s, V) logits -> (s, N) log-probs. Only the log-probs are kept.
             if settings.kernels:
-                found = _statistics_by_kernel(F.linear(hidden[part], weight), ids[part], settings)
+                stats = _statistics_by_kernel(F.linear(hidden[part], weight), ids[part], settings)
             else:
                 z = settings.logits(hidden[part], weight)
-                drawn_from = settings.shaped(z, ids[part, 0], overwrite=True)
+                sampling_logits = settings.shaped(z, ids[part, 0], overwrite=True)
                 if topk is not None and topk_ids is not None:
-                    topk[part], topk_ids[part] = vocabulary.topk(drawn_from, settings.topk)
-                found = vocabulary.statistics(
-                    drawn_from, ids[part], entropy=settings.entropy, masked=settings.filters, overwrite=grads is None
+                    topk[part], topk_ids[part] = vocabulary.topk(sampling_logits, settings.topk)
+                stats = vocabulary.statistics(
+                    sampling_logits,
+                    ids[part],
+                    entropy=settings.entropy,
+                    masked=settings.filters,
+                    overwrite=grads is None,
                 )
                 if grads is not None:
                     ones = _Chunk(part, ids[part], torch.ones_like(logprobs[part]))
-                    grads.add(ones, z, drawn_from, found.lse_S)
-                del z, drawn_from  # before the next chunk's: they are the largest tensors here
-            lse[part], logprobs[part] = found.lse_S, found.logprobs_SN
-            if entropy is not None and found.entropy_S is not None:
-                entropy[part] = found.entropy_S
+                    grads.add(ones, z, sampling_logits, stats.lse_S)
+                del z, sampling_logits  # free the largest tensors before the next chunk allocates its own
+            lse[part], logprobs[part] = stats.lse_S, stats.logprobs_SN
+            if entropy is not None and stats.entropy_S is not None:
+                entropy[part] = stats.entropy_S
         if topk is not None:
             topk -= lse[:, None]  # (S, K) logits -> log-probs
-        kept = (grads.hidden, grads.weight) if grads is not None else (None, None)
-        ctx.save_for_backward(hidden, weight, ids, lse, entropy, topk_ids, *kept)
+        early_grads = (grads.hidden, grads.weight) if grads is not None else (None, None)
+        ctx.save_for_backward(hidden, weight, ids, lse, entropy, topk_ids, *early_grads)
         ctx.settings, ctx.weight_sum = settings, weight_sum
         ctx.set_materialize_grads(False)
         if topk_ids is not None:
@@ -219,7 +232,7 @@ class _FusedScores(torch.autograd.Function):
                 del z
             grad_hidden, grad_weight = grads.hidden, grads.weight
             if place is not None:
-                grad_weight = None  # it is where it belongs
+                grad_weight = None  # already added to the buffer
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_hidden is not None:
@@ -227,18 +240,18 @@ class _FusedScores(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _statistics_by_kernel(product_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Statistics:
-    """Of `hidden @ weight.T` as it is, in any dtype."""
+def _statistics_by_kernel(matmul_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Statistics:
+    """Compute statistics from `hidden @ weight.T` in any dtype with the Triton kernel."""
     vocabulary = settings.vocabulary
     columns_sN = vocabulary.columns(ids_sN)
     lse_s, picked_sN, entropy_s = lm_head_kernels.statistics(
-        product_sV, columns_sN, settings.multiplier, settings.cap, settings.entropy
+        matmul_sV, columns_sN, settings.multiplier, settings.cap, settings.entropy
     )
     return vocabulary.whole(lse_s, picked_sN, entropy_s if settings.entropy else None, ids_sN)
 
 
 class _Chunk(NamedTuple):
-    """Tokens `part` of all: whose log-probs were asked for, and the incoming gradients."""
+    """The tokens `part` of the batch: the ids whose log-probs are requested, and the incoming gradients."""
 
     part: slice
     ids_sN: Tensor
@@ -248,8 +261,10 @@ class _Chunk(NamedTuple):
 
 
 class _Gradients:
-    """Gradients of hidden (what this rank's vocabulary adds to it) and weight (fp32), filled chunk by chunk; None where
-    not needed. `place`: of a sum that the weight's is added to, and whether that is new.
+    """Gradients of the hidden states (the share of this rank's vocabulary) and the weight (fp32), None if not needed.
+
+    Filled chunk by chunk. `place`: an existing buffer to which the gradient of the weight is added, and whether it is
+    new.
     """
 
     def __init__(
@@ -272,30 +287,34 @@ class _Gradients:
 
     @property
     def weight(self) -> Tensor | None:
-        if self._sum is not None and not self._is_begun:  # no token has a label
+        if self._sum is not None and not self._is_begun:  # no token had a label, so nothing was added
             self._sum.zero_()
         return self._sum
 
-    def add(self, chunk: _Chunk, z_sV: Tensor, drawn_from_sV: Tensor, lse_s: Tensor) -> None:
-        """One chunk: logits z (read under a soft cap alone), and the shaped ones (overwritten; may be z) with their
-        log-sum-exp."""
+    def add(self, chunk: _Chunk, z_sV: Tensor, sampling_logits_sV: Tensor, lse_s: Tensor) -> None:
+        """Add one chunk.
+
+        Args:
+            z_sV: logits, used with a soft cap only.
+            sampling_logits_sV: shaped logits with log-sum-exp `lse_s`. Overwritten. May be the same tensor as `z_sV`.
+        """
         kind, multiplier = self._settings.kind, self._settings.multiplier
         slope_sV = (z_sV / kind.value).square_().neg_().add_(1) if kind.name == "softcap" else None
-        if multiplier != 1:  # the gradient is a multiple of those that come in, which are fewer than logits
-            of_entropy_s = None if chunk.grad_entropy_s is None else chunk.grad_entropy_s * multiplier
-            chunk = chunk._replace(grad_sN=chunk.grad_sN * multiplier, grad_entropy_s=of_entropy_s)
-        dz_sV = self._of_logits(chunk, drawn_from_sV.sub_(lse_s[:, None]))
+        if multiplier != 1:  # scale the incoming gradients, which are far fewer than logits
+            grad_entropy_s = None if chunk.grad_entropy_s is None else chunk.grad_entropy_s * multiplier
+            chunk = chunk._replace(grad_sN=chunk.grad_sN * multiplier, grad_entropy_s=grad_entropy_s)
+        dz_sV = self._of_logits(chunk, sampling_logits_sV.sub_(lse_s[:, None]))
         if slope_sV is not None:
             dz_sV.mul_(slope_sV)
         self._multiply(chunk.part, dz_sV.to(self._hidden.dtype))
 
-    def add_by_kernel(self, chunk: _Chunk, product_sV: Tensor, lse_s: Tensor) -> None:
-        """One chunk: `hidden @ weight.T` (overwritten), and the log-sum-exp of the logits made of it."""
+    def add_by_kernel(self, chunk: _Chunk, matmul_sV: Tensor, lse_s: Tensor) -> None:
+        """Add one chunk from `hidden @ weight.T` (overwritten) and the log-sum-exp of its logits."""
         settings = self._settings
         grad_sN = chunk.grad_sN.where(chunk.ids_sN >= 0, 0)
         none = lse_s[:0]
         lm_head_kernels.gradient_(
-            product_sV,
+            matmul_sV,
             settings.vocabulary.columns(chunk.ids_sN),
             grad_sN,
             lse_s,
@@ -305,7 +324,7 @@ class _Gradients:
             settings.multiplier,
             settings.cap,
         )
-        self._multiply(chunk.part, product_sV)
+        self._multiply(chunk.part, matmul_sV)
 
     def _multiply(self, part: slice, dz_sV: Tensor) -> None:
         if self.hidden is not None:

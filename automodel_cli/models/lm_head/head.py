@@ -1,20 +1,23 @@
-"""Hidden states and labels -> `HeadOutput`, in chunks, so that `[B, T, V]` logits never exist.
+"""LM head: hidden states and labels -> `HeadOutput`, in chunks, so that `[B, T, V]` logits never exist.
 
-Two paths. *Fused* (`head_fused.py`): one autograd function that computes in fp32 chunk by chunk and recomputes each
-chunk's logits in backward; for heads that are a matrix product, optionally scaled (Granite, Cohere) or soft-capped
-(Gemma-2).
-*Generic*: the library's own ForCausalLM forward with the base model replaced by a stub, checkpointed per chunk; for
-every other head. Which one is decided by measurement on a small random copy of the user's own config (`detect_head`),
-never by family name.
+There are two implementations:
 
-Under tensor parallelism the fused head has a shard of the vocabulary: logits stay local, and ranks exchange a few
-numbers per token. Everything comes out whole on every rank.
+- Fused (`fused_linear_logprobs.py`): one autograd function that computes fp32 logits chunk by chunk and recomputes them
+  in backward. For heads that are one GEMM, optionally scaled (Granite, Cohere) or soft-capped (Gemma-2).
+- Generic: the ForCausalLM forward of transformers with the base model replaced by a stub, checkpointed per chunk. For
+  all other heads.
 
-Positions whose label is IGNORE_INDEX are skipped, not masked: prompts cost nothing here. A batch knows the others since
-it was on the host; finding them here (under context parallelism) is one host sync per microbatch on CUDA.
+`detect_head` selects one by running a small random copy of the config, not by family name.
 
-Shapes: B rows, T tokens, D hidden, V vocabulary, S supervised positions; N tokens whose log-probs are asked for, K the
-likeliest ones.
+With tensor parallelism, the fused head has a shard of the vocabulary. Logits stay local and ranks exchange a few
+numbers per token. The outputs are equal on every rank.
+
+Positions with label IGNORE_INDEX are skipped, not masked, so prompts cost nothing. The batch contains the other
+positions, computed on the host. Computing them here (with context parallelism) is one host synchronization per
+microbatch on CUDA.
+
+Shapes: B rows, T tokens, D hidden, V vocabulary, S supervised positions, N tokens whose log-probs are requested, K
+top-k tokens.
 """
 
 from __future__ import annotations
@@ -48,22 +51,22 @@ from automodel_cli.models.lm_head.vocab_parallel import WHOLE, Vocabulary, vocab
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_CHUNK_BYTES_CPU = 24 * 2**20  # of fp32 logits: what stays in the last-level cache
-_CHUNK_BYTES_CORE = 2**20  # of each thread: what stays in the cache of its core
-_CHUNK_TOKENS_CPU = 256  # products with fewer rows are slower than reading logits from further away
+_CHUNK_BYTES_CPU = 24 * 2**20  # fp32 logits that fit the last-level cache
+_CHUNK_BYTES_CORE = 2**20  # per thread, fits the cache of a core
+_CHUNK_TOKENS_CPU = 256  # GEMMs with fewer rows cost more than cache misses
 _CHUNK_BYTES_DEVICE = 512 * 2**20
-_CHUNK_BYTES_KERNELS = 1024 * 2**20  # of logits in the compute dtype: as much memory as the other way's copies take
+_CHUNK_BYTES_KERNELS = 1024 * 2**20  # logits in the compute dtype
 _PROBE_VOCAB = 64
 
 
 class Head:
-    """Log-probs of one model. Holds the model without owning its parameters (the part's `model` child does).
+    """Computes log-probs of one model. Refers to the model without registering its parameters.
 
-    `shaping` makes them those of the distribution that completions were drawn from (temperature, top-k, top-p); None
-    is the plain softmax. Set it around the passes that score or train on completions.
+    `shaping` selects the distribution that completions were sampled from (temperature, top-k, top-p). None is the plain
+    softmax. Set it while scoring completions or training on them.
 
-    Its weight is read inside forward, so whoever shards the part must have gathered it by then: keep the output
-    embeddings in the part's root group, never wrapped on their own.
+    The weight is read in forward and must be unsharded then. Keep the output embeddings in the root FSDP unit of the
+    part, not in a unit of their own.
     """
 
     def __init__(self, model: PreTrainedModel, kind: HeadKind, chunk_size: int | None = None):
@@ -78,18 +81,23 @@ class Head:
         token_ids_BTN: Tensor | None = None,
         label_positions_S: Tensor | None = None,
     ) -> HeadOutput:
-        """What `HeadOutput` says, of these tokens; `token_ids_BTN` are those of `request.token_ids`,
-        `label_positions_S` where the labels are (`Batch.label_positions_S`)."""
+        """Return the `HeadOutput` of these tokens.
+
+        Args:
+            token_ids_BTN: the tokens of `request.token_ids`.
+            label_positions_S: flat positions of the labels (`Batch.label_positions_S`). None: computed here, which
+                synchronizes the host.
+        """
         index_S = label_positions_S
-        if index_S is None:  # waits for the device
+        if index_S is None:  # synchronizes with the device
             index_S = (labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
         if not request.logprobs:
-            index_S = index_S[:0]  # the head's parameters still get their gradient, of zeros
+            index_S = index_S[:0]  # parameters of the head still receive a gradient of zeros
         ids_SN = labels_BT.flatten()[index_S, None]
         if token_ids_BTN is not None:
             ids_SN = torch.cat([ids_SN, token_ids_BTN.flatten(0, 1)[index_S]], 1)
         scores = self._scores(hidden_BTD.flatten(0, 1)[index_S], ids_SN, request)
-        where = torch.unravel_index(index_S, labels_BT.shape)  # no view of a flat tensor: FSDP2 warns about views
+        where = torch.unravel_index(index_S, labels_BT.shape)  # FSDP2 warns about views of a flat tensor
 
         def whole(of_S: Tensor | None) -> Tensor | None:
             if of_S is None:
@@ -108,7 +116,7 @@ class Head:
         )
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """fp32 `[S, V]`, as the model gives them and not shaped: to draw from, never for a whole batch."""
+        """Return the unshaped fp32 logits `[S, V]`. For sampling, not for full batches."""
         linear = self.model.get_output_embeddings()
         if self.kind.name == "generic" or not _is_plain_linear(linear):
             return head_logits(self.model, hidden_SD[None])[0].float()
@@ -141,7 +149,7 @@ class Head:
         def part(hidden: Tensor, ids: Tensor) -> Scores:
             return plain_scores(head_logits(self.model, hidden[None])[0], ids, settings)
 
-        if len(ids_SN) == 0:  # run one token for nothing: every rank must give the head's parameters a gradient
+        if len(ids_SN) == 0:  # run one dummy token: every rank needs gradients of the head's parameters
             hidden_1D = hidden_SD.new_zeros(1, hidden_SD.shape[1]) + hidden_SD.sum()
             found = self._generic(hidden_1D, ids_SN.new_zeros(1, ids_SN.shape[1]), settings)
             return merge_chunk_scores([found], lambda of_chunks: of_chunks[0][:0])
@@ -150,39 +158,46 @@ class Head:
 
 
 def default_chunk_size(vocab: int, device: torch.device) -> int:
-    """Tokens per chunk, so that fp32 logits of one chunk fit the cache (CPU; that of the cores where these are tokens
-    enough for products) or a modest share of memory."""
+    """Return the number of tokens per chunk.
+
+    On a CPU, the fp32 logits of a chunk fit the cache (of the cores, if these are enough tokens for an efficient GEMM).
+    On other devices, they use a fixed amount of memory.
+    """
     if device.type != "cpu":
         return max(16, _CHUNK_BYTES_DEVICE // (4 * vocab))
-    most = max(16, _CHUNK_BYTES_CPU // (4 * vocab))
+    upper = max(16, _CHUNK_BYTES_CPU // (4 * vocab))
     of_cores = torch.get_num_threads() * _CHUNK_BYTES_CORE // (4 * vocab)
-    return min(most, max(_CHUNK_TOKENS_CPU, of_cores))
+    return min(upper, max(_CHUNK_TOKENS_CPU, of_cores))
 
 
 def kernel_chunk_size(vocab: int, dtype: torch.dtype) -> int:
-    """The same for the kernels, which keep one copy of the logits, in the dtype that is computed in."""
+    """Return the number of tokens per chunk of the kernels, which keep one copy of the logits in the compute dtype."""
     return max(16, _CHUNK_BYTES_KERNELS // (dtype.itemsize * vocab))
 
 
 def kernels_allow(request: HeadRequest, num_ids: int, *, filters: bool) -> bool:
-    """Whether the Triton kernels have what is asked for: log-probs of `num_ids` tokens at each position; `filters`:
-    completions were drawn with top-k or top-p."""
+    """Return whether the Triton kernels support the request.
+
+    `num_ids`: log-probs per position. `filters`: completions were sampled with top-k or top-p.
+    """
     return not request.topk and not filters and num_ids <= lm_head_kernels.MOST_COLUMNS
 
 
 def _narrowed(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Hidden states in the dtype of the head, as the library's own heads cast them: Mamba keeps its residual in fp32
-    whatever the parameters are computed in."""
+    """Cast hidden states to the dtype of the head, as the heads of transformers do.
+
+    Mamba keeps its residual in fp32 regardless of the compute dtype.
+    """
     return hidden_SD.to(weight_VD.dtype) if weight_VD.dtype.itemsize < hidden_SD.dtype.itemsize else hidden_SD
 
 
 def _is_plain_linear(module: nn.Module | None) -> bool:
-    """Exactly torch's linear, no bias: a subclass or an adapter wrapper may compute something else."""
+    """Return whether this is torch's Linear without bias. A subclass or adapter may compute something else."""
     return module is not None and type(module) in (nn.Linear, WgradFusedLinear) and module.bias is None
 
 
 class _BaseStub(nn.Module):
-    """Stands where the base model was: answers any call with the given hidden states, any attribute with the real's."""
+    """Replaces the base model: returns the given hidden states from any call, and attributes of the real module."""
 
     def __init__(self, real: nn.Module, hidden: Tensor):
         super().__init__()
@@ -196,7 +211,7 @@ class _BaseStub(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__dict__["real"], name)
-        # Some families call the decoder inside their base model. Embeddings are read for their weights.
+        # Some families call the decoder inside their base model. Embeddings are accessed for their weights.
         inner = isinstance(found, nn.Module) and any(isinstance(m, nn.ModuleList) for m in found.children())
         return _BaseStub(found, self.__dict__["hidden"]) if inner else found
 
@@ -205,7 +220,7 @@ def _stub_output(hidden: Tensor) -> Any:
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     class Output(MoeModelOutputWithPast):
-        """Families read extra fields (cross_attentions, cache_params, ...) of the base output: None, all of them."""
+        """Base output whose extra fields (cross_attentions, cache_params, ...) are None."""
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
@@ -216,7 +231,8 @@ def _stub_output(hidden: Tensor) -> Any:
 
 
 def head_logits(model: PreTrainedModel, hidden_BTD: Tensor) -> Tensor:
-    """What the model's own forward makes of these hidden states: `[B, T, V]`, every cap, scale and bias included."""
+    """Return the logits `[B, T, V]` of the model's own forward for these hidden states, with all caps, scales and
+    biases."""
     name = model.base_model_prefix
     real = model._modules[name]
     assert real is not None, f"{type(model).__name__} has no base model at {name!r}"
@@ -233,8 +249,10 @@ _detected: dict[tuple[type, str], HeadKind] = {}
 
 
 def detect_head(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> HeadKind:
-    """Classify the head by what it computes on random hidden states of the config's own width, once per config and
-    process. Raises ConfigError where the head cannot be run apart from the base model."""
+    """Classify the head by its outputs for random hidden states. Cached per config and process.
+
+    Raises ConfigError if the head cannot run separately from the base model.
+    """
     key = (type(hf_config), hf_config.to_json_string())
     if key not in _detected:
         _detected[key] = _detect_head(hf_config, trust_remote_code)
@@ -243,20 +261,22 @@ def detect_head(hf_config: PretrainedConfig, *, trust_remote_code: bool = False)
 
 @torch.no_grad()
 def _detect_head(hf_config: PretrainedConfig, trust_remote_code: bool) -> HeadKind:
-    """The copy is on the meta device (never run) with a vocabulary of 64; only what is outside the base model gets
-    memory."""
+    """Run a copy on the meta device with a vocabulary of 64.
+
+    Only modules outside the base model are allocated. The base model does not run.
+    """
     small = copy.deepcopy(hf_config)
     text = small.get_text_config()
-    text.vocab_size, text.pad_token_id = _PROBE_VOCAB, 0  # not every family may do without one
+    text.vocab_size, text.pad_token_id = _PROBE_VOCAB, 0  # some families require one
     with transformers_compat.quiet():
         model = transformers_compat.meta_model(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    weight_VD = _materialise_head(model)
+    weight_VD = _materialize_head(model)
     if weight_VD is None:
         return HeadKind("generic")
     generator = torch.Generator().manual_seed(1)
     hidden_BTD = torch.randn(1, 32, weight_VD.shape[1], generator=generator) * 4
     try:
-        got = head_logits(model, hidden_BTD)
+        logits_BTV = head_logits(model, hidden_BTD)
     except Exception as error:
         raise ConfigError(
             f"{type(model).__name__} is not supported because its head cannot run separately from the base model: "
@@ -264,11 +284,12 @@ def _detect_head(hf_config: PretrainedConfig, trust_remote_code: bool) -> HeadKi
             code="not_supported_by_model",
             keys=("model",),
         ) from error
-    return classify(got, F.linear(hidden_BTD, weight_VD), getattr(text, "final_logit_softcapping", None))
+    return classify(logits_BTV, F.linear(hidden_BTD, weight_VD), getattr(text, "final_logit_softcapping", None))
 
 
-def _materialise_head(model: PreTrainedModel) -> Tensor | None:
-    """Give random weights to all but the base model; returns the output matrix, None if it is no plain linear."""
+def _materialize_head(model: PreTrainedModel) -> Tensor | None:
+    """Give random weights to all modules except the base model. Return the output matrix, None if it is not plain
+    linear."""
     generator = torch.Generator().manual_seed(0)
     for name, child in model.named_children():
         if name != model.base_model_prefix:
@@ -279,14 +300,14 @@ def _materialise_head(model: PreTrainedModel) -> Tensor | None:
     return linear.weight if _is_plain_linear(linear) and not linear.weight.is_meta else None
 
 
-def classify(logits: Tensor, product: Tensor, cap: float | None) -> HeadKind:
-    """Compare what came out with the bare matrix product."""
-    tolerance = 1e-5 * product.abs().max().item()
-    if torch.allclose(logits, product, rtol=0, atol=tolerance):
+def classify(logits: Tensor, matmul: Tensor, cap: float | None) -> HeadKind:
+    """Compare the logits with the bare GEMM."""
+    tolerance = 1e-5 * matmul.abs().max().item()
+    if torch.allclose(logits, matmul, rtol=0, atol=tolerance):
         return HeadKind("plain")
-    scale = ((logits * product).sum() / (product * product).sum()).item()
-    if torch.allclose(logits, product * scale, rtol=0, atol=tolerance * abs(scale)):
+    scale = ((logits * matmul).sum() / (matmul * matmul).sum()).item()
+    if torch.allclose(logits, matmul * scale, rtol=0, atol=tolerance * abs(scale)):
         return HeadKind("scale", scale)
-    if cap and torch.allclose(logits, cap * torch.tanh(product / cap), rtol=0, atol=1e-5 * cap):
+    if cap and torch.allclose(logits, cap * torch.tanh(matmul / cap), rtol=0, atol=1e-5 * cap):
         return HeadKind("softcap", float(cap))
     return HeadKind("generic")

@@ -1,7 +1,7 @@
-"""From logits to the distribution sampled from: what sampling does to them, and what scores the samples then.
+"""Temperature, top-k and top-p: transforms logits to the distribution that tokens are sampled from.
 
-Order: temperature, then top-k, then top-p, as in the library's `generate`. A filtered-out token has logit -inf, so that
-`log_softmax` renormalises over what is left.
+The sampler and the scorer use the same code. Order: temperature, top-k, top-p, as in `generate` of transformers.
+Filtered tokens have logit -inf, so that `log_softmax` renormalizes over the remaining tokens.
 
 Shapes: S positions (one row of a batch while decoding), V vocabulary.
 """
@@ -16,9 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingTransform:
-    """What sampling does to logits; hand it to the head that scores completions (`Head.shaping`).
+    """Transform of logits for sampling. Assign it to `Head.shaping` to score completions.
 
-    `temperature` divides; `top_k` 0 and `top_p` 1 keep every token.
+    temperature: divides the logits.
+    top_k: number of tokens to keep, 0 for all.
+    top_p: probability mass to keep, 1 for all.
     """
 
     temperature: float = 1.0
@@ -29,11 +31,11 @@ class SamplingTransform:
     def filters(self) -> bool:
         return self.top_k > 0 or self.top_p < 1
 
-    def __call__(self, logits_SV: Tensor, drawn_S: Tensor | None = None) -> Tensor:
-        """fp32 logits of the sampled distribution, a new tensor unless nothing is to do.
+    def __call__(self, logits_SV: Tensor, sampled_S: Tensor | None = None) -> Tensor:
+        """Return fp32 logits of the sampling distribution. A new tensor, unless nothing changes.
 
-        `drawn_S`: tokens that stay whatever the filters say. A token at the edge of top-p may fall on the other side
-        when the trainer computes its logits again with other rounding; it was drawn, so its probability is not zero.
+        `sampled_S`: tokens that are never filtered. The trainer recomputes logits with other rounding, so a sampled
+        token at the edge of top-p could fall outside. Its probability is not zero.
         """
         logits_SV = logits_SV.float()
         if self.temperature != 1:
@@ -45,12 +47,15 @@ class SamplingTransform:
             dropped_SV = logits_SV < logits_SV.topk(self.top_k, dim=-1).values[:, -1:]
         if self.top_p < 1:
             dropped_SV |= self._outside_top_p(logits_SV.masked_fill(dropped_SV, -torch.inf))
-        if drawn_S is not None:
-            dropped_SV.scatter_(-1, drawn_S[:, None], False)
+        if sampled_S is not None:
+            dropped_SV.scatter_(-1, sampled_S[:, None], False)
         return logits_SV.masked_fill(dropped_SV, -torch.inf)
 
     def _outside_top_p(self, logits_SV: Tensor) -> Tensor:
-        """A token stays while the more likely ones sum to less than top_p. Summed from the small end: exact there."""
+        """Return the tokens to drop. A token is kept if the more likely tokens sum to less than top_p.
+
+        Probabilities are summed from the smallest, which is exact near the edge.
+        """
         ascending_SV, order_SV = logits_SV.sort(dim=-1)
         outside_SV = ascending_SV.softmax(-1).cumsum(-1) <= 1 - self.top_p
         outside_SV[:, -1] = False

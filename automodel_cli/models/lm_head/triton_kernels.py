@@ -1,7 +1,7 @@
-"""Two Triton kernels over a chunk of logits, each of which reads it once: what `head_kernels.py` calls. Imports triton.
+"""Triton kernels over one chunk of logits, called by `kernels.py`. Imports triton.
 
-One program has one row. Its logits, in the dtype that the product has, become those that tokens are drawn from in
-registers: `z = multiplier * x`, or `z = multiplier * cap * tanh(x / cap)`, in float32. They never exist in memory.
+Each program processes one row. It converts logits to `z = multiplier * x`, or `z = multiplier * cap * tanh(x / cap)`,
+in fp32 registers. z is never stored in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def _statistics(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
-    # With m the largest z so far: total = sum of exp(z - m), moment = sum of exp(z - m) (z - m).
+    # Online softmax. For the running maximum m: total = sum exp(z - m), moment = sum exp(z - m) (z - m).
+    # Then the log-sum-exp is m + log(total) and the entropy is log(total) - moment / total.
     largest, total, moment = -1e30, 0.0, 0.0
     for start in range(0, vocabulary, block):
         at = start + tl.arange(0, block)
@@ -81,7 +82,7 @@ def _gradient(  # type: ignore[no-untyped-def]
 def statistics(
     logits_sV: Tensor, columns_sN: Tensor, multiplier: float, cap: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `head_kernels`."""
+    """See `kernels.statistics`."""
     rows, vocabulary = logits_sV.shape
     lse_s = torch.empty(rows, dtype=torch.float32, device=logits_sV.device)
     picked_sN = torch.empty(columns_sN.shape, dtype=torch.float32, device=logits_sV.device)
@@ -105,7 +106,7 @@ def gradient_(
     multiplier: float,
     cap: float,
 ) -> None:
-    """See `head_kernels`."""
+    """See `kernels.gradient_`."""
     rows, vocabulary = logits_sV.shape
     if rows:
         _gradient[(rows,)](

@@ -1,7 +1,7 @@
-"""The rows of a head's matrix that this rank has: all of them, or its shard under tensor parallelism.
+"""Vocabulary of a rank: all rows of the head's weight, or its tensor-parallel shard.
 
-Shards meet in one small exchange per chunk of tokens: log-sum-exp, the logits of the tokens that are asked about, and,
-for those who want it, the entropy of the rank's share.
+Ranks exchange few numbers per token and chunk: the log-sum-exp, the logits of the requested tokens, and the entropy if
+requested. Example: with 2 ranks and log-sum-exps L0 and L1, the full log-sum-exp is logaddexp(L0, L1).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from automodel_cli.models import transformers_compat
 
 
 class Statistics(NamedTuple):
-    """fp32 by token: log-sum-exp of all logits, log-probs of the given ids, entropy if it was asked for."""
+    """fp32 statistics per token: log-sum-exp of all logits, log-probs of the given ids, entropy if requested."""
 
     lse_S: Tensor
     logprobs_SN: Tensor
@@ -27,9 +27,9 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens `start` to `start + size` belong to this rank, the others to the other ranks of `group`.
+    """The tokens `start` to `start + size` of this rank. Other ranks of `group` have the rest.
 
-    `group` None: this rank has all. Methods with a group are collective over it.
+    If `group` is None, this rank has all tokens. Methods are collective over the group.
     """
 
     start: int = 0
@@ -37,22 +37,25 @@ class Vocabulary:
     group: dist.ProcessGroup | None = None
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each token in this rank's logits (0 where it has none), and whether it has one."""
+        """Return the column of each token in the local logits (0 if not local), and whether it is local."""
         index = ids - self.start
         is_own = (index >= 0) if self.size is None else (index >= 0) & (index < self.size)
         return torch.where(is_own, index, 0), is_own
 
     def columns(self, ids: Tensor) -> Tensor:
-        """Column of each token in this rank's logits, -1 where it has none or the id is none."""
+        """Return the column of each token in the local logits, -1 if it is not local or the id is negative."""
         index, is_own = self.local(ids)
         return index.where(is_own & (ids >= 0), -1).contiguous()
 
     def statistics(
         self, logits_SV: Tensor, ids_SN: Tensor, *, entropy: bool, masked: bool = False, overwrite: bool = False
     ) -> Statistics:
-        """Of the distribution over all tokens that fp32 logits over this rank's tokens are a part of.
+        """Return the statistics over the full vocabulary from local fp32 logits.
 
-        An id below 0 is no token: log-prob 0. `masked`: some logits are -inf. `overwrite`: the logits may be lost.
+        Args:
+            ids_SN: requested tokens. A negative id has log-prob 0.
+            masked: some logits are -inf.
+            overwrite: the logits may be overwritten.
         """
         lse_S = torch.logsumexp(logits_SV, -1)
         index_SN, is_own_SN = self.local(ids_SN)
@@ -61,8 +64,10 @@ class Vocabulary:
         return self.whole(lse_S, picked_SN, own, ids_SN)
 
     def whole(self, lse_S: Tensor, picked_SN: Tensor, entropy_S: Tensor | None, ids_SN: Tensor) -> Statistics:
-        """Of all tokens, from those of this rank's: their log-sum-exp and entropy, and the logits of the ids that are
-        its own (0 of the others)."""
+        """Return the statistics over the full vocabulary from local statistics.
+
+        `picked_SN`: logits of the local ids, 0 for the others.
+        """
         if self.group is not None:
             lse_S, picked_SN, entropy_S = self._combine(lse_S, picked_SN, entropy_S)
         return Statistics(lse_S, (picked_SN - lse_S[:, None]).where(ids_SN >= 0, 0), entropy_S)
@@ -70,21 +75,21 @@ class Vocabulary:
     def _combine(
         self, lse_S: Tensor, picked_SN: Tensor, entropy_S: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """From the ranks' shares: with w a rank's probability, H = sum of w (H of the rank - log w)."""
-        mine = [lse_S, *picked_SN.unbind(1)] + ([] if entropy_S is None else [entropy_S])
-        of_ranks = torch.empty(dist.get_world_size(self.group), len(mine), len(lse_S), device=lse_S.device)
-        dist.all_gather_into_tensor(of_ranks.flatten(0, 1), torch.stack(mine), group=self.group)
-        of_rank_RS = of_ranks[:, 0]
-        lse_S = torch.logsumexp(of_rank_RS, 0)
-        picked_SN = of_ranks[:, 1 : 1 + picked_SN.shape[1]].sum(0).t()
+        """Combine the ranks. For the probability w of a rank, H = sum_ranks w (H_rank - log w)."""
+        local_stats = [lse_S, *picked_SN.unbind(1)] + ([] if entropy_S is None else [entropy_S])
+        all_ranks = torch.empty(dist.get_world_size(self.group), len(local_stats), len(lse_S), device=lse_S.device)
+        dist.all_gather_into_tensor(all_ranks.flatten(0, 1), torch.stack(local_stats), group=self.group)
+        lse_RS = all_ranks[:, 0]
+        lse_S = torch.logsumexp(lse_RS, 0)
+        picked_SN = all_ranks[:, 1 : 1 + picked_SN.shape[1]].sum(0).t()
         if entropy_S is not None:
-            log_w_RS = of_rank_RS - lse_S
-            terms_RS = log_w_RS.exp() * (of_ranks[:, -1] - log_w_RS)
-            entropy_S = terms_RS.where(log_w_RS.isfinite(), 0).sum(0)  # a rank may have filtered tokens only
+            log_w_RS = lse_RS - lse_S
+            terms_RS = log_w_RS.exp() * (all_ranks[:, -1] - log_w_RS)
+            entropy_S = terms_RS.where(log_w_RS.isfinite(), 0).sum(0)  # all tokens of a rank may be filtered
         return lse_S, picked_SN, entropy_S
 
     def topk(self, logits_SV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest logits over all tokens, largest first, and whose they are."""
+        """Return the k largest logits over the full vocabulary in descending order, and their tokens."""
         values, ids = logits_SV.topk(min(k, logits_SV.shape[-1]))
         if self.group is None:
             return values, ids
@@ -97,19 +102,19 @@ class Vocabulary:
         return values, torch.cat(all_ids, -1).gather(-1, index)
 
     def gather(self, logits_SV: Tensor) -> Tensor:
-        """Logits over all tokens."""
+        """Return the logits over the full vocabulary."""
         if self.group is None:
             return logits_SV
-        of_ranks = [torch.empty_like(logits_SV) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(of_ranks, logits_SV.contiguous(), group=self.group)
-        return torch.cat(of_ranks, dim=-1)
+        all_ranks = [torch.empty_like(logits_SV) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(all_ranks, logits_SV.contiguous(), group=self.group)
+        return torch.cat(all_ranks, dim=-1)
 
     def own(self, logits_SV: Tensor) -> Tensor:
-        """The columns of this rank."""
+        """Return the columns of this rank."""
         return logits_SV if self.size is None else logits_SV.narrow(-1, self.start, self.size).contiguous()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over the ranks, as a new tensor."""
+        """Return the sum over the ranks as a new tensor."""
         if self.group is None:
             return tensor
         total = tensor.clone()
@@ -118,7 +123,7 @@ class Vocabulary:
 
 
 def _entropy(logits_SV: Tensor, lse_S: Tensor, masked: bool, overwrite: bool) -> Tensor:
-    """-sum of p log p of the softmax of these logits; 0 for a row of -inf alone."""
+    """Return -sum p log p of the softmax. The entropy is 0 if all logits of a row are -inf."""
     if masked:
         lse_S = lse_S.where(lse_S.isfinite(), 0)
     logp_SV = logits_SV.sub_(lse_S[:, None]) if overwrite else logits_SV - lse_S[:, None]
@@ -132,11 +137,11 @@ WHOLE = Vocabulary()
 
 
 def vocabulary_of(weight_VD: Tensor) -> tuple[Tensor, Vocabulary]:
-    """A head's weight as plain local rows, inside autograd, and which ones they are."""
+    """Return the local rows of a head's weight inside autograd, and their vocabulary."""
     if not transformers_compat.is_dtensor(weight_VD):
         return weight_VD, WHOLE
     mesh, (placement, *others) = weight_VD.device_mesh, weight_VD.placements  # type: ignore[attr-defined]
-    assert not others, "the head's weight is still sharded for data parallelism: it belongs to the part's root group"
+    assert not others, "the weight of the head must be unsharded: keep it in the root FSDP unit of the part"
     if placement.is_replicate():
         return weight_VD.to_local(), WHOLE  # type: ignore[attr-defined]
     if not placement.is_shard(0):

@@ -1,0 +1,1 @@
+"""Mixture of experts: load balancing, and recording and replaying of router decisions."""

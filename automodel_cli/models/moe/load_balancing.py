@@ -1,20 +1,21 @@
-"""Routers of a mixture of experts: the load-balancing loss, the selection bias, and how evenly the experts are loaded.
+"""MoE load balancing: auxiliary loss, selection bias and load metrics.
 
-Everything hangs on the routers of the unmodified model as hooks, and is local to a layer, so nothing crosses pipeline
-stages. What counts is a *real* token: one whose document has a label; of a prefix that documents share, once. Padding
-is not counted, and neither is a document that is not trained on.
+Hooks on the routers of the unmodified model. All state is local to a layer, so nothing crosses pipeline stages. Only
+*real* tokens count: tokens of documents with at least one label. Tokens of a shared prefix count once. Padding and
+untrained documents do not count.
 
-**Loss.** `aux_loss_coef` adds, per layer and microbatch, `coef * n / N * balance`, where n of the step's N real tokens
-are in the microbatch (a data-parallel rank's own; ranks of context parallelism share one) and
+**Loss.** `aux_loss_coef` adds `coef * n / N * balance` per layer and microbatch. n of the step's N real tokens are in
+the microbatch. Data-parallel ranks have their own microbatches, context-parallel ranks share one.
 
     balance = E * sum_e(f_e * P_e)     f_e: choices of expert e per token, P_e: mean of softmax(logits)_e
 
-as the library's own `load_balancing_loss_func` has it for one layer (top-k when balanced). The value goes into no loss:
-its gradient is added where routing weights meet the graph, exactly once, also under recomputation.
+This is `load_balancing_loss_func` of transformers for one layer. With perfect balance it equals top-k. Example: E = 4,
+top-1 and all tokens on expert 0 with probability 1 give 4 * 1 * 1 = 4 instead of 1. The value is not added to the loss.
+Its gradient is added at the routing weights, exactly once, also with recomputation.
 
 **Bias.** `bias_update_rate` moves the selection bias of routers that have one (`e_score_correction_bias`: DeepSeek-V3,
-arXiv:2412.19437, section 2.1.2) by `speed * sign(mean load - load)`, once per optimizer step, from the loads of all
-ranks. The library stores this bias and never changes it.
+arXiv:2412.19437, section 2.1.2) by `rate * sign(mean load - load)`, once per optimizer step, from the loads of all
+ranks. transformers stores this bias and does not update it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ from automodel_cli.models.config import MoEConfig
 
 
 def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor, seen: SeenKeys | None = None) -> Tensor:
-    """Bool `[B, T]`: tokens of documents with at least one label, and those that such a document sees besides. No host
-    synchronisation."""
-    labelled_N = (labels_BT != IGNORE_INDEX).flatten()
-    token_N = torch.arange(len(labelled_N), device=labels_BT.device)
+    """Return a bool mask `[B, T]` of real tokens: documents with a label, and the prefixes that they see.
+
+    No host synchronization.
+    """
+    labeled_N = (labels_BT != IGNORE_INDEX).flatten()
+    token_N = torch.arange(len(labeled_N), device=labels_BT.device)
     document_N = torch.bucketize(token_N, cu_seqlens[1:], right=True)
     num_labels = torch.zeros(len(cu_seqlens), dtype=torch.int64, device=labels_BT.device)
-    num_labels.index_add_(0, document_N, labelled_N.long())
+    num_labels.index_add_(0, document_N, labeled_N.long())
     real_N = num_labels[document_N] > 0
     if seen is not None:
         key_M = torch.arange(len(seen.index_M), device=labels_BT.device)
@@ -50,29 +53,29 @@ def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor, seen: SeenKeys | None = N
 
 
 class LoadBalancer:
-    """A `StepHook`: told when a step begins and when it has ended well.
+    """`StepHook` that balances experts.
 
-    Collective over all ranks: `begin` where there is a loss to scale, `finish` always. Every rank makes one, also a
-    pipeline stage without experts.
+    Collective over all ranks: `begin` if there is a loss, `finish` always. Create it on every rank, also on pipeline
+    stages without experts.
     """
 
     def __init__(self, parts: Sequence[nn.Module], config: MoEConfig, mesh: Mesh):
         self._config, self._mesh = config, mesh
-        found = [entry for part in parts for entry in routers(part)]
-        sizes = {name: _num_experts(router) for name, _, router in found}
-        of_stages: list[dict[str, int]] = [{} for _ in range(mesh.pp.size())]
-        dist.all_gather_object(of_stages, sizes, group=mesh.pp.get_group())
-        everywhere = {name: size for of_stage in of_stages for name, size in of_stage.items()}
-        self._sizes = list(everywhere.values())
-        width = max(self._sizes, default=0) + 1  # loads of the experts, then the loss
-        self._table = torch.zeros(len(everywhere), width, dtype=torch.float64, device=mesh.device)
-        rows = {name: row for row, name in enumerate(everywhere)}
-        self._layers = [_Layer(self, config, rows[name], block, router, name) for name, block, router in found]
-        self._refuse_what_cannot_act(parts)
-        for part in parts if found else ():  # nobody asks which tokens are real where there is no router
+        entries = [entry for part in parts for entry in routers(part)]
+        sizes = {name: _num_experts(router) for name, _, router in entries}
+        stage_sizes: list[dict[str, int]] = [{} for _ in range(mesh.pp.size())]
+        dist.all_gather_object(stage_sizes, sizes, group=mesh.pp.get_group())
+        all_sizes = {name: size for sizes_of_stage in stage_sizes for name, size in sizes_of_stage.items()}
+        self._sizes = list(all_sizes.values())
+        width = max(self._sizes, default=0) + 1  # one load per expert, then the loss
+        self._table = torch.zeros(len(all_sizes), width, dtype=torch.float64, device=mesh.device)
+        rows = {name: row for row, name in enumerate(all_sizes)}
+        self._layers = [_Layer(self, config, rows[name], block, router, name) for name, block, router in entries]
+        self._check_options(parts)
+        for part in parts if entries else ():  # without routers, the mask is not needed
             part.register_forward_pre_hook(self._enter_part, with_kwargs=True)
             part.register_forward_hook(self._leave_part, always_call=True)
-            # The library's own model inside: called with this rank's tokens of the rows.
+            # The transformers model inside receives the local tokens.
             model: Any = part.model
             model.base_model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
         self.mask_BT: Tensor | None = None
@@ -81,14 +84,14 @@ class LoadBalancer:
 
     @property
     def is_empty(self) -> bool:
-        """A dense model, or one whose routers are not understood."""
+        """Whether the model has no experts, or no supported router."""
         return not self._sizes
 
-    def _refuse_what_cannot_act(self, parts: Sequence[nn.Module]) -> None:
+    def _check_options(self, parts: Sequence[nn.Module]) -> None:
         options = {"aux_loss_coef": self._config.aux_loss_coef, "bias_update_rate": self._config.bias_update_rate}
         biases = [layer.bias is not None for layer in self._layers]
-        somewhere = torch.tensor([float(any(biases))], device=self._mesh.device)
-        has_bias = bool(self._mesh.sum_over(self._mesh.pp, somewhere))
+        has_local_bias = torch.tensor([float(any(biases))], device=self._mesh.device)
+        has_bias = bool(self._mesh.sum_over(self._mesh.pp, has_local_bias))
         for name, value in options.items():
             reason = "has no mixture of experts with a supported router" if self.is_empty else None
             if name == "bias_update_rate" and not self.is_empty and not has_bias:
@@ -101,7 +104,7 @@ class LoadBalancer:
                     fix=f"model.moe.{name}=0",
                 )
 
-    # Which tokens the routers see: known while a part runs, and not while backward runs a layer again.
+    # The mask of the current microbatch is set while a part runs, and not during recomputation in backward.
 
     def _enter_part(self, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._leave_part()
@@ -117,10 +120,10 @@ class LoadBalancer:
         self.mask_BT = None
         self._real_NK.clear()
 
-    # The step.
+    # Called by the training step.
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """A step of these microbatches (on the device) begins; what was counted before is forgotten."""
+        """Begin a step with these microbatches (on the device) and reset the counts."""
         self._table.zero_()
         if self._config.aux_loss_coef:
             counts = [real_tokens(batch.labels_BT, batch.cu_seqlens, batch.seen).sum() for batch in batches]
@@ -128,18 +131,19 @@ class LoadBalancer:
 
     @torch.no_grad()
     def finish(self) -> dict[str, Tensor]:
-        """The step has been taken: move selection biases, and return what `metrics.jsonl` shows.
+        """Update selection biases after the step and return metrics.
 
-        `expert_load_max`: of the most loaded expert over the mean, in the worst layer. `expert_load_cv`: standard
-        deviation over mean, averaged over layers. `aux_loss`: what `aux_loss_coef` stands for, summed over layers.
+        - `expert_load_max`: load of the most loaded expert divided by the mean, in the worst layer.
+        - `expert_load_cv`: standard deviation divided by mean, averaged over layers.
+        - `aux_loss`: the auxiliary loss, summed over layers.
         """
         if self.is_empty:
             return {}
         dist.all_reduce(self._table)
-        # Ranks of tp see the same tokens, those of cp different ones but the same loss.
+        # TP ranks have equal tokens. CP ranks have different tokens but equal losses.
         losses = self._table[:, -1] / (self._mesh.tp.size() * self._mesh.cp.size())
         loads = [self._table[row, :size] for row, size in enumerate(self._sizes)]
-        means = [load.mean() for load in loads]  # 0 where a router is not understood: nan, which is written as null
+        means = [load.mean() for load in loads]  # 0 for unsupported routers. Their metrics are nan, written as null.
         for layer in self._layers:
             layer.move_bias(self._config.bias_update_rate, loads[layer.row])
         worst = [load.max() / mean for load, mean in zip(loads, means, strict=True)]
@@ -147,26 +151,30 @@ class LoadBalancer:
         metrics = {"expert_load_max": torch.stack(worst).max(), "expert_load_cv": torch.stack(spread).mean()}
         return metrics | ({"aux_loss": losses.sum()} if self._config.aux_loss_coef else {})
 
-    # What a layer reports.
+    # Called by layers.
 
-    def count(self, row: int, index_NK: Tensor, num_experts: int, *, apart: bool) -> Tensor | None:
-        """Add a layer's choices on one microbatch to the step's; float64 [E], them alone, if `apart`. In one kernel if
-        not: what it adds is the same for all layers."""
+    def count(self, row: int, index_NK: Tensor, num_experts: int, *, separate: bool) -> Tensor | None:
+        """Add the choices of a layer on one microbatch to those of the step.
+
+        Returns them as float64 `[E]` if `separate`. Otherwise uses one kernel and returns None.
+        """
         assert self.mask_BT is not None
         choices = index_NK.shape[1]
         if choices not in self._real_NK:
             self._real_NK[choices] = self.mask_BT.flatten().to(self._table.dtype).repeat_interleave(choices)
         load_E = self._table[row, :num_experts]
-        added_E = torch.zeros_like(load_E) if apart else load_E
+        added_E = torch.zeros_like(load_E) if separate else load_E
         added_E.index_add_(0, index_NK.flatten(), self._real_NK[choices])
-        if not apart:
+        if not separate:
             return None
         load_E += added_E
         return added_E
 
     def balance(self, row: int, logits_NE: Tensor, load_E: Tensor, mask_N: Tensor) -> Tensor:
-        """Add a layer's loss on one microbatch to the step's, and return its gradient on the logits. Collective over
-        the ranks of cp.
+        """Add the loss of a layer on one microbatch to that of the step. Return its gradient with respect to the
+        logits.
+
+        Collective over context-parallel ranks.
         """
         probs_NE = logits_NE.float().softmax(-1)
         sums = torch.cat([load_E, (probs_NE * mask_N[:, None]).sum(0).double(), mask_N.sum()[None].double()])
@@ -174,7 +182,7 @@ class LoadBalancer:
             sums = self._mesh.sum_over(self._mesh.cp, sums)
         num_experts = len(load_E)
         choices_E, mass_E, count = sums.split([num_experts, num_experts, 1])
-        # d loss / d probs of a token; n of the mean and n of the weight n / N cancel in one of the two factors.
+        # d loss / d probs of one token. The n of the mean cancels with the n of the weight n / N.
         slope_E = self._config.aux_loss_coef * num_experts * choices_E / count.clamp(min=1) / self.num_tokens
         self._table[row, -1] += (slope_E * mass_E).sum()
         slope_E = slope_E.to(probs_NE.dtype)
@@ -194,20 +202,20 @@ class _Layer:
         self.acts = self.has_loss or config.bias_update_rate > 0
         router.register_forward_hook(self._hook)
 
-    # Data-dependent bookkeeping, in no graph.
+    # Data-dependent counting is excluded from compiled graphs.
     @torch.compiler.disable
     def _hook(self, router: nn.Module, args: Any, output: Any) -> Any:
         if not (router.training and torch.is_grad_enabled()):
             return None
-        if not _is_understood(output):
+        if not _is_supported(output):
             if self.acts:
-                raise _not_understood(self.name)
+                raise _unsupported_router(self.name)
             return None
         logits_NE, weights_NK, index_NK = output[:3]
         load_E = mask_N = None
         if self.watch.mask_BT is not None:
             mask_N = self.watch.mask_BT.flatten()
-            load_E = self.watch.count(self.row, index_NK, logits_NE.shape[-1], apart=self.has_loss)
+            load_E = self.watch.count(self.row, index_NK, logits_NE.shape[-1], separate=self.has_loss)
         if not self.has_loss:
             return None
         return (logits_NE, _AttachLoss.apply(weights_NK, logits_NE, load_E, mask_N, self), index_NK, *output[3:])
@@ -218,10 +226,10 @@ class _Layer:
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Routing weights as they are; in backward the gradient of the load-balancing loss joins that of the logits.
+    """Identity on routing weights. In backward, adds the gradient of the load-balancing loss to that of the logits.
 
-    Recomputation calls this again only to save the logits again. Loads and mask are attributes of the first call, not
-    saved tensors, so they are those of the right microbatch whatever runs in between.
+    Recomputation calls it again, only to save the logits. Loads and mask are attributes of the first call, not saved
+    tensors, so they belong to the right microbatch.
     """
 
     @staticmethod
@@ -240,7 +248,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def routers(part: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """`(name, block, router)` of every mixture of experts."""
+    """Yield `(name, block, router)` of every mixture of experts."""
     for name, block in part.named_modules():
         for child_name, router in routers_in(block):
             yield f"{name}.{child_name}", block, router
@@ -253,7 +261,7 @@ def _num_experts(router: nn.Module) -> int:
 
 
 def _selection_bias(block: nn.Module, router: nn.Module) -> Tensor | None:
-    """On the router in most families, on the block in others (MiniMax-M2)."""
+    """Return the selection bias. It is on the router in most families, on the block in others (MiniMax-M2)."""
     for holder in (router, block):
         for name, buffer in holder.named_buffers(recurse=False):
             if name.endswith("e_score_correction_bias"):
@@ -261,15 +269,15 @@ def _selection_bias(block: nn.Module, router: nn.Module) -> Tensor | None:
     return None
 
 
-def _is_understood(output: Any) -> bool:
-    """(logits [N, E], weights [N, K], experts [N, K]) at the start of what a router returns."""
+def _is_supported(output: Any) -> bool:
+    """Return whether a router output begins with (logits [N, E], weights [N, K], experts [N, K])."""
     if not isinstance(output, tuple) or len(output) < 3 or not all(isinstance(t, Tensor) for t in output[:3]):
         return False
     logits, weights, index = output[:3]
     return logits.ndim == 2 and weights.shape == index.shape and not index.is_floating_point()
 
 
-def _not_understood(name: str) -> ConfigError:
+def _unsupported_router(name: str) -> ConfigError:
     return ConfigError(
         f"load balancing is not supported because the router {name} does not return (logits, weights, experts)",
         code="not_supported_by_model",

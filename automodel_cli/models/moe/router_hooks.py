@@ -1,10 +1,9 @@
-"""Where a model selects experts, so that its choices can be recorded and replayed
-(`distributed/expert_parallel/router_replay.py`).
+"""Detects expert selection in a model, so that router decisions can be recorded and replayed (router replay).
 
-Measured on a small copy of the family, not known: which call of topk, in which module, gives the indices that its
-experts are then called with; and that other indices in its place reach the experts as they are.
+Measured on a tiny copy: the `topk` call, and its module, whose indices the experts receive. The same run verifies that
+replaced indices reach the experts unchanged. Recording and replay: `distributed/expert_parallel/router_replay.py`.
 
-Shapes: N tokens, K experts for each of them.
+Shapes: N tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ if TYPE_CHECKING:
 
 _TOKENS = 12
 Selectors = Mapping[str, int]
-"""Class of the module that selects experts (`state_layers.class_name`) -> which of its calls of topk does, from 1."""
+"""Class of a module that selects experts (`recurrent_layers.class_name`) -> index of its topk call, from 1."""
 
 
 def selectors_of(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> Selectors:
-    """Raises ConfigError for a family without experts, or whose selection cannot be replaced."""
+    """Return the modules that select experts. Raises ConfigError if there are none or selection is not replaceable."""
     found = _measured(SmallConfig(hf_config, trust_remote_code))
     if isinstance(found, str):
-        raise _refusal(f"{hf_config.model_type} {found}")
+        raise _unsupported(f"{hf_config.model_type} {found}")
     return found
 
 
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
 def _measured(small: SmallConfig) -> Selectors | str:
-    """The selectors, or why there are none."""
+    """Return the selectors, or the reason why there are none."""
     try:
         with transformers_compat.quiet():
             model: Any = small.build("eager").eval()
@@ -75,32 +74,34 @@ def _measured(small: SmallConfig) -> Selectors | str:
         mark_selections(model, watch.selectors)
         own = dict(enumerate(watch.chosen))
         if not torch.equal(_logits(model, ids_BT, own, own), before):
-            return "computes something else where its own selection is replayed"
+            return "computes other logits if its own selection is replayed"
         other = {number: (chosen + 1) % _num_experts(model) for number, chosen in own.items()}
         _logits(model, ids_BT, other, other)
-    except _Other as error:
+    except _OtherExperts as error:
         return str(error)
-    except Exception as error:  # any class of the library may fail in its own way
+    except Exception as error:  # model classes may fail in any way
         return f"fails on a small copy ({type(error).__name__}: {error})".splitlines()[0][:200]
     return watch.selectors
 
 
-class _Other(Exception):
-    """What the experts were called with is not what was selected."""
+class _OtherExperts(Exception):
+    """The experts received other indices than selected."""
 
 
-def _logits(model: Any, ids_BT: Tensor, choices: Mapping[int, Tensor], wanted: Mapping[int, Tensor]) -> Tensor:
-    """The model's logits by these choices `[N, K]` of each layer. Raises _Other where experts are called with others
-    than `wanted`."""
-    expected = iter([wanted[number] for number in sorted(wanted)])
+def _logits(model: Any, ids_BT: Tensor, choices: Mapping[int, Tensor], requested: Mapping[int, Tensor]) -> Tensor:
+    """Return the logits for these choices `[N, K]` of each layer.
+
+    Raises _OtherExperts if the experts receive other indices than `requested`.
+    """
+    expected = iter([requested[number] for number in sorted(requested)])
 
     def check(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.equal(_index_of(args, kwargs), next(expected)):
-            raise _Other("calls its experts with others than those that are selected")
+            raise _OtherExperts("calls its experts with other indices than selected")
 
     handles = [experts.register_forward_pre_hook(check, with_kwargs=True) for experts in experts_modules(model)]
     try:
-        with choosing(_Given(choices)):
+        with choosing(_FixedChoices(choices)):
             logits_BTV: Tensor = model(input_ids=ids_BT, use_cache=False).logits
     finally:
         for handle in handles:
@@ -108,7 +109,7 @@ def _logits(model: Any, ids_BT: Tensor, choices: Mapping[int, Tensor], wanted: M
     return logits_BTV
 
 
-class _Given:
+class _FixedChoices:
     """`RouterDecisions` of a probe."""
 
     def __init__(self, layers: Mapping[int, Tensor]):
@@ -117,12 +118,12 @@ class _Given:
     def choose(self, layer: int, own_NK: Tensor) -> Tensor:
         return self._layers[layer].clone()
 
-    def again(self) -> _Given:
+    def again(self) -> _FixedChoices:
         return self
 
 
 class _Watch(TorchFunctionMode):
-    """Around one forward: in which module, as which of its calls, topk gave what the next experts were called with."""
+    """Records during one forward which call of topk in which module returned the indices of the next experts."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -162,14 +163,14 @@ class _Watch(TorchFunctionMode):
         self._calls.clear()
         self.chosen.append(index_NK)
         if not found:
-            self.selectors = "does not call its experts with what topk selects"
+            self.selectors = "does not call its experts with the indices of topk"
         elif not isinstance(self.selectors, str):
             module, nth = found[-1]
             self.selectors[class_name(module)] = nth
 
 
 def _index_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of the library's experts, called with hidden states, indices and weights."""
+    """Return the indices from the arguments of experts: hidden states, indices and weights."""
     found: Tensor = args[1] if len(args) > 1 else next(x for x in kwargs.values() if not x.is_floating_point())
     return found
 
@@ -179,7 +180,7 @@ def _num_experts(model: nn.Module) -> int:
 
 
 def _selecting(model: nn.Module, selectors: Selectors) -> Iterator[tuple[str, nn.Module, int]]:
-    """`(name, module, which call of topk)` of every module that selects experts, in the model's order."""
+    """Yield `(name, module, index of the topk call)` of every module that selects experts, in model order."""
     for name, module in model.named_modules():
         nth = selectors.get(class_name(module))
         if nth is not None:
@@ -188,9 +189,10 @@ def _selecting(model: nn.Module, selectors: Selectors) -> Iterator[tuple[str, nn
 
 @dataclass(frozen=True)
 class Routing:
-    """The layers with experts of the whole model, and how often its routers would have chosen otherwise.
+    """`StepHook` for router replay: the layers with experts of the full model, and how often its routers would select
+    otherwise.
 
-    `slots`: where each of these layers stands among all of the model's. A `StepHook`: its metric is of the updates.
+    slots: index of each of these layers among all layers of the model.
     """
 
     slots: tuple[int, ...]
@@ -198,21 +200,26 @@ class Routing:
     tally: RouterMismatchCounter
 
     def replay(self, experts_BTC: Tensor, *, counts: bool) -> Replay:
-        """The choices of one microbatch; `counts`: what routers would have chosen is counted."""
+        """Return the decisions of one microbatch. `counts`: count differences to the decisions of the trainer's
+        routers."""
         return Replay(experts_BTC, len(self.slots), self.tally if counts else None)
 
     def begin(self, batches: Sequence[Batch]) -> None:
         self.tally.counts_2.zero_()
 
     def finish(self) -> dict[str, Tensor]:
-        """`routing_mismatch`: the share of tokens and layers for which the trainer's router would have chosen another
-        set of experts than the sampler's did. Collective."""
+        """Return `routing_mismatch`. Collective.
+
+        It is the fraction of tokens and layers for which the trainer's router would select another set of experts than
+        the sampler's did.
+        """
         dist.all_reduce(self.tally.counts_2)
         differ, every = self.tally.counts_2.unbind()
         return {"routing_mismatch": differ / every}
 
     def of_layers(self, chosen_TLK: np.ndarray) -> np.ndarray:
-        """What an engine tells of every layer, or of those with experts, for those with experts. Raises RunError."""
+        """Return the decisions of layers with experts, from those of all layers or of layers with experts. Raises
+        RunError."""
         count = chosen_TLK.shape[1]
         if count == len(self.slots):
             return chosen_TLK
@@ -228,28 +235,31 @@ class Routing:
 
 
 def mark_selections(model: nn.Module, selectors: Selectors) -> None:
-    """From now on the experts of this whole model are chosen as `chosen_experts.choosing` says."""
-    for number, (_, module, nth) in enumerate(_selecting(model, selectors)):
-        selects_by(module, number, nth)
+    """Let `router_replay.choosing` replace the expert selection of this full model."""
+    for index, (_, module, nth) in enumerate(_selecting(model, selectors)):
+        selects_by(module, index, nth)
 
 
 def install_routing(
     parts: Sequence[ModelPart], selectors: Selectors, device: torch.device, pp_group: dist.ProcessGroup | None = None
 ) -> Routing:
-    """From now on the experts of these parts are chosen as `chosen_experts.choosing` says, and by the column
-    `ROUTED_EXPERTS` of a batch. Once for a model, before its first step. Collective over the pipeline."""
-    mine = [entry for part in parts for entry in _selecting(part.model.base_model, selectors)]
-    names = [name for name, _, _ in mine]
+    """Let `router_replay.choosing`, and the column `ROUTED_EXPERTS` of a batch, replace the expert selection of these
+    parts.
+
+    Call it once per model, before the first step. Collective over the pipeline.
+    """
+    local_selectors = [entry for part in parts for entry in _selecting(part.model.base_model, selectors)]
+    names = [name for name, _, _ in local_selectors]
     if pp_group is not None:
-        of_stages: list[list[str]] = [[] for _ in range(dist.get_world_size(pp_group))]
-        dist.all_gather_object(of_stages, names, group=pp_group)
-        # Stages of one rank need not follow each other.
-        names = sorted((name for of_stage in of_stages for name in of_stage), key=_numbers_in)
-    for name, module, nth in mine:
+        stage_names: list[list[str]] = [[] for _ in range(dist.get_world_size(pp_group))]
+        dist.all_gather_object(stage_names, names, group=pp_group)
+        # The stages of a rank need not be adjacent.
+        names = sorted((name for names_of_stage in stage_names for name in names_of_stage), key=_numbers_in)
+    for name, module, nth in local_selectors:
         selects_by(module, names.index(name), nth)
     num_slots = len(list(decoder_slots(parts[0].model.base_model)))
     routing = Routing(tuple(_numbers_in(name)[0] for name in names), num_slots, RouterMismatchCounter(device))
-    selecting = {module for _, module, _ in mine}
+    selecting = {module for _, module, _ in local_selectors}
     for part in parts:
         part.routing = routing
         for layer in part.model.base_model.modules():
@@ -262,7 +272,7 @@ def _numbers_in(name: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", name)))
 
 
-def _refusal(reason: str) -> ConfigError:
+def _unsupported(reason: str) -> ConfigError:
     return ConfigError(
         f"rollout.replay_routing=true is not supported because {reason}",
         code="not_supported_by_model",

@@ -1,0 +1,1 @@
+"""Probes: properties of a model measured on a tiny random copy of its config."""

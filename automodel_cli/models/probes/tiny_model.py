@@ -1,8 +1,8 @@
-"""A tiny random copy of a model config: the same family with the same peculiarities, at hidden size 64.
+"""Tiny random copies of model configs: the same family and structure with hidden size 64.
 
-What is measured on such a copy (can it be cut into stages? are packed documents isolated?) holds for the model itself
-as far as its structure goes; sizes do not enter. Fields are set by meaning: a rule applies wherever a family's config
-has the field.
+Structural measurements on a copy (can it be split into stages? are packed documents isolated?) hold for the model
+itself, because they do not depend on sizes. Fields are set by meaning: a rule applies to every config that has the
+field.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ HIDDEN, HEADS, HEAD_DIM, VOCAB, LAYERS, EXPERTS = 64, 4, 16, 160, 4, 8
 NOISE = 0.05
 MAX_PARAMETERS = 10_000_000
 SWITCH = 9
-"""Where a copy changes its behaviour by length (rotary tables, temperatures): what measures it must have documents on
-both sides of it, and one that is short next to one that is long."""
+"""Length at which tiny copies change behavior (rotary tables, temperatures). Probes have documents on both sides."""
 
 _SIZES: dict[str, int] = {
     "hidden_size": HIDDEN,
@@ -120,9 +119,9 @@ _LIMITS: dict[str, int] = {
     "attention_chunk_size": 8,
     "index_topk": 4,
     "index_head_dim": 16,
-    "index_n_heads": 16,  # fewer would often score several tokens 0, and which of them are taken is chance
+    "index_n_heads": 16,  # fewer often score several tokens 0, and the selection among them is random
     "window_size": 6,
-    # Other limits that a forward compares with a length or a position: each must lie below the lengths of the probes.
+    # Limits that a forward compares with a length or position. They must be below the document lengths of the probes.
     "floor_scale": 4,
     "log_scaling_n_floor": 4,
     "rel_extent": 6,
@@ -138,7 +137,7 @@ _LIMITS: dict[str, int] = {
     "indexer_compress_ratio": 2,
     "indexer_head_dim": 16,
     "indexer_n_heads": 16,
-    # Tables that are looked up by something else than the token
+    # Tables with another index than the token.
     "ngram_vocab_size_base": 64,
     "split_ngram_parts": 2,
     "pronunciation_vocab_size": VOCAB,
@@ -147,15 +146,17 @@ _LIMITS: dict[str, int] = {
     "shape_embed_dim": 16,
     "encoder_hash_byte_group_vocab": 64,
 }
-_SHARING = "num_kv_shared_layers"  # as many of the last layers use keys and values of earlier ones
+_SHARING = "num_kv_shared_layers"  # number of last layers that use keys and values of earlier layers
 _SWITCH = "original_max_position_embeddings"
 _LAYER_INDICES = ("hybrid_layer_ids", "full_attn_idxs", "mlp_only_layers")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 
 
 def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = LAYERS) -> PretrainedConfig:
-    """A small copy of `config` with up to `num_layers` layers; the original is left alone. Rotary tables switch by
-    length after `switch` tokens."""
+    """Return a tiny copy of `config` with at most `num_layers` layers. The original is not changed.
+
+    Rotary tables switch by length after `switch` tokens.
+    """
     small = copy.deepcopy(config)
     text = small.get_text_config()
     fields = {name: value for name, value in vars(text).items() if not name.startswith("_")}
@@ -169,7 +170,7 @@ def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = 
             keys=("model",),
         )
     if overrides:
-        text.per_layer_config = None  # while it stands, the fields that differ by layer cannot be set
+        text.per_layer_config = None  # fields that differ by layer cannot be set while it is present
     canonical = {real: common for common, real in text.attribute_map.items()}
     for name, value in fields.items():
         new = _small_value(canonical.get(name, name), value, fields, keep)
@@ -186,7 +187,7 @@ def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = 
                 text.max_position_embeddings = switch
     if getattr(text, _SWITCH, None):
         setattr(text, _SWITCH, min(fields[_SWITCH], switch))
-    for name, value in fields.items():  # parts that a text does not meet, of which some classes build all
+    for name, value in fields.items():  # configs of other modalities, which some classes build completely
         if hasattr(value, "get_text_config"):
             setattr(text, name, shrink(value, switch=switch, num_layers=2))
     return small
@@ -195,12 +196,12 @@ def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = 
 def _small_overrides(
     overrides: dict[str, dict[str, Any]], fields: dict[str, Any], keep: list[int] | None
 ) -> dict[int | str, dict[str, Any]]:
-    """What some layers have otherwise than the config says, of the layers that are kept."""
+    """Return the per-layer overrides of the kept layers."""
     return {
         i if keep is None else keep.index(i): {
-            name: _small_value(name, value, {**fields, **of_layer}, None) for name, value in of_layer.items()
+            name: _small_value(name, value, {**fields, **layer_fields}, None) for name, value in layer_fields.items()
         }
-        for i, of_layer in ((int(index), of_layer) for index, of_layer in overrides.items())
+        for i, layer_fields in ((int(index), layer_fields) for index, layer_fields in overrides.items())
         if keep is None or i in keep
     }
 
@@ -210,7 +211,7 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] 
         return value
     if name in LAYER_COUNTS:
         return value if keep is None else min(value, len(keep))
-    if isinstance(value, list) and name in (*_LIMITS, *_SIZES):  # one per layer
+    if isinstance(value, list) and name in (*_LIMITS, *_SIZES):  # one value per layer
         value = [_small_value(name, entry, fields, None) if isinstance(entry, int) else entry for entry in value]
     if name == "compress_rates":
         return {kind: min(rate, 8) for kind, rate in value.items()}
@@ -227,32 +228,34 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] 
     if name in ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads"):
         heads = fields.get("num_attention_heads", fields.get("n_head", value))
         return HEADS if value == heads else min(value, 2)
-    if name == "num_heads" and "state_size" in fields:  # Mamba-2 calls its state's heads so
+    if name == "num_heads" and "state_size" in fields:  # the heads of the state in Mamba-2
         return fields.get("expand", 2) * HIDDEN // HEAD_DIM
     if name == "head_dim" and value == fields.get("qk_rope_head_dim"):
         return _SIZES["qk_rope_head_dim"]
     if name == "head_dim" and any(value * part == fields.get("qk_rope_head_dim") for part in _rotary_parts(fields)):
         return _SIZES["qk_rope_head_dim"] * value // fields["qk_rope_head_dim"]
-    if name == "index_n_heads" and value == fields.get("num_key_value_heads"):  # a choice for each group of heads
+    if name == "index_n_heads" and value == fields.get("num_key_value_heads"):  # one selection per group of heads
         return _small_value("num_key_value_heads", value, fields, keep)
     if name in _SIZES:
         return _SIZES[name] if value > 0 else value
     return min(value, _LIMITS[name]) if name in _LIMITS else value
 
 
-def _representative(fields: dict[str, Any], layers: int, room: int) -> list[int]:
-    """`room` layer indices in which every kind of layer occurs, as far as there is room, and twice where there is
-    more: some kinds share weights between their layers."""
+def _representative(fields: dict[str, Any], layers: int, num_kept: int) -> list[int]:
+    """Return `num_kept` layer indices that cover every kind of layer, twice if possible.
+
+    Some kinds share weights between their layers.
+    """
     lists = [v for v in fields.values() if isinstance(v, list) and len(v) == layers]
-    if sharing := fields.get(_SHARING):  # every kind that is shared must also be there with keys of its own
+    if sharing := fields.get(_SHARING):  # every shared kind also needs a layer with its own keys
         lists = [fields["layer_types"], [i >= layers - sharing for i in range(layers)]]
     kinds = [repr([entries[i] for entries in lists]) for i in range(layers)]
     nth = [kinds[:i].count(kinds[i]) for i in range(layers)]
-    return sorted(sorted(range(layers), key=lambda i: (min(nth[i], 2), i))[:room])
+    return sorted(sorted(range(layers), key=lambda i: (min(nth[i], 2), i))[:num_kept])
 
 
 def _rotary_parts(fields: dict[str, Any]) -> list[float]:
-    """The parts of a head that are rotated, as the rotary tables have them for each kind of layer."""
+    """Return the rotated fractions of a head for each kind of layer."""
     rope = fields.get("rope_parameters") or {}
     tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
     return [table["partial_rotary_factor"] for table in tables if "partial_rotary_factor" in table]
@@ -266,7 +269,7 @@ def _small_token(name: str, value: Any) -> Any:
 
 
 def _small_rope(rope: dict[str, Any], switch: int) -> dict[str, Any]:
-    """Per-dimension factor lists (longrope) cut to the small rotary width; nested per layer type or not."""
+    """Cut per-dimension factors (longrope) to the tiny rotary width. May be nested per layer type."""
     half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
     small: dict[str, Any] = {}
     for key, value in rope.items():
@@ -284,7 +287,7 @@ def _small_rope(rope: dict[str, Any], switch: int) -> dict[str, Any]:
 
 
 def _is_dynamic(rope: dict[str, Any]) -> bool:
-    """Whether a table grows with texts longer than `max_position_embeddings`; rules nested per layer type or not."""
+    """Return whether a table grows with texts longer than `max_position_embeddings`. May be nested per layer type."""
     if any(isinstance(value, dict) and _is_dynamic(value) for value in rope.values()):
         return True
     return "dynamic" in str(rope.get("rope_type", rope.get("type", "")))
@@ -293,13 +296,15 @@ def _is_dynamic(rope: dict[str, Any]) -> bool:
 def build_small(
     config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel], seed: int = 0
 ) -> PreTrainedModel:
-    """`build(small config)` in fp32 with noise on every parameter and router bias, so that a lost one shows. Draws from
-    its own RNG."""
+    """Build the tiny model in fp32 with noise on every parameter and router bias, so that a lost tensor is detected.
+
+    Uses its own RNG state.
+    """
     with torch.random.fork_rng(devices=[]), transformers_compat.quiet():
         with torch.device("meta"):
             size = sum(param.numel() for param in build(copy.deepcopy(config)).parameters())
         if size > MAX_PARAMETERS:
-            raise ValueError(f"its small copy still has {size / 1e6:.0f}M parameters, from sizes that no rule knows")
+            raise ValueError(f"the tiny copy has {size / 1e6:.0f}M parameters, because some sizes have no rule")
         torch.manual_seed(seed)
         model = build(config).float().train()
         with torch.no_grad():

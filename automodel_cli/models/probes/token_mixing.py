@@ -1,9 +1,8 @@
-"""Which modules of a model read other tokens by themselves, measured on a tiny copy of it.
+"""Detects modules that mix tokens by themselves, on a tiny copy of the model.
 
-The copy runs on a row in which every token is a document, so attention that goes through the library's interface shows
-a token nothing but itself. Any module whose result at a token then still changes with an earlier token mixes tokens on
-its own: a recurrence, a convolution, linear attention, or attention that the boundaries do not reach. No names are
-read.
+In the test row, every token is a document of its own. Attention through the interface of transformers then sees one
+token only. A module mixes tokens by itself if its output at a token still changes with an earlier token: recurrences,
+convolutions, linear attention, or attention without document boundaries. Names are not used.
 """
 
 from __future__ import annotations
@@ -27,28 +26,27 @@ from automodel_cli.models.probes.tiny_model import VOCAB, build_small, shrink
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_TOKENS = 26  # no other size of a copy: a tensor of that many rows holds tokens; even, as `Context` has them
-_TOLERANCE = 1e-5  # of the largest value; sums in another order give 1e-7, a state 1e-3 and more
+_TOKENS = 26  # even, and no other dimension of a tiny copy has this size, so it identifies tokens
+_TOLERANCE = 1e-5  # relative to the largest value. Rounding is 1e-7, a state at least 1e-3.
 
 
 def state_layer_classes(
     hf_config: PretrainedConfig, *, attention: str = PACKED, trust_remote_code: bool = False
 ) -> frozenset[str]:
-    """Classes (`state_layers.class_name`) of the modules that must be run document by document under this attention.
+    """Return the classes (`recurrent_layers.class_name`) that must run document by document with this attention.
 
-    Any attention but packed is the library's, and is shown documents by the library's masks as far as it looks at them.
-    None for a config that cannot be built small: what cannot be measured is for the packing probe to refuse.
+    Attention other than packed is that of transformers, which applies its own masks. Returns an empty set if no tiny
+    copy can be built. The packing probe reports that case.
     """
     try:
         small = SmallConfig(hf_config, trust_remote_code)
-    except Exception:  # any family may refuse sizes it never saw
+    except Exception:  # families may reject unusual sizes
         return frozenset()
     return _measured(small, PACKED if attention == PACKED else "eager")
 
 
 def new_cache(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
-    """An empty cache of the class that this family's model makes for itself when it is asked to use one: seen on a tiny
-    copy of it."""
+    """Return an empty cache of the class that this family's model creates, measured on a tiny copy."""
     cls = _cache_class(SmallConfig(hf_config, trust_remote_code))
     return cls(config=hf_config) if "config" in inspect.signature(cls).parameters else cls()
 
@@ -64,12 +62,12 @@ def _cache_class(small: SmallConfig) -> type:
             model: Any = small.build("eager").eval().base_model
             output = model(input_ids=token_11, position_ids=torch.zeros_like(token_11), use_cache=True)
         return next(type(value) for value in output.values() if isinstance(value, Cache))
-    except Exception:  # the library's own caching fails for some configs (a Bamba without attention)
+    except Exception:  # caching in transformers fails for some configs (Bamba without attention)
         return DynamicCache
 
 
 class SmallConfig:
-    """A small copy of a config, as the key of a cache by what the config says. Raises what the family raises."""
+    """A tiny copy of a config, hashable by content. Raises the errors of the family."""
 
     def __init__(self, hf_config: PretrainedConfig, trust_remote_code: bool = False):
         self.config, self.trust = shrink(hf_config), trust_remote_code
@@ -77,12 +75,12 @@ class SmallConfig:
         named = copy.deepcopy(self.config)
         named.dtype = None  # copies compute in float32
         if not trust_remote_code:
-            named.name_or_path = ""  # where it was read from; with remote code, the code
-        said = (named.to_json_string(use_diff=False), *self.dropout.items())
-        self._key = (said, type(hf_config), trust_remote_code)
+            named.name_or_path = ""  # the path of the config; with remote code, of the code
+        content = (named.to_json_string(use_diff=False), *self.dropout.items())
+        self._key = (content, type(hf_config), trust_remote_code)
 
     def build(self, attention: str, dropout: bool = False) -> PreTrainedModel:
-        """A model in fp32 on this attention, with the config's dropout or none."""
+        """Build an fp32 model with this attention, with the dropout of the config or none."""
         register_packed_attention()
         config = copy.deepcopy(self.config)
         if dropout:
@@ -104,7 +102,7 @@ class SmallConfig:
 
 
 def dropout_of(hf_config: PretrainedConfig) -> dict[str, float]:
-    """The dropout of a config, which copies that are compared must do without."""
+    """Return the dropout fields of a config. Copies that are compared run without dropout."""
     fields = vars(hf_config.get_text_config())
     return {name: value for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0}
 
@@ -118,23 +116,26 @@ def _measured(small: SmallConfig, attention: str) -> frozenset[str]:
 
 
 def classes_in(model: PreTrainedModel, *, by_position: bool = False) -> frozenset[str]:
-    """Of a tiny model, which is changed. `by_position`: it is to build the masks of whole rows, so that all of its
-    attention is among them (`state_layers.Documents`)."""
+    """Return the classes of a tiny model, which is changed.
+
+    `by_position`: the model builds masks of full rows, so that all of its attention is included
+    (`recurrent_layers.DocumentBounds`).
+    """
     with transformers_compat.quiet():
         return frozenset(_Observed(model, by_position).classes())
 
 
 class _Observed:
-    """What each module of a model was called with on the row."""
+    """Records the arguments of each module of a model on the test row."""
 
     def __init__(self, model: PreTrainedModel, by_position: bool):
         self.model, self.by_position = model.eval(), by_position
         ids_BT = torch.randint(3, VOCAB, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
         bounds = torch.arange(_TOKENS + 1)
-        # As a context, which only attention reads: some families refuse boundaries where their kernels are missing.
+        # Pass boundaries as a context, which only attention reads. Some families reject boundaries without kernels.
         context = Context(OneProcess(), (1, _TOKENS), bounds, ids_BT.device)
         inputs = context.local_inputs(ids_BT, torch.zeros_like(ids_BT))
-        self.inputs = recurrent_layers.told_of_rows(inputs) if by_position else accepted_by(model, inputs)
+        self.inputs = recurrent_layers.full_row_inputs(inputs) if by_position else accepted_by(model, inputs)
         self.documents = recurrent_layers.DocumentBounds(
             1, _TOKENS, tuple(bounds.tolist()), ids_BT.device, by_position=by_position
         )
@@ -158,40 +159,42 @@ class _Observed:
     def classes(self) -> set[str]:
         found: set[str] = set()
         for slot in list(recurrent_layers.decoder_slots(self.model)):
-            new = {recurrent_layers.class_name(module) for module in self._isolated(slot)}
+            new = {recurrent_layers.class_name(module) for module in self._isolate_mixers(slot)}
             if new - found:
                 found |= new
                 self._isolate(found)
         return found
 
     def _isolate(self, classes: set[str]) -> None:
-        """Run all modules of these classes per document, and see what later layers are then called with: some are
-        handed more than hidden states."""
+        """Run all modules of these classes per document and record the arguments of later layers again.
+
+        Some layers receive more than hidden states.
+        """
         for slot in recurrent_layers.decoder_slots(self.model):
             modules = recurrent_layers.outermost(slot, classes)
             for module in modules:
                 if not isinstance(module, recurrent_layers.StateLayer):
                     recurrent_layers.as_state_layer(module)
-            recurrent_layers.hand_over(modules, self.documents)
+            recurrent_layers.assign_runner(modules, self.documents)
         self._observe()
 
-    def _isolated(self, module: nn.Module) -> list[nn.Module]:
-        """Run per document from now on, and give, what in here mixes tokens: the innermost modules that explain it."""
+    def _isolate_mixers(self, module: nn.Module) -> list[nn.Module]:
+        """Switch the innermost modules that mix tokens to per-document execution and return them."""
         candidate = self._is_candidate(module)
         if candidate and not self._mixes(module):
             return []
-        within = [found for child in module.children() for found in self._isolated(child)]
+        within = [found for child in module.children() for found in self._isolate_mixers(child)]
         if not candidate or not self._mixes(module):
             return within
-        recurrent_layers.hand_over(within, None)
+        recurrent_layers.assign_runner(within, None)
         if any(is_experts(inner) for inner in module.modules()):
-            return []  # experts may be dispatched between ranks, which must all call them equally often
+            return []  # dispatch between ranks needs equally many calls on all ranks
         recurrent_layers.as_state_layer(module)
-        recurrent_layers.hand_over([module], self.documents)
+        recurrent_layers.assign_runner([module], self.documents)
         return [module]
 
     def _is_candidate(self, module: nn.Module) -> bool:
-        """Called with tokens, and with nothing that belongs to more than one of them."""
+        """Return whether all tensor arguments are per token."""
         if module not in self.calls:
             return False
         tensors = list(recurrent_layers.tensors_in(self.calls[module]))
@@ -223,7 +226,7 @@ def _first(output: Any) -> Tensor | None:
 
 
 def _first_changed(values: dict[Any, Any]) -> dict[Any, Any]:
-    """The same arguments, the first token of the hidden states being another."""
+    """Return the same arguments with another first token of the hidden states."""
     named = values.get("hidden_states")
     name = next(key for key, value in values.items() if value is named or (named is None and isinstance(value, Tensor)))
     changed: Tensor = values[name].clone()

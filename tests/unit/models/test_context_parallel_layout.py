@@ -85,7 +85,7 @@ def test_segments_are_causal_attention_within_documents(size: int, window: int |
             context = context_of(rank, size)
             token = torch.arange(48).view(ROWS, 24)[:, context._local_t].flatten().tolist()
             for chunk in chunks:
-                for s in segments.of_context(context, window, chunk):
+                for s in segments.context_segments(context, window, chunk):
                     for i, j in product(range(s.num_queries), range(s.num_keys)):
                         if i + s.ahead - (window or 99) < j <= i + s.ahead:
                             seen.append((token[s.query + i], s.key + j))
@@ -201,7 +201,7 @@ def test_variable_length_calls_of_a_ring_cover_what_the_segments_say(window: int
     """(query, key) pairs of the masks that flash attention is given, against those of the segments."""
     for rank, chunk in product(range(2), range(4)):
         context = context_of(rank, 2)
-        members = segments.of_context(context, window, chunk)
+        members = segments.context_segments(context, window, chunk)
         place = context.gathered_index() % 24
         want = [
             (s.query + i, place[s.key + j].item())

@@ -176,7 +176,7 @@ def test_buffers_are_set_by_the_model_that_is_nearest_above_them():
         whole, stage = _Outer(LlamaConfig()), _Outer(LlamaConfig())
     stage.model.layers[0]._buffers.clear()
     for model, unit, name, want in ((whole, "model", "table", 7.0), (stage, "model.layers.1", "factor", 8.0)):
-        values = checkpoint_io_load._initialised(model, unit, 0, recurse=False)
+        values = checkpoint_io_load._initialized(model, unit, 0, recurse=False)
         assert set(values[f"{unit}.{name}"].tolist()) == {want}
 
 

@@ -114,7 +114,7 @@ def test_a_rank_with_pieces_of_documents_uses_the_lengths_of_the_whole_ones(name
         group = _Rank(rank)
         context = Context(group, batch.shape, batch.cu_seqlens, x.device)
         inputs = context.local_inputs(batch.input_ids_BT, batch.position_ids_BT)
-        dynamic_rope._hand_over_lengths(part.model.base_model, (), inputs)
+        dynamic_rope._set_lengths(part.model.base_model, (), inputs)
         for got, want in zip(rotary(x, inputs["position_ids"], *layer_type), whole, strict=True):
             length = batch.shape[1]
             padded = torch.nn.functional.pad(want, (0, 0, 0, context.tokens - length))

@@ -12,7 +12,7 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, verify_export
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub.dequantize import dequantised
+from automodel_cli.models.hub.dequantize import dequantized
 from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf
 
@@ -42,7 +42,7 @@ def test_any_part_of_mxfp4_equals_the_librarys_dequantisation():
     scales = torch.randint(90, 150, (8, 12, 3), dtype=torch.uint8, generator=generator)
     want = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
     tensors = {"e.down_proj_blocks": _Stored(blocks), "e.down_proj_scales": _Stored(scales), "norm": _Stored(blocks)}
-    lazy = dequantised(tensors, {"quant_method": "mxfp4"})
+    lazy = dequantized(tensors, {"quant_method": "mxfp4"})
     assert lazy.keys() == {"e.down_proj", "norm"}
     down = lazy["e.down_proj"]
     assert down.get_shape() == list(want.shape) and torch.equal(down[...], want)
@@ -56,7 +56,7 @@ def test_any_part_of_fp8_equals_weight_times_the_scale_of_its_block():
     scale = torch.rand(3, 3, generator=generator)
     want = weight.float() * scale.repeat_interleave(24, 0)[:50].repeat_interleave(16, 1)[:, :40]
     tensors = {"w": _Stored(weight), "w_scale_inv": _Stored(scale)}
-    lazy = dequantised(tensors, {"quant_method": "fp8", "weight_block_size": [24, 16]})
+    lazy = dequantized(tensors, {"quant_method": "fp8", "weight_block_size": [24, 16]})
     assert lazy.keys() == {"w"}
     for index in itertools.product(_ranges(50), _ranges(40)):
         assert torch.equal(lazy["w"][index], want[index]), index
