@@ -48,20 +48,25 @@ def answer_checker(
 def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
     """Refuse a format that does not say what it makes, and a column map that names a field nothing reads."""
     if isinstance(fmt, str):
-        known, reader = sorted({name for each in FORMATS.values() for name in each.fields}), "no format reads"
+        known, reader = sorted({name for each in FORMATS.values() for name in each.fields}), "any format"
         fix = "data.column_mapping='{prompt: question, completion: answer}'"
     else:
-        known, reader = list(fmt.fields), f"{format_name(fmt)} does not read"
+        known, reader = list(fmt.fields), f"format {format_name(fmt)}"
         fix = "~data.column_mapping"
         if fmt.makes not in DOCUMENTS:
             choices = ", ".join(DOCUMENTS)
-            raise ConfigError(f"{format_name(fmt)}.makes is {fmt.makes!r}, not one of {choices}", keys=("format",))
+            raise ConfigError(
+                f"{format_name(fmt)}.makes={fmt.makes!r} must be one of: {choices}",
+                code="invalid_choice",
+                keys=("format",),
+            )
     for name in columns:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.6)
             hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
             raise ConfigError(
-                f"columns maps {name!r}, which {reader}; {hint} (columns maps a field to its column)",
+                f"column_mapping maps {name!r}, which is not a field of {reader}; {hint}. Write it as field: column",
+                code="unknown_name",
                 keys=("column_mapping",),
                 fix=fix,
             )
@@ -101,7 +106,8 @@ class SourceConfig:
     def __post_init__(self) -> None:
         if not (self.weight > 0 and math.isfinite(self.weight)):
             raise ConfigError(
-                f"weight={self.weight} must be above 0: it is how often each row is seen per epoch",
+                f"weight={self.weight} must be finite and greater than 0",
+                code="out_of_range",
                 keys=("weight",),
                 fix="weight=1.0, or remove the source",
             )
@@ -228,9 +234,10 @@ class DataConfig:
     def _check_origin(self) -> None:
         given = [key for key in ("path", "datasets", "generator") if getattr(self, key) not in (None, [])]
         if len(given) != 1:
-            said = "none is set" if not given else f"{' and '.join(given)} are set"
+            state = "none is set" if not given else f"{' and '.join(given)} are set"
             raise ConfigError(
-                f"data comes from exactly one of path, datasets and generator; {said}",
+                f"exactly one of path, datasets and generator must be set: {state}",
+                code="mutually_exclusive" if given else "missing_key",
                 keys=tuple(given),
                 fix="data.path=train.jsonl",
             )
@@ -245,7 +252,8 @@ class DataConfig:
         stray = [key for key, default in single.items() if getattr(self, key) != default]
         if stray and self.path is None:
             raise ConfigError(
-                f"{', '.join(stray)} describe data.path, but data comes from {given[0]}",
+                f"{', '.join(stray)} cannot be set with {given[0]}: these keys apply to data.path",
+                code="requires_setting",
                 keys=tuple(stray),
                 fix=f"move {stray[0]} into each entry of data.datasets" if self.datasets else f"remove data.{stray[0]}",
             )
@@ -255,23 +263,28 @@ class DataConfig:
         given = [key for key in names if getattr(self, key)]
         if self.generator is not None and given:
             raise ConfigError(
-                f"{given[0]} is set, but a task makes its own validation rows",
+                f"{given[0]} has no effect with generator, which generates its own validation rows",
+                code="no_effect",
                 keys=(given[0],),
                 fix=f"data.{given[0]}={0 if given[0] == 'validation_size' else 'null'}",
             )
         if len(given) > 1:
             raise ConfigError(
-                f"validation comes from one place, but {' and '.join(given)} are set",
+                f"only one of {', '.join(names)} can be set: {' and '.join(given)} are set",
+                code="mutually_exclusive",
                 keys=tuple(given),
                 fix=" ".join(f"data.{name}={'0' if name == 'validation_size' else 'null'}" for name in given[:-1]),
             )
         if self.validation_split and self.path is None:
             raise ConfigError(
-                "validation_split names a split of data.path, which is not set", keys=("validation_split",)
+                f"validation_split={self.validation_split} requires data.path",
+                code="requires_setting",
+                keys=("validation_split",),
             )
         if self.validation_size < 0 or (self.validation_size > 1 and self.validation_size != int(self.validation_size)):
             raise ConfigError(
-                f"validation_size={self.validation_size} must be a share below 1 or a whole number of rows",
+                f"validation_size={self.validation_size} must be a fraction below 1 or an integer number of rows",
+                code="out_of_range",
                 keys=("validation_size",),
                 fix="data.validation_size=0.02",
             )
@@ -279,22 +292,31 @@ class DataConfig:
     def _check_turns(self) -> None:
         if self.multi_turn == "per_turn" and self.loss_mask == "all":
             raise ConfigError(
-                "multi_turn=per_turn makes a document of each trained turn, but loss_mask=all trains everything, "
-                "histories too",
+                "multi_turn=per_turn is not supported with loss_mask=all, because it repeats earlier turns, which "
+                "would be trained several times",
+                code="unsupported_combination",
                 keys=("multi_turn", "loss_mask"),
                 fix="data.multi_turn=single, or data.loss_mask=assistant",
             )
 
     def _check_numbers(self) -> None:
         if self.seq_len < 2:
-            raise ConfigError(f"seq_len={self.seq_len} must be at least 2", keys=("seq_len",), fix="data.seq_len=2048")
+            raise ConfigError(
+                f"seq_len={self.seq_len} must be at least 2",
+                code="out_of_range",
+                keys=("seq_len",),
+                fix="data.seq_len=2048",
+            )
         if self.pad_to_multiple_of < 1:
             raise ConfigError(
-                f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1", keys=("pad_to_multiple_of",)
+                f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1",
+                code="out_of_range",
+                keys=("pad_to_multiple_of",),
             )
         if self.packing != "none" and self.padding != "longest":
             raise ConfigError(
-                f"padding={self.padding} is for unpacked rows; packed rows always have seq_len tokens",
+                f"padding={self.padding} has no effect with packing={self.packing}, which pads to seq_len",
+                code="no_effect",
                 keys=("padding", "packing"),
                 fix="data.packing=none, or remove data.padding",
             )
@@ -302,33 +324,40 @@ class DataConfig:
         if padded_to_seq_len and self.seq_len % self.pad_to_multiple_of:
             raise ConfigError(
                 f"seq_len={self.seq_len} is not a multiple of pad_to_multiple_of={self.pad_to_multiple_of}",
+                code="not_divisible",
                 keys=("seq_len", "pad_to_multiple_of"),
                 fix=f"data.seq_len={-(-self.seq_len // self.pad_to_multiple_of) * self.pad_to_multiple_of}",
             )
         if self.packing == "wrapped" and self.truncation not in ("auto", "split"):
             raise ConfigError(
-                f"packing=wrapped cuts documents at the row's end, so truncation={self.truncation} cannot hold",
+                f"truncation={self.truncation} is not supported with packing=wrapped, which splits documents at the "
+                "end of each sequence",
+                code="unsupported_combination",
                 keys=("packing", "truncation"),
                 fix="data.truncation=split, or data.packing=best_fit",
             )
         if not 0 <= self.max_invalid_fraction <= 1:
             raise ConfigError(
-                f"max_invalid_fraction={self.max_invalid_fraction} is a share of the rows, 0 to 1",
+                f"max_invalid_fraction={self.max_invalid_fraction} must be between 0 and 1",
+                code="out_of_range",
                 keys=("max_invalid_fraction",),
                 fix="data.max_invalid_fraction=0.01",
             )
         if self.num_workers is not None and self.num_workers < 0:
             raise ConfigError(
-                f"num_workers={self.num_workers} must be 0 (in this process) or more", keys=("num_workers",)
+                f"num_workers={self.num_workers} must be at least 0 (0 tokenizes in the main process)",
+                code="out_of_range",
+                keys=("num_workers",),
             )
 
     def check_kind(self, *, preferences: bool) -> None:
         """Refuse what does not fit rows with preferences, or formats of preferences where plain rows are trained."""
         for fmt in (self.format, *(source.format for source in self.datasets or ())):
             if fmt != "auto" and (find_format(fmt).makes in PREFERENCES) != preferences:
-                kind = "rows with preferences" if preferences else "plain rows"
+                kind = "preference data" if preferences else "data without preferences"
                 raise ConfigError(
-                    f"format={format_name(find_format(fmt))} does not hold {kind}, which this recipe trains on",
+                    f"format={format_name(find_format(fmt))} is not supported, because the recipe trains on {kind}",
+                    code="wrong_data_kind",
                     keys=("data.format",),
                     fix="data.format=auto, or a recipe of the other kind",
                 )
@@ -336,14 +365,16 @@ class DataConfig:
             return
         if self.packing == "wrapped" or self.truncation in ("split", "truncate"):
             raise ConfigError(
-                f"packing={self.packing} with truncation={self.truncation} cuts responses, but the two of a "
-                "pair are compared whole and in one row",
+                f"packing={self.packing} with truncation={self.truncation} is not supported for preference data, "
+                "because it splits responses",
+                code="unsupported_combination",
                 keys=("data.packing", "data.truncation"),
                 fix="data.packing=best_fit data.truncation=drop",
             )
         if self.loss_mask == "all":
             raise ConfigError(
-                "loss_mask=all would compare prompts; only responses are",
+                "loss_mask=all is not supported for preference data, because only responses are compared",
+                code="unsupported_combination",
                 keys=("data.loss_mask",),
                 fix="data.loss_mask=assistant",
             )

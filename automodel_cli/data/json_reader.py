@@ -57,7 +57,7 @@ def check_value(value: Any, text: str) -> None:
             place, half = found
             raise RowError(
                 "lone_surrogate",
-                f"{place} holds half a character: \\u{ord(half):04x} without its other half",
+                f"{place} contains half of a surrogate pair: \\u{ord(half):04x}",
                 raw=text,
                 fix="write the text as UTF-8, or both halves of the surrogate pair",
             )
@@ -68,8 +68,8 @@ def _too_deep(text: str) -> RowError:
 
 
 def _long_number(text: str) -> RowError:
-    fix = "write numbers of this size as text, in quotes"
-    return RowError("long_number", "a whole number has more than 4,300 digits", raw=text, fix=fix)
+    fix = "write the number as a string, in quotes"
+    return RowError("long_number", "an integer has more than 4,300 digits", raw=text, fix=fix)
 
 
 def _depth(value: Any) -> int:
@@ -132,7 +132,8 @@ def too_long(name: object) -> DataError:
     """The error of a row that no memory holds."""
     return DataError(
         f"{name} has a row of more than {MAX_ROW >> 20} MiB",
-        fix="one object per line, or several files of smaller rows",
+        code="limit_exceeded",
+        fix="write one object per line, or split the rows",
     )
 
 
@@ -156,9 +157,10 @@ def _spread(first: int, line: bytes, lines: Iterator[tuple[int, bytes]]) -> tupl
     what = "an object" if closing == b"}" else "an array"
     return RowError(
         "not_json",
-        f"not JSON on one line: {what} is printed over lines {first:,} to {last:,}",
+        f"not JSON on one line: {what} spans lines {first:,} to {last:,}",
         raw=b"".join(head).decode("utf-8", "replace"),
-        fix="one object per line: jq -c . FILE > rows.jsonl" + (" (-c '.[]' for an array)" if closing == b"]" else ""),
+        fix="write one object per line: jq -c . FILE > rows.jsonl"
+        + (" (-c '.[]' for an array)" if closing == b"]" else ""),
     ), rest
 
 
@@ -176,7 +178,7 @@ def _parse_line(line: bytes) -> Row | RowError:
 
 
 def _not_an_object(row: Any, text: str) -> RowError:
-    return RowError("not_an_object", f"the row is {_json_type(row)}, not an object with columns", raw=text)
+    return RowError("not_an_object", f"the row is {_json_type(row)}, but must be an object with columns", raw=text)
 
 
 def _json_type(value: Any) -> str:

@@ -60,6 +60,8 @@ def cut_long(lengths: np.ndarray, seq_len: int, choice: LongDocuments, instead: 
         raise DataError(
             f"{int(is_long.sum()):,} of {len(lengths):,} documents are longer than seq_len={seq_len} (the longest has "
             f"{int(lengths.max()):,} tokens)",
+            code="sequence_length",
+            keys=("data.seq_len", "data.truncation"),
             fix=f"data.seq_len={int(lengths.max())}, or data.truncation={instead}",
         )
     if choice == "drop":

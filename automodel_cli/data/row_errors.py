@@ -126,4 +126,4 @@ def refuse_damaged(rejected: Sequence[Rejected], num_rows: int) -> None:
     """Raise DataError where a file could not be read to its end: no policy for bad rows covers rows nobody saw."""
     damaged = [row for row in rejected if row.code == DAMAGED]
     if damaged:
-        raise rows_error(damaged, num_rows, fix="repair the file; its other rows cannot be dropped unseen")
+        raise rows_error(damaged, num_rows, fix="repair the file: rows after the damage cannot be read")

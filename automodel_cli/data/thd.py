@@ -157,7 +157,8 @@ def dual_chunk_order(length: int, cp_size: int) -> Tensor:
     that `2 * cp_size` does not divide."""
     if length % (2 * cp_size) and cp_size > 1:
         raise DataError(
-            f"a sequence of {length} tokens does not divide into {2 * cp_size} chunks for cp_size={cp_size}",
+            f"a sequence of {length} tokens is not divisible into 2 * cp_size = {2 * cp_size} chunks",
+            code="not_divisible",
             fix=f"pad it to {_up(length, 2 * cp_size)} tokens, as pack_for_thd does",
         )
     if cp_size == 1:
@@ -182,16 +183,31 @@ def _check(
     ids: Tensor, lengths: Sequence[int], sequences_per_row: Sequence[int], num_chunks: int, token_mask: Tensor | None
 ) -> None:
     if sum(lengths) != len(ids) or min(lengths, default=0) < 1:
-        raise DataError(f"sequences of {list(lengths)} tokens are not the {len(ids)} ids", fix="one length a sequence")
+        raise DataError(
+            f"lengths={list(lengths)} must be positive and sum to the number of ids, {len(ids)}",
+            code="batch_shape",
+            keys=("lengths",),
+            fix="pass one length per sequence",
+        )
     if sum(sequences_per_row) != len(lengths) or min(sequences_per_row, default=0) < 1:
         raise DataError(
-            f"rows of {list(sequences_per_row)} sequences are not the {len(lengths)} sequences",
-            fix="sequences_per_row that adds up, at least one a row",
+            f"sequences_per_row={list(sequences_per_row)} must be positive and sum to the number of sequences, "
+            f"{len(lengths)}",
+            code="batch_shape",
+            keys=("sequences_per_row",),
+            fix="pass the number of sequences of each row",
         )
     if len(sequences_per_row) % num_chunks:
         raise DataError(
-            f"{len(sequences_per_row)} rows do not divide into num_chunks={num_chunks} of a pipeline step",
+            f"{len(sequences_per_row)} rows are not divisible into num_chunks={num_chunks}",
+            code="not_divisible",
+            keys=("num_chunks",),
             fix=f"pass num_chunks={len(sequences_per_row)}",
         )
     if token_mask is not None and token_mask.shape != ids.shape:
-        raise DataError(f"a token_mask of {len(token_mask)} entries for {len(ids)} ids", fix="one entry a token")
+        raise DataError(
+            f"token_mask has {len(token_mask)} entries, but there are {len(ids)} ids",
+            code="batch_shape",
+            keys=("token_mask",),
+            fix="pass one entry per token",
+        )

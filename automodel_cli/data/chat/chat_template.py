@@ -111,12 +111,17 @@ def resolve_chat_template(choice: str | None, tokenizer: Any) -> str | None:
         template = tokenizer.chat_template
         if isinstance(template, dict):
             raise DataError(
-                f"the tokenizer has several chat templates: {', '.join(template)}",
-                fix="data.chat_template=<a .jinja file with the one to train>",
+                f"chat_template={choice or 'auto'} is ambiguous, because the tokenizer has several chat templates: "
+                f"{', '.join(template)}",
+                code="ambiguous",
+                keys=("data.chat_template",),
+                fix="data.chat_template=<a .jinja file with one of these templates>",
             )
         if template is None and choice == "tokenizer":
             raise DataError(
-                "chat_template=tokenizer, but the tokenizer has no chat template",
+                "chat_template=tokenizer is not supported, because the tokenizer has no chat template",
+                code="invalid_template",
+                keys=("data.chat_template",),
                 fix="data.chat_template=<a .jinja file>",
             )
         return str(template) if template is not None else None
@@ -128,8 +133,10 @@ def resolve_chat_template(choice: str | None, tokenizer: Any) -> str | None:
     path = Path(choice).expanduser()
     if not path.is_file():
         raise DataError(
-            f"chat_template={choice} is neither auto, tokenizer or none, nor a file, nor a template (no {{{{ or {{% in "
-            "it)"
+            f"chat_template={choice} must be one of: auto, tokenizer, none, the path of a file, or a template that "
+            "contains {{ or {%",
+            code="missing_file",
+            keys=("data.chat_template",),
         )
     return path.read_text(encoding="utf-8")
 

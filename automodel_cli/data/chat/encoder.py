@@ -179,7 +179,7 @@ class ChatEncoder:
             raise
         except Exception as error:  # templates raise jinja's errors, and TypeError, KeyError, ... from the row's values
             reason = str(error).strip() or type(error).__name__
-            raise RowError("template_error", f"the chat template refuses the row: {reason}") from error
+            raise RowError("template_error", f"the chat template raised an error for the row: {reason}") from error
         return out if isinstance(out, list) else list(zip(out["input_ids"], out["assistant_masks"], strict=True))
 
     def _render_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
@@ -206,10 +206,10 @@ class ChatEncoder:
         """Indices of the assistant messages that are trained under the mask rule. Raises when there is none."""
         spoken = _assistant_turns(chat)
         if not spoken:
-            raise RowError("no_label_token", "the conversation has no assistant message, so nothing would be trained")
+            raise RowError("no_label_token", "the conversation has no assistant message to train on")
         chosen = [i for i in (spoken[-1:] if self.mask == "last_turn" else spoken) if chat.trained[i]]
         if not chosen:
-            raise RowError("no_label_token", "every assistant message that the mask selects says train: false")
+            raise RowError("no_label_token", "every assistant message that data.loss_mask selects has train: false")
         return chosen
 
     def _located(self, chat: Conversation) -> list[int]:
@@ -245,8 +245,8 @@ class ChatEncoder:
             if turns != spoken:
                 raise RowError(
                     "generation_blocks",
-                    f"the template marks {len(spans)} stretches as generated where the row has {len(spoken)} assistant "
-                    "messages, so single turns cannot be told apart",
+                    f"the template renders {len(spans)} generation blocks for {len(spoken)} assistant messages, so "
+                    "single turns cannot be selected",
                     fix="data.loss_mask=assistant without train: false, or a template with one generation block per "
                     "turn",
                 )
@@ -292,8 +292,8 @@ class ChatEncoder:
                 if not np.array_equal(ids[: len(prefix)], prefix):
                     raise RowError(
                         "not_a_prefix",
-                        f"a token reaches over the {side} of message {turn}, so the trained tokens are not those that "
-                        "follow its prompt",
+                        f"a token crosses the {side} of message {turn}, so the trained tokens differ from the tokens "
+                        "that follow its prompt",
                         fix=UNROLL_FIX,
                     )
             spans.append((turn, (len(before), len(upto))))
@@ -324,7 +324,7 @@ class ChatEncoder:
                 if self.tokenizer.decode(ids[stop:]).strip():
                     raise RowError(
                         "no_stop",
-                        f"the chat template writes no token that ends message {turn}, so the model could not learn to "
+                        f"the chat template writes no token that ends message {turn}, so the model would not learn to "
                         "stop there",
                         fix=UNROLL_FIX,
                     )
@@ -414,8 +414,7 @@ def _unlike(ours: Any, own: Any) -> RowError:
             return text
     return RowError(
         "other_template",
-        "the tokenizer's chat template renders this row's first turn differently from the training template that was "
-        "chosen by its renderings of other conversations",
+        "the tokenizer's chat template and the training template render the first turn of this row differently",
         fix="data.multi_turn=per_turn, or data.chat_template=tokenizer",
     )
 
@@ -441,7 +440,7 @@ def _edges(whole: str, located: Sequence[int], prefixes: Sequence[str | RowError
                 raise RowError(
                     "not_a_prefix",
                     f"the chat template renders the text up to message {turn} differently once later messages follow, "
-                    "so the conversation is no single document in which that turn stands as the model will see it",
+                    "so one document cannot contain every turn as the model will see it",
                     fix=UNROLL_FIX,
                 )
         assert isinstance(before, str) and isinstance(upto, str), "refused above"

@@ -78,8 +78,8 @@ class TurnEnds:
         if token is None:
             raise RowError(
                 "no_stop",
-                "the chat template writes nothing that ends an assistant turn, and the tokenizer has no EOS token, so "
-                "the model could not learn to stop",
+                "the chat template writes no token that ends an assistant turn and the tokenizer has no EOS token, so "
+                "the model would not learn to stop",
                 fix="data.chat_template=<a template that ends turns with a special token>",
             )
         return token

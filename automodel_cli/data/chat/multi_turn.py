@@ -63,12 +63,12 @@ def continuation(texts: TurnTexts, message: dict[str, Any]) -> str:
     if prompt.rstrip().endswith(CLOSE) and reasoning_of(message):
         raise RowError(
             "not_a_prefix",
-            "the generation prompt closes the reasoning before it begins, but the row's turn has reasoning",
-            fix="data.chat_template=<the template with thinking switched on>, or leave the reasoning out of the data",
+            "the generation prompt closes the reasoning block, but the turn of the row has reasoning",
+            fix="data.chat_template=<the template with thinking enabled>, or remove the reasoning from the data",
         )
     raise RowError(
         "not_a_prefix",
-        f"the chat template does not render a turn as what follows its own generation prompt ({prompt[-24:]!r})",
+        f"the chat template does not begin a turn with its generation prompt ({prompt[-24:]!r})",
         fix="data.chat_template=<a template whose turns begin with its generation prompt>",
     )
 
@@ -110,7 +110,7 @@ def turn_document(
             where = f"{tokenizer.decode(given)[-12:]!r} + {tokenizer.decode(alone)[:12]!r}"
             raise RowError(
                 "not_a_prefix",
-                f"a token reaches from the generation prompt into the turn ({where})",
+                f"a token crosses the end of the generation prompt ({where})",
                 fix="data.chat_template=<a template with a special token or newline before the turn>",
             )
         ids = apart

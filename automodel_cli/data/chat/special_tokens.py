@@ -30,7 +30,7 @@ from automodel_cli.data.tokenized import Encoded, Unrolled, around
 
 PRIVATE = 0x10F700
 """First of the characters used, at the end of the last plane for private use: no font and no known text has them."""
-_KEEP_FIX = "data.special_tokens_policy=keep, which makes control tokens of them"
+_KEEP_FIX = "data.special_tokens_policy=keep, which encodes them as control tokens"
 
 Encode = Callable[[ChatEncoder, Sequence[Conversation]], Sequence[Any]]
 
@@ -93,24 +93,26 @@ class SpecialText:
         if self.choice == "refuse":
             raise RowError(
                 "special_token",
-                f"the text holds the special token {found[0]!r}, and data.special_tokens_policy is refuse",
+                f"the text contains the special token {found[0]!r}, and data.special_tokens_policy={self.choice}",
                 fix=f"data.special_tokens_policy=as_text, or {_KEEP_FIX}",
             )
         problem = self._problem(found, json.dumps(value, ensure_ascii=False, default=str))
         if problem:
             raise RowError(
-                "special_token", f"the text holds {found[0]!r}, which cannot become text: {problem}", fix=_KEEP_FIX
+                "special_token",
+                f"the text contains {found[0]!r}, which cannot be encoded as text: {problem}",
+                fix=_KEEP_FIX,
             )
 
     def _problem(self, found: Sequence[str], text: str) -> str:
         if not self.tokenizer.is_fast:
-            return "this tokenizer is not of the fast kind, whose special tokens can be told apart from text"
+            return "only a fast tokenizer can distinguish special tokens from text"
         if self._private_characters.search(text):
-            return "the row has characters for private use that are needed to tell the two apart"
+            return "the row contains private-use characters that serve as placeholders"
         for token in found:
             own = self.tokenizer.convert_tokens_to_ids(token)
             if any(own in self.spelled.ids(text) for text in (token, f"a{token}a", f" {token} ")):
-                return f"the tokenizer makes the token {token!r} of its characters too"
+                return f"the tokenizer encodes the characters of {token!r} as the special token"
         return ""
 
     def _all_found(self, value: Any) -> list[str]:
@@ -232,7 +234,7 @@ class SpecialChats:
         if special.restore(texts[1]) != texts[0]:
             raise RowError(
                 "special_token",
-                "the chat template treats a special token of the text in a way of its own, so it cannot become text",
+                "the chat template changes a special token of the text, so it cannot be encoded as text",
                 fix=_KEEP_FIX,
             )
         return hidden

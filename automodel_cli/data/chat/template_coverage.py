@@ -237,8 +237,8 @@ def _left_out(slot: Slot) -> RowError:
     if slot.code == "tools_ignored":
         return RowError(
             slot.code,
-            f"the chat template does not render the row's tools ({head!r} is not in its text)",
+            f"the chat template does not render the tools of the row ({head!r} is missing)",
             fix="data.chat_template=<a template with tools>, or data.column_mapping.tools='' to train without them",
         )
     shown = f", {head!r})" if "(" in slot.label else f" ({head!r})"
-    return RowError(slot.code, f"the chat template leaves out {slot.label}{shown}", fix=slot.fix)
+    return RowError(slot.code, f"the chat template does not render {slot.label}{shown}", fix=slot.fix)

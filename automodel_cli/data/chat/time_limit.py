@@ -38,7 +38,7 @@ def time_limit(seconds: float, what: str, fix: str) -> Iterator[None]:
     try:
         yield
     except _Expired:
-        raise DataError(f"{what} did not end within {seconds:g} s", fix=fix) from None
+        raise DataError(f"{what} did not finish within {seconds:g} s", code="timeout", fix=fix) from None
     finally:
         with _lock:
             if _deadlines.pop(thread, None) is None:

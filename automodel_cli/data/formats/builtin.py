@@ -64,7 +64,7 @@ class Alpaca:
         messages: list[dict[str, Any]] = []
         for number, pair in enumerate(row.get("history") or []):
             if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
-                raise RowError("bad_history", f"history[{number}] is not a pair of texts")
+                raise RowError("bad_history", f"history[{number}] must be a pair of strings")
             messages += [turn("user", pair[0]), turn("assistant", pair[1])]
         messages += [turn("user", question), turn("assistant", answer)]
         trained = [message["role"] == "assistant" for message in messages]
@@ -87,10 +87,10 @@ class PromptCompletion:
         before, _ = row.said("prompt", "user")
         after, wanted = row.said("completion", "assistant")
         if not isinstance(prompt, str) and not row.chat:
-            words = f"{row.column('prompt')} holds messages, which need a chat template"
+            words = f"{row.column('prompt')} contains messages, which require a chat template"
             raise RowError("no_template", words, fix=NO_TEMPLATE_FIX)
         if any(message["role"] != "assistant" for message in after):
-            raise RowError("bad_role", f"{row.column('completion')} must hold assistant messages only")
+            raise RowError("bad_role", f"{row.column('completion')} must contain only assistant messages")
         trained = [False] * len(before) + wanted
         return chat_or_text(before + after, trained, row.optional_text("system"), row.tools(), chat=row.chat)
 
@@ -126,7 +126,7 @@ class Prompts:
         else:
             raise RowError(
                 "missing_column",
-                f"no column {row.column('prompt')!r} with the prompt (the row has: {', '.join(row.row)})",
+                f"the prompt column {row.column('prompt')!r} is missing (columns: {', '.join(row.row)})",
                 fix="data.column_mapping='{prompt: <column>}'",
             )
         return with_system(messages, trained, row.optional_text("system"), row.tools())
@@ -170,21 +170,33 @@ def detect_format(
     fitting = [fmt for fmt in of_kind if set(columns) <= set(fmt.fields)]
     if not fitting and not preferences:
         raise DataError(
-            f"{where}: columns maps {', '.join(columns)}, which no single format reads together",
+            f"{where}: data.column_mapping maps {', '.join(columns)}, but no single format has all these fields",
+            code="unknown_format",
+            keys=("data.column_mapping",),
             fix="data.column_mapping='{prompt: question, completion: answer}'",
         )
     found = next((fmt for fmt in fitting if fmt.detects(sample)), None)
     if found is not None:
         return found
-    names = ", ".join(sorted(sample.shared)) or "(none that most rows share)"
+    names = ", ".join(sorted(sample.shared)) or "(no column that most rows share)"
     if preferences:
-        what = "a pair has chosen and rejected, a judged response a label"
+        what = "a pair needs chosen and rejected, a judged response needs label"
         fix = (
             "data.column_mapping='{prompt: <column>, chosen: <column>, rejected: <column>}', "
-            "or a recipe for plain rows (sft)"
+            "or a recipe for data without preferences (sft)"
         )
-        raise DataError(f"{where}: no preferences in the columns {names}; {what}", fix=fix)
-    raise DataError(f"{where}: cannot tell the format from the columns {names}", fix=_suggest_columns(sample))
+        raise DataError(
+            f"{where}: the columns {names} contain no preferences: {what}",
+            code="unknown_format",
+            keys=("data.column_mapping",),
+            fix=fix,
+        )
+    raise DataError(
+        f"{where}: the columns {names} match no data format",
+        code="unknown_format",
+        keys=("data.format", "data.column_mapping"),
+        fix=_suggest_columns(sample),
+    )
 
 
 def _suggest_columns(sample: FirstRows) -> str:

@@ -58,9 +58,11 @@ def _wrong_columns(wrong: Sequence[str], mapped: Mapping[str, str], present: Seq
             meant[field] = column
             taken.add(column)
     names = " and ".join(f"{field} to {mapped[field]!r}" for field in wrong)
-    text = f"{where}: data.column_mapping maps {names}, which no row has (columns: {', '.join(sorted(present))})"
+    text = (
+        f"{where}: data.column_mapping maps {names}, but no row has this column (columns: {', '.join(sorted(present))})"
+    )
     fixed = {field: meant.get(field, f"<one of {', '.join(sorted(present))}>") for field in wrong}
-    return DataError(text, keys=("data.column_mapping",), fix=columns_fix({**mapped, **fixed}))
+    return DataError(text, code="unknown_name", keys=("data.column_mapping",), fix=columns_fix({**mapped, **fixed}))
 
 
 def columns_fix(mapped: Mapping[str, str]) -> str:

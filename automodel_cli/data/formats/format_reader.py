@@ -38,7 +38,9 @@ class RowReader:
         stray = [field for field in columns if field not in fmt.fields]
         if stray:
             raise DataError(
-                f"format {self.name} reads no {stray[0]!r}; its fields are {', '.join(fmt.fields)}",
+                f"data.column_mapping maps {stray[0]!r}, but the fields of {self.name} are: {', '.join(fmt.fields)}",
+                code="unknown_name",
+                keys=("data.column_mapping",),
                 fix=f"remove {stray[0]} from data.column_mapping, or set data.format",
             )
         self.columns_read, self._what = self._columns_read(), f"format {self.name}"
@@ -78,7 +80,7 @@ class RowReader:
         if not isinstance(document, expected):
             raise RowError(
                 "format_error",
-                f"format {self.name} returned {type(document).__name__}, and what makes {self.format.makes} returns "
+                f"format {self.name} returned {type(document).__name__}, but makes={self.format.makes} requires "
                 f"{' or '.join(kind.__name__ for kind in expected)}",
             )
         for part in (document.chosen, document.rejected) if isinstance(document, Pair) else (document,):
@@ -102,7 +104,7 @@ class RowReader:
 
     def _check_texts(self, *texts: Any) -> None:
         if not all(isinstance(text, str) for text in texts):
-            raise self._made("a document of something that is no text")
+            raise self._made("a document that is not text")
 
     def _check_messages(self, messages: Messages, trained: Any) -> None:
         good = isinstance(messages, list) and bool(messages)
@@ -111,9 +113,11 @@ class RowReader:
             raise self._made(f"messages without a known role and text: {messages!r:.80}")
         spoken = [message["role"] == "assistant" for message in messages]
         if not isinstance(trained, list) or len(trained) != len(spoken):
-            raise self._made(f"{len(messages)} messages with `trained`={trained!r:.80}, where each has a flag")
+            raise self._made(
+                f"{len(messages)} messages with `trained`={trained!r:.80}, which must have one flag per message"
+            )
         if any(flag and not says for flag, says in zip(trained, spoken, strict=True)):
-            raise self._made("a message that is trained and is not the assistant's")
+            raise self._made("a trained message whose role is not assistant")
 
     def _made(self, what: str) -> RowError:
-        return RowError("format_error", f"format {self.name} made {what}")
+        return RowError("format_error", f"format {self.name} returned {what}")

@@ -49,8 +49,8 @@ def with_system(
     if system.strip() and messages[0]["content"].strip() != system.strip():
         raise RowError(
             "two_systems",
-            "the row has a system text, and its messages begin with another one",
-            fix="data.ignored_columns=[system] to take that of the messages",
+            "the system column and the first message contain different system prompts",
+            fix="data.ignored_columns=[system] to use the system message",
         )
     return Conversation(messages, trained, tools)
 
@@ -69,7 +69,7 @@ def chat_or_text(
     if system or tools or len(messages) != 2 or any(message.keys() - {"role", "content"} for message in messages):
         raise RowError(
             "no_template",
-            "system text, tools, reasoning and earlier turns need a chat template",
+            "a system prompt, tools, reasoning and earlier turns require a chat template",
             fix=NO_TEMPLATE_FIX,
         )
     return AnsweredPrompt(messages[0]["content"], messages[1]["content"])
@@ -113,7 +113,7 @@ def read_messages(
     """
     value = messages_in(value)
     if isinstance(value, str) and value.lstrip()[:1] == "[":  # of a table that holds text only
-        value = json_value(value, column, "bad_messages")
+        value = json_value(value, column, "not_messages")
     if not isinstance(value, list):
         raise RowError("not_messages", f"{column} is {type(value).__name__}, not a list of messages")
     if not value:
@@ -136,10 +136,10 @@ def read_messages(
 def _is_trained(item: Mapping[str, Any], role: str, where: str) -> bool:
     flag = item.get("train", item.get("weight", role == "assistant"))
     if flag not in (0, 1):
-        raise RowError("bad_train", f"{where}.train is {flag!r}, not true or false")
+        raise RowError("bad_train", f"{where}.train is {flag!r}, but must be true or false")
     if flag and role != "assistant":
         raise RowError(
-            "bad_train", f"{where}.train is true, but its role is {role!r}: only assistant turns can be trained"
+            "bad_train", f"{where}.train is true, but only assistant messages can be trained (role {role!r})"
         )
     return bool(flag)
 
@@ -149,8 +149,8 @@ def _from_openai(item: Mapping[str, Any], where: str, keys: AllowedKeys) -> dict
         raise RowError("no_role", f"{where} has no 'role' (its keys: {', '.join(item) or 'none'})")
     role = item["role"]
     if role not in ROLES:
-        fix = "rename the role to 'tool' (a tool's answer)" if role == "function" else None
-        raise RowError("bad_role", f"{where}.role is {role!r}; known roles: {', '.join(ROLES)}", fix=fix)
+        fix = "rename the role to 'tool'" if role == "function" else None
+        raise RowError("bad_role", f"{where}.role is {role!r}, but must be one of: {', '.join(ROLES)}", fix=fix)
     message = {key: value for key, value in item.items() if key not in ("train", "weight")}
     for key in (*REASONING_KEYS, "name", "tool_call_id"):
         if not isinstance(message.get(key, ""), str):
@@ -164,7 +164,9 @@ def _from_openai(item: Mapping[str, Any], where: str, keys: AllowedKeys) -> dict
     if role != "assistant":
         for key in ("tool_calls", *REASONING_KEYS):
             if message.get(key):
-                raise RowError("bad_role", f"{where} has {key}, but its role is {role!r}: only assistants have them")
+                raise RowError(
+                    "bad_role", f"{where} has {key}, but only assistant messages can have it (role {role!r})"
+                )
     return message
 
 
@@ -177,7 +179,7 @@ def _content(value: Any, where: str, keys: AllowedKeys) -> str:
         for i, part in enumerate(value):
             if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
                 kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
-                raise RowError("not_text", f"{where}.content[{i}] is a part of type {kind!r}; only text is supported")
+                raise RowError("not_text", f"{where}.content[{i}] has type {kind!r}, but only text is supported")
             keys.kept(part, PART_KEYS, f"{where}.content[{i}]")
             parts.append(part["text"])
         return "".join(parts)
@@ -187,7 +189,7 @@ def _content(value: Any, where: str, keys: AllowedKeys) -> str:
 def _from_sharegpt(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     speaker, value = item["from"], item.get("value")
     if speaker not in SHAREGPT_ROLES:
-        raise RowError("bad_role", f"{where}.from is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
+        raise RowError("bad_role", f"{where}.from is {speaker!r}, but must be one of: {', '.join(SHAREGPT_ROLES)}")
     if not isinstance(value, str):
         raise RowError("not_text", f"{where}.value is {type(value).__name__}, not text")
     role = SHAREGPT_ROLES[speaker]

@@ -33,7 +33,7 @@ class PreferencePairs:
         chosen, rejected = (row.said(field, "assistant") for field in ("chosen", "rejected"))
         whole = [any(message["role"] != "assistant" for message in messages) for messages, _ in (chosen, rejected)]
         if whole[0] != whole[1]:
-            raise RowError("bad_role", "one of chosen and rejected is a whole conversation, the other a response only")
+            raise RowError("bad_role", "one of chosen and rejected is a conversation, the other only a response")
         if not whole[0]:
             return row.pair_of(_prompt(row), chosen, rejected)
         prompt = _shared_prompt(row, (chosen[0], rejected[0]))
@@ -55,7 +55,7 @@ class JudgedResponses:
     def read(self, row: Fields) -> JudgedResponse:
         label = row["label"]
         if label not in (True, False):
-            raise RowError("bad_label", f"{row.column('label')} is {label!r}, not true or false")
+            raise RowError("bad_label", f"{row.column('label')} is {label!r}, but must be true or false")
         if "completion" in row:
             prompt, (response, trained) = _prompt(row), row.said("completion", "assistant")
         else:
@@ -63,7 +63,7 @@ class JudgedResponses:
             last = max((i for i, message in enumerate(messages) if message["role"] != "assistant"), default=-1)
             prompt, response, trained = messages[: last + 1], messages[last + 1 :], flags[last + 1 :]
         if not prompt or not response or any(message["role"] != "assistant" for message in response):
-            raise RowError("bad_role", "a judged row needs a prompt, and assistant messages after it")
+            raise RowError("bad_role", "a judged response needs a prompt followed by assistant messages")
         return JudgedResponse(prompt, response, trained, row.optional_text("system"), row.tools(), bool(label))
 
 
@@ -78,7 +78,7 @@ def _margin(row: Fields) -> float:
     if margin is None:
         return 0.0
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
-        raise RowError("bad_margin", f"{row.column('margin')} is {margin!r}, not a finite number")
+        raise RowError("bad_margin", f"{row.column('margin')} is {margin!r}, but must be a finite number")
     return float(margin)
 
 
@@ -89,12 +89,12 @@ def _prompt(row: Fields) -> Messages:
     if field == "prompt" and "prompt" not in row.columns and "prompt" not in row.row:
         raise RowError(
             "missing_column",
-            f"no prompt: chosen and rejected hold responses only (the row has: {', '.join(row.row)})",
+            f"the prompt is missing: chosen and rejected contain only responses (columns: {', '.join(row.row)})",
             fix="data.column_mapping='{prompt: <column>}'",
         )
     messages, _ = row.said(field, "user")
     if not isinstance(row[field], str) and not row.chat:
-        raise RowError("no_template", f"{row.column(field)} holds messages, which need a chat template")
+        raise RowError("no_template", f"{row.column(field)} contains messages, which require a chat template")
     return messages
 
 
@@ -108,12 +108,12 @@ def _shared_prompt(row: Fields, sides: Sequence[Messages]) -> Messages:
     if not prompt:
         raise RowError("no_prompt", "chosen and rejected do not begin with the same message")
     if len(chosen) == count or len(rejected) == count:
-        raise RowError("same_responses", "one of chosen and rejected is the beginning of the other")
+        raise RowError("same_responses", "one of chosen and rejected is a prefix of the other")
     if row.get("prompt"):
         said, _ = row.said("prompt", "user")
         shared = [message["content"].strip() for message in prompt]
         if any(message["content"].strip() not in shared for message in said):
             raise RowError(
-                "bad_prompt", f"{row.column('prompt')} is not among the messages that chosen and rejected share"
+                "bad_prompt", f"{row.column('prompt')} is not one of the messages that chosen and rejected share"
             )
     return prompt

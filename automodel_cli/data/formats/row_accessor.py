@@ -39,8 +39,8 @@ class Fields(Mapping[str, Any]):
         if field not in self.names:
             raise RowError(
                 "unlisted_field",
-                f"the format reads {field!r}, which is not among its fields ({', '.join(self.names)})",
-                fix=f"list {field!r} in the `fields` of the format",
+                f"the format reads {field!r}, but its fields are: {', '.join(self.names)}",
+                fix=f"add {field!r} to `fields` of the format",
             )
         if field in self.columns:
             return self.columns[field]
@@ -52,7 +52,7 @@ class Fields(Mapping[str, Any]):
         column = self.column(field)
         if column not in self.row:
             has = ", ".join(self.row) or "none"
-            raise RowError("missing_column", f"no column {column!r} for {field} (the row has: {has})")
+            raise RowError("missing_column", f"the column {column!r} for {field} is missing (columns: {has})")
         return self.row[column]
 
     def __contains__(self, field: object) -> bool:
@@ -131,7 +131,7 @@ class Fields(Mapping[str, Any]):
     ) -> Pair:
         """The same of messages with their flags. Raises RowError where both say the same."""
         if chosen[0] == rejected[0]:
-            raise RowError("same_responses", "chosen and rejected are the same")
+            raise RowError("same_responses", "chosen and rejected are identical")
         before, (system, tools) = [False] * len(prompt), self._around()
         first, second = (
             chat_or_text(prompt + messages, before + trained, system, tools, chat=self.chat)

@@ -36,22 +36,24 @@ def _call(call: Any, where: str) -> Message:
         raise RowError("bad_tool_call", f"{where} has no function with a name")
     kind = call.get("type", "function")
     if kind != "function":
-        raise RowError("bad_tool_call", f"{where}.type is {kind!r}; only calls of type 'function' are known")
+        raise RowError("bad_tool_call", f"{where}.type is {kind!r}, but must be 'function'")
     if not isinstance(call.get("id", ""), str):
         raise RowError("bad_tool_call", f"{where}.id is {call['id']!r}, not text")
     for name, keys, known in ((where, call, CALL_KEYS), (f"{where}.function", call["function"], FUNCTION_KEYS)):
         stray = [key for key in keys if key not in known]
         if stray:
-            raise RowError("bad_tool_call", f"{name} has {stray[0]!r}, which no template reads", fix="remove it")
+            raise RowError(
+                "bad_tool_call", f"{name} has the key {stray[0]!r}, which no template reads", fix="remove it"
+            )
     return {**call, "type": "function", "function": _function(call["function"], f"{where}.function")}
 
 
 def _function(function: Message, where: str) -> Message:
     name, arguments = function["name"], function.get("arguments")
     if not (isinstance(name, str) and name.strip()):
-        raise RowError("bad_tool_call", f"{where}.name is {name!r}, not a name")
+        raise RowError("bad_tool_call", f"{where}.name is {name!r}, but must be a nonempty string")
     if arguments is None:
-        raise RowError("bad_tool_call", f"{where} ({name!r}) has no arguments", fix='write "arguments": {} for none')
+        raise RowError("bad_tool_call", f"{where} ({name!r}) has no arguments", fix='add "arguments": {}')
     if isinstance(arguments, str):
         arguments = json_value(arguments.strip() or "{}", f"{where}.arguments", "bad_tool_call")
     if not isinstance(arguments, dict):
@@ -95,13 +97,13 @@ def link_answers(messages: Sequence[Message], column: str) -> None:
                 listed = ", ".join(map(repr, named))
                 raise RowError(
                     "no_tool_call_id",
-                    f"{where} is a tool's answer without tool_call_id; the calls before it are {listed}",
+                    f"{where} is a tool result without tool_call_id; the preceding calls have the ids {listed}",
                     fix=f'add "tool_call_id": "{named[min(place, len(named) - 1)]}"',
                 )
             if place >= len(calls):
                 raise RowError(
                     "no_tool_call_id",
-                    f"{where} is the answer {place + 1} to {len(calls)} calls, and names none of them",
+                    f"{where} is tool result {place + 1}, but only {len(calls)} calls precede it",
                 )
             answer["tool_call_id"] = calls[place]["id"]
 

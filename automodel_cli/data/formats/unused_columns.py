@@ -57,8 +57,7 @@ class AllowedKeys:
             if key not in known and key not in self.of_template:
                 raise RowError(
                     "unread_key",
-                    f"{where} has {key!r}, which neither this program nor the chat template reads, so it would be "
-                    "without effect",
+                    f"{where} has the key {key!r}, which neither automodel nor the chat template reads",
                     fix=f"data.ignored_columns=[{key}] to train without it{_SYNONYMS.get(key, '')}",
                 )
         return kept
@@ -67,11 +66,11 @@ class AllowedKeys:
         """Raise RowError when the row has one of `columns` and nothing reads it."""
         for column in row.keys() & columns:
             if column not in read and column not in self.ignored and not is_empty(row[column]):
-                why = PREFERENCES.get(column, "it would be without effect")
+                why = PREFERENCES.get(column, "it would have no effect")
                 fix = f"data.ignored_columns=[{column}] to train without it"
                 if column in MEDIA:  # without them the text's placeholders would be trained as they are written
-                    why = "only text is trained, and a placeholder such as <image> would be trained as text"
-                    fix = "data.on_invalid_row=drop data.max_invalid_fraction=1   (leaves out the rows that have it)"
+                    why = "only text is supported, and a placeholder such as <image> would be trained as text"
+                    fix = "data.on_invalid_row=drop data.max_invalid_fraction=1   (skips the rows that have it)"
                 raise RowError(
                     "unread_column", f"the row has the column {column!r}, which {reader} does not read: {why}", fix=fix
                 )

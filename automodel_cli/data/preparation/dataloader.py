@@ -20,7 +20,7 @@ from automodel_cli.data.preparation.dataset import DUMMY_ROW, PackedDataset, shu
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 _OTHER_DATA = (
-    "resume with the data, packing and seed of the checkpoint; or train on from its weights in a new run: "
+    "resume with the data, packing and seed of the checkpoint, or start a new run from its weights: "
     "automodel export RUN, then model.pretrained=RUN/export"
 )
 
@@ -113,6 +113,7 @@ class BatchLoader(Generic[T]):
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is not a multiple of microbatch_size={microbatch_size} x "
                 f"{dp_size} data-parallel ranks",
+                code="not_divisible",
                 keys=("global_batch_size", "microbatch_size"),
                 fix=f"train.global_batch_size={near}",
             )
@@ -175,9 +176,12 @@ class BatchLoader(Generic[T]):
         mine = self.state_dict()
         changed = [key for key in ("seed", "shuffle", "sizes", "takes") if state[key] != mine[key]]
         if changed:
-            said = ", ".join(f"{key} was {state[key]}, is {mine[key]}" for key in changed)
+            changes = ", ".join(f"{key} was {state[key]}, is {mine[key]}" for key in changed)
             raise RunError(
-                f"the data changed since the checkpoint, so its position means other rows now: {said}", fix=_OTHER_DATA
+                f"the data changed since the checkpoint, so the run cannot resume at its position: {changes}",
+                code="checkpoint_mismatch",
+                keys=("data",),
+                fix=_OTHER_DATA,
             )
         edited = [
             name
@@ -186,8 +190,9 @@ class BatchLoader(Generic[T]):
         ]
         if edited:
             raise RunError(
-                f"the rows of {' and of '.join(edited)} are not those of the checkpoint: edited since, or "
-                "tokenised or packed in another way; a continued run would train on some rows twice, on others never",
+                f"the rows of {' and '.join(edited)} differ from those of the checkpoint: the files were edited, or "
+                "tokenization or packing changed. Resuming would repeat some rows and skip others",
+                code="checkpoint_mismatch",
                 keys=("data",),
                 fix=_OTHER_DATA,
             )

@@ -61,8 +61,10 @@ class PackedDataset:
         kinds = {store.kind for store in stores}
         if len(kinds) > 1:
             raise DataError(
-                f"the datasets of a run are of one kind, but these hold {' and '.join(sorted(kinds))}",
-                fix="train on pairs and on judged responses in runs of their own",
+                f"the datasets of a run must have one kind, but these contain {' and '.join(sorted(kinds))}",
+                code="wrong_data_kind",
+                keys=("data.datasets",),
+                fix="train on pairs and on judged responses in separate runs",
             )
         self.kind: str = kinds.pop()
         lengths = [np.diff(store.offsets[store.row_offsets]) for store in stores]

@@ -93,7 +93,10 @@ def choose_shown_rows(dataset: PackedDataset, number: int, row: int | None, wors
     if row is not None:
         if not 0 <= row < len(dataset):
             raise DataError(
-                f"row {row} does not exist: rows are 0 to {len(dataset) - 1}", fix=f"--row {len(dataset) - 1}"
+                f"--row {row} must be between 0 and {len(dataset) - 1}",
+                code="out_of_range",
+                keys=("--row",),
+                fix=f"--row {len(dataset) - 1}",
             )
         return [row]
     if not worst:

@@ -124,7 +124,7 @@ def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
     if rejected and config.on_invalid_row == "fail":
         fix = "correct the rows"
         if len(rejected) < num_rows:
-            fix += ", or go on without them: data.on_invalid_row=drop"
+            fix += ", or skip them: data.on_invalid_row=drop"
             if len(rejected) > config.max_invalid_fraction * num_rows:
                 fix += f" data.max_invalid_fraction={_round_up(len(rejected) / num_rows)}"
         raise rows_error(rejected, num_rows, fix=fix)
@@ -132,15 +132,18 @@ def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
     if len(rejected) > config.max_invalid_fraction * num_rows:
         error = rows_error(rejected, num_rows, fix=f"data.max_invalid_fraction={_round_up(len(rejected) / num_rows)}")
         raise DataError(
-            f"more rows are refused than data.max_invalid_fraction={config.max_invalid_fraction} allows: "
-            f"{error.message}",
+            f"the rejected rows exceed data.max_invalid_fraction={config.max_invalid_fraction}: {error.message}",
+            code="bad_rows",
+            keys=("data.max_invalid_fraction",),
             fix=error.fix,
         )
     for part in parts:
         if not part.tokens.meta["num_rows"]:
-            raise DataError(f"{part.source.name} has no rows")
+            raise DataError(f"{part.source.name} has no rows", code="not_enough_rows")
         if not part.tokens.num_documents:
-            raise DataError(f"no row of {part.source.name} is left: all {part.tokens.meta['num_rows']:,} were refused")
+            raise DataError(
+                f"all {part.tokens.meta['num_rows']:,} rows of {part.source.name} are rejected", code="not_enough_rows"
+            )
 
 
 def _round_up(share: float) -> float:
@@ -156,7 +159,9 @@ def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part]
     number = max(1, round(wanted * total)) if wanted < 1 else int(wanted)
     if number >= total:
         raise DataError(
-            f"validation_size={wanted:g} leaves nothing to train on: there are {total:,} rows",
+            f"validation_size={wanted:g} leaves no training rows: the dataset has {total:,} rows",
+            code="not_enough_rows",
+            keys=("data.validation_size",),
             fix="data.validation_size=0.1",
         )
     exact = number * sizes / total
@@ -384,7 +389,7 @@ class _Builder:
         spans = [(i, int(pieces.document[i]), int(pieces.start[i]), ends[i]) for i in cut.tolist()]
         empty = [piece for piece, document, start, stop in spans if not tokens.is_trained(document, start, stop)]
         if empty and config.truncation == "truncate" and config.on_invalid_row == "fail":
-            reason = f"truncated to seq_len={config.seq_len} it has no trained token left"
+            reason = f"after truncation to seq_len={config.seq_len} no trained token is left"
             raise rows_error(
                 [self._refused(tokens, int(pieces.document[i]), reason) for i in empty],
                 len(lengths),

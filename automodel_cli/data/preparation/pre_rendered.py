@@ -162,27 +162,41 @@ def refuse_rendered(
         token = repr(added.bos if twice[0] == "BOS" else added.eos)
         held = added.has_bos if twice[0] == "BOS" else added.has_eos
         raise DataError(
-            f"{where}: the rows already have {' and '.join(twice)} ({_shown(ends, held)}), so {token} would stand "
-            "there twice",
+            f"{where}: the rows already contain {' and '.join(twice)} ({_shown(ends, held)}), so {token} would be "
+            "added twice",
+            code="invalid_template",
+            keys=("data.add_bos", "data.add_eos"),
             fix=fix,
         )
 
 
 def _refuse_templated(ends: Sequence[Ends], added: Added, where: str, plain_works: Callable[[], bool]) -> None:
     if _most(ends, added.is_rendered):
-        words = f"{where}: the rows are rendered already ({_shown(ends, added.is_rendered)}), and the chat template "
-        words += "would be applied a second time"
+        words = f"{where}: the rows are already rendered ({_shown(ends, added.is_rendered)}), so the chat template "
+        words += "would be applied twice"
         if not plain_works():
-            raise DataError(words, fix="write the messages without the text of a template")
+            raise DataError(
+                words,
+                code="invalid_template",
+                keys=("data.chat_template",),
+                fix="write the messages without the text of a template",
+            )
         keys = _without_template(ends, DataConfig(path=where), added)
-        raise DataError(words, fix=" ".join(["data.chat_template=none", *keys]))
+        raise DataError(
+            words,
+            code="invalid_template",
+            keys=("data.chat_template",),
+            fix=" ".join(["data.chat_template=none", *keys]),
+        )
     for held, token, place in (
         (lambda each: added.writes_bos and added.has_bos(each), added.bos, "begin"),
         (added.ends_turn, added.eos, "end"),
     ):
         if _most(ends, held, least=2):  # one row alone may speak of the token
             raise DataError(
-                f"{where}: the rows {place} with {token!r} ({_shown(ends, held)}), which the chat template adds too",
+                f"{where}: the rows {place} with {token!r} ({_shown(ends, held)}), which the chat template also adds",
+                code="invalid_template",
+                keys=("data.chat_template",),
                 fix=f"remove {token!r} from the {place} of the rows",
             )
 

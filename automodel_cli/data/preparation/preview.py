@@ -36,7 +36,7 @@ def head_problems(config: DataConfig, *, preferences: bool, prompts: bool) -> It
         try:
             _check_head(source, whole=key == "data.validation_path", preferences=preferences, prompts=prompts)
         except DataError as error:
-            yield DataError(error.message, keys=(key,), fix=error.fix)
+            yield DataError(error.message, code=error.code, keys=(key,), fix=error.fix)
 
 
 def _check_head(source: SourceConfig, *, whole: bool, preferences: bool, prompts: bool) -> None:

@@ -195,7 +195,12 @@ def _prepared(
         if not prompts:
             why = f": {reader.num_dropped:,} are longer than {reader.max_tokens} tokens" if reader.num_dropped else ""
             longer = reader.seq_len_of_all if reader.num_dropped else "<longer>"
-            raise DataError(f"no prompt of {name} is left{why}", fix=f"data.seq_len={longer}")
+            raise DataError(
+                f"no prompt of {name} is left{why}",
+                code="not_enough_rows",
+                keys=("data.seq_len",),
+                fix=f"data.seq_len={longer}",
+            )
     dataset = PromptDataset(train, weights)
     validation = PromptDataset(held_out, [1.0] * len(held_out)) if any(held_out) else None
     longest = max(len(prompt.tokens) for prompt in dataset.prompts)
@@ -226,7 +231,9 @@ def _hold_out(train: list[list[Prompt]], wanted: float, seed: int) -> tuple[list
     number = max(1, round(wanted * len(everything))) if wanted < 1 else int(wanted)
     if number >= len(everything):
         raise DataError(
-            f"validation_size={wanted:g} leaves nothing to train on: there are {len(everything):,} prompts",
+            f"validation_size={wanted:g} leaves no training prompts: the dataset has {len(everything):,} prompts",
+            code="not_enough_rows",
+            keys=("data.validation_size",),
             fix="data.validation_size=0.1",
         )
     chosen = {everything[i].number for i in shuffled(len(everything), seed, 0x5EED)[:number].tolist()}
@@ -308,8 +315,9 @@ class _Reader:
                 self.longest_dropped = max(self.longest_dropped, len(prompt.tokens))
             else:
                 raise DataError(
-                    f"{prompt.origin}: the prompt has {len(prompt.tokens)} tokens, and rows have room for "
-                    f"{self.max_tokens} before the response",
+                    f"{prompt.origin}: the prompt has {len(prompt.tokens)} tokens, but the limit is {self.max_tokens}: "
+                    "data.seq_len minus rollout.max_new_tokens",
+                    code="sequence_length",
                     keys=("data.seq_len", "rollout.max_new_tokens"),
                     fix="data.truncation=drop, or a larger data.seq_len",
                 )
@@ -322,14 +330,14 @@ class _Reader:
         if chat.tools:
             raise RowError(
                 "two_tools",
-                "the row has tools of its own, and those of its environment besides",
+                "both the row and its environment define tools",
                 fix="data.column_mapping.tools=''",
             )
         if "tools" not in (self.template or ""):
             raise RowError(
                 "template_without_tools",
-                "the chat template shows no tools, so the model would not know those of its environment",
-                fix="rollout.environment.show_tools=false, and a system column that tells of them",
+                "the chat template does not render tools, so the prompt would not contain the tools of the environment",
+                fix="rollout.environment.show_tools=false, and describe the tools in a system column",
             )
         return replace(chat, tools=tools)
 
@@ -383,17 +391,17 @@ def _asked(reader: RowReader, row: Any) -> Conversation:
         raise row
     chat = reader.read(row)
     if not isinstance(chat, Conversation):
-        words = f"format {reader.name} made {type(chat).__name__}, and a prompt to sample from is a Conversation"
+        words = f"format {reader.name} returned {type(chat).__name__}, but a prompt must be a Conversation"
         raise RowError("format_error", words)
     messages = list(chat.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise RowError("no_prompt", "no message comes before the answer")
+        raise RowError("no_prompt", "no message precedes the answer")
     return Conversation(messages, [False] * len(messages), chat.tools)
 
 
 def _only_text(chat: Conversation) -> str:
     if len(chat.messages) != 1:
-        raise RowError("no_template", "several messages need a chat template")
+        raise RowError("no_template", "several messages require a chat template")
     return str(chat.messages[0]["content"])

@@ -124,9 +124,9 @@ class RowEncoder:
     def _encode_chats(self, chats: Sequence[Any]) -> list[Encoded | Unrolled | RowError]:
         if self.chat is None and chats:
             fix = "data.chat_template=<a .jinja file>, or a tokenizer with a chat template"
-            return [RowError("no_template", "messages need a chat template and the tokenizer has none", fix=fix)] * len(
-                chats
-            )
+            return [
+                RowError("no_template", "messages require a chat template, but the tokenizer has none", fix=fix)
+            ] * len(chats)
         return self.chat.encode(chats) if self.chat is not None else []
 
     def _encode_texts(self, texts: Sequence[Any]) -> list[Encoded | RowError]:
@@ -175,7 +175,7 @@ class RowEncoder:
                 ids = self._with_eos(np.concatenate([prompt, rest]))
                 if self.tokenizer.decode(ids) != self.tokenizer.decode(whole):
                     where = f"{pair.prompt[-12:]!r} + {pair.completion[:12]!r}"
-                    reason = f"a token reaches from the prompt into the completion ({where})"
+                    reason = f"a token crosses the end of the prompt ({where})"
                     out.append(
                         RowError(
                             "not_a_prefix",
@@ -224,8 +224,8 @@ def _together(row: Pair | JudgedResponse | RowError, first: Any, second: Any) ->
         if isinstance(result, Unrolled):
             return RowError(
                 "several_turns",
-                f"{side} has {len(result.documents)} trained turns that are no single document under this chat "
-                "template, and a preference is between two documents",
+                f"{side} has {len(result.documents)} trained turns that the chat template cannot render as one "
+                "document, but a preference compares two documents",
                 fix="data.loss_mask=last_turn, or data.multi_turn=single",
             )
         if isinstance(result, RowError):
@@ -246,7 +246,7 @@ def _together(row: Pair | JudgedResponse | RowError, first: Any, second: Any) ->
 def _refuse_untrained(result: Encoded | Unrolled | RowError) -> Encoded | Unrolled | RowError:
     """The first token is never predicted, so a row needs a trained token after it."""
     if isinstance(result, Encoded) and not result.trained[1:].any():
-        return RowError("no_label_token", f"none of its {len(result.ids)} tokens would be trained")
+        return RowError("no_label_token", f"none of the {len(result.ids)} tokens of the row would be trained")
     return result
 
 

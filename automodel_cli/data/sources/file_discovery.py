@@ -43,12 +43,17 @@ def local_files(path: str, split: str = "train", *, whole: bool = False) -> list
         found = _of_split(path, names, split, whole)
     elif found is not None and split != "train":
         raise DataError(
-            f"split={split} names a part of a hub dataset or of a saved DatasetDict, and {path} has no parts",
-            fix="data.validation_path=<a file>, or data.path=<the file of that part>",
+            f"split={split} has no effect on {path}, which has no splits: it applies to hub datasets and a saved "
+            "DatasetDict",
+            code="no_effect",
+            keys=("data.split",),
+            fix="data.validation_path=<a file>, or data.path=<the file of this split>",
         )
     for file in found or ():
         if not os.access(file, os.R_OK):
-            raise DataError(f"{file} may not be read by this user", fix=f"chmod u+r {word(file)}")
+            raise DataError(
+                f"{file} cannot be read: permission denied", code="unreadable_file", fix=f"chmod u+r {word(file)}"
+            )
     return found
 
 
@@ -62,15 +67,18 @@ def _files(path: str, here: Path) -> list[Path] | None:
     if glob.has_magic(path):
         found = sorted(Path(f) for f in glob.glob(str(here), recursive=True) if Path(f).is_file())
         if not found:
-            raise DataError(f"no file matches {path}")
+            raise DataError(f"no file matches {path}", code="missing_file", keys=("data.path",))
         return [_supported(f) for f in found]
     if HUB_ID.match(path) and not path.endswith(SUFFIXES) and not path.startswith("."):
         return None
     names = [f.name for f in here.parent.iterdir()] if here.parent.is_dir() else []
     near = difflib.get_close_matches(here.name, names, 1, 0.6)
-    where = f"its folder {here.parent} does not exist" if not here.parent.is_dir() else f"seen from {Path.cwd()}"
+    where = f"its folder {here.parent} does not exist" if not here.parent.is_dir() else f"relative to {Path.cwd()}"
     raise DataError(
-        f"no such file: {path} ({where})", fix=override("data.path", str(here.parent / near[0])) if near else None
+        f"{path} does not exist ({where})",
+        code="missing_file",
+        keys=("data.path",),
+        fix=override("data.path", str(here.parent / near[0])) if near else None,
     )
 
 
@@ -80,7 +88,11 @@ def _in_folder(folder: Path) -> list[Path]:
     for suffixes in (TABLES, TEXTS):
         if found := sorted(f for f in files if f.name.endswith(suffixes)):
             return found
-    raise DataError(f"no data file in folder {folder}: looked for {', '.join(SUFFIXES)}")
+    raise DataError(
+        f"the folder {folder} contains no file with one of the suffixes: {', '.join(SUFFIXES)}",
+        code="missing_file",
+        keys=("data.path",),
+    )
 
 
 def _splits(files: Sequence[Path]) -> dict[str | None, list[Path]]:
@@ -99,16 +111,25 @@ def _of_split(path: str, names: Mapping[str | None, list[Path]], split: str, who
     listed = ", ".join(f"{files[0].name} ({name or 'no split'})" for name, files in names.items())
     if None in names:
         raise DataError(
-            f"some files of {path} say a split in their names and others do not: {listed}",
+            f"some file names of {path} contain a split and others do not: {listed}",
+            code="ambiguous",
+            keys=("data.path",),
             fix=f"data.path='{_glob(path, names.get(split) or names[known[0]])}'",
         )
     if whole:
         raise DataError(
-            f"data.validation_path={path} holds several splits: {listed}",
+            f"data.validation_path={path} contains several splits: {listed}",
+            code="ambiguous",
+            keys=("data.validation_path",),
             fix=f"data.validation_path='{_glob(path, names[known[-1]])}'",
         )
     if split not in names:
-        raise DataError(f"{path} has no files of the split {split!r}: {listed}", fix=f"data.split={known[0]}")
+        raise DataError(
+            f"split={split!r} matches no file of {path}: {listed}",
+            code="unknown_name",
+            keys=("data.split",),
+            fix=f"data.split={known[0]}",
+        )
     return names[split]
 
 
@@ -132,7 +153,9 @@ def _split_folder(folder: Path, split: str) -> Path:
     if split in splits:
         return folder / split
     raise DataError(
-        f"{folder} has no split {split!r}; it has {', '.join(splits) or 'none'}",
+        f"split={split!r} of {folder} must be one of: {', '.join(splits) or '(no split)'}",
+        code="unknown_name",
+        keys=("data.split",),
         fix=f"data.split={splits[0]}" if splits else None,
     )
 
@@ -141,11 +164,13 @@ def _saved(folder: Path) -> list[Path]:
     """The Arrow files of `Dataset.save_to_disk`, in the order of the rows."""
     listed = _metadata(folder / "state.json").get("_data_files")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "filename" in entry for entry in listed):
-        raise DataError(f"{folder / 'state.json'} does not list the files of a saved dataset")
+        raise DataError(f"{folder / 'state.json'} does not list the files of a saved dataset", code="damaged_file")
     files = [folder / str(entry["filename"]) for entry in listed]
     for file in files:
         if not file.is_file():
-            raise DataError(f"{folder} is not a whole dataset: {file.name} is missing, which its state.json lists")
+            raise DataError(
+                f"{folder} is incomplete: {file.name} is listed in state.json but does not exist", code="missing_file"
+            )
     return files
 
 
@@ -153,7 +178,10 @@ def _metadata(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} of a saved dataset cannot be read: {error}") from error
+        raise DataError(
+            f"{path} of a saved dataset cannot be read: {error}",
+            code="unreadable_file" if isinstance(error, OSError) else "damaged_file",
+        ) from error
     return content if isinstance(content, dict) else {}
 
 
@@ -161,6 +189,8 @@ def _supported(path: Path) -> Path:
     if path.name.endswith(SUFFIXES):
         return path
     raise DataError(
-        f"{path} has an unknown form {''.join(path.suffixes) or '(no suffix)'}: supported are {', '.join(SUFFIXES)}",
-        fix=f"convert it, or name it {path.with_suffix('.jsonl')} if it holds one JSON object per line",
+        f"the suffix {''.join(path.suffixes) or '(none)'} of {path} must be one of: {', '.join(SUFFIXES)}",
+        code="unsupported_file_type",
+        keys=("data.path",),
+        fix=f"convert the file, or rename it to {path.with_suffix('.jsonl')} if it contains one JSON object per line",
     )

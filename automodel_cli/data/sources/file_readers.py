@@ -67,7 +67,8 @@ def _refuse_wide_characters(path: Path) -> None:
     made = raw.with_stem(f"{raw.stem}-utf8")
     source = f"gunzip -c {shlex.quote(str(path))} | iconv" if raw != path else f"iconv {shlex.quote(str(path))}"
     raise DataError(
-        f"{path} is {encoding}, and UTF-8 is read; the converted file is data.path={made}",
+        f"{path} is encoded as {encoding}, but must be UTF-8. After the conversion set data.path={made}",
+        code="unsupported_file_type",
         fix=f"{source} -f {encoding} -t UTF-8 > {shlex.quote(str(made))}",
     )
 
@@ -88,8 +89,11 @@ def _until_damaged(rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
         for number, row in rows:
             yield number, row
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        reason = f"the gzip data is damaged, and no row from here on can be read: {error}"
-        yield number + 1, RowError(DAMAGED, reason, raw="", fix="write or fetch the file again; gzip -t tests it")
+        reason = f"the gzip data is damaged and the rows after it cannot be read: {error}"
+        yield (
+            number + 1,
+            RowError(DAMAGED, reason, raw="", fix="download or write the file again, and check it with gzip -t"),
+        )
 
 
 def _read_json(path: Path, file: IO[bytes]) -> Iterator[NumberedRow]:
@@ -113,12 +117,12 @@ def _read_csv(path: Path) -> Iterator[NumberedRow]:
         records = _records(csv.reader(_lines(file, path), strict=True, delimiter=_delimiter(path)))
         header = next(records, None)
         if header is None:
-            raise DataError(f"{path} is empty: the first line must name the columns")
+            raise DataError(f"{path} is empty: the first line must contain the column names", code="damaged_file")
         if isinstance(header, RowError):
-            raise DataError(f"{path}: the header cannot be read: {header.message}")
+            raise DataError(f"{path}: the header cannot be read: {header.message}", code="damaged_file")
         twice = sorted({column for column in header if header.count(column) > 1})
         if twice:
-            raise DataError(f"{path} has two columns {twice[0]!r}, and only one of them could be read")
+            raise DataError(f"{path} has two columns named {twice[0]!r}", code="ambiguous")
         for number, record in enumerate(records, 1):
             yield number, record if isinstance(record, RowError) else _cells(record, header)
 
@@ -146,7 +150,9 @@ def _records(reader: Any) -> Iterator[list[str] | RowError]:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            yield RowError("csv", f"the record is no CSV: {error} (line {reader.line_num:,} of the file)", raw="")
+            yield RowError(
+                "csv", f"the record is not valid CSV: {error} (line {reader.line_num:,} of the file)", raw=""
+            )
             continue
         if cells is None:
             return
@@ -164,7 +170,9 @@ def _cells(cells: list[str], header: list[str]) -> Row | RowError:
         fix = "convert the file to UTF-8, for example: iconv -f WINDOWS-1252 -t UTF-8 FILE > utf8.csv"
         return RowError("not_utf8", f"not UTF-8: byte 0x{byte:02x}", raw=shown, fix=fix)
     if len(cells) != len(header):
-        return RowError("cells", f"{len(cells)} cells where the header has {len(header)} columns", raw=raw)
+        return RowError(
+            "cells", f"the record has {len(cells)} cells, but the header has {len(header)} columns", raw=raw
+        )
     return dict(zip(header, cells, strict=True))
 
 
@@ -177,7 +185,7 @@ def _read_parquet(path: Path) -> Iterator[NumberedRow]:
             _refuse_bombs(path, file.metadata)
             yield from _from_arrow(file.iter_batches(batch_size=1024))
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a parquet file: {error}") from error
+        raise DataError(f"{path} is not a valid parquet file: {error}", code="damaged_file") from error
 
 
 def _refuse_bombs(path: Path, metadata: Any) -> None:
@@ -187,8 +195,9 @@ def _refuse_bombs(path: Path, metadata: Any) -> None:
         packed = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
         if group.total_byte_size > max(_MAX_GROUP, _MAX_RATIO * packed):
             raise DataError(
-                f"{path}: group {number} of its rows unpacks {packed:,} bytes to {group.total_byte_size:,}",
-                fix="write it again with smaller groups: pyarrow.parquet.write_table(..., row_group_size=10000)",
+                f"{path}: row group {number} decompresses from {packed:,} to {group.total_byte_size:,} bytes",
+                code="limit_exceeded",
+                fix="write the file with smaller row groups: pyarrow.parquet.write_table(..., row_group_size=10000)",
             )
 
 
@@ -205,7 +214,7 @@ def _read_arrow(path: Path) -> Iterator[NumberedRow]:
             try:
                 batches = iter(pyarrow.ipc.open_stream(source))
             except pyarrow.ArrowInvalid as error:
-                raise DataError(f"{path} is not an Arrow file or stream: {error}") from error
+                raise DataError(f"{path} is not an Arrow file or stream: {error}", code="damaged_file") from error
         yield from _from_arrow(batches)
 
 
@@ -221,8 +230,8 @@ def _from_arrow(batches: Iterable[Any]) -> Iterator[NumberedRow]:
     except (pyarrow.ArrowException, OSError) as error:
         if number == 0 and isinstance(error, pyarrow.ArrowInvalid):
             raise
-        reason = f"the table is damaged, and no row from here on can be read: {error}"
-        yield number + 1, RowError(DAMAGED, reason, raw="", fix="write or fetch the file again")
+        reason = f"the table is damaged and the rows after it cannot be read: {error}"
+        yield number + 1, RowError(DAMAGED, reason, raw="", fix="download or write the file again")
 
 
 def _rows_of(batch: Any) -> Iterator[Row | RowError]:
@@ -252,11 +261,15 @@ def load_hub(source: SourceConfig) -> Any:
         what = f"cannot load the hub dataset {source.path} (split {source.split!r})"
         if hub.is_offline(error):
             fix = hub.download_rows(source.path, source.revision)
-            raise DataError(f"{what}: {hub.not_here(source.path)}", fix=fix) from error
+            raise DataError(
+                f"{what}: {hub.not_here(source.path)}", code="missing_file", keys=("data.path",), fix=fix
+            ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"{what}: {reason}",
-            fix="data.path=<a local file>, or check name, split, revision and the network",
+            code="server_rejected",
+            keys=("data.path",),
+            fix="data.path=<a local file>, or check data.name, data.split, data.revision and the network",
         ) from error
 
 

@@ -41,7 +41,12 @@ def open_source(config: SourceConfig, root: Path, *, whole: bool = False) -> Sou
         return HubSource(config)
     stray = next((key for key in ("name", "revision") if getattr(config, key) is not None), None)
     if stray is not None:
-        raise DataError(f"{stray} belongs to hub datasets, and {config.path} lies here", fix=f"remove data.{stray}")
+        raise DataError(
+            f"{stray}={getattr(config, stray)} applies only to hub datasets, but {config.path} is a local path",
+            code="no_effect",
+            keys=(f"data.{stray}",),
+            fix=f"remove data.{stray}",
+        )
     return FileSource(config, paths, root)
 
 

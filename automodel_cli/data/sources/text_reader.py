@@ -24,7 +24,9 @@ def read_text(file: IO[bytes], path: Path, text_unit: TxtRows) -> Iterator[Numbe
         content = file.read(MAX_DOCUMENT + 1)
         if len(content) > MAX_DOCUMENT:
             raise DataError(
-                f"{path} would be one document of more than {MAX_DOCUMENT >> 20} MiB",
+                f"text_unit=file is not supported for {path}, because it exceeds {MAX_DOCUMENT >> 20} MiB",
+                code="limit_exceeded",
+                keys=("data.text_unit",),
                 fix="data.text_unit=paragraph, or data.text_unit=line",
             )
         yield 1, _row(content)

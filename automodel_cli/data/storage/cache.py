@@ -167,7 +167,13 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[P
 def cache_unwritable(root: Path, error: OSError) -> DataError:
     """The user's error where the disk is full or may not be written."""
     reason = f"cannot write the data cache {root}: {os.strerror(error.errno or 0)}"
-    return DataError(reason, fix="data.cache_dir=<a folder with space>")
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return DataError(
+        reason,
+        code="disk_full" if full else "unwritable_file",
+        keys=("data.cache_dir",),
+        fix="data.cache_dir=<a writable folder with free space>",
+    )
 
 
 def _write_manifest(folder: Path) -> None:

@@ -25,7 +25,11 @@ def fingerprint(instance: Any) -> str:
     kind = type(instance)
     module = sys.modules[kind.__module__]
     if not str(getattr(module, "__file__", None)).endswith(".py"):
-        raise DataError(f"{kind.__qualname__} lies in no file, so nobody would notice that it has changed")
+        raise DataError(
+            f"{kind.__qualname__} is not defined in a file, so changes to its code cannot be detected",
+            code="not_supported",
+            keys=("data.format",),
+        )
     digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__} {_values(instance)}".encode())
     for name, content in sorted(_sources(kind.__module__, Path(str(module.__file__))).items()):
         digest.update(f"\0{name}\0".encode() + content)

@@ -67,16 +67,27 @@ class ChatTasks:
         for name, share in self.kinds.items():
             if name not in KINDS:
                 raise ConfigError(
-                    f"kinds.{name} is not a kind of task: known are {', '.join(KINDS)}", keys=(f"kinds.{name}",)
+                    f"kinds.{name} must be one of: {', '.join(KINDS)}", code="invalid_choice", keys=(f"kinds.{name}",)
                 )
             if not share >= 0:
-                raise ConfigError(f"kinds.{name}={share} must be >= 0", keys=(f"kinds.{name}",), fix=f"kinds.{name}=1")
+                raise ConfigError(
+                    f"kinds.{name}={share} must be at least 0",
+                    code="out_of_range",
+                    keys=(f"kinds.{name}",),
+                    fix=f"kinds.{name}=1",
+                )
         if not sum(self.kinds.values()) > 0:
-            raise ConfigError("kinds has no kind with a share above 0", keys=("kinds",), fix="kinds.add=1")
+            raise ConfigError(
+                f"kinds={self.kinds} must contain a share greater than 0",
+                code="empty_value",
+                keys=("kinds",),
+                fix="kinds.add=1",
+            )
         for index, message in enumerate(self.context):
             if set(message) != {"role", "content"} or message["role"] not in ROLES:
                 raise ConfigError(
-                    f"context[{index}]={message} is no message: it has a role ({', '.join(ROLES)}) and a content",
+                    f"context[{index}]={message} must have the keys role ({', '.join(ROLES)}) and content",
+                    code="invalid_value",
                     keys=("context",),
                     fix="context=[{role: system, content: Be brief.}]",
                 )
@@ -89,7 +100,10 @@ class ChatTasks:
         ):
             if getattr(self, name) < least:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} must be >= {least}", keys=(name,), fix=f"{name}={least}"
+                    f"{name}={getattr(self, name)} must be at least {least}",
+                    code="out_of_range",
+                    keys=(name,),
+                    fix=f"{name}={least}",
                 )
 
     def rows(self, split: Split) -> Iterator[dict[str, Any]]:
@@ -118,7 +132,8 @@ class ChatTasks:
                     repeats += 1
                     if repeats > 100 * total:
                         raise DataError(
-                            f"num_validation={total}, but only {len(seen)} distinct held-out problems were found",
+                            f"num_validation={total} exceeds the {len(seen)} distinct held-out problems",
+                            code="not_enough_rows",
                             keys=("num_validation",),
                             fix=f"num_validation={len(seen)}",
                         )

@@ -11,6 +11,7 @@ from torch import nn
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.thd import RAGGED, THDBatch, dual_chunk_order, pack_for_thd, squeeze_row
+from tests.errors import raises
 
 IDS = torch.tensor([11, 12, 13, 14, 15, 21, 22, 23, 31, 32, 33, 34, 35, 36, 41, 42])
 LENGTHS = (5, 3, 6, 2)
@@ -116,20 +117,20 @@ def test_one_row_of_a_pipeline_reaches_the_model_without_its_leading_one():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "key", "values"),
     [
-        ({"lengths": (5, 3, 6)}, r"\[5, 3, 6\] tokens are not the 16 ids"),
-        ({"sequences_per_row": (2, 1)}, r"rows of \[2, 1\] sequences are not the 4"),
-        ({"sequences_per_row": (2, 2), "num_chunks": 3}, "2 rows do not divide into num_chunks=3"),
-        ({"token_mask": torch.ones(3)}, "a token_mask of 3 entries for 16 ids"),
+        ({"lengths": (5, 3, 6)}, "batch_shape", "lengths", ([5, 3, 6], 16)),
+        ({"sequences_per_row": (2, 1)}, "batch_shape", "sequences_per_row", ([2, 1], 4)),
+        ({"sequences_per_row": (2, 2), "num_chunks": 3}, "not_divisible", "num_chunks", (2, 3)),
+        ({"token_mask": torch.ones(3)}, "batch_shape", "token_mask", (3, 16)),
     ],
 )
-def test_numbers_that_do_not_add_up(changes: dict[str, Any], message: str):
+def test_numbers_that_do_not_add_up(changes: dict[str, Any], code: str, key: str, values: tuple[object, ...]):
     arguments = {"lengths": LENGTHS, "sequences_per_row": (4,)} | changes
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, code, keys=(key,), values=values):
         pack_for_thd(IDS, pad_id=0, **arguments)
 
 
 def test_a_sequence_that_ranks_cannot_share_is_refused():
-    with pytest.raises(DataError, match="6 tokens does not divide into 4 chunks"):
+    with raises(DataError, "not_divisible", values=(6, 4)):
         dual_chunk_order(6, 2)

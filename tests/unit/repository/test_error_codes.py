@@ -28,7 +28,6 @@ from tests.errors import assert_error, raises
 from tests.pages import ROOT
 
 NOT_CONVERTED = (
-    "automodel_cli/data",
     "automodel_cli/dryrun",
     "automodel_cli/evaluation",
     "automodel_cli/launch",

@@ -24,6 +24,7 @@ from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import Unrolled, split_documents
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub.source import stop_ids
+from tests.errors import raises
 from tests.unit.data.helpers import TAGGED, chat_row, tiny_tokenizer, trained_text, turn, write_jsonl
 from tests.unit.data.template_families import FAMILIES
 
@@ -48,7 +49,7 @@ CONVERSATIONS = {
     ],
     "system": [turn("system", "Answer."), USER, ANSWER],
 }
-ALTERNATE, NO_TOOLS, NO_CALLS = "roles must alternate", "does not render the row's tools", "leaves out the tool call"
+ALTERNATE, NO_TOOLS, NO_CALLS = "roles must alternate", "does not render the tools", "does not render the tool call"
 NO_REASONING = (
     "cohere",
     "cohere2",
@@ -62,12 +63,15 @@ NO_REASONING = (
     "phi-3.5",
 )
 REFUSED = {
-    **{(name, "reasoning"): "leaves out the reasoning_content" for name in (*NO_REASONING, "qwen2.5", "qwen3-2507")},
+    **{
+        (name, "reasoning"): "does not render the reasoning_content"
+        for name in (*NO_REASONING, "qwen2.5", "qwen3-2507")
+    },
     ("lfm2", "tool call"): NO_CALLS,
     **{(name, "tool call"): ALTERNATE for name in ("cohere", "cohere2", "gemma", "gemma-3")},
     **{(name, "tool call"): NO_TOOLS for name in ("deepseek-v3", "llama-3", "phi-3", "phi-3.5")},
     ("gemma", "system"): "System role not supported",
-    ("qwen3.5-nothink", "reasoning"): "closes the reasoning before it begins",
+    ("qwen3.5-nothink", "reasoning"): "closes the reasoning",
 }
 """Cells of the table that are refused, and why."""
 
@@ -149,7 +153,8 @@ def outcome(name: str, said: str) -> str:
         _, documents, unrolled = encode(name, CONVERSATIONS[said], TOOLS if said == "tool call" else None)
     except RowError as error:
         words = {ALTERNATE: "roles must alternate", NO_TOOLS: "no tools", NO_CALLS: "no calls"}
-        words |= {"System role": "no system", "closes the reasoning": "thinking is off", "leaves out": "no reasoning"}
+        words |= {"System role": "no system", "closes the reasoning": "thinking is off"}
+        words |= {"the reasoning_content": "no reasoning"}
         return "error: " + next(short for part, short in words.items() if part in error.message)
     return f"{len(documents)} documents" if unrolled else "1 document"
 
@@ -172,7 +177,7 @@ def test_without_the_model_s_stop_tokens_an_open_turn_ends_with_eos():
     tokenizer, documents, unrolled = encode("glm-4.5", CONVERSATIONS["two turns"], stop_ids=())
     said = [text for _, text in trained_runs(tokenizer, documents)]
     assert unrolled and said == [f"\n<think></think>\n{a}<|endoftext|>" for a in ("small text", "chat")]
-    with pytest.raises(RowError, match="writes no token that ends message 1") as caught:
+    with raises(RowError, "no_stop", values=("message 1",)) as caught:
         encode("glm-4.5", CONVERSATIONS["two turns"], stop_ids=(), turns="single")
     assert caught.value.fix == "data.multi_turn=per_turn, or data.multi_turn=auto"
 
@@ -251,7 +256,7 @@ def test_whole_conversations_train_every_turn_as_if_it_were_the_last(name):
 def test_a_row_that_ours_renders_differently_is_refused():
     family = FAMILIES["qwen3"]
     own = family.template.replace("content ~ '<|im_end|>", "content | upper ~ '<|im_end|>")
-    with pytest.raises(RowError, match="renders this row's first turn differently"):
+    with raises(RowError, "other_template"):
         encode("qwen3", [USER, ANSWER], turns="single", template=training_template("qwen3"), own_template=own)
 
 
@@ -273,7 +278,7 @@ def test_the_report_says_how_many_rows_were_unrolled_and_what_it_costs(tmp_path)
     whole = prepare_data(replace(config, multi_turn="single"), tokenizer, seed=0).report.train[0]
     assert whole.num_documents == 20 and "our training template for qwen3" in whole.masked_by
     own = replace(config, multi_turn="single", chat_template="tokenizer")
-    with pytest.raises(DataError, match="renders the text up to message 1 differently"):
+    with raises(DataError, "bad_rows", values=("up to message 1",)):
         prepare_data(own, tokenizer, seed=0)
 
 
@@ -302,7 +307,7 @@ def test_preferences_under_a_rewriting_template(tmp_path):
         assert np.flatnonzero(mask[a:b])[0] == len(prompt) - 1
     both = {"chosen": [USER, ANSWER, AGAIN, LAST], "rejected": [USER, {**ANSWER, "content": "text"}, AGAIN, LAST]}
     write_jsonl(path, [both])
-    with pytest.raises(DataError, match="chosen has 2 trained turns that are no single document"):
+    with raises(DataError, "bad_rows", values=("chosen has 2 trained turns",)):
         prepare_data(config, tokenizer, seed=0, preferences=True)
 
 
@@ -320,7 +325,7 @@ def test_prompts_are_rendered_by_the_tokenizer_s_template_whatever_trains(tmp_pa
 
 
 def test_unrolling_everything_is_refused():
-    with pytest.raises(ConfigError, match="multi_turn=per_turn makes a document of each trained turn") as caught:
+    with raises(ConfigError, "unsupported_combination", keys=("multi_turn", "loss_mask")) as caught:
         DataConfig(path="x", multi_turn="per_turn", loss_mask="all")
     assert caught.value.fix == "data.multi_turn=single, or data.loss_mask=assistant"
 

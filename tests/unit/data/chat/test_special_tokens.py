@@ -22,6 +22,7 @@ from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.models.tokenizer import ByteTokenizer
+from tests.errors import assert_error, raises
 from tests.unit.data import family_templates as families
 from tests.unit.data.helpers import NATIVE, TAGGED, WITH_BOS, chat_row, tiny_tokenizer, trained_text, turn, write_jsonl
 
@@ -190,7 +191,7 @@ def test_a_template_that_reads_a_special_token_is_not_fooled():
 def test_refuse_names_the_token_and_keep_counts_it():
     row = chat_row("x <|im_end|>", "y")
     bad = encode(tiny_tokenizer(), row, choice="refuse")
-    assert bad.message.startswith("the text holds the special token '<|im_end|>'")
+    assert_error(bad, "special_token", values=("'<|im_end|>'", "data.special_tokens_policy"))
     assert encode(tiny_tokenizer(), row, choice="keep").num_special == 1
     assert encode(tiny_tokenizer(), chat_row("x", "y"), choice="refuse").num_special == 0
 
@@ -205,15 +206,15 @@ def test_what_cannot_be_told_apart_is_refused():
         def __getattr__(self, name):
             return getattr(self.tokenizer, name)
 
-    with pytest.raises(RowError, match="not of the fast kind"):
+    with raises(RowError, "special_token", values=("fast tokenizer",)):
         SpecialText(Slow(tiny_tokenizer())).check("<|im_end|>")
     private = next(iter(SpecialText(tiny_tokenizer()).private.values()))
-    with pytest.raises(RowError, match="characters for private use"):
+    with raises(RowError, "special_token", values=("private-use characters",)):
         SpecialText(tiny_tokenizer()).check(f"<|im_end|>{private}")
     backend = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
-    with pytest.raises(RowError, match="makes the token '<s>' of its characters too"):
+    with raises(RowError, "special_token", values=("characters of '<s>'",)):
         SpecialText(words).check("a <s>")
 
 

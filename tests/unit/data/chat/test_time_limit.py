@@ -19,6 +19,7 @@ from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.sources import file_readers
 from automodel_cli.data.sources.file_readers import read_file
 from automodel_cli.models.tokenizer import ByteTokenizer
+from tests.errors import raises
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}"
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -27,14 +28,14 @@ MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
 def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "RENDER_SECONDS", 0.2)
     began = time.monotonic()
-    with pytest.raises(DataError, match="chat template did not end") as error:
+    with raises(DataError, "timeout", values=("chat template",)) as error:
         ChatEncoder(ByteTokenizer().build(), ENDLESS, "all", turns="single").encode([Conversation(MESSAGES, [True])])
     assert time.monotonic() - began < 30 and error.value.fix == encoder.RENDER_FIX
 
 
 def test_a_template_that_does_not_end_is_not_asked_for_its_like(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
-    with pytest.raises(DataError, match="did not end"):
+    with raises(DataError, "timeout"):
         list(chat_template._renderings(ByteTokenizer().build(), ENDLESS))
 
 
@@ -49,7 +50,7 @@ def test_a_limit_ends_its_own_thread_alone() -> None:
 
     thread = threading.Thread(target=other)
     thread.start()
-    with pytest.raises(DataError), time_limit(0.1, "it", "try"):
+    with raises(DataError, "timeout"), time_limit(0.1, "it", "try"):
         while True:
             pass
     with time_limit(60, "it", "try"), time_limit(0.0, "it", "try"):
@@ -67,7 +68,7 @@ def test_a_row_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest
     content = {"jsonl": row, "json": b"[" + row + b"]", "csv": b"text\n" + b"a" * (8 << 20)}[name.split(".")[1]]
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(DataError, match="1 MiB"):
+    with raises(DataError, "limit_exceeded", values=("1 MiB",)):
         list(read_file(path))
 
 
@@ -81,7 +82,7 @@ def test_parquet_of_very_little_is_refused(tmp_path: Path, monkeypatch: pytest.M
     assert path.stat().st_size < 1 << 16
     assert len(list(read_file(path))) == 1
     monkeypatch.setattr(file_readers, "_MAX_GROUP", 1 << 20)
-    with pytest.raises(DataError, match="group 0 of its rows unpacks"):
+    with raises(DataError, "limit_exceeded", values=("row group 0",)):
         list(read_file(path))
 
 

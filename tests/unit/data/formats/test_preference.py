@@ -15,6 +15,7 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.data.preparation.dataset import DUMMY_ROW
 from automodel_cli.data.preparation.inspect_rows import show_rows
 from automodel_cli.data.preparation.pipeline import prepare_data
+from tests.errors import raises
 from tests.unit.data.helpers import tiny_tokenizer, turn, write_jsonl
 
 QUESTION, GOOD, BAD = "what is it", "the answer is seven", "no"
@@ -147,15 +148,15 @@ def test_judged_conversations_end_with_the_response(tmp_path):
 
 
 BAD_ROWS = [
-    ({"prompt": QUESTION, "chosen": GOOD, "rejected": GOOD}, "chosen and rejected are the same"),
+    ({"prompt": QUESTION, "chosen": GOOD, "rejected": GOOD}, "chosen and rejected are identical"),
     ({"prompt": QUESTION, "chosen": GOOD, "rejected": ""}, "rejected is empty"),
     ({"prompt": QUESTION, "chosen": GOOD, "rejected": 3}, "rejected is int, not a list of messages"),
-    ({"other": 1, "chosen": GOOD, "rejected": BAD}, "no prompt"),
-    ({"chosen": [USER, RIGHT], "rejected": [WRONG]}, "one of chosen and rejected is a whole conversation"),
+    ({"other": 1, "chosen": GOOD, "rejected": BAD}, "prompt is missing"),
+    ({"chosen": [USER, RIGHT], "rejected": [WRONG]}, "one of chosen and rejected is a conversation"),
     ({"chosen": [USER, RIGHT], "rejected": [turn("user", "else"), WRONG]}, "do not begin with the same message"),
-    ({"chosen": [USER, RIGHT], "rejected": [USER]}, "the beginning of the other"),
-    ({"prompt": "else", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, "prompt is not among the messages"),
-    ({"prompt": QUESTION, "completion": GOOD, "label": "good"}, "label is 'good', not true or false"),
+    ({"chosen": [USER, RIGHT], "rejected": [USER]}, "a prefix of the other"),
+    ({"prompt": "else", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, "prompt is not one of the messages"),
+    ({"prompt": QUESTION, "completion": GOOD, "label": "good"}, "label is 'good'"),
 ]
 
 
@@ -164,13 +165,12 @@ def test_bad_row_is_named_by_file_and_line(tmp_path, row, reason):
     good = {**SHAPES["texts"]} if "chosen" in row else {"prompt": QUESTION, "completion": GOOD, "label": True}
     if "other" in row:
         good["other"] = 1
-    with pytest.raises(DataError, match=r"pairs\.jsonl:2: ") as caught:
+    with raises(DataError, "bad_rows", values=("pairs.jsonl:2", reason)):
         prepared(data(tmp_path, [good, row]))
-    assert reason in str(caught.value)
 
 
 def test_no_preferences_in_the_columns(tmp_path):
-    with pytest.raises(DataError, match="no preferences in the columns"):
+    with raises(DataError, "unknown_format", keys=("data.column_mapping",), values=("messages",)):
         prepared(data(tmp_path, [{"messages": [USER, RIGHT]}]))
 
 
@@ -178,28 +178,27 @@ def test_pairs_longer_than_a_row_are_dropped_or_named(tmp_path):
     rows = [*pairs(3), {"prompt": QUESTION, "chosen": "seven " * 200, "rejected": "no"}]
     report = prepared(data(tmp_path, rows)).report
     assert report.train[0].long.num_documents == 1
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "sequence_length", keys=("data.truncation",)) as caught:
         prepared(data(tmp_path, rows, truncation="error"))
     assert "truncation=drop" in caught.value.fix
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
+    ("options", "code", "key"),
     [
-        ({"packing": "wrapped", "truncation": "split"}, "packing"),
-        ({"truncation": "truncate"}, "truncation"),
-        ({"loss_mask": "all"}, "loss_mask"),
-        ({"format": "alpaca"}, "format"),
+        ({"packing": "wrapped", "truncation": "split"}, "unsupported_combination", "packing"),
+        ({"truncation": "truncate"}, "unsupported_combination", "truncation"),
+        ({"loss_mask": "all"}, "unsupported_combination", "loss_mask"),
+        ({"format": "alpaca"}, "wrong_data_kind", "format"),
     ],
 )
-def test_what_would_take_pairs_apart_is_refused(tmp_path, options, key):
-    with pytest.raises(ConfigError) as caught:
+def test_settings_that_split_pairs_are_rejected(tmp_path, options, code, key):
+    with raises(ConfigError, code, keys=(f"data.{key}",), values=(f"{key}={options[key]}",)):
         data(tmp_path, pairs(2), **options).check_kind(preferences=True)
-    assert f"data.{key}" in caught.value.keys
 
 
 def test_a_format_of_pairs_is_refused_where_plain_rows_are_trained(tmp_path):
-    with pytest.raises(ConfigError, match="format=preference does not hold plain rows"):
+    with raises(ConfigError, "wrong_data_kind", keys=("data.format",), values=("format=preference",)):
         prepare_data(data(tmp_path, pairs(2), format="preference"), tiny_tokenizer(), seed=0)
 
 

@@ -14,6 +14,7 @@ from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.preparation.dataloader import BatchLoader, eval_batches
 from automodel_cli.data.preparation.dataset import PackedDataset, shuffled
 from automodel_cli.data.storage.memmap_store import PackedStore
+from tests.errors import raises
 
 PAD = 99
 
@@ -197,7 +198,7 @@ def test_working_ahead_changes_neither_the_rows_nor_what_is_resumed():
 
 def test_a_position_in_other_data_is_refused():
     state = loader(dataset(numbered(30))).state_dict()
-    with pytest.raises(RunError, match=r"sizes was \[30\], is \[29\]"):
+    with raises(RunError, "checkpoint_mismatch", keys=("data",), values=("sizes", "[30]", "[29]")):
         loader(dataset(numbered(29))).load_state_dict(state)
 
 
@@ -205,18 +206,17 @@ def test_edited_rows_are_refused_by_name_where_their_number_is_the_same():
     rows = [[[2, 2]] for _ in range(30)]
     state = loader(dataset(numbered(9, "same.jsonl"), store(rows, "edited.jsonl", "before"))).state_dict()
     now = loader(dataset(numbered(9, "same.jsonl"), store(rows, "edited.jsonl", "after")))
-    with pytest.raises(RunError, match=r"the rows of edited\.jsonl are not those of the checkpoint") as caught:
+    with raises(RunError, "checkpoint_mismatch", keys=("data",), values=("edited.jsonl",)) as caught:
         now.load_state_dict(state)
     assert "automodel export RUN" in caught.value.fix
 
 
 def test_uneven_global_batch_is_refused_with_the_nearest_that_fits():
-    with pytest.raises(ConfigError) as caught:
+    values = ("global_batch_size=20", "microbatch_size=2", "4 data-parallel ranks")
+    with raises(
+        ConfigError, "not_divisible", keys=("global_batch_size",), values=values, fix="train.global_batch_size=16"
+    ):
         loader(dataset(numbered(5)), 0, 4, 2, batch=20)
-    assert str(caught.value) == (
-        "global_batch_size=20 is not a multiple of microbatch_size=2 x 4 data-parallel ranks\n"
-        "  fix   train.global_batch_size=16"
-    )
 
 
 def test_orders_do_not_change_between_versions():

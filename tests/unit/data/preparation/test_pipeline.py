@@ -21,6 +21,7 @@ from automodel_cli.data.config import DataConfig, SourceConfig
 from automodel_cli.data.preparation.inspect_rows import show_rows
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.storage.cache import file_hash, get_or_build, tokenizer_fingerprint
+from tests.errors import raises
 from tests.unit.data.helpers import NATIVE, TAGGED, chat_row, tiny_tokenizer, write_jsonl
 
 CHATS = [chat_row(f"what is {i}", f"the answer is {i}", "and now", "seven" * (1 + i % 5)) for i in range(40)]
@@ -100,7 +101,7 @@ def test_truncation_to_nothing_is_refused_like_a_bad_row(config):
         prepare_data(replace(config, seq_len=12, truncation="truncate"), tiny_tokenizer(), seed=0)
     assert caught.value.message.startswith(
         "40 of 40 rows cannot be used (100.0%, 1 cause)\n"
-        "  train.jsonl:1: truncated to seq_len=12 it has no trained token left\n"
+        "  train.jsonl:1: after truncation to seq_len=12 no trained token is left\n"
     )
 
 
@@ -175,9 +176,9 @@ def test_bad_rows_stop_the_run_and_are_all_listed(config):
         '      2 | {"messages": "oops"}\n'
         "  train.jsonl:3: not JSON: Expecting value (column 1)\n"
         "      3 | not json\n"
-        "  train.jsonl:43: the conversation has no assistant message, so nothing would be trained\n"
+        "  train.jsonl:43: the conversation has no assistant message to train on\n"
         '      43 | {"messages": [{"role": "user", "content": "x"}]}\n'
-        "  try   correct the rows, or go on without them: data.on_invalid_row=drop data.max_invalid_fraction=0.07"
+        "  try   correct the rows, or skip them: data.on_invalid_row=drop data.max_invalid_fraction=0.07"
     )
     for _ in range(2):  # the second time from the cache
         with pytest.raises(DataError) as caught:
@@ -199,9 +200,8 @@ def test_a_name_to_ignore_that_no_row_has_is_refused(config):
 
 def test_dropped_rows_are_kept_aside_and_counted(config):
     spoil(config)
-    with pytest.raises(
-        DataError, match=r"more rows are refused than data.max_invalid_fraction=0.01 allows: 3 of 43 rows"
-    ):
+    keys, values = ("data.max_invalid_fraction",), ("data.max_invalid_fraction=0.01", "3 of 43 rows")
+    with raises(DataError, "bad_rows", keys=keys, values=values):
         prepare_data(replace(config, on_invalid_row="drop"), tiny_tokenizer(), seed=0)
     prepared = prepare_data(replace(config, on_invalid_row="drop", max_invalid_fraction=0.07), tiny_tokenizer(), seed=0)
     (report,) = prepared.report.train
@@ -218,15 +218,15 @@ def test_dropped_rows_are_kept_aside_and_counted(config):
 
 def test_data_without_any_usable_row_is_refused(config, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n")
-    with pytest.raises(DataError, match=r"train\.jsonl has no rows"):
+    with raises(DataError, "not_enough_rows", values=("train.jsonl",)):
         prepare_data(config, tiny_tokenizer(), seed=0)
     write_jsonl(tmp_path / "train.jsonl", [chat_row("only a question")] * 3)
-    with pytest.raises(DataError, match=r"no row of train\.jsonl is left: all 3 were refused"):
+    with raises(DataError, "not_enough_rows", values=("train.jsonl", 3)):
         prepare_data(replace(config, on_invalid_row="drop", max_invalid_fraction=1.0), tiny_tokenizer(), seed=0)
 
 
 def test_messages_without_a_template_are_refused_with_a_way_out(config):
-    with pytest.raises(DataError, match="messages need a chat template and the tokenizer has none"):
+    with raises(DataError, "bad_rows", values=("chat template",)):
         prepare_data(config, tiny_tokenizer(None), seed=0)
 
 
@@ -369,7 +369,7 @@ def test_a_full_disk_is_named(tmp_path):
     if os.system(f"mount -t tmpfs -o size=64k tmpfs {tmp_path} 2>/dev/null"):
         pytest.skip("this machine does not allow mounts")
     try:
-        with pytest.raises(DataError, match=r"cannot write the data cache .*: No space left on device"):
+        with raises(DataError, "disk_full", keys=("data.cache_dir",), values=(tmp_path, "No space left on device")):
             get_or_build(tmp_path, "key", lambda folder: (folder / "ids.bin").write_bytes(bytes(1 << 20)))
     finally:
         os.system(f"umount {tmp_path}")
@@ -417,7 +417,7 @@ def test_inspect_shows_the_row_asked_for_or_the_worst(tmp_path):
     prepared = prepare_data(config, tokenizer, seed=0)
     assert "document 1: train.jsonl:2," in shown(prepared, tokenizer, rows=1, worst=True)
     assert shown(prepared, tokenizer, row=2).startswith("row 2 of 3:")
-    with pytest.raises(DataError, match="row 3 does not exist: rows are 0 to 2"):
+    with raises(DataError, "out_of_range", keys=("--row",), values=(3, 0, 2), fix="--row 2"):
         shown(prepared, tokenizer, row=3)
 
 
@@ -447,7 +447,7 @@ def test_a_turn_that_the_template_leaves_open_is_trained_to_end_with_eos(config)
         last = int(np.flatnonzero(mask)[-1])
         assert ids[last + 1] == tokenizer.eos_token_id and last + 2 == len(ids)
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="could not learn to stop"):
+    with raises(DataError, "bad_rows", values=("no EOS token",)):
         prepare_data(replace(config, chat_template=ENDLESS), tokenizer, seed=0)
 
 

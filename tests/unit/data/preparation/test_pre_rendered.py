@@ -19,6 +19,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
+from tests.errors import raises
 from tests.unit.data import template_families
 from tests.unit.data.helpers import NATIVE, WITH_BOS, chat_row, tiny_tokenizer, turn, write_jsonl
 
@@ -64,7 +65,7 @@ def test_rendered_prompts_become_with_the_fix_what_their_messages_become(tmp_pat
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": p, "completion": c} for p, c, _ in rows])
     chats = write_jsonl(tmp_path / "chats.jsonl", [chat_row(question, "seven") for question in QUESTIONS])
     config = DataConfig(path=str(path), packing="none", seq_len=64, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError) as refused:
+    with raises(DataError, "invalid_template") as refused:
         tokens(config, tokenizer)
     assert "data.chat_template=none" in str(refused.value.fix)
     fixed = tokens(with_fix(config, refused.value), tokenizer)
@@ -77,7 +78,7 @@ def test_texts_with_bos_and_eos_get_none_of_them_twice(tmp_path: Path, packing: 
     tokenizer = with_bos()
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"<s>{question}<|im_end|>{end}"} for question in QUESTIONS])
     config = DataConfig(path=str(path), packing=packing, seq_len=16, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError) as refused:
+    with raises(DataError, "invalid_template") as refused:
         tokens(config, tokenizer)
     assert refused.value.fix == "data.add_bos=false" + (" data.add_eos=false" if end else "")
     ids = [i for row, _ in tokens(with_fix(config, refused.value), tokenizer) for i in row]
@@ -95,7 +96,7 @@ def test_a_tokenizer_that_adds_eos_itself_adds_no_second_one(tmp_path: Path) -> 
     )
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"{question}<|im_end|>"} for question in QUESTIONS])
     config = DataConfig(path=str(path), packing="none", seq_len=16, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError) as refused:
+    with raises(DataError, "invalid_template") as refused:
         tokens(config, tokenizer)
     for ids, _ in tokens(with_fix(config, refused.value), tokenizer):
         assert ids.count(eos) == 1 and ids[-1] == eos
@@ -109,7 +110,7 @@ def test_rendered_pairs_become_with_the_fix_what_their_messages_become(tmp_path:
     plain = [{"prompt": question, "chosen": "seven", "rejected": "a text"} for question in QUESTIONS]
     config = DataConfig(packing="none", seq_len=64, cache_dir=str(tmp_path / "cache"), path="")
     config = replace(config, path=str(write_jsonl(tmp_path / "pairs.jsonl", pairs)))
-    with pytest.raises(DataError) as refused:
+    with raises(DataError, "invalid_template") as refused:
         tokens(config, tokenizer, preferences=True)
     expected = replace(config, path=str(write_jsonl(tmp_path / "plain.jsonl", plain)))
     fixed = tokens(with_fix(config, refused.value), tokenizer, preferences=True)
@@ -126,7 +127,7 @@ def test_rendered_prompts_to_sample_from_become_what_their_questions_become(tmp_
     def prompts(config: DataConfig) -> list[list[int]]:
         return [prompt.tokens for prompt in prepare_prompts(config, tokenizer, seed=0, max_tokens=64).train.prompts]
 
-    with pytest.raises(DataError) as refused:
+    with raises(DataError, "invalid_template") as refused:
         prompts(ready)
     assert prompts(with_fix(ready, refused.value)) == prompts(config)
 
@@ -138,7 +139,7 @@ def test_rows_that_any_family_rendered_are_found(tmp_path: Path, name: str) -> N
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "completion": "seven"} for prompt in asked])
     config = DataConfig(path=str(path), packing="none", seq_len=512, cache_dir=str(tmp_path / "cache"))
     for reader in (tokenizer, tiny_tokenizer()):  # by its own template, and by another one's
-        with pytest.raises(DataError) as refused:
+        with raises(DataError, "invalid_template") as refused:
             tokens(config, reader)
         assert "data.chat_template=none" in str(refused.value.fix)
 
@@ -162,7 +163,7 @@ def test_some_rendered_rows_among_others_are_text_as_before(tmp_path: Path) -> N
     config = DataConfig(path=str(write_jsonl(tmp_path / "rows.jsonl", rows)), cache_dir=str(tmp_path / "cache"))
     assert tokens(config, tiny_tokenizer())
     config = replace(config, path=str(write_jsonl(tmp_path / "all.jsonl", rows[-1:] * 3)))
-    with pytest.raises(DataError) as refused:
+    with raises(DataError, "invalid_template") as refused:
         tokens(config, tiny_tokenizer())
     assert "none" not in str(refused.value.fix)  # messages cannot be read without a template
     assert tokens(replace(config, special_tokens_policy="as_text"), tiny_tokenizer())
@@ -171,6 +172,6 @@ def test_some_rendered_rows_among_others_are_text_as_before(tmp_path: Path) -> N
 def test_answers_that_bring_the_stop_token_are_refused(tmp_path: Path) -> None:
     rows = [{"prompt": question, "completion": "seven<|im_end|>"} for question in QUESTIONS]
     config = DataConfig(path=str(write_jsonl(tmp_path / "rows.jsonl", rows)), cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError) as refused:
+    with raises(DataError, "invalid_template") as refused:
         tokens(config, tiny_tokenizer())
     assert "'<|im_end|>'" in str(refused.value.fix)

@@ -17,6 +17,7 @@ from automodel_cli.data.synthetic.chat_tasks import ChatTasks
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.config import DynamicSampling, OverlongConfig, RolloutConfig
 from automodel_cli.rollout.engines.config import HFConfig, SamplerConfig, ServerConfig
+from tests.errors import raises
 
 TOKENIZER = ByteTokenizer().build()
 
@@ -60,9 +61,9 @@ def test_columns_name_the_prompt(tmp_path):
 
 
 def test_a_row_without_a_prompt_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"rows.jsonl:2: no column 'prompt'"):
+    with raises(DataError, "bad_rows", values=("rows.jsonl:2", "'prompt'")):
         read(tmp_path, [{"prompt": "a"}, {"question": "b"}])
-    with pytest.raises(DataError, match="no message comes before the answer"):
+    with raises(DataError, "bad_rows", values=("rows.jsonl:1", "no message")):
         read(tmp_path, [{"messages": [{"role": "assistant", "content": "4"}]}])
 
 
@@ -70,7 +71,7 @@ def test_prompts_without_room_are_dropped_or_refused(tmp_path):
     rows = [{"prompt": "short"}, {"prompt": "much too long for this row"}]
     data = read(tmp_path, rows, max_tokens=12)
     assert len(data.train) == 1 and data.report.num_dropped == 1
-    with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has"):
+    with raises(DataError, "sequence_length", keys=("data.seq_len",), values=("rows.jsonl:2", 12)):
         read(tmp_path, rows, max_tokens=12, truncation="error")
 
 
@@ -89,9 +90,8 @@ def test_the_length_that_is_advised_keeps_every_prompt(tmp_path, samples_per_row
     assert found is not None
     assert prepared(int(found[1])).report.num_dropped == 0 and prepared(int(found[1]) - 128).report.num_dropped == 1
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "word " * 200}) + "\n")
-    with pytest.raises(DataError, match=r"no prompt of long.jsonl is left: 1 are longer than") as error:
+    with raises(DataError, "not_enough_rows", values=("long.jsonl", 1), fix=f"data.seq_len={found[1]}"):
         prepared(64, "long.jsonl")
-    assert error.value.fix == f"data.seq_len={found[1]}"
 
 
 def test_validation_rows_are_apart(tmp_path):

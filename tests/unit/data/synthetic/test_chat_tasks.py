@@ -14,6 +14,7 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.synthetic.chat_tasks import KINDS, ChatTasks
 from automodel_cli.models.tokenizer import ByteTokenizer
+from tests.errors import raises
 
 PINNED_QUESTIONS = ["Say QPRFO again.", "Write the digits of 00572 in order.", "What is HENVD in reverse?"]
 PINNED_KEY = "9131d33ff25cb388e72b0ab01cf763e4ab5e2ccc9e351f38bd0abfbd024276ae"
@@ -132,25 +133,25 @@ def test_an_answer_is_exact(completion, right):
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("fields", "code", "key"),
     [
-        ({"kinds": {"multiply": 1.0}}, "kinds.multiply is not a kind"),
-        ({"kinds": {"add": -1.0}}, "must be >= 0"),
-        ({"kinds": {"add": 0.0}}, "no kind with a share above 0"),
-        ({"kinds": {}}, "no kind with a share above 0"),
-        ({"num_train": 0}, "num_train=0 must be >= 1"),
-        ({"max_length": 1}, "max_length=1 must be >= 2"),
-        ({"max_number": 3}, "max_number=3 must be >= 9"),
+        ({"kinds": {"multiply": 1.0}}, "invalid_choice", "kinds.multiply"),
+        ({"kinds": {"add": -1.0}}, "out_of_range", "kinds.add"),
+        ({"kinds": {"add": 0.0}}, "empty_value", "kinds"),
+        ({"kinds": {}}, "empty_value", "kinds"),
+        ({"num_train": 0}, "out_of_range", "num_train"),
+        ({"max_length": 1}, "out_of_range", "max_length"),
+        ({"max_number": 3}, "out_of_range", "max_number"),
     ],
 )
-def test_wrong_values_are_refused(fields, reason):
-    with pytest.raises(ConfigError, match=reason):
+def test_invalid_values_are_rejected(fields, code, key):
+    with raises(ConfigError, code, keys=(key,), values=(key,)):
         ChatTasks(**fields)
 
 
 def test_too_few_held_out_problems_are_said_with_their_number():
     node = ChatTasks(kinds={"add": 1.0}, max_number=9, num_validation=100)
-    with pytest.raises(DataError, match=r"only \d+ distinct held-out problems") as error:
+    with raises(DataError, "not_enough_rows", keys=("num_validation",), values=("num_validation=100",)) as error:
         list(node.rows("validation"))
     count = int(error.value.fix.split("=")[1])
     assert len(list(ChatTasks(kinds={"add": 1.0}, max_number=9, num_validation=count).rows("validation"))) == count
@@ -181,6 +182,5 @@ def test_messages_of_the_context_stand_before_each_question_and_are_not_trained(
 
 @pytest.mark.parametrize("message", [{"role": "bot", "content": "x"}, {"role": "user"}, {"role": "user", "text": "x"}])
 def test_a_message_of_the_context_that_is_none_is_refused(message):
-    with pytest.raises(ConfigError, match=r"context\[0\]") as caught:
+    with raises(ConfigError, "invalid_value", keys=("context",), values=("context[0]",)):
         ChatTasks(context=[message])
-    assert caught.value.keys == ("context",)

@@ -172,7 +172,7 @@ def test_the_prompt_shows_the_tools_of_its_own_environment() -> None:
 
 
 def test_tools_that_a_template_does_not_show_are_refused() -> None:
-    with pytest.raises(DataError, match="shows no tools"):
+    with raises(DataError, "bad_rows", values=("rollout.environment.show_tools=false",)):
         asked({"messages": ASK, "kind": "tools"}, template=CHAT_TEMPLATE)
     hidden = FunctionTools(functions={"area": area}, show_tools=False)
     tokenizer, data = ByteTokenizer().build(), DataConfig(generator=Rows({"messages": ASK, "kind": "tools"}))  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def test_tools_that_a_template_does_not_show_are_refused() -> None:
 
 def test_two_sources_of_tools_are_refused() -> None:
     own = [{"type": "function", "function": {"name": "other", "parameters": {}}}]
-    with pytest.raises(DataError, match="tools of its own"):
+    with raises(DataError, "bad_rows", values=("tools", "data.column_mapping.tools=''")):
         asked({"messages": ASK, "kind": "tools", "tools": own}, template=SHOWS)
 
 
