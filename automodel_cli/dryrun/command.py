@@ -41,9 +41,10 @@ def dry_run(
     layout = _layout(recipe, request.num_gpus)
     if svg is not None and layout.pp == 1:
         raise ConfigError(
-            "--svg draws the timeline of a pipeline, and mesh.pp_size=1 has none",
-            keys=("mesh.pp_size",),
-            fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
+            "--svg requires pipeline parallelism, but mesh.pp_size=1",
+            code="requires_setting",
+            keys=("--svg", "mesh.pp_size"),
+            fix="mesh.pp_size=2 pipeline=1f1b, or remove --svg",
         )
     found = trace_config(request, distinct_ranks(layout) if every else (request.rank,))
     print(report.render_trace(found))
@@ -82,7 +83,8 @@ def check_step(recipe: Any, request: TraceRequest) -> str:
     )
     raise ConfigError(
         f"the step of rank {found.heaviest.rank} does not fit: {report.memory(found)}",
-        fix=" ".join((command, *map(shlex.quote, request.overrides))) + " tries what would make it fit",
+        code="does_not_fit",
+        fix=" ".join((command, *map(shlex.quote, request.overrides))) + "   (searches for changes that fit)",
     )
 
 
@@ -114,7 +116,7 @@ def trace_rank(request: TraceRequest) -> RankResult:
         answer: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
         words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise _ours(request, f"its process ended without an answer: {words[0]}") from None
+        raise _ours(request, f"its process ended without a result: {words[0]}") from None
     if "refused" in answer:
         refused = answer["refused"]
         raise ConfigError(**refused)
@@ -123,7 +125,10 @@ def trace_rank(request: TraceRequest) -> RankResult:
         print(failed["trace"], file=sys.stderr)
         if failed["ours"]:
             raise _ours(request, failed["message"])
-        raise RunError(f"rank {request.rank}: the step fails, on a GPU as well: {failed['message']}")
+        raise RunError(
+            f"rank {request.rank}: the step fails, and would fail on a GPU as well: {failed['message']}",
+            code="run_failed",
+        )
     return RankResult.from_dict(answer["result"])
 
 
@@ -131,15 +136,20 @@ def _ours(request: TraceRequest, what: str) -> DryRunError:
     trusted = [word for package in request.trust_packages for word in ("--trust-package", package)]
     words = ["plan", "-c", request.conf, "--gpus", str(request.num_gpus), *trusted, *request.overrides]
     return DryRunError(
-        f"rank {request.rank}: the dry run itself failed with torch {version('torch')}, not the step: {what}; "
-        "nothing follows for the run, and the fault is one of automodel",
-        fix=f"{shlex.join(['automodel', *words])} (estimates memory and time without a step)",
+        f"rank {request.rank}: the dry run failed with torch {version('torch')} because of a bug in automodel: {what}. "
+        "The run itself may still work",
+        fix=f"{shlex.join(['automodel', *words])}   (estimates memory and time without a step)",
     )
 
 
 def _layout(recipe: Any, num_gpus: int) -> Layout:
     if num_gpus > LARGEST_WORLD:
-        raise ConfigError(f"--gpus {num_gpus}: a dry run knows up to {LARGEST_WORLD}", fix=f"--gpus {LARGEST_WORLD}")
+        raise ConfigError(
+            f"--gpus {num_gpus} must be at most {LARGEST_WORLD}",
+            code="out_of_range",
+            keys=("--gpus",),
+            fix=f"--gpus {LARGEST_WORLD}",
+        )
     recipe.check_ranks(num_gpus)
     layout: Layout = recipe.mesh.resolve(num_gpus)
     return layout

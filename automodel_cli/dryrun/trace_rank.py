@@ -238,7 +238,9 @@ def number_to_run(recipe: Any, plan: Plan, asked: int | None, *, alike: bool = T
     if not _can_run(plan, asked):
         near = next((n for n in range(asked, count) if _can_run(plan, n)), count)
         raise ConfigError(
-            f"--microbatches {asked}: {recipe.pipeline.schedule or recipe.pipeline.schedule_csv} cannot run so many",
+            f"--microbatches {asked} is not supported by {recipe.pipeline.schedule or recipe.pipeline.schedule_csv}",
+            code="unsupported_combination",
+            keys=("--microbatches", "pipeline"),
             fix=f"--microbatches {near}",
         )
     return asked
@@ -277,7 +279,12 @@ def check_covered(recipe: Any) -> None:
     ]  # fmt: skip
     for is_it, key, what, fix in refused:
         if is_it:
-            raise ConfigError(f"{what} has kernels of its own, which fake tensors do not reach", keys=(key,), fix=fix)
+            raise ConfigError(
+                f"dryrun does not support {what}, because its kernels do not run on fake tensors",
+                code="not_supported",
+                keys=(key,),
+                fix=fix,
+            )
 
 
 def _model_flops(run: RankTrace, plan: Plan, columns: list[synthetic_batches.Columns]) -> float | None:

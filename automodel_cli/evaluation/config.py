@@ -79,7 +79,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         at_least_one(num_resamples=self.num_resamples)
         if not self.tasks:
-            raise ConfigError("an evaluation without tasks says nothing", keys=("tasks",))
+            raise ConfigError("tasks must have at least one entry", code="empty_value", keys=("tasks",))
 
     def longest(self) -> int:
         """Tokens of the longest prompt with its response that a task may need; 0 where the run's data decide."""

@@ -70,7 +70,9 @@ class EvalModel:
             check_lengths(config, self.recipe.data.seq_len)
             check_decoding(config, attention=model.attn_implementation, trust_remote_code=model.trust_remote_code)
         except ConfigError as error:
-            raise ConfigError(f"{error.message}; tasks of multiple choice need no sampler", keys=error.keys) from error
+            raise ConfigError(
+                f"{error.message}; multiple-choice tasks need no sampler", code=error.code, keys=error.keys
+            ) from error
         return EngineHost(self).sampler(max_num_seqs=None, max_num_batched_tokens=8192, refill_threshold=0.125)
 
     @property

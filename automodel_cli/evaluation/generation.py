@@ -83,18 +83,27 @@ def _prompts(task: GenerationSettings, candidate: EvalModel) -> list[Prompt]:
     data = task.data if task.data is not None else recipe.data
     if data.seq_len > recipe.data.seq_len:
         raise ConfigError(
-            f"the rows of a task have up to data.seq_len={data.seq_len} tokens, the model was trained on "
-            f"{recipe.data.seq_len}",
+            f"data.seq_len={data.seq_len} of the task must be at most data.seq_len={recipe.data.seq_len} of the run",
+            code="sequence_length",
+            keys=("data.seq_len",),
             fix=f"data: {{seq_len: {recipe.data.seq_len}}} in the task",
         )
     if task.max_new_tokens >= data.seq_len:
-        raise ConfigError(f"max_new_tokens={task.max_new_tokens} leaves no room for a prompt in {data.seq_len} tokens")
+        raise ConfigError(
+            f"max_new_tokens={task.max_new_tokens} must be less than data.seq_len={data.seq_len}, which includes the "
+            "prompt",
+            code="sequence_length",
+            keys=("max_new_tokens", "data.seq_len"),
+            fix=f"max_new_tokens={max(1, data.seq_len // 2)}",
+        )
     room = data.seq_len - task.max_new_tokens
     tools_of = candidate.plays.tools_of if task.data is None and candidate.plays is not None else no_tools
     prepared = prepare_prompts(data, candidate.tokenizer, seed=recipe.seed, max_tokens=room, tools_of=tools_of)
     if task.data is None and prepared.validation is None:
         raise DataError(
-            "the run has no validation rows to ask, and the task names no data of its own",
+            "the task has no data, and the run has no validation rows",
+            code="missing_key",
+            keys=("data",),
             fix="tasks.NAME.data={path: held_out.jsonl}",
         )
     prompts = list((prepared.validation or prepared.train).prompts)[: task.limit]

@@ -37,7 +37,8 @@ class Harness:
         if done.returncode:
             here = self.python == sys.executable
             raise ConfigError(
-                f"{self.python} has no lm-evaluation-harness",
+                f"lm-evaluation-harness is not installed for {self.python}",
+                code="missing_package",
                 fix=_INSTALL if here else f"{self.python} -m {_INSTALL}",
             )
 
@@ -48,7 +49,11 @@ class Harness:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=of_user())
             if done.returncode:
                 last = "\n  ".join(done.stdout.strip().splitlines()[-5:])
-                raise RunError(f"lm-eval ended with exit code {done.returncode}:\n  {last}", fix=" ".join(command))
+                raise RunError(
+                    f"lm-eval failed with exit code {done.returncode}:\n  {last}",
+                    code="command_failed",
+                    fix=" ".join(command),
+                )
             return read_lm_eval_scores(Path(folder))
 
     def _command(self, model: str, out: Path) -> list[str]:
@@ -86,7 +91,7 @@ def read_lm_eval_scores(folder: Path) -> dict[str, TaskScores]:
         items = [_item(row) for row in rows if row["filter"] == filters[0]]
         found[name] = TaskScores(measures, items)
     if not found:
-        raise RunError("lm-eval wrote no samples: nothing can be compared question by question")
+        raise RunError("lm-eval wrote no samples, so models cannot be compared per question", code="nothing_to_compare")
     return found
 
 
@@ -123,7 +128,10 @@ def options_of(overrides: Sequence[str]) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise ConfigError(
-                f"{text}: with --harness an option of lm-eval is expected", fix="--harness TASK num_fewshot=5"
+                f"{text} is not an option of lm-eval, which --harness expects in the form NAME=VALUE",
+                code="invalid_value",
+                keys=("--harness",),
+                fix="--harness TASK num_fewshot=5",
             )
         found[name] = value
     return found

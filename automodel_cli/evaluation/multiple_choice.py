@@ -79,7 +79,11 @@ def _lines(task: MultipleChoiceSettings) -> list[tuple[str, Any]]:
     try:
         lines = Path(task.path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise DataError(f"{task.path} cannot be read: {error.strerror}") from error
+        raise DataError(
+            f"{task.path} cannot be read: {error.strerror}",
+            code="missing_file" if isinstance(error, FileNotFoundError) else "unreadable_file",
+            keys=("path",),
+        ) from error
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -87,9 +91,9 @@ def _lines(task: MultipleChoiceSettings) -> list[tuple[str, Any]]:
         try:
             found.append((f"{task.path}:{number}", json.loads(line)))
         except ValueError:
-            raise DataError(f"{task.path}:{number} is no JSON") from None
+            raise DataError(f"{task.path}:{number} is not valid JSON", code="damaged_file") from None
     if not found:
-        raise DataError(f"{task.path} has no question")
+        raise DataError(f"{task.path} contains no questions", code="not_enough_rows", keys=("path",))
     return found[: task.limit]
 
 
@@ -97,14 +101,17 @@ def _question(row: Any, where: str, tokenizer: Any) -> _Question:
     """Raises DataError with the line of a row that is no question with choices."""
     choices = row.get("choices") if isinstance(row, dict) else None
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        raise DataError(f"{where}: choices must be two texts or more")
+        raise DataError(f"{where}: choices must be a list of at least two texts", code="bad_rows")
     messages = row.get("messages") or [{"role": "user", "content": row.get("question")}]
     if not isinstance(messages[-1].get("content"), str):
-        raise DataError(f"{where}: question must be a text, or messages a conversation")
+        raise DataError(f"{where}: question must be a text, or messages a list of messages", code="bad_rows")
     answer = row.get("answer")
     number = choices.index(answer) if answer in choices else answer
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(choices):
-        raise DataError(f"{where}: answer={answer!r} is no choice: a number from 0 to {len(choices) - 1}, or its text")
+        raise DataError(
+            f"{where}: answer={answer!r} must be a number from 0 to {len(choices) - 1}, or the text of a choice",
+            code="bad_rows",
+        )
     if tokenizer.chat_template:
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         prefix = list(encoded["input_ids"])

@@ -67,7 +67,10 @@ def _compared(
 ) -> dict[str, str]:
     a, b = ours.measures[measure], theirs.measures[measure]
     if len(a) != len(b):
-        raise ConfigError(f"task {name} asked {len(a)} and {len(b)} questions: nothing to compare in pairs")
+        raise ConfigError(
+            f"task {name} has {len(a)} and {len(b)} questions, so the answers cannot be paired",
+            code="nothing_to_compare",
+        )
     mean, (low, high) = paired_difference(a, b, num_resamples)
     text = text_of(measure, signed=True)
     verdict = "better" if low > 0 else "worse" if high < 0 else "no difference is sure"

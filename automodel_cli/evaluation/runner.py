@@ -44,7 +44,9 @@ def eval_model_of_run(recipe: Recipe, run_dir: Path, choice: str | None = None) 
     if (run_dir / "export").is_dir():
         return Target(f"{run_dir.name} (export)", of_model(recipe, str(run_dir / "export")).recipe)
     raise RunError(
-        f"{run_dir} has neither a checkpoint nor an export to judge", fix=f"automodel resume {word(run_dir)}"
+        f"{run_dir} has neither a checkpoint nor an export to evaluate",
+        code="no_checkpoint",
+        fix=f"automodel resume {word(run_dir)}",
     )
 
 

@@ -15,7 +15,7 @@ def at_least_one(**fields: int | None) -> None:
     """Raise ConfigError for a number below 1."""
     for name, value in fields.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1", keys=(name,), fix=f"{name}=1")
+            raise ConfigError(f"{name}={value} must be at least 1", code="out_of_range", keys=(name,), fix=f"{name}=1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,18 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         at_least_one(num_samples=self.num_samples, max_new_tokens=self.max_new_tokens, limit=self.limit)
         if not self.rewards:
-            raise ConfigError("no reward says which answers are right", keys=("rewards",))
+            raise ConfigError("rewards must have at least one entry", code="empty_value", keys=("rewards",))
         if not self.pass_at or min(self.pass_at) < 1 or max(self.pass_at) > self.num_samples:
             raise ConfigError(
-                f"pass_at={self.pass_at}: each must be from 1 to num_samples={self.num_samples}",
+                f"pass_at={self.pass_at} must have numbers from 1 to num_samples={self.num_samples}",
+                code="out_of_range" if self.pass_at else "empty_value",
                 keys=("pass_at", "num_samples"),
                 fix="pass_at=[1]" if not self.pass_at or min(self.pass_at) < 1 else f"num_samples={max(self.pass_at)}",
             )
         if self.num_samples > 1 and self.temperature == 0:
             raise ConfigError(
-                f"num_samples={self.num_samples} at temperature=0 are the same response so many times",
+                f"num_samples={self.num_samples} is not supported with temperature=0, which gives equal samples",
+                code="unsupported_combination",
                 keys=("num_samples", "temperature"),
                 fix="temperature=1.0",
             )

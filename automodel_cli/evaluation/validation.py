@@ -24,14 +24,15 @@ def check_tasks(recipe: Recipe) -> None:
         key = f"validation.tasks.{name}"
         if recipe.as_classifier:
             raise ConfigError(
-                f"{key}: a classifier gives scores, and answers no questions",
+                f"{key} is not supported for classifiers, which generate no text",
+                code="wrong_model_kind",
                 keys=("validation.tasks",),
-                fix="leave validation.tasks out",
+                fix="remove validation.tasks",
             )
         if not re.fullmatch(r"[A-Za-z]\w*", name):
             raise ConfigError(
-                f"{key}: the name of a task becomes part of the names of its metrics, so it is made of letters, digits "
-                "and _",
+                f"{key}: a task name must have only letters, digits and _, because it is part of metric names",
+                code="invalid_value",
                 keys=("validation.tasks",),
                 fix=f"{re.sub(r'[^A-Za-z0-9_]', '_', name)} in place of {name}",
             )
@@ -43,23 +44,27 @@ def _check_generation(recipe: Recipe, task: Generation, key: str) -> None:
     longest = recipe.data.seq_len
     if "sampler" not in recipe.parallelizer.supports:
         raise ConfigError(
-            f"{key} draws samples from the weights as they are trained, which {recipe.parallelizer.name} shards in a "
-            "way that the sampler cannot read",
+            f"{key} is not supported with parallelizer={recipe.parallelizer.name}, because the sampler cannot read its "
+            "sharded weights",
+            code="unsupported_combination",
             keys=(key, "parallelizer"),
             fix="parallelizer=fsdp2",
         )
     if task.data is not None and task.data.seq_len > longest:
         raise ConfigError(
-            f"{key}.data.seq_len={task.data.seq_len} is more than data.seq_len={longest} of the training rows",
+            f"{key}.data.seq_len={task.data.seq_len} must be at most data.seq_len={longest}",
+            code="sequence_length",
             keys=(f"{key}.data.seq_len", "data.seq_len"),
             fix=f"{key}.data.seq_len={longest}",
         )
-    room = task.data.seq_len if task.data is not None else longest
-    if task.max_new_tokens >= room:
+    seq_len = task.data.seq_len if task.data is not None else longest
+    if task.max_new_tokens >= seq_len:
         raise ConfigError(
-            f"{key}.max_new_tokens={task.max_new_tokens} leaves no room for a prompt in {room} tokens",
+            f"{key}.max_new_tokens={task.max_new_tokens} must be less than the sequence length {seq_len}, which "
+            "includes the prompt",
+            code="sequence_length",
             keys=(f"{key}.max_new_tokens",),
-            fix=f"{key}.max_new_tokens={max(1, room // 2)}",
+            fix=f"{key}.max_new_tokens={max(1, seq_len // 2)}",
         )
 
 

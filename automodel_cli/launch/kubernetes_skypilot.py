@@ -55,7 +55,12 @@ class CloudJob:
     def k8s(self) -> str:
         """A ConfigMap and a JobSet, for `kubectl apply -f -`. Raises ConfigError for what is missing."""
         if self.image is None:
-            raise ConfigError("--to k8s needs an image that holds automodel", fix="--image registry/automodel:latest")
+            raise ConfigError(
+                "--to k8s requires --image, a container image with automodel",
+                code="missing_key",
+                keys=("--image",),
+                fix="--image registry/automodel:latest",
+            )
         if self.rdma is not None:
             self._rdma()
         claim, path = self._volume()
@@ -88,14 +93,24 @@ class CloudJob:
         resources: dict[str, Any] = {"job_recovery": {"max_restarts_on_errors": self.max_requeues}}
         if self.gpus_per_node:
             if self.gpu_type is None:
-                raise ConfigError("--to skypilot asks for GPUs by their name", fix="--gpu-type H100")
+                raise ConfigError(
+                    "--to skypilot requires --gpu-type, because SkyPilot requests GPUs by name",
+                    code="missing_key",
+                    keys=("--gpu-type",),
+                    fix="--gpu-type H100",
+                )
             resources["accelerators"] = f"{self.gpu_type}:{self.gpus_per_node}"
         if (cpus := self._cpus()) is not None:
             resources["cpus"] = f"{cpus}+"
         if self.image is not None:
             resources["image_id"] = f"docker:{self.image}"
         if self.rdma is not None:
-            raise ConfigError("--rdma is for --to k8s; SkyPilot has no such thing", fix="remove --rdma")
+            raise ConfigError(
+                "--rdma is not supported with --to skypilot, which has no such resource",
+                code="unsupported_combination",
+                keys=("--rdma", "--to"),
+                fix="remove --rdma",
+            )
         config = f'"$HOME/{self._file()}"'
         end = self._end_of_text()
         here = f"cat > {config} <<'{end}'\n{self.config.rstrip()}\n{end}\ncd {shlex.quote(path)}\n"
@@ -192,7 +207,12 @@ class CloudJob:
         for given in self.env:
             name, equals, value = given.partition("=")
             if not equals or not _NAME.fullmatch(name):
-                raise ConfigError(f"--env {given}: NAME=VALUE is expected", fix="--env NCCL_DEBUG=INFO")
+                raise ConfigError(
+                    f"--env {given} must have the form NAME=VALUE",
+                    code="invalid_value",
+                    keys=("--env",),
+                    fix="--env NCCL_DEBUG=INFO",
+                )
             found[name] = value
         return found
 
@@ -209,8 +229,10 @@ class CloudJob:
             secret, colon, key = where.partition(":")
             if not _NAME.fullmatch(name) or (equals and not (secret and colon and key)):
                 raise ConfigError(
-                    f"--secret {name or given}: NAME or NAME=SECRET:KEY is expected; a value does not belong into "
-                    "the file",
+                    f"--secret {name or given} must have the form NAME or NAME=SECRET:KEY; the file must not contain "
+                    "the secret itself",
+                    code="invalid_value",
+                    keys=("--secret",),
                     fix="--secret HF_TOKEN=hub:token",
                 )
             found.append((name, secret or name.lower().replace("_", "-"), key or name))
@@ -222,7 +244,9 @@ class CloudJob:
         name, _, number = self.rdma.partition("=")
         if "/" not in name or not number.isdecimal() or not int(number):
             raise ConfigError(
-                f"--rdma {self.rdma}: RESOURCE=N is expected, as the cluster's device plugin calls it",
+                f"--rdma {self.rdma} must have the form RESOURCE=N, with the resource name of the device plugin",
+                code="invalid_value",
+                keys=("--rdma",),
                 fix="--rdma rdma/ib=8",
             )
         return {name: int(number)}
@@ -230,9 +254,12 @@ class CloudJob:
     def _volume(self) -> tuple[str, str]:
         name, _, path = (self.volume or "").partition(":")
         if not name or not path.startswith("/"):
+            given = "--volume is required and" if self.volume is None else f"--volume {self.volume}"
             raise ConfigError(
-                f"--volume {self.volume or '(none)'}: NAME:/PATH is expected, storage that all nodes see and that "
-                "stays (a bucket that is mounted cannot rename, as checkpoints are)",
+                f"{given} must have the form NAME:/PATH: persistent storage that all nodes share and that can rename "
+                "files (a mounted bucket cannot)",
+                code="missing_key" if self.volume is None else "invalid_value",
+                keys=("--volume",),
                 fix="--volume my-claim:/work",
             )
         return name, str(PurePosixPath(path))

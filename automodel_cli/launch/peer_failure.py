@@ -1,4 +1,4 @@
-"""When another rank is gone: one sentence that says so, instead of the library's."""
+"""Errors of collectives whose peer rank ended or hangs, as one readable RunError."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _SECONDS = 2.0
 
 
 def peer_failure_error(error: BaseException) -> RunError | None:
-    """What to tell the user when a collective failed because a rank it needs is gone or stuck; None for other errors.
+    """Return the RunError for a collective that failed because a peer ended or hangs. None for other errors.
 
-    Every surviving rank has this error, or one that it caused (a checkpoint that cannot be written); the rank that
-    ended first has the reason.
+    Every surviving rank raises this error or one that follows from it, such as a checkpoint that cannot be written.
+    The log of the rank that ended first contains the cause.
     """
     error = error.__cause__ or error
     text = str(error)
     if not (type(error).__name__ in _CLASSES or (isinstance(error, RuntimeError) and _GLOO in text)):
         return None
     if not _WORDS.search(text):
-        return None  # a wrong call or a broken driver: its traceback says more
+        return None  # a wrong call or a broken driver: its traceback is more useful
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return RunError(
-        f"rank {rank} of {size} on {_host()} has lost another rank, which ended or hangs: {_reason(text)}",
-        fix="find the rank that ended first in logs/rank-N.log of the run; then automodel resume RUN goes on from the "
-        "newest checkpoint",
+        f"rank {rank} of {size} on {_host()} lost another rank, which ended or hangs: {_reason(text)}",
+        code="rank_failure",
+        fix="find the rank that failed first in logs/rank-N.log of the run, then resume from the newest checkpoint: "
+        "automodel resume RUN",
     )
 
 
 def delay_exit_after_peer_failure() -> None:
-    """A survivor waits a moment before it ends: its launcher shall notice the rank with the cause first."""
+    """Wait briefly, so that the launcher detects the rank with the original error first."""
     time.sleep(_SECONDS)
 
 
@@ -46,6 +47,6 @@ def _host() -> str:
 
 
 def _reason(text: str) -> str:
-    """gloo's first sentence without the place in its source; the first line of the others."""
+    """Return the first sentence of a gloo error without its source location, or the first line of another error."""
     found = re.search(r"\.cc:\d+\] (.+?)(?:\. This is|$)", text, flags=re.M)
     return found[1] if found else text.strip().partition("\n")[0]

@@ -34,7 +34,10 @@ def detect(environ: MutableMapping[str, str] | None = None) -> ProcessContext:
         rank = int(env["RANK"])
         if "LOCAL_RANK" not in env:
             raise ConfigError(
-                f"RANK={rank} is set but LOCAL_RANK is not", fix="start with torchrun, or unset RANK WORLD_SIZE"
+                f"RANK={rank} is set, but LOCAL_RANK is not",
+                code="invalid_environment",
+                keys=("LOCAL_RANK",),
+                fix="start with torchrun, or unset RANK WORLD_SIZE",
             )
         return ProcessContext("torchrun", rank, int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]))
     num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))

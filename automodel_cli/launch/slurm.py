@@ -147,13 +147,20 @@ class Job:
             _check_time(self.time, self.notice)
         for option in self.options:
             if not option.startswith("-"):
-                raise ConfigError(f"--sbatch {option}: a whole option is expected", fix=f"--sbatch=--{option}")
+                raise ConfigError(
+                    f"--sbatch {option} must be a complete option that begins with -",
+                    code="invalid_value",
+                    keys=("--sbatch",),
+                    fix=f"--sbatch=--{option}",
+                )
         for name, value in self._texts():
             found = next((character for character in value if unicodedata.category(character) in _NOT_IN_A_LINE), None)
             if found is not None and not (found == "\t" and name == "--setup"):
                 raise ConfigError(
-                    f"{name} {value!r} holds the control character {found!r}: a line of the batch script "
-                    "could end there and a command begin",
+                    f"{name} {value!r} must not contain the control character {found!r}, which could end a line of "
+                    "the batch script and start a command",
+                    code="invalid_value",
+                    keys=(name,) if name.startswith("-") else (),
                     fix=f"{name} without {found!r}",
                 )
 
@@ -310,13 +317,18 @@ def _check_time(limit: str, notice: int) -> None:
     """Raise ConfigError for a limit that Slurm does not know, or that the notice leaves no time of."""
     if not _TIME.fullmatch(limit):
         raise ConfigError(
-            f"--time {limit} is no time limit of Slurm: minutes, H:MM:SS or D-HH:MM:SS", fix="--time 24:00:00"
+            f"--time {limit} must have the form minutes, H:MM:SS or D-HH:MM:SS",
+            code="invalid_value",
+            keys=("--time",),
+            fix="--time 24:00:00",
         )
     seconds = _seconds(limit)
     if seconds and notice + _SIGNAL_SECONDS >= seconds:
         raise ConfigError(
-            f"--notice {notice} with --time {limit}: the ranks are told to save {notice} s before the limit of "
-            f"{seconds} s, and Slurm may tell them up to {_SIGNAL_SECONDS} s earlier: each attempt would end at once",
+            f"--notice {notice} is too long for --time {limit}: ranks save {notice} s before the limit of {seconds} s, "
+            f"and Slurm may signal up to {_SIGNAL_SECONDS} s earlier, so every attempt would end at once",
+            code="out_of_range",
+            keys=("--notice", "--time"),
             fix=f"--notice {seconds // 4}" if seconds > 2 * _SIGNAL_SECONDS else "--time 1:00:00",
         )
 
@@ -370,8 +382,9 @@ def find_sbatch() -> str:
     path = shutil.which("sbatch")
     if path is None:
         raise ConfigError(
-            "sbatch is not on PATH: this host does not submit to Slurm",
-            fix="add --dry-run, copy the script to a login node of the cluster and run sbatch there",
+            "sbatch is not on PATH, so this host cannot submit Slurm jobs",
+            code="submission_failed",
+            fix="write the script with --dry-run, copy it to a login node and run sbatch there",
         )
     return path
 
@@ -380,7 +393,7 @@ def send(sbatch: str, script: Path) -> str:
     """Hand the script in; returns the job's id. Raises RunError with Slurm's own words."""
     answer = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True)
     if answer.returncode:
-        raise RunError(f"Slurm refused the job: {_words(answer.stderr)}")
+        raise RunError(f"Slurm rejected the job: {_words(answer.stderr)}", code="submission_failed")
     return answer.stdout.strip().partition(";")[0]
 
 

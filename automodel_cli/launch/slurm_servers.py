@@ -72,14 +72,16 @@ class RolloutNodes:
         keys = ("rollout.engine.servers.num_servers", "rollout.engine.servers.gpus_per_server")
         if number % self.nodes:
             raise ConfigError(
-                f"rollout.engine.servers.num_servers={number} servers cannot be shared by --rollout-nodes {self.nodes}",
-                keys=keys[:1],
+                f"rollout.engine.servers.num_servers={number} is not divisible by --rollout-nodes {self.nodes}",
+                code="not_divisible",
+                keys=(*keys[:1], "--rollout-nodes"),
                 fix=f"rollout.engine.servers.num_servers={self.nodes}",
             )
         if self.on_each * gpus != self.gpus_per_node:
             raise ConfigError(
-                f"{self.on_each} server(s) of rollout.engine.servers.gpus_per_server={gpus} on a node are not its "
-                f"{self.gpus_per_node} GPUs",
+                f"{self.on_each} server(s) per node with rollout.engine.servers.gpus_per_server={gpus} use "
+                f"{self.on_each * gpus} GPUs, but a node has {self.gpus_per_node}",
+                code="mesh_size",
                 keys=keys,
                 fix=f"rollout.engine.servers.num_servers={self.nodes} "
                 f"rollout.engine.servers.gpus_per_server={self.gpus_per_node}",

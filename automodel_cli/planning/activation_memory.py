@@ -102,7 +102,8 @@ def trace_activations(
             hidden_BTD = model.base_model(input_ids=ids_BT, attention_mask=mask, use_cache=False)[0]
     except (RuntimeError, NotImplementedError) as error:  # control flow that depends on values
         raise ConfigError(
-            f"activations of {type(part.model).__name__} cannot be counted without running it: {error}",
+            f"the activation memory of {type(part.model).__name__} cannot be traced: {error}",
+            code="not_measured",
             keys=("model.attn_implementation",),
         ) from error
     depths = 0 if part.depth_names is None else len(part.depth_names.depths)

@@ -38,16 +38,23 @@ def base_model_fingerprint(config: ModelConfig) -> dict[str, str] | None:
 def check_base_model_unchanged(
     recipe: Recipe, mine: Mapping[str, str] | None, theirs: Mapping[str, str] | None
 ) -> str | None:
-    """What to tell where a checkpoint is of a run that was begun from other weights than this start names. Raises
-    RunError where they would be read: adapters belong to their base, and a reference is what training began with.
+    """Return a warning if the run of a checkpoint started from other weights than the config names now.
+
+    Raises RunError if the loaded weights matter: adapters belong to their base model, and the reference model is the
+    model that training started from.
     """
     if mine is None or theirs is None or mine["fingerprint"] == theirs["fingerprint"]:
         return None
-    told = f"the run was begun from {theirs['named']}, and the weights of {mine['named']} are others"
+    told = f"the run started from {theirs['named']}, but {mine['named']} has other weights"
     if not recipe.reads_loaded_weights:
-        return f"{told}: training goes on from the checkpoint's, and reads none of these"
-    what = "its adapters belong to that model" if recipe.model.lora is not None else "its reference is that model"
-    raise RunError(f"{told}; {what}", keys=("model.pretrained", "model.gguf_file"), fix=theirs["named"])
+        return f"{told}; training resumes from the weights of the checkpoint"
+    what = "its adapters belong" if recipe.model.lora is not None else "its reference model belongs"
+    raise RunError(
+        f"{told}; {what} to the original weights",
+        code="checkpoint_mismatch",
+        keys=("model.pretrained", "model.gguf_file"),
+        fix=theirs["named"],
+    )
 
 
 def _fingerprint(files: list[Path]) -> str:

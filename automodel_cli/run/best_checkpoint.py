@@ -22,7 +22,8 @@ def count_validation(early_stop: EarlyStop, step: int, metrics: Mapping[str, flo
     if goal.metric not in metrics and (goal != Goal() or patience is not None):
         near = difflib.get_close_matches(goal.metric, metrics, 1, 0.0)
         raise RunError(
-            f"validation.metric={goal.metric} is not measured: a validation has {', '.join(metrics)}",
+            f"validation.metric={goal.metric} is not measured; it must be one of: {', '.join(metrics)}",
+            code="unknown_name",
             keys=("validation.metric",),
             fix=f"validation.metric={near[0] if near else LOSS}",
         )

@@ -19,7 +19,7 @@ def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool =
     folder = CheckpointDir(run_dir / "checkpoints")
     whole, best = folder.whole(), folder.best()
     if not whole:
-        raise RunError(f"{run_dir} has no checkpoint", fix=f"automodel resume {word(run_dir)}")
+        raise RunError(f"{run_dir} has no checkpoint", code="no_checkpoint", fix=f"automodel resume {word(run_dir)}")
     if choice is None:
         return best if prefers_best and best is not None else whole[-1]
     if choice == LAST:
@@ -27,7 +27,8 @@ def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool =
     if choice == BEST:
         if best is None:
             raise RunError(
-                f"{run_dir} has no best checkpoint: none was written at a validation",
+                f"{run_dir} has no best checkpoint, because no checkpoint was saved at a validated step",
+                code="no_checkpoint",
                 keys=("validation.every", "checkpoint.every"),
                 fix="--checkpoint last",
             )
@@ -39,6 +40,8 @@ def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool =
     known = sorted(step for step in steps if step is not None)
     near = min(known, key=lambda step: abs(step - wanted)) if wanted is not None else LAST
     raise RunError(
-        f"{run_dir} has no checkpoint {choice!r}: it has those of the steps {', '.join(map(str, known))}",
+        f"{run_dir} has no checkpoint {choice!r}; the step must be one of: {', '.join(map(str, known))}",
+        code="no_checkpoint",
+        keys=("--checkpoint",),
         fix=f"--checkpoint {near}",
     )

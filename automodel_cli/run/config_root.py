@@ -51,10 +51,11 @@ class ConfigRoot(ABC):
         if taken and taken >= num_gpus:
             assert servers is not None
             raise ConfigError(
-                f"{servers.number} generation server(s) of {servers.gpus} GPU(s) each leave none of {num_gpus} "
-                "to train on",
+                f"{servers.number} generation server(s) with {servers.gpus} GPU(s) each leave none of the {num_gpus} "
+                "GPUs for training",
+                code="mesh_size",
                 keys=("rollout.engine.servers.num_servers", "rollout.engine.servers.gpus_per_server"),
-                fix=f"{taken + 1} GPUs or more, or rollout.placement=colocated",
+                fix=f"start at least {taken + 1} GPUs, or rollout.placement=colocated",
             )
         return num_gpus - taken
 

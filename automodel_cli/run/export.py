@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,7 +88,8 @@ def export_and_verify(
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RunError(
-            f"the export {folder} could not be written: {reason}; {_what_is_left(checkpoint)}",
+            f"the export {folder} could not be written: {reason}; {_checkpoint_note(checkpoint)}",
+            code="disk_full" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else "unwritable_file",
             keys=("output_dir",),
             fix=f"automodel export {word(folder.parent)} --out another-disk/export" if checkpoint else None,
         ) from error
@@ -100,9 +102,10 @@ def export_and_verify(
             discard_staged(folder)
     if checked.problem is not None:
         raise RunError(
-            f"the export does not compute what was trained: {checked.problem}. It is kept in {_unverified(folder)}, "
-            f"marked by {MARK}; {_what_is_left(checkpoint)}",
-            fix="compare it with your own evaluation, and report this with the config.yaml and report.html of the run",
+            f"the exported model differs from the trained model: {checked.problem}. The export is kept in "
+            f"{_unverified(folder)} with the file {MARK}; {_checkpoint_note(checkpoint)}",
+            code="export_mismatch",
+            fix="evaluate the export yourself, and report this with config.yaml and report.html of the run",
         )
     return _in_words(recipe, checked)
 
@@ -111,8 +114,8 @@ def _unverified(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-unverified")
 
 
-def _what_is_left(checkpoint: Path | None) -> str:
-    return "there is no checkpoint" if checkpoint is None else f"the checkpoint is whole: {checkpoint}"
+def _checkpoint_note(checkpoint: Path | None) -> str:
+    return "there is no checkpoint" if checkpoint is None else f"the checkpoint is complete: {checkpoint}"
 
 
 def _title(folder: Path) -> str:

@@ -157,7 +157,7 @@ def row_layout(recipe: Recipe) -> Rows:
     return "whole" if recipe.train.microbatch_size == 1 and recipe.data.padding == "longest" else "padded"
 
 
-_ONE_GRAPH = "enable_compile=true with activation_checkpointing=selective is one graph for each layer, and "
+_ONE_GRAPH = "enable_compile=true with activation_checkpointing=selective compiles each layer into one graph"
 _ONE_GRAPH_KEYS = ("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attn_implementation")
 
 
@@ -175,7 +175,8 @@ def _check_one_graph(recipe: Recipe, device: torch.device, part: ModelPart) -> N
     dtype = recipe.parallelizer.compute_dtype() or next(part.parameters()).dtype
     if reason := kernel_selection.why_no_flash_on_cuda(part.model, dtype):
         raise ConfigError(
-            f"{_ONE_GRAPH}no flash kernel takes {reason}, so that attention is a graph of its own (FlexAttention)",
+            f"{_ONE_GRAPH}, but no flash kernel supports {reason}, and FlexAttention compiles as a separate graph",
+            code="kernel_unavailable",
             keys=_ONE_GRAPH_KEYS,
             fix="parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=fused_ops",
         )
@@ -188,13 +189,15 @@ def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
     keys = _ONE_GRAPH_KEYS
     if recipe.model.attention_kernel == "flex":
         raise ConfigError(
-            f"{_ONE_GRAPH}attention_kernel=flex is a graph of its own",
+            f"{_ONE_GRAPH}, but attention_kernel=flex compiles as a separate graph",
+            code="unsupported_combination",
             keys=keys,
             fix="parallelizer.activation_checkpointing=full, or model.attention_kernel=auto",
         )
     if mesh.device.type == "cpu":
         raise ConfigError(
-            "enable_compile=true with activation_checkpointing=selective cannot run packed attention on the CPU",
+            "enable_compile=true with activation_checkpointing=selective does not support packed attention on the CPU",
+            code="hardware_required",
             keys=keys,
             fix="parallelizer.activation_checkpointing=full, or model.attn_implementation=sdpa",
         )

@@ -123,13 +123,17 @@ class Recipe(ConfigRoot):
         pp_size = self.mesh.pp_size or 1
         if pp_size > 1 and self.pipeline is None:
             raise ConfigError(
-                f"mesh.pp_size={pp_size} cuts the model into stages, but no pipeline says how they run",
+                f"mesh.pp_size={pp_size} requires a pipeline schedule, but pipeline is not set",
+                code="requires_setting",
                 keys=("mesh.pp_size",),
                 fix="pipeline=1f1b",
             )
         if pp_size == 1 and self.pipeline is not None:
             raise ConfigError(
-                "pipeline is set, but mesh.pp_size=1", keys=("pipeline",), fix="pipeline=null, or mesh.pp_size=2"
+                "pipeline has no effect, because mesh.pp_size=1",
+                code="no_effect",
+                keys=("pipeline",),
+                fix="pipeline=null, or mesh.pp_size=2",
             )
         if self.mesh.dp_size is not None:
             self._check_batch(self.mesh.dp_size)

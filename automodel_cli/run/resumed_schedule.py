@@ -40,8 +40,9 @@ def plan_schedules(recipe: Recipe, num_steps: int, checkpoint: Path | None) -> t
     if how is None and done >= before.num_steps:
         choices = "; ".join(f"{name}: {meaning}" for name, meaning in _MEANINGS.items())
         raise RunError(
-            f"the learning-rate schedule ended with step {before.num_steps}, and the run goes on to step {num_steps}. "
-            f"Choose how: {choices}",
+            f"train.extend_schedule must be set, because the learning-rate schedule ended at step {before.num_steps} "
+            f"and the run resumes to step {num_steps}. {choices}",
+            code="missing_key",
             keys=("train.extend_schedule", "train.max_steps"),
             fix="train.extend_schedule=restart, or train.extend_schedule=continue, or train.extend_schedule=stretch",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import re
 import shutil
@@ -62,7 +63,7 @@ def recreate_run_directory(folder: Path, source: Composed) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, source)
     except OSError as error:
-        raise _unwritable(folder, "was removed while the run went on, and cannot be made again", error) from error
+        raise _unwritable(folder, "was removed during the run and cannot be created again", error) from error
     return True
 
 
@@ -147,12 +148,13 @@ def new_run_folder(output_dir: Path, name: str, *, make: bool = True, taken: Seq
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise _unwritable(path, "cannot be made", error) from error
+            raise _unwritable(path, "cannot be created", error) from error
 
 
 def _unwritable(folder: Path, what: str, error: OSError) -> RunError:
     return RunError(
         f"the run folder {folder} {what}: {error.strerror}",
+        code="disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable_file",
         keys=("output_dir",),
-        fix="output_dir=a folder that you may write to",
+        fix="output_dir=/a/writable/folder",
     )

@@ -53,12 +53,13 @@ def require_shared(folder: Path, copied_to: str | None = None) -> None:
     if not found:
         return
     path, first = all_gather_values((str(folder.absolute()), host()))[0]
-    copied = f", from where rank 0 copies it to {copied_to}" if copied_to else ""
+    copied = f", and rank 0 uploads it to {copied_to}" if copied_to else ""
     raise ConfigError(
-        f"the run folder {path} on {first} is not the same folder on every host: {'; '.join(found)}. Each "
+        f"the run folder {path} on {first} is not the same folder on every host: {'; '.join(found)}. Every "
         f"rank writes its part of a checkpoint there{copied}",
+        code="not_shared",
         keys=("output_dir",),
-        fix="start the command on all hosts in a folder that they share"
+        fix="start the command on all hosts in a shared folder"
         if copied_to
         else "output_dir=/a/shared/file/system/runs",
     )

@@ -31,9 +31,10 @@ def hold(folder: Path) -> Callable[[], None]:
         holder = file.read().strip() or "another process"
         file.close()
         raise RunError(
-            f"{folder} is in use: {holder} trains in it",
+            f"{folder} is in use: {holder} is training in it",
+            code="run_locked",
             keys=("checkpoint.resume",),
-            fix="wait for it or end it; a run of its own beside it: run_name=another-name checkpoint.resume=null",
+            fix="wait for that run or stop it, or start a separate run: run_name=another-name checkpoint.resume=null",
         ) from None
     except OSError:  # no locks here
         return file.close

@@ -22,7 +22,9 @@ def staged(run: RunEntry, export: Path, *, licence: str | None, base_model: str 
     """A folder with what is uploaded: the export (as links), the card, the curve and the config. Raises RunError where
     the run has no export."""
     if not (export / "README.md").is_file():
-        raise RunError(f"{run.folder} has no export to push", fix=f"automodel export {word(run.folder)}")
+        raise RunError(
+            f"{run.folder} has no export to push", code="no_export", fix=f"automodel export {word(run.folder)}"
+        )
     with tempfile.TemporaryDirectory(prefix="automodel-push-") as name:
         folder = Path(name)
         for path in sorted(export.rglob("*")):
@@ -49,11 +51,22 @@ def upload(folder: Path, repository: str, *, private: bool) -> str:
         created = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Upload model")
     except OfflineModeIsEnabled as error:
-        raise RunError(f"{repository}: HF_HUB_OFFLINE is set", fix="unset HF_HUB_OFFLINE, or --dry-run") from error
+        raise RunError(
+            f"{repository} cannot be pushed, because HF_HUB_OFFLINE is set",
+            code="invalid_environment",
+            keys=("HF_HUB_OFFLINE",),
+            fix="unset HF_HUB_OFFLINE, or --dry-run",
+        ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "?"
         fix = "hf auth login" if status in (401, 403) else None
-        raise RunError(f"{repository}: the hub refused it ({status}): {str(error).splitlines()[0]}", fix=fix) from error
+        raise RunError(
+            f"the hub rejected {repository} (status {status}): {str(error).splitlines()[0]}",
+            code="server_rejected",
+            fix=fix,
+        ) from error
     except (ValueError, OSError) as error:
-        raise RunError(f"{repository} could not be pushed: {str(error).splitlines()[0]}") from error
+        raise RunError(
+            f"{repository} could not be pushed: {str(error).splitlines()[0]}", code="server_unreachable"
+        ) from error
     return str(created)

@@ -54,7 +54,8 @@ def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tup
     path = folder / "rollouts.jsonl"
     if not path.is_file():
         raise ConfigError(
-            f"{folder} has no rollouts.jsonl: only runs that learn from their own samples write one",
+            f"{folder} has no rollouts.jsonl, which only GRPO and PPO runs write",
+            code="wrong_recipe",
             fix=f"automodel runs show {word(folder)}",
         )
     total, numbered = 0, enumerate(row for row in _rows(path) if wanted.has(row))

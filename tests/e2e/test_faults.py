@@ -120,7 +120,7 @@ def test_a_disk_that_is_too_small_for_the_export(tmp_path: Path, mount: Mount) -
     disk = mount("size=100k")
     said = launch(_export_to, 1, tmp_path, disk, process_group=False)
     assert f"the export {disk / 'export'} could not be written: " in said and "No space left on device" in said
-    assert "the checkpoint is whole" in said and not list(disk.iterdir()), "half an export is removed"
+    assert "the checkpoint is complete" in said and not list(disk.iterdir()), "half an export is removed"
     assert (tmp_path / "runs/config/checkpoints/step-000001").is_dir()
 
 
@@ -167,9 +167,9 @@ def test_a_read_only_run_folder(tmp_path: Path, mount: Mount) -> None:
     disk = mount("size=80m")
     assert launch(_train, 1, tmp_path, f"output_dir={disk}", process_group=False) is None
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    for overrides, what in ((("checkpoint.resume=auto",), "written"), ((), "made")):
+    for overrides, what in ((("checkpoint.resume=auto",), "written"), ((), "created")):
         said = launch(_train, 1, tmp_path, f"output_dir={disk}", *overrides, process_group=False)
-        assert f"cannot be {what}: Read-only file system" in said and "output_dir=a folder" in said
+        assert f"cannot be {what}: Read-only file system" in said and "output_dir=/a/writable/folder" in said
     assert len(metrics(disk / "config")) == 5
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import automodel, curve, environment, metrics, write_config
+from tests.errors import assert_error
 
 _RUN = ("finetune", "llm", "-c", "tiny.yaml", "train.max_steps=8", "logging.report=false")
 _SECONDS = 500
@@ -67,7 +68,7 @@ def test_a_killed_worker_is_named_and_costs_the_steps_since_the_last_checkpoint(
         os.kill(_worker_of_rank(nodes, 1), signal.SIGKILL)
         output = "".join(node.communicate(timeout=_SECONDS)[0] for node in nodes)
     assert all(node.returncode != 0 for node in nodes), output
-    assert "rank 0 of 2 on" in output and "has lost another rank, which ended or hangs" in output
+    assert_error(output, "rank_failure", values=("rank 0 of 2",))
     saved = max(_saved_steps(run))
     resumed = automodel(tmp_path, "resume", "runs/lost", "mesh.dp_size=2", f"train.max_steps={saved + 2}")
     assert resumed.returncode == 0 and f"from step {saved}" in resumed.stdout, resumed.stdout + resumed.stderr

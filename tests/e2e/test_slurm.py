@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests import slurm_cluster
 from tests.e2e.command import automodel, curve, metrics, write_config
+from tests.errors import assert_error
 from tests.unit.rollout.engines.servers.test_http_engine_servers import free_port
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(slurm_cluster.missing()), reason=str(slurm_cluster.missing()))]
@@ -162,7 +163,8 @@ def test_a_lost_rank_and_a_cancelled_job_cost_no_more_than_they_must(folder: Pat
 
 def test_what_slurm_refuses_leaves_nothing_behind(folder: Path) -> None:
     done = automodel(folder, "submit", "-c", "tiny.yaml", *_SIZE, "--partition", "nowhere", "run_name=refused")
-    assert done.returncode == 1 and "Slurm refused the job: " in done.stderr and "partition" in done.stderr
+    assert done.returncode == 1
+    assert_error(done.stderr, "submission_failed", values=("partition",))
     assert not (folder / "runs" / "refused").exists()
 
 

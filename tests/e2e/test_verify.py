@@ -63,7 +63,7 @@ def test_a_config_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert_error(done.stderr, "model_not_found", "model.pretrained", values=("no/such-model",))
     assert "model.pretrained (command line)" in done.stderr
-    assert "config.json is enough here" in done.stderr
+    assert "verify needs only a folder with config.json" in done.stderr
 
 
 def test_a_folder_with_nothing_but_a_config_is_enough(tmp_path: Path) -> None:

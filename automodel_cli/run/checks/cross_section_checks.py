@@ -1,4 +1,4 @@
-"""Rules between sections that no section can check alone. No torch here: `automodel check` asks them too."""
+"""Validation rules that involve several config sections. Torch-free, because `automodel check` runs them."""
 
 from __future__ import annotations
 
@@ -20,81 +20,92 @@ from automodel_cli.training.optimizers.nodes import OptimizerNode, refuse_float1
 
 
 def check_run_name(name: str | None) -> None:
-    """A run's name is the name of its folder: one component of a path, of characters that a terminal shows."""
+    """Raise ConfigError if `name` is not a single path component of printable characters."""
     if name is None or re.fullmatch(r"[\w][\w .,+=@:~%()'\[\]-]{0,199}", name):
         return
     word = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100]
     raise ConfigError(
-        f"run_name={name!r} must be one component of a path: up to 200 letters, digits, blanks and .,+=@:~%()'[]-_, "
-        "a letter, digit or _ first",
+        f"run_name={name!r} is not a valid folder name: it must begin with a letter, digit or _ and have at most 200 "
+        "letters, digits, spaces and characters of .,+=@:~%()'[]-_",
+        code="invalid_value",
         keys=("run_name",),
         fix=f"run_name={word or 'my_run'}",
     )
 
 
 def check_output_dir(folder: str) -> None:
-    """A URL needs the package that writes to it. Whether it may be written to is tried when a run begins."""
+    """Raise ConfigError if `folder` is a URL and its package is missing. Write access is tested when a run starts."""
     if is_url(folder):
         check_url(folder)
 
 
 def check_validation(validation: ValidationConfig, data: DataConfig, kind: str = "sft") -> None:
-    """When to validate is said in vain where there is nothing to validate on. A task brings rows of its own."""
+    """Raise ConfigError if validation settings are set without validation data. Tasks bring their own questions."""
     has_rows = data.generator is not None or data.validation_size or data.validation_path or data.validation_split
-    times = () if validation.tasks else ("every", "at_start")  # tasks have questions of their own
-    asked = [name for name in (*times, "num_batches") if getattr(validation, name)]
-    if asked and not has_rows:
+    times = () if validation.tasks else ("every", "at_start")  # tasks bring their own questions
+    enabled = [name for name in (*times, "num_batches") if getattr(validation, name)]
+    if enabled and not has_rows:
+        key, value = f"validation.{enabled[0]}", format_value(getattr(validation, enabled[0]))
         raise ConfigError(
-            f"validation.{asked[0]}={format_value(getattr(validation, asked[0]))} does nothing: no rows are held out",
-            keys=(f"validation.{asked[0]}",),
+            f"{key}={value} requires validation rows, but no rows are held out",
+            code="requires_setting",
+            keys=(key,),
             fix="data.validation_size=0.02",
         )
     if validation.patience is None or validation.metric != LOSS:
         return
     if kind == "grpo":
         raise ConfigError(
-            "validation.patience waits for val_loss, which a run that learns from its samples does not measure",
+            f"validation.patience={validation.patience} is not supported with validation.metric={LOSS}, because "
+            "recipes that train on their own samples do not measure it",
+            code="unsupported_combination",
             keys=("validation.patience", "validation.metric"),
             fix="validation.metric=val_reward validation.direction=max",
         )
     if not has_rows:
         raise ConfigError(
-            "validation.patience waits for val_loss, but no rows are held out",
+            f"validation.patience={validation.patience} requires {LOSS}, but no rows are held out",
+            code="requires_setting",
             keys=("validation.patience", "validation.metric"),
             fix="data.validation_size=0.02",
         )
 
 
 def check_profile(profile: ProfileConfig | None, num_ranks: int) -> None:
-    """Every rank that shall record is one of the run's."""
+    """Raise ConfigError if `logging.profile.ranks` names a rank that the run does not have."""
     if profile is None:
         return
     ranks = [str(rank) for rank in range(num_ranks)]
-    listed = NameList("logging.profile.ranks", [str(rank) for rank in profile.ranks], "is no rank of this run", "[0]")
+    listed = NameList(
+        "logging.profile.ranks", [str(rank) for rank in profile.ranks], "is not a rank of this run", "[0]"
+    )
     check_entries(listed, lambda rank: rank in ranks, ranks)
 
 
 def check_packed_probe(parallelizer: Strategy, model: ModelConfig, data: DataConfig) -> None:
-    """Switching off the library's search for packed rows needs rows that are none, and attention that searches."""
+    """Raise ConfigError if `patch_is_packed_sequence` is set with packed rows or with packed attention."""
     if not parallelizer.assumes_unpacked:
         return
     if data.packing != "none":
         raise ConfigError(
-            f"patch_is_packed_sequence=true takes every row for one document, but data.packing={data.packing}",
+            f"patch_is_packed_sequence=true is not supported with data.packing={data.packing}, because it treats every "
+            "row as one document",
+            code="unsupported_combination",
             keys=("parallelizer.patch_is_packed_sequence", "data.packing"),
             fix="parallelizer.patch_is_packed_sequence=false",
         )
     if model.attn_implementation == "packed":
         raise ConfigError(
-            "patch_is_packed_sequence=true does nothing with model.attn_implementation=packed, which is told "
-            "where documents end",
+            "patch_is_packed_sequence=true has no effect with model.attn_implementation=packed, which receives the "
+            "document boundaries",
+            code="no_effect",
             keys=("parallelizer.patch_is_packed_sequence", "model.attn_implementation"),
             fix="parallelizer.patch_is_packed_sequence=false",
         )
 
 
 def check_transformer_engine(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig) -> None:
-    """What Transformer Engine's layers cannot be combined with here."""
+    """Raise ConfigError for settings that Transformer Engine layers do not support."""
     engine = model.transformer_engine
     if engine is None:
         return
@@ -102,113 +113,130 @@ def check_transformer_engine(parallelizer: Strategy, model: ModelConfig, mesh: M
     for name in ("linear", "norm"):
         if getattr(engine, name) and tp_size > 1:
             raise ConfigError(
-                f"transformer_engine.{name}=true holds whole layers, but mesh.tp_size={tp_size} cuts torch's",
+                f"transformer_engine.{name}=true is not supported with mesh.tp_size={tp_size}, because tensor "
+                "parallelism shards torch layers only",
+                code="unsupported_combination",
                 keys=(f"model.transformer_engine.{name}", "mesh.tp_size"),
                 fix=f"model.transformer_engine.{name}=false, or mesh.tp_size=1",
             )
     if engine.attention and cp_size > 1:
         raise ConfigError(
-            f"transformer_engine.attention=true sees whole rows, but mesh.cp_size={cp_size} shares them over ranks",
+            f"transformer_engine.attention=true is not supported with mesh.cp_size={cp_size}, because it needs "
+            "unsharded sequences",
+            code="unsupported_combination",
             keys=("model.transformer_engine.attention", "mesh.cp_size"),
             fix="model.transformer_engine.attention=false, or mesh.cp_size=1",
         )
     if parallelizer.enable_compile is True:
         raise ConfigError(
-            "enable_compile=true cannot look into Transformer Engine's layers",
+            "enable_compile=true is not supported with model.transformer_engine, whose layers do not compile",
+            code="unsupported_combination",
             keys=("parallelizer.enable_compile", "model.transformer_engine"),
             fix="parallelizer.enable_compile=false",
         )
 
 
 def check_fp8(parallelizer: Strategy, model: ModelConfig) -> None:
-    """What products of 8-bit floats cannot be combined with."""
+    """Raise ConfigError for settings that 8-bit GEMMs do not support."""
     if model.fp8 is None:
         return
     if "fp8" not in parallelizer.supports:
         raise ConfigError(
-            f"model.fp8: casts of weights at every use are not measured under {parallelizer.name}",
+            f"model.fp8 is not supported with parallelizer={parallelizer.name}, because its casts of weights are "
+            "untested there",
+            code="unsupported_combination",
             keys=("model.fp8", "parallelizer"),
             fix="parallelizer=fsdp2",
         )
     if parallelizer.enable_compile is True:
         raise ConfigError(
-            "model.fp8: enable_compile=true is not tested with 8-bit products; as glue the casts compile",
+            "enable_compile=true is not supported with model.fp8, because whole-layer compilation is untested with "
+            "8-bit GEMMs; enable_compile=auto compiles the casts",
+            code="unsupported_combination",
             keys=("parallelizer.enable_compile", "model.fp8"),
             fix="parallelizer.enable_compile=auto",
         )
     if model.fp8.experts and parallelizer.axis_options().expert_dispatch == "deepep":
         raise ConfigError(
-            "model.fp8.experts: rows that DeepEP has sorted are multiplied by the library's own code, which has no "
-            "8-bit products",
+            "model.fp8.experts=true is not supported with expert_dispatch=deepep, whose grouped GEMM has no 8-bit "
+            "kernel",
+            code="unsupported_combination",
             keys=("model.fp8.experts", "parallelizer.expert_dispatch"),
             fix="parallelizer.expert_dispatch=all_to_all, or model.fp8.experts=false",
         )
 
 
 def check_float16(model: ModelConfig, optimizer: OptimizerNode) -> None:
-    """Refuse float16 parameters under an optimizer whose moments would be float16 too."""
+    """Raise ConfigError for float16 parameters with an optimizer that would keep its moments in float16."""
     if model.dtype == "float16":
         refuse_float16_moments(optimizer)
 
 
 def check_4bit_base(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig) -> None:
-    """What layers with 4-bit weights cannot be combined with."""
+    """Raise ConfigError for settings that layers with 4-bit weights do not support."""
     if model.lora is None or model.lora.quantization == "none":
         return
     quantization = f"model.lora.quantization={model.lora.quantization}"
     if (mesh.tp_size or 1) > 1:
         raise ConfigError(
-            f"{quantization} packs whole weights, but mesh.tp_size={mesh.tp_size} cuts them",
+            f"{quantization} is not supported with mesh.tp_size={mesh.tp_size}, because 4-bit weights are packed "
+            "unsharded",
+            code="unsupported_combination",
             keys=("model.lora.quantization", "mesh.tp_size"),
             fix="mesh.tp_size=1, or model.lora.quantization=none",
         )
     if "nf4" not in parallelizer.supports:
         raise ConfigError(
-            f"{quantization} keeps weights that are no parameters, which this parallelizer knows nothing of",
+            f"{quantization} is not supported with parallelizer={parallelizer.name}, which handles nn.Parameter only",
+            code="unsupported_combination",
             keys=("model.lora.quantization", "parallelizer"),
             fix="parallelizer=fsdp2",
         )
     if parallelizer.enable_compile is True:
         raise ConfigError(
-            f"{quantization}: enable_compile=true is not tested with 4-bit layers",
+            f"enable_compile=true is not supported with {quantization}, because it is untested with 4-bit layers",
+            code="unsupported_combination",
             keys=("parallelizer.enable_compile", "model.lora.quantization"),
             fix="parallelizer.enable_compile=false",
         )
 
 
 def check_multi_token(parallelizer: Strategy, model: ModelConfig, kind: str) -> None:
-    """What training of layers for multi-token prediction cannot be combined with."""
+    """Raise ConfigError for settings that training of multi-token-prediction layers does not support."""
     if model.mtp is None:
         return
     if kind != "sft":
         raise ConfigError(
-            f"model.mtp trains on the labels further on in a text, which a recipe of kind {kind} does not have: its "
-            "objective weighs whole responses",
+            f"model.mtp is not supported with {kind} recipes, whose loss has no labels for later tokens",
+            code="unsupported_combination",
             keys=("model.mtp",),
             fix="model.mtp=null",
         )
     if "mtp" not in parallelizer.supports:
         raise ConfigError(
-            f"model.mtp: layers for multi-token prediction are not measured under {parallelizer.name}",
+            f"model.mtp is not supported with parallelizer={parallelizer.name}, because multi-token-prediction layers "
+            "are untested there",
+            code="unsupported_combination",
             keys=("model.mtp", "parallelizer"),
             fix="parallelizer=fsdp2",
         )
     if parallelizer.axis_options().sequence_parallel:
         raise ConfigError(
-            "sequence_parallel=true cuts the tokens between the layers, of which model.mtp needs all with the tokens "
-            "after them",
+            "sequence_parallel=true is not supported with model.mtp, which needs unsharded sequences between layers",
+            code="unsupported_combination",
             keys=("parallelizer.sequence_parallel", "model.mtp"),
             fix="parallelizer.sequence_parallel=false",
         )
 
 
 def check_exported(model: ModelConfig) -> None:
-    """A recipe that starts from another one's export says which command makes it. Raises ConfigError."""
+    """Raise ConfigError, with the command that creates it, if `model.pretrained` is a missing export of a recipe."""
     path = Path(model.pretrained or "")
     if path.name != "export" or path.parent.parent.name != "runs" or path.is_dir():
         return
     raise ConfigError(
-        f"model.pretrained={model.pretrained} does not exist: it is what the recipe {path.parent.name} exports",
+        f"model.pretrained={model.pretrained} does not exist; the recipe {path.parent.name} exports it",
+        code="missing_file",
         keys=("model.pretrained",),
         fix=f"automodel finetune llm -c {word(path.parent.name)}   (from the same folder)",
     )

@@ -1,4 +1,4 @@
-"""What `check` and `submit` know of a run from its data files, before a rank is started."""
+"""Checks of the data files that `check` and `submit` make before a rank starts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def data_problems(
     preferences: bool,
     prompts: bool,
 ) -> Iterator[ConfigError]:
-    """Data that no format reads, and a schedule that is longer than the data can make the run."""
-    found = list(head_problems(data, preferences=preferences, prompts=prompts))
-    yield from found
-    if not found and (problem := _schedule_problem(data, train, lr_scheduler, global_batch_size)) is not None:
+    """Yield errors of unreadable data, and of a learning-rate schedule that is longer than the run."""
+    problems = list(head_problems(data, preferences=preferences, prompts=prompts))
+    yield from problems
+    if not problems and (problem := _schedule_problem(data, train, lr_scheduler, global_batch_size)) is not None:
         yield problem
 
 
@@ -47,12 +47,12 @@ def _schedule_problem(
             "lr_scheduler.decay_steps": "lr_scheduler.decay_steps=null",
         }.get(key, error.fix)
         why = f"; the run has at most {num_steps}" if train.max_steps is None else ""
-        return ConfigError(f"{error.message}{why}", keys=(key,), fix=fix)
+        return ConfigError(f"{error.message}{why}", code=error.code, keys=(key,), fix=fix)
     return None
 
 
 def _most_steps(data: DataConfig, train: TrainConfig, global_batch_size: int) -> int | None:
-    """Optimizer steps that the run has at most; None where nothing bounds it."""
+    """Return the largest possible number of optimizer steps, or None if the data does not bound it."""
     try:
         rows = most_rows(data)
     except DataError:

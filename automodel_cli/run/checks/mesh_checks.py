@@ -100,7 +100,7 @@ def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig, mode
             layout = parse_layout(pipeline.layout)
             validate_layout(layout, pp_size, num_layers, _num_depths(model, layout))
         except ConfigError as error:
-            raise ConfigError(error.message, keys=("pipeline.layout", *keys), fix=error.fix) from None
+            raise ConfigError(error.message, code=error.code, keys=("pipeline.layout", *keys), fix=error.fix) from None
         return
     kind = find_schedule(pipeline.schedule).kind
     rounding = pipeline.round_virtual_stages_to_pp_multiple
@@ -108,13 +108,14 @@ def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig, mode
         with as_yaml():
             count, per_rank = stage_count(num_layers, pipeline.layers_per_stage, pp_size, kind, rounding)
     except ConfigError as error:
-        raise ConfigError(error.message, keys=(*error.keys, *keys), fix=error.fix) from None
+        raise ConfigError(error.message, code=error.code, keys=(*error.keys, *keys), fix=error.fix) from None
     if count > num_layers:
         fits = max(1, num_layers // per_rank)
         fix = f"mesh.pp_size={fits}" if fits > 1 else "mesh.pp_size=1 pipeline=null"
         raise ConfigError(
-            f"mesh.pp_size={pp_size} makes {count} stages, but the model has {num_layers} layers "
-            f"({written.place(name)}), and every stage needs one",
+            f"mesh.pp_size={pp_size} needs at least {count} layers, one per stage, but the model has {num_layers} "
+            f"({written.place(name)})",
+            code="stage_count",
             keys=keys,
             fix=fix,
         )
@@ -126,7 +127,8 @@ def _num_depths(model: ModelConfig, layout: StageLayout) -> int:
         return model.mtp.depths or max(1, layout.count("m"))
     if layout.count("m"):
         raise ConfigError(
-            f"it places {layout.count('m')} layers for multi-token prediction (m), which only model.mtp builds",
+            f"pipeline.layout places {layout.count('m')} multi-token-prediction layers (m), but model.mtp is not set",
+            code="requires_setting",
             fix="model.mtp={}",
         )
     return 0
@@ -138,7 +140,8 @@ def _check_experts(written: Written, ep_size: int) -> None:
         if _is_dense(written.fields):
             family = written.fields.get("model_type")
             raise ConfigError(
-                f"mesh.ep_size={ep_size} distributes experts, but {family} is dense: it has none",
+                f"mesh.ep_size={ep_size} is not supported, because {family} models have no experts",
+                code="not_supported_by_model",
                 keys=("mesh.ep_size", written.key_of("model_type")),
                 fix="mesh.ep_size=1",
             )
@@ -146,7 +149,8 @@ def _check_experts(written: Written, ep_size: int) -> None:
     name, num_experts = found
     if num_experts % ep_size:
         raise ConfigError(
-            f"mesh.ep_size={ep_size} does not divide the {num_experts} experts of the model ({written.place(name)})",
+            f"mesh.ep_size={ep_size} does not divide {name}={num_experts} of the model ({written.place(name)})",
+            code="not_divisible",
             keys=("mesh.ep_size", written.key_of(name)),
             fix=f"mesh.ep_size={math.gcd(num_experts, ep_size)}",
         )
@@ -163,8 +167,9 @@ def _check_heads(written: Written, tp_size: int) -> None:
         if count % tp_size:
             sizes = [size for size in range(1, tp_size) if all(of % size == 0 for of in known.values())]
             raise ConfigError(
-                f"mesh.tp_size={tp_size} does not divide {name}={count} of the model ({written.place(name)}): tensor "
-                "parallelism shards whole heads",
+                f"mesh.tp_size={tp_size} does not divide {name}={count} of the model ({written.place(name)}), but "
+                "tensor parallelism assigns whole heads to ranks",
+                code="not_divisible",
                 keys=("mesh.tp_size", written.key_of(name)),
                 fix=f"mesh.tp_size={max(sizes)}",
             )

@@ -38,7 +38,7 @@ def _missing_data(section: str, name: str, path: str, split: str) -> ConfigError
         fix = error.fix and error.fix.replace("data.path=", f"{section}.{name}=").replace(
             "data.split=", f"{section}.split="
         )
-        return ConfigError(error.message, keys=(f"{section}.{name}",), fix=fix)
+        return ConfigError(error.message, code=error.code, keys=(f"{section}.{name}",), fix=fix)
     return None
 
 
@@ -54,7 +54,8 @@ def _of_model(model: ModelConfig) -> Iterator[ConfigError]:
             yield _no_such("model.pretrained", model.pretrained, "folder")
         elif model.gguf_file is None and not (folder / "config.json").is_file():
             yield ConfigError(
-                f"model.pretrained={model.pretrained} holds no config.json, so it is no model that transformers wrote",
+                f"model.pretrained={model.pretrained} is not a transformers model: it contains no config.json",
+                code="model_not_found",
                 keys=("model.pretrained",),
             )
     if model.gguf_file is not None and not _has_gguf(model.pretrained, model.gguf_file):
@@ -78,6 +79,6 @@ def _no_such(key: str, path: str, kind: str) -> ConfigError:
     here = Path(path).expanduser()
     names = [entry.name for entry in here.parent.iterdir()] if here.parent.is_dir() else []
     near = difflib.get_close_matches(here.name, names, 1, 0.6)
-    where = f"seen from {Path.cwd()}" if here.parent.is_dir() else f"its folder {here.parent} does not exist"
+    where = f"relative to {Path.cwd()}" if here.parent.is_dir() else f"its folder {here.parent} does not exist"
     fix = f"{key}={here.parent / near[0]}" if near else None
-    return ConfigError(f"no such {kind}: {key}={path} ({where})", keys=(key,), fix=fix)
+    return ConfigError(f"no such {kind}: {key}={path} ({where})", code="missing_file", keys=(key,), fix=fix)

@@ -32,8 +32,9 @@ def explain_mixed_dtypes(error: BaseException, recipe: Recipe) -> RunError | Non
     last = traceback.extract_tb(error.__traceback__)[-1]
     dtype = str(recipe.compute_dtype).removeprefix("torch.")
     return RunError(
-        f"the library's code of this model mixes float32 with {dtype}, which the parallelizer computes in: {error} "
+        f"mp_policy.param_dtype={dtype} is not supported by this model, whose code mixes it with float32: {error} "
         f"({last.filename}:{last.lineno})",
+        code="not_supported_by_model",
         keys=("parallelizer.mp_policy.param_dtype",),
         fix=_FLOAT32,
     )

@@ -54,7 +54,7 @@ def _adamw_names(optimizer: Any) -> tuple[str, ...]:
 def _check_adamw_names(names: tuple[str, ...], model: PreTrainedModel) -> None:
     have = [f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)]
     words = {word for name in have for word in name.split(".") if not word.isdigit()} - {"weight", "bias"}
-    listed = NameList("optimizer.adamw_names", names, "no parameter's name contains")
+    listed = NameList("optimizer.adamw_names", names, "no parameter name contains")
     have += [*_OF_ADAPTERS, *_OF_PARTS]
     check_entries(listed, lambda entry: any(entry in name for name in have), words)
 
@@ -63,5 +63,5 @@ def _check_plan(plan: object, model: PreTrainedModel) -> None:
     styles = plan if isinstance(plan, Mapping) else custom_plan(plan, model)
     names = {name for name, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
     known = {wildcard(name) for name in names if name}
-    listed = NameList("parallelizer.tp_plan", styles, "no module or parameter is called", empty="null")
+    listed = NameList("parallelizer.tp_plan", styles, "no module or parameter has the name", empty="null")
     check_entries(listed, lambda entry: entry in names or entry in known, known)

@@ -82,8 +82,9 @@ def _check(dataset: _Rows, what: str, rows: int, tokenizer: Any, config: ModelCo
         return
     token = tokenizer.convert_ids_to_tokens(largest)
     raise ConfigError(
-        f"token {token!r} of the {what} rows ({place}) has id {largest}, but the embedding has {rows} rows "
-        f"(ids 0 to {rows - 1})",
+        f"token {token!r} of the {what} rows ({place}) has id {largest}, but the embedding holds ids 0 to {rows - 1} "
+        f"({rows} rows)",
+        code="vocabulary_mismatch",
         keys=("model.tokenizer", "model.config.vocab_size" if config.config is not None else "model.pretrained"),
         fix=_fix(max(tokenizer.get_vocab().values()) + 1, config),
     )

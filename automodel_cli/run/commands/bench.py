@@ -82,8 +82,11 @@ def measure_config(config: Config, *, warmup: int, steps: int, profile: bool) ->
         command += [*_QUIET, f"output_dir={folder}", "run_name=null", watch]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, check=False)
         if not output.is_file():
-            said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_LAST_LINES:])
-            raise RunError(f"{config.name} could not be measured (exit code {done.returncode}):\n{said}")
+            tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_LAST_LINES:])
+            raise RunError(
+                f"{config.name} could not be measured: its run ended with exit code {done.returncode}:\n{tail}",
+                code="command_failed",
+            )
         found = json.loads(output.read_text(encoding="utf-8"))
         (rows,) = Path(folder).glob("*/metrics.jsonl")
         steps_of_run = map(json.loads, rows.read_text(encoding="utf-8").splitlines())

@@ -56,8 +56,9 @@ class BenchmarkCallback(Callback):
         needed = self.warmup + self.steps + self.profile
         if run.num_steps < needed:
             raise ConfigError(
-                f"{self.warmup} steps to warm up, {self.steps} to measure and {int(self.profile)} to profile are "
-                f"{needed}, but the run has only {run.num_steps}",
+                f"the run has {run.num_steps} steps, but bench needs at least {needed}: {self.warmup} warmup steps, "
+                f"{self.steps} measured steps and {int(self.profile)} profiled steps",
+                code="out_of_range",
                 keys=("train.max_steps", "train.epochs"),
                 fix=f"train.max_steps={needed} train.epochs=null",
             )

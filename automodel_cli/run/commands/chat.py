@@ -41,7 +41,11 @@ class Speaker:
             try:
                 from peft import PeftModel
             except ImportError:
-                raise ConfigError("adapters need the package peft", fix="pip install 'automodel-cli[peft]'") from None
+                raise ConfigError(
+                    "chat with adapters requires the package peft, which is not installed",
+                    code="missing_package",
+                    fix="pip install 'automodel-cli[peft]'",
+                ) from None
             model.generation_config = GenerationConfig.from_pretrained(adapter.parent)  # with the trained stop tokens
             model = PeftModel.from_pretrained(model, str(adapter))
             model.to(device)

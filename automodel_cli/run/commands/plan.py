@@ -41,9 +41,10 @@ def print_plan(
         recipe.pipeline.check(layout.pp, num_microbatches)
     elif svg is not None:
         raise ConfigError(
-            "--svg draws the timeline of a pipeline, and mesh.pp_size=1 has none",
-            keys=("mesh.pp_size",),
-            fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
+            "--svg requires pipeline parallelism, but mesh.pp_size=1",
+            code="requires_setting",
+            keys=("--svg", "mesh.pp_size"),
+            fix="mesh.pp_size=2 pipeline=1f1b, or remove --svg",
         )
     disable_gc()
     from automodel_cli.planning import report
@@ -112,6 +113,6 @@ def _layout(recipe: Recipe, source: Composed, num_gpus: int) -> Layout:
         return recipe.mesh.resolve(num_gpus)
     except ConfigError as error:
         keys = [f"mesh.{key}" for key in error.keys]
-        said = [f"{key} ({source.nearest_origin(key)})" for key in keys]
+        origins = [f"{key} ({source.nearest_origin(key)})" for key in keys]
         fix = error.fix and error.fix.replace(" ranks", " GPUs")
-        raise ConfigError(error.message, keys=keys, origin="; ".join(said), fix=fix) from None
+        raise ConfigError(error.message, code=error.code, keys=keys, origin="; ".join(origins), fix=fix) from None

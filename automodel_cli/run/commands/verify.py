@@ -64,11 +64,11 @@ def _hf_config(recipe: Recipe, source: Composed) -> PretrainedConfig:
         return hf_config(recipe.model)
     except ConfigError as error:
         keys = [f"model.{key}" for key in error.keys]
-        said = "; ".join(f"{key} ({source.nearest_origin(key)})" for key in keys)
+        origin = "; ".join(f"{key} ({source.nearest_origin(key)})" for key in keys)
         fix = error.fix
         if recipe.model.pretrained is not None:
-            fix = f"{fix}; a folder that holds nothing but its config.json is enough here"
-        raise ConfigError(error.message, keys=keys, origin=said or None, fix=fix) from None
+            fix = f"{fix}; verify needs only a folder with config.json"
+        raise ConfigError(error.message, code=error.code, keys=keys, origin=origin or None, fix=fix) from None
 
 
 class _Copies:
@@ -109,7 +109,8 @@ class _Copies:
         except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConfigError(
-                f"a small copy of {hf_config.model_type} cannot be built, so nothing can be measured: {reason[:200]}",
+                f"verify cannot build a small copy of {hf_config.model_type}: {reason[:200]}",
+                code="not_measured",
                 keys=("model",),
             ) from error
         text, size = small.get_text_config(), sum(p.numel() for p in model.parameters())

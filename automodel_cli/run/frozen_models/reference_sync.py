@@ -1,4 +1,4 @@
-"""A reference that follows the policy: the config of it. Torch-free."""
+"""Config of periodic reference-model updates from the policy. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ class ReferenceSync:
     def __post_init__(self) -> None:
         if self.every_steps < 1:
             raise ConfigError(
-                f"every_steps={self.every_steps} must be at least 1", keys=("every_steps",), fix="every_steps=1"
+                f"every_steps={self.every_steps} must be at least 1",
+                code="out_of_range",
+                keys=("every_steps",),
+                fix="every_steps=1",
             )
         if not 0 < self.mixup_alpha <= 1:
             raise ConfigError(
                 f"mixup_alpha={self.mixup_alpha} must be above 0 and at most 1",
+                code="out_of_range",
                 keys=("mixup_alpha",),
                 fix="mixup_alpha=1.0",
             )
@@ -45,28 +49,30 @@ class ReferenceSync:
 def check_reference_update(
     model: ModelConfig, parallelizer: Strategy, update: ReferenceSync | None, *, has_reference: bool
 ) -> None:
-    """What a reference cannot follow. Raises ConfigError."""
+    """Raise ConfigError if the reference model cannot be updated as `update` configures."""
     if update is None:
         return
     off = "reference_sync=null"
     if not has_reference:
         raise ConfigError(
-            "this objective compares with no reference, so there is none to update",
+            "reference_sync has no effect, because the objective uses no reference model",
+            code="no_effect",
             keys=("reference_sync", "objective"),
             fix=off,
         )
     if model.lora is not None and update.mixup_alpha < 1:
         raise ConfigError(
-            f"reference_sync.mixup_alpha={update.mixup_alpha} mixes weights, but an adapter's are factors, and a "
-            "mix of "
-            "factors is no mix of what they make",
+            f"reference_sync.mixup_alpha={update.mixup_alpha} is not supported with model.lora, because interpolated "
+            "LoRA factors do not give interpolated weights",
+            code="unsupported_combination",
             keys=("reference_sync.mixup_alpha", "model.lora"),
             fix="reference_sync.mixup_alpha=1.0",
         )
     if "sampler" not in parallelizer.supports:
         raise ConfigError(
-            f"reference_sync writes to the reference's weights where they are, which has not been tried as "
-            f"{parallelizer.name} shards them",
+            f"reference_sync is not supported with parallelizer={parallelizer.name}, because in-place updates of the "
+            "sharded reference are untested",
+            code="unsupported_combination",
             keys=("reference_sync", "parallelizer"),
             fix=f"parallelizer=fsdp2, or {off}",
         )

@@ -67,8 +67,9 @@ def check_vocabulary(session: Trainer, config: TeacherConfig) -> None:
         theirs = None
     if sizes[0] != sizes[1] or (theirs is not None and theirs != session.tokenizer.get_vocab()):
         raise ConfigError(
-            f"teacher.pretrained={config.pretrained} has other tokens than the student (vocabularies of {sizes[1]:,} "
-            f"and {sizes[0]:,}), so their distributions cannot be compared",
+            f"teacher.pretrained={config.pretrained} has another vocabulary ({sizes[1]:,} tokens) than the student "
+            f"({sizes[0]:,} tokens), so their distributions cannot be compared",
+            code="vocabulary_mismatch",
             keys=("teacher.pretrained",),
-            fix="teacher.pretrained=<a model of the student's family>",
+            fix="teacher.pretrained=<a model with the student's tokenizer>",
         )

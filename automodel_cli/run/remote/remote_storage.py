@@ -51,13 +51,15 @@ def check_url(url: str) -> None:
     except ImportError as error:
         extra = "'automodel-cli[s3]'" if protocol[1] in ("s3", "s3a") else _package_of(str(error))
         raise ConfigError(
-            f"output_dir={url} needs a package that is not installed: {error}",
+            f"output_dir={url} requires a package that is not installed: {error}",
+            code="missing_package",
             keys=("output_dir",),
             fix=f"pip install {extra}, or output_dir=runs",
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"output_dir={url}: fsspec knows no {protocol[1]}://",
+            f"output_dir={url} is not supported, because fsspec has no file system for {protocol[1]}://",
+            code="invalid_value",
             keys=("output_dir",),
             fix="output_dir=runs",
         ) from error
@@ -197,7 +199,9 @@ def _readable(url: str) -> Iterator[None]:
         raise
     except Exception as error:  # whatever the storage's library raises
         raise RunError(
-            f"{url} cannot be read: {reason_of(error)}", fix="credentials and a network that reach it"
+            f"{url} cannot be read: {reason_of(error)}",
+            code="server_unreachable",
+            fix="check the network and the credentials",
         ) from error
 
 
@@ -218,9 +222,8 @@ def fetch(url: str, wanted: Collection[str] = ()) -> Path:
             files = remote.files()
             if "config.yaml" not in files:
                 known = [name for name in Remote(parent).folders() if not name.startswith(".")]
-                raise ConfigError(
-                    f"no run at {url}: it has no config.yaml" + (f"; there are {', '.join(known[:5])}" if known else "")
-                )
+                others = f"; {parent} contains: {', '.join(known[:5])}" if known else ""
+                raise ConfigError(f"{url} is not a run: it has no config.yaml{others}", code="run_not_found")
             _bring(remote, files, folder, wanted)
     return folder
 

@@ -44,14 +44,16 @@ def claim(folder: Path, url: str) -> None:
         files = remote.files()
         if files and not (mark.is_file() and mark.read_text() == url):
             raise RunError(
-                f"{url} holds a run that {folder} is no copy of",
+                f"{url} contains another run than {folder}",
+                code="resume_conflict",
                 keys=("output_dir",),
                 fix=f"automodel resume {word(url)}",
             )
         newest, latest = newest_in(files), CheckpointDir(folder / CHECKPOINTS).latest()
         if newest is not None and (latest is None or (step_of(Path(newest)) or 0) > (step_of(latest) or 0)):
             raise RunError(
-                f"{url} has {newest}, which comes after what is in {folder}",
+                f"{url} has {newest}, which is newer than the checkpoints in {folder}",
+                code="resume_conflict",
                 keys=("checkpoint.resume",),
                 fix=f"automodel resume {word(url)}",
             )
@@ -66,9 +68,10 @@ def claim(folder: Path, url: str) -> None:
 def unreachable(url: str, error: BaseException) -> RunError:
     """The user's error about storage that lets nobody write."""
     return RunError(
-        f"nothing can be written to {url}: {reason_of(error)}",
+        f"{url} cannot be written: {reason_of(error)}",
+        code="server_unreachable",
         keys=("output_dir",),
-        fix="a bucket that exists and credentials that may write to it, or output_dir=runs",
+        fix="check that the bucket exists and that the credentials may write to it, or output_dir=runs",
     )
 
 
@@ -98,7 +101,7 @@ class Mirror:
         self._wake.set()
         self._thread.join(1.0)
         if self._thread.is_alive():
-            print(f"waiting for the copy to {self._remote.url}: {self._missing()}", file=sys.stderr, flush=True)
+            print(f"uploading to {self._remote.url}: {self._missing()} left", file=sys.stderr, flush=True)
         while self._thread.is_alive() and time.monotonic() - self._progress < _STALL_SECONDS:
             self._thread.join(1.0)
         if self._thread.is_alive():
@@ -107,9 +110,10 @@ class Mirror:
 
     def _error(self, reason: str) -> RunError:
         return RunError(
-            f"{self._missing()} could not be copied to {self._remote.url}: {reason}; everything is in {self._folder}",
+            f"{self._missing()} could not be uploaded to {self._remote.url}: {reason}; {self._folder} is complete",
+            code="server_unreachable",
             keys=("output_dir",),
-            fix=f"automodel resume {word(self._folder)}   (copies what is missing, too)",
+            fix=f"automodel resume {word(self._folder)}   (also uploads the missing files)",
         )
 
     def _missing(self) -> str:
@@ -136,11 +140,11 @@ class Mirror:
         except Exception as error:  # whatever the storage's library raises: training goes on
             self._failure = error
             if before is None:
-                said = f"the copy to {self._remote.url} fails, and is tried again: {reason_of(error)}"
-                print(said, file=sys.stderr, flush=True)
+                warning = f"upload to {self._remote.url} failed and will be retried: {reason_of(error)}"
+                print(warning, file=sys.stderr, flush=True)
         else:
             if before is not None:
-                print(f"the copy to {self._remote.url} works again", file=sys.stderr, flush=True)
+                print(f"uploads to {self._remote.url} work again", file=sys.stderr, flush=True)
 
     def _copy(self) -> None:
         here, there = self._here(), self._remote.files()
@@ -237,4 +241,4 @@ def mirrored(folder: Path, url: str | None, keep: int | None) -> Iterator[Callab
         raise
     if (failure := mirror.finish()) is not None:
         raise failure
-    print(f"copied to {url}", flush=True)
+    print(f"uploaded to {url}", flush=True)

@@ -277,9 +277,9 @@ def test_check_names_every_missing_file(tmp_path: Path) -> None:
     found = automodel(tmp_path, "check", "-c", "x.yaml")
     assert found.returncode == 2
     for code, value, fix in (
-        ("invalid_config", "model.pretrained=./model", None),
-        ("invalid_config", "trian.jsonl", "fix  data.path=train.jsonl"),
-        ("invalid_config", "other/val.jsonl", None),
+        ("model_not_found", "model.pretrained=./model", None),
+        ("invalid_data", "trian.jsonl", "fix  data.path=train.jsonl"),
+        ("invalid_data", "other/val.jsonl", None),
     ):
         assert_error(found.stderr, code, values=(value,), fix=fix)
     assert "x.yaml:3  [" in found.stderr and "x.yaml:5  [" in found.stderr

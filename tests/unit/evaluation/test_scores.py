@@ -17,7 +17,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation import reporting
 from automodel_cli.evaluation.config import EvalConfig, Generation
 from automodel_cli.evaluation.scores import TaskScores, interval, paired_difference, pass_at_k
-from tests.errors import assert_error
+from tests.errors import assert_error, raises
 
 
 @pytest.mark.parametrize(("num_samples", "num_right"), [(5, 0), (5, 2), (5, 5), (4, 1)])
@@ -79,9 +79,9 @@ def test_bundled_evaluations_check(path: Path) -> None:
 
 
 def test_samples_that_would_all_be_the_same_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at temperature=0 are the same response"):
+    with raises(ConfigError, "unsupported_combination", keys=("num_samples", "temperature"), values=(4, 0)):
         Generation(num_samples=4)
-    with pytest.raises(ConfigError, match="each must be from 1 to num_samples=2"):
+    with raises(ConfigError, "out_of_range", keys=("pass_at",), values=(2, 4), fix="num_samples=4"):
         Generation(num_samples=2, temperature=1.0, pass_at=[4])
 
 

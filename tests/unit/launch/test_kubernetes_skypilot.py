@@ -152,8 +152,8 @@ def test_a_config_that_is_refused_ends_the_pod_with_its_code(folder: Path, capsy
 
 def test_what_is_missing_or_belongs_to_slurm_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, code, values in (
-        (("--to", "k8s", "--volume", "a:/b"), "invalid_config", ("--to k8s", "image")),
-        (("--to", "k8s", "--image", "x"), "invalid_config", ("NAME:/PATH",)),
+        (("--to", "k8s", "--volume", "a:/b"), "missing_key", ("--to k8s", "--image")),
+        (("--to", "k8s", "--image", "x"), "missing_key", ("--volume", "NAME:/PATH")),
         (
             ("--to", "skypilot", "--volume", "a:/b", "--partition", "gpu"),
             "unsupported_combination",
@@ -161,10 +161,10 @@ def test_what_is_missing_or_belongs_to_slurm_is_refused(folder: Path, capsys: py
         ),
         (("--volume", "a:/b"), "requires_setting", ("--volume", "--to k8s")),
         (("--secret", "HF_TOKEN"), "requires_setting", ("--secret", "--to k8s")),
-        ((*K8S, "--env", "NCCL_DEBUG"), "invalid_config", ("--env NCCL_DEBUG", "NAME=VALUE")),
-        ((*K8S, "--secret", "HF_TOKEN=hf_abc"), "invalid_config", ("--secret HF_TOKEN", "NAME=SECRET:KEY")),
-        ((*K8S, "--rdma", "8"), "invalid_config", ("--rdma 8", "RESOURCE=N")),
-        ((*SKYPILOT, "--rdma", "rdma/ib=8"), "invalid_config", ("--rdma", "--to k8s")),
+        ((*K8S, "--env", "NCCL_DEBUG"), "invalid_value", ("--env NCCL_DEBUG", "NAME=VALUE")),
+        ((*K8S, "--secret", "HF_TOKEN=hf_abc"), "invalid_value", ("--secret HF_TOKEN", "NAME=SECRET:KEY")),
+        ((*K8S, "--rdma", "8"), "invalid_value", ("--rdma 8", "RESOURCE=N")),
+        ((*SKYPILOT, "--rdma", "rdma/ib=8"), "unsupported_combination", ("--rdma", "--to skypilot")),
     ):
         assert run(["submit", "-c", "My_Run.yaml", *SIZE, *more, "mesh.dp_size=2"]) == 2
         said = capsys.readouterr().err

@@ -160,7 +160,7 @@ def test_a_rank_that_was_killed_is_named_and_its_peer_is_not_blamed(toy: Path, r
     assert f"rank {1 - rank} failed" not in err and f"rank {1 - rank} died" not in err
     if rank == 0:
         log = (toy / "runs/toy/logs/rank-1.log").read_text()
-        assert "rank 1 of 2" in log and "has lost another rank" in log
+        assert_error(log, "rank_failure", values=("rank 1 of 2",))
 
 
 RESTARTS = ("fail=crash", "failures=1", "train.max_restarts=2")

@@ -11,6 +11,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch import signals
 from automodel_cli.launch.process_context import ProcessContext, detect, first_host
+from tests.errors import raises
 
 
 def test_a_typed_command_is_local() -> None:
@@ -24,7 +25,7 @@ def test_a_typed_command_is_local() -> None:
 def test_torchrun() -> None:
     env = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
     assert detect(env) == ProcessContext("torchrun", 3, 8, 1)
-    with pytest.raises(ConfigError, match="LOCAL_RANK is not"):
+    with raises(ConfigError, "invalid_environment", keys=("LOCAL_RANK",), values=("RANK=3",)):
         detect({"RANK": "3", "WORLD_SIZE": "8"})
 
 

@@ -14,6 +14,7 @@ from automodel_cli.config.trust import Trust
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.run.base_model_fingerprint import base_model_fingerprint, check_base_model_unchanged
 from tests import tiny
+from tests.errors import raises
 
 
 def _of(folder: Path) -> dict[str, str] | None:
@@ -61,8 +62,8 @@ def test_others_are_refused_where_they_would_be_read(words: tuple[str, ...], rea
     assert check_base_model_unchanged(recipe, mine, mine | {"named": "a link"}) is None
     assert check_base_model_unchanged(recipe, None, theirs) is check_base_model_unchanged(recipe, mine, None) is None
     if read is None:
-        assert "reads none of these" in (check_base_model_unchanged(recipe, mine, theirs) or "")
+        assert "resumes from the weights of the checkpoint" in (check_base_model_unchanged(recipe, mine, theirs) or "")
         return
-    with pytest.raises(RunError, match=f"its {read}") as caught:
+    fix = "model.pretrained=theirs"
+    with raises(RunError, "checkpoint_mismatch", keys=("model.pretrained",), values=(read,), fix=fix):
         check_base_model_unchanged(recipe, mine, theirs)
-    assert caught.value.fix == "model.pretrained=theirs"

@@ -10,6 +10,7 @@ import pytest
 from automodel_cli.cli.main import run as command_line
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.runs.rollouts import RolloutFilter, select
+from tests.errors import raises
 
 
 def sample(step: int, reward: float, prompt: str = "2 + 2?", completion: str = "4", **more: object) -> dict:
@@ -67,7 +68,7 @@ def test_order_and_number(folder: Path) -> None:
 
 
 def test_a_run_without_samples_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no rollouts\.jsonl"):
+    with raises(ConfigError, "wrong_recipe", values=(tmp_path, "rollouts.jsonl")):
         select(tmp_path, RolloutFilter(), 1, "newest")
 
 

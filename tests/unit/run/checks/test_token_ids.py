@@ -16,6 +16,7 @@ from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.run.checks.token_ids import check_prepared, check_tokens
+from tests.errors import raises
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -71,9 +72,9 @@ def test_prompts_and_questions_are_compared_too(tmp_path, tokenizer):
     prompts = prepared(tmp_path, tokenizer, kind=prepare_prompts, max_tokens=40)
     check_prepared(prompts, tokenizer, config)
     prompts.train.prompts[0].tokens.append(len(tokenizer) - 1)
-    with pytest.raises(ConfigError, match=r"train\.jsonl:1"):
+    with raises(ConfigError, "vocabulary_mismatch", values=("train.jsonl:1",)):
         check_prepared(prompts, tokenizer, config)
-    with pytest.raises(ConfigError, match=r"b\.jsonl:7"):
+    with raises(ConfigError, "vocabulary_mismatch", values=("b.jsonl:7", len(tokenizer) - 1)):
         check_tokens([("a.jsonl:1", [3]), ("b.jsonl:7", [len(tokenizer) - 1])], "task's", tokenizer, config)
 
 
