@@ -25,7 +25,7 @@ def render_changes(before: Estimate, tried: Sequence[Tried]) -> str:
         return "no change that the config's checks allow needs less memory by plan"
     lines = ["peak [GiB]  step [s]  tokens/s/GPU", f"{_figures(before)}  as it is"]
     for one in tried:
-        note = "" if one.change.same_training else "   (trains something else)"
+        note = "" if one.change.same_training else "   (changes the training result)"
         if one.found is None:
             lines.append(f"{'-':>10}  {'-':>8}  {'-':>12}  {one.change}: {one.failed}")
         else:

@@ -1,4 +1,4 @@
-"""Start the ranks of one host with torch's own launcher, and end as rank 0 did."""
+"""Launcher of the ranks of one host, based on torch elastic. Returns the exit code of rank 0."""
 
 from __future__ import annotations
 
@@ -241,10 +241,10 @@ class _Relay:
                 since.pop(rank, None)
             elif time.monotonic() - since.setdefault(rank, time.monotonic()) > _STOPPED_SECONDS:
                 since[rank] = math.inf
-                said = (
-                    f"rank {rank} (process {pid}) is stopped, and the others wait for it; go on with: kill -CONT {pid}"
+                hint = f"resume it with: kill -CONT {pid}"
+                safe_output.urgent(
+                    f"\nrank {rank} (process {pid}) is stopped, and the other ranks wait for it; {hint}\n"
                 )
-                safe_output.urgent(f"\n{said}\n")
 
     def _failed(self, status: Path, rank: int, pid: int) -> bool:
         """Whether a rank has left a bad exit code, or is gone without leaving any."""
@@ -328,18 +328,18 @@ def _left_by(status: Path, rank: int) -> int | None:
 
 
 def _report_restart(attempt: _Attempt, which: str, run_folder: Path | None) -> None:
-    """Say why the ranks are started again, and from where they go on."""
+    """Print why the ranks restart, and from which checkpoint."""
     pid = attempt.killed_process()
     if pid is not None:
         print(f"\nrank {attempt.first()} was killed: process {pid} {attempt.memory.why(pid).by}", file=sys.stderr)
     else:
         _report(attempt)
-    begin = signals.begins_at(run_folder) if run_folder is not None else "starts over: nothing was trained yet"
+    begin = signals.begins_at(run_folder) if run_folder is not None else "starts over: no step was trained yet"
     print(f"restart {which} (train.max_restarts): {begin}", file=sys.stderr)
 
 
 def _report_killed(attempt: _Attempt, pid: int) -> int:
-    """Say that a rank was killed from outside, by whom, and how to go on; returns the exit code."""
+    """Print which rank was killed, by whom and how to resume. Return the exit code."""
     rank, evidence = attempt.first(), attempt.memory.why(pid)
     less = "model.dtype=bfloat16, a smaller train.microbatch_size or data.seq_len, or more ranks; then "
     error = RunError(
@@ -353,10 +353,10 @@ def _report_killed(attempt: _Attempt, pid: int) -> int:
 
 
 def _report(attempt: _Attempt, num_lines: int = 20) -> None:
-    """Say which rank failed and show the end of its log. Rank 0 has written to the terminal itself."""
+    """Print which rank failed and the end of its log. Rank 0 has already written to the terminal."""
     failed, left = attempt.first(), _left_by(attempt.status, attempt.first())
     pointer = attempt.status / f"rank-{failed}.log"
-    how = "failed" if left else f"died without a word ({_ending(attempt.exit_codes().get(failed))})"
+    how = "failed" if left else f"ended without an error message ({_ending(attempt.exit_codes().get(failed))})"
     if not pointer.exists():
         if left is None:
             print(f"rank {failed} {how}", file=sys.stderr)

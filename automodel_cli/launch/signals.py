@@ -55,21 +55,21 @@ def escalates(signum: int, received: signal.Signals) -> bool:
 
 
 def requested() -> signal.Signals | None:
-    """The signal that asked this process to stop, or None."""
+    """Return the signal that requested a stop, or None."""
     return _received
 
 
 def exit_code(received: signal.Signals | int | None = None) -> int:
-    """The exit code of a run that stopped because of `received` (default: what this rank got); 0 where nothing did.
+    """Return the exit code of a run that stopped because of `received`, or 0 without a signal.
 
-    A rank that stops because another one was asked to passes that rank's signal.
+    The default is the signal of this rank. A rank that stops because of another rank passes the signal of that rank.
     """
     found = received if received is not None else _received
     return EXIT_CODES[signal.Signals(found)] if found else 0
 
 
 def reset() -> None:
-    """Forget the request and give the handlers back that `install` replaced."""
+    """Clear the request and restore the handlers that `install_handlers` replaced."""
     global _received, _run_folder
     _received = _run_folder = None
     for signum, handler in _before.items():
@@ -78,34 +78,34 @@ def reset() -> None:
 
 
 def note_run_folder(folder: Path) -> None:
-    """Where this process writes its run: what a second signal says is about it."""
+    """Set the run folder, which the message after a second signal names."""
     global _run_folder
     _run_folder = folder
 
 
 def resume_hint(run_folder: Path | None) -> str:
-    """The command that continues a run that ended in the middle, and from where."""
+    """Return the command that resumes an interrupted run, and its checkpoint."""
     if run_folder is None:
         return "the same command again: nothing was trained yet"
     return f"automodel resume {word(run_folder)}   ({begins_at(run_folder)})"
 
 
 def begins_at(run_folder: Path) -> str:
-    """From which checkpoint a run goes on that ended in the middle."""
+    """Return the checkpoint from which an interrupted run resumes, as text."""
     saved = [path.name for path in run_folder.glob("checkpoints/step-*") if _CHECKPOINT.fullmatch(path.name)]
     newest = max(saved, key=lambda name: int(_CHECKPOINT.fullmatch(name)[1]), default=None)  # type: ignore[index]
-    return f"goes on from {newest}" if newest else "starts over: no checkpoint was written yet"
+    return f"resumes from {newest}" if newest else "starts over: no checkpoint was written yet"
 
 
 def exit_message(run_folder: Path | None) -> str:
-    """What is safe after a run was ended at once, and how to go on. A checkpoint has its name only once it is whole."""
-    return f"stopped at once; checkpoints in place are whole, later steps are lost\n  {resume_hint(run_folder)}"
+    """Return the message after an immediate stop. A checkpoint is renamed to its final name last, so it is complete."""
+    return f"stopped immediately; saved checkpoints are complete, later steps are lost\n  {resume_hint(run_folder)}"
 
 
 def message(signum: int) -> str:
-    """What a person who pressed Ctrl-C wants to know."""
+    """Return the message after the first signal."""
     name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
-    return f"{name}: finishing this step and saving (once more: stop at once)"
+    return f"{name}: finishing this step and saving a checkpoint. A second signal stops immediately."
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> None:

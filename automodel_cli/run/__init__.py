@@ -1,1 +1,1 @@
-"""One run on one rank: its recipe, session, model, folder and results."""
+"""A run on one rank: recipe, trainer, model, run folder and results."""

@@ -1,4 +1,4 @@
-"""What a run learnt as a folder that others load: written, compared with the trained model, put in place."""
+"""Export of the trained model: write a Hugging Face folder, compare it with the trained model, publish it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ _LOAD_MINUTES = 60.0  # that the other ranks wait besides, while rank 0 reads th
 
 @dataclass(frozen=True)
 class Checked:
-    """How the comparison ended. `agreement` is None where it did not: `reason` is why, `problem` what is wrong."""
+    """Result of the comparison. If it was not completed, `agreement` is None and `reason` gives the cause.
+
+    `problem` describes a difference between export and trained model.
+    """
 
     agreement: Agreement | None = None
     reason: str | None = None
@@ -68,12 +71,20 @@ def export_and_verify(
     summary: str,
     checkpoint: Path | None = None,
 ) -> str:
-    """Write the folder (adapters also apart, in `adapter/`), reload it with stock transformers, compare, put in place.
+    """Write the export, reload it with transformers, compare both models, and publish the folder. Collective.
 
-    Whatever happens, an older export in `folder` stays until a whole new one replaces it. An export that does not agree
-    is kept as `<folder>-unverified`, with its figures in `unverified.json`. `checkpoint`: the newest one, for the
-    messages. Collective. Returns what the comparison found, in words. Raises RunError when the two do not agree, or the
-    disk is full or read-only.
+    Adapters are also saved separately in `adapter/`. An older export in `folder` remains until a complete new export
+    replaces it. An export that differs from the model is kept as `<folder>-unverified`, with the figures in
+    `unverified.json`.
+
+    Args:
+        checkpoint: the newest checkpoint, for error messages.
+
+    Returns:
+        The result of the comparison as text.
+
+    Raises:
+        RunError: the export differs from the trained model, or the disk is full or read-only.
     """
     folder = folder.resolve()
     written = folder
@@ -149,7 +160,7 @@ def _write(
 
 
 def _compare(recipe: Recipe, model: Model, rows: PackedDataset, folder: Path) -> Checked:
-    """Run the trained model on some rows, then the export on rank 0. Collective; every rank gets the same answer."""
+    """Run the trained model on some rows, then the export on rank 0. Collective. All ranks return the same."""
     minutes = recipe.checkpoint.export_check_minutes
     if not minutes:
         return Checked(reason="checkpoint.export_check_minutes=0")
@@ -189,18 +200,18 @@ def _judged(
             return Checked(found)
         problem = _described(found, compared, precision)
         if base is not None and compare(base).passed:
-            problem = f"it computes what the model computes without its adapters: {problem}"
+            problem = f"the export behaves like the model without its adapters: {problem}"
         return Checked(found, problem=problem)
     except Unfinished as error:
         return Checked(reason=str(error))
     except RunError as error:
         return Checked(problem=error.message)
     except Exception as error:  # a forward of the library may fail in any way; the export is whole all the same
-        return Checked(reason=f"its forward failed, {type(error).__name__}: {error}")
+        return Checked(reason=f"the forward pass of the export failed: {type(error).__name__}: {error}")
 
 
 def _without_adapters(recipe: Recipe, model: Model, prompts: list[list[int]], score: Any) -> list[torch.Tensor] | None:
-    """The same of the base model, by which a dropped adapter is recognized."""
+    """Return the values of the base model, to recognize an export without its adapters."""
     if recipe.model.lora is None or recipe.as_classifier:
         return None
     with adapters_off([part.model for part in model.parts]):
@@ -209,7 +220,7 @@ def _without_adapters(recipe: Recipe, model: Model, prompts: list[list[int]], sc
 
 def _described(found: Agreement, compared: str, precision: Precision) -> str:
     (prompt, token), (ours, theirs) = found.place, found.values
-    share = "" if found.share is None else f"it has {found.share:.0%} of what the adapters changed; "
+    share = "" if found.share is None else f"the export has {found.share:.0%} of the adapters' change; "
     return (
         f"{share}"
         f"mean |{compared} difference| {found.mean:.1e} over {found.num_values} values, allowed "
@@ -226,7 +237,7 @@ def _in_words(recipe: Recipe, checked: Checked) -> str:
     words = f"reloaded with transformers, max |{_compared(recipe)} difference| {found.worst:.1e}, mean {found.mean:.1e}"
     if found.share is not None and found.share < _LOW_SHARE:
         words += (
-            f"; rounding took {1 - found.share:.0%} of what the adapters changed (the base with adapter/ has all of it)"
+            f"; rounding removed {1 - found.share:.0%} of the adapters' change (the base model with adapter/ keeps it)"
         )
     return words
 
@@ -247,8 +258,10 @@ def _mark(folder: Path, checked: Checked) -> None:
 
 @contextmanager
 def _most_exact(recipe: Recipe, model: Model) -> Iterator[torch.dtype]:
-    """Inside, the trained side computes in float32 on a CPU, where its strategy can. On a GPU it stays as it was:
-    memory is short at the end of a run, and fast kernels take 16 bits only. Gives the dtype of its products."""
+    """Compute the trained side in float32 inside, if the strategy supports it. Yield the dtype of its GEMMs.
+
+    A GPU keeps its dtype: memory is short at the end of a run, and fast kernels support 16 bits only.
+    """
     if recipe.compute_dtype == torch.float32 or model.mesh.device.type != "cpu":
         yield recipe.compute_dtype
         return
@@ -261,7 +274,7 @@ def _most_exact(recipe: Recipe, model: Model) -> Iterator[torch.dtype]:
 
 @contextmanager
 def _all_threads(device: torch.device) -> Iterator[None]:
-    """On a host with GPUs the other ranks wait: rank 0 may use their cores."""
+    """Let rank 0 use all cores of a GPU host, because the other ranks wait."""
     before = torch.get_num_threads()
     if device.type == "cuda" and is_first_rank():
         torch.set_num_threads(max(before, process_group.num_cores()))

@@ -1,4 +1,4 @@
-"""The end of a run: what it learnt, in the form that others load, checked; and the pictures and numbers for people."""
+"""The end of a run: export, export check, report and final figures."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 
 def finalize_run(session: Trainer, accuracy: Mapping[str, Accuracy] = MappingProxyType({})) -> int:
-    """Export and check, write the report, and say what to do next. `accuracy`: on held-out questions, `before` and
-    `after`. Returns the exit code of the run.
+    """Export the model, check the export, write the report and print the next commands. Return the exit code.
+
+    Args:
+        accuracy: results on held-out questions, `before` and `after` training.
     """
     session.checkpointer.wait()
     folder = session.run_dir / "export"
@@ -46,7 +48,7 @@ def finalize_run(session: Trainer, accuracy: Mapping[str, Accuracy] = MappingPro
             session.checkpointer.latest(),
         )
     if session.best_restored is not None:
-        found += f"; step {session.best_restored}, the best"
+        found += f"; weights of the best step {session.best_restored}"
     footer = [("ended", _ended_by(session))]
     footer += [("export", f"{folder}   {found}")]
     _record(session, accuracy)
@@ -59,9 +61,10 @@ def finalize_run(session: Trainer, accuracy: Mapping[str, Accuracy] = MappingPro
 
 
 def export_run(recipe: Recipe, run_dir: Path, output: Path, choice: str | None = None) -> int:
-    """What `automodel export RUN` does, in one process: a checkpoint as a Hugging Face folder, checked.
+    """Export a checkpoint as a Hugging Face folder and check it, in one process (`automodel export RUN`).
 
-    `choice`: see `chosen_checkpoint`; None is the newest, and the best one of a run with early stopping.
+    Args:
+        choice: see `chosen_checkpoint`. None is the newest checkpoint, or the best one of a run with early stopping.
     """
     from automodel_cli.run.model_builder import Model
 
@@ -108,22 +111,22 @@ def _record(session: Trainer, accuracy: Mapping[str, Accuracy]) -> None:
 
 
 def _shown(after: Answer, before: Answer | None) -> str:
-    mark = "right" if after.correct else f"wrong, it is {after.answer!r}"
+    mark = "right" if after.correct else f"wrong, expected {after.answer!r}"
     said = f"   (before training: {before.completion[:24]!r})" if before else ""
     return f"{after.question!r} -> {after.completion!r} {mark}{said}"
 
 
 def _next_commands(session: Trainer) -> str:
-    use = f"automodel chat {word(session.run_dir)}    talks to it; serve, eval and push are others"
+    use = f"automodel chat {word(session.run_dir)}    chat with the model (also: serve, eval, push)"
     if session.recipe.as_classifier:
         target = "automodel_cli.rollout.rewards.reward_model.RewardModel"
         node = f"{{_target_: {target}, folder: {session.run_dir / 'export'}}}"
-        use = f"automodel grpo llm -c CONFIG 'rewards.model={node}'    rewards samples with it"
+        use = f"automodel grpo llm -c CONFIG 'rewards.model={node}'    use it as a reward"
     return "\n".join(
         [
             use,
-            f"automodel resume {word(session.run_dir)} {_further(session)}    trains on",
-            "automodel recipes ls    more recipes; `automodel recipes cp` gives you one to edit",
+            f"automodel resume {word(session.run_dir)} {_further(session)}    train longer",
+            "automodel recipes ls    list recipes; `automodel recipes cp` copies one to edit",
         ]
     )
 

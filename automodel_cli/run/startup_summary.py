@@ -1,4 +1,4 @@
-"""What a run says before its first step, and keeps in its record."""
+"""Startup summary of a run, printed before the first step and stored in its record."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 
 def _of_cuda(recipe: Recipe) -> list[tuple[str, str]]:
-    """What was settled for this GPU."""
+    """Return the attention kernel and the allocator that were chosen for this GPU."""
     packed = recipe.model.attn_implementation == PACKED
     attention = [("attention", str(kernel_selection.chosen_kernel()))] if packed else []
     return [*attention, ("allocator", process_startup.allocator())]
 
 
 def show_header(session: Trainer, further: Sequence[tuple[str, str]] = ()) -> None:
-    """Show what is about to run, before the first step, and keep it in the run's record.
+    """Print the startup summary and store it in the record of the run.
 
-    `further` rows: (short label, text).
+    Args:
+        further: more rows, each (short label, text).
     """
     rows = [*_header_rows(session), *further]
     session.meter.header(rows)
@@ -44,7 +45,7 @@ def show_header(session: Trainer, further: Sequence[tuple[str, str]] = ()) -> No
 
 
 def _header_rows(session: Trainer) -> list[tuple[str, str]]:
-    """What is about to run: (short label, text)."""
+    """Return the rows of the summary as (short label, text)."""
     recipe, model = session.recipe, session.model
     share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
     num_rows = session.loader.global_batch_size
@@ -73,7 +74,7 @@ def _header_rows(session: Trainer) -> list[tuple[str, str]]:
 
 
 def step_size(session: Trainer) -> str:
-    """Return what one step trains: `8 rows (about 61.3 documents)`."""
+    """Return the size of one step as text: `8 rows (about 61.3 documents)`."""
     num_rows, row_name = session.loader.global_batch_size, session.recipe.row_name
     noun, per_row = session.data.train.units_per_row()
     number = num_rows * per_row
@@ -86,7 +87,7 @@ def step_size(session: Trainer) -> str:
 
 
 def _describe(session: Trainer, about: Mapping[str, str]) -> None:
-    """Keep `about`, where the run runs and what it reads in its record. Rank 0 only."""
+    """Store `about`, the environment, the data and the mesh in the record. Rank 0 only."""
     device = session.mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     session.record.describe_attempt(
@@ -108,7 +109,7 @@ def _describe(session: Trainer, about: Mapping[str, str]) -> None:
 
 
 def _precision(recipe: Recipe) -> str:
-    """What parameters are stored in, and what matrix products run in where that is another dtype."""
+    """Return the dtype of the parameters, and the dtype of the GEMMs if it differs."""
     stored, computed = recipe.model.dtype, str(recipe.compute_dtype).removeprefix("torch.")
     return stored if computed == stored else f"{stored}, computes in {computed}"
 

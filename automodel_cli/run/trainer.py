@@ -159,9 +159,11 @@ class Trainer:
         process_startup.enable_gc()
         self.has_begun = True
         for name in self.callbacks.unclaimed():
-            self.print(f"the state of callback {name} in the checkpoint is dropped: this run does not have it")
+            self.print(
+                f"the checkpoint state of callback {name} is ignored, because this run does not have the callback"
+            )
         for name in self.checkpointer.dropped():
-            self.print(f"the {name} in the checkpoint is dropped: that of this run is as it was loaded")
+            self.print(f"the {name} in the checkpoint is ignored; this run uses the loaded {name}")
         self._run_pending_validation()
         self.meter.start()
         with self.watch:
@@ -257,7 +259,7 @@ class Trainer:
             raise error.located(step, self.data.train.describe) from error
 
     def validate(self, step: int) -> None:
-        """Measure and record what says how good the model is: on the validation rows and tasks, if there are any."""
+        """Evaluate the model on the validation rows and tasks, if there are any, and record the metrics."""
         if not self._validates:
             return
         with self.meter.pause(), self.watch.long("a validation"):
@@ -271,14 +273,14 @@ class Trainer:
         return self.data.validation is not None or bool(self.recipe.validation.tasks)
 
     def _run_pending_validation(self) -> None:
-        """The validation of the step at which the run was stopped: a notice to stop does not wait for it."""
+        """Run the validation that was skipped because a signal stopped the run at its step."""
         if self._owed_to is not None:
             self.validate(self.first_step)
             self.checkpointer.add_metrics(self._owed_to, self._metrics, {"validated": self.first_step})
             self._metrics = {}
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of everything the next step depends on."""
+        """Save a checkpoint of all state that the next step depends on."""
         self._ensure_run_directory()
         with self.meter.pause(), self.watch.long("a checkpoint"):
             self.checkpointer.save(
@@ -301,25 +303,25 @@ class Trainer:
 
     @property
     def taught_stops(self) -> Sequence[int]:
-        """The tokens at which the training rows teach the model to stop."""
+        """Return the stop tokens that end responses in the training rows."""
         stops: list[int] = self.data.train.taught_stops()
         return stops
 
     def _restore_best(self) -> None:
-        """Load the weights of the best checkpoint, which are what the run leaves. Collective."""
+        """Load the weights of the best checkpoint for the export. Collective."""
         with self.meter.pause(), self.watch.long("loading the best checkpoint"):
             loaded = best_checkpoint.load_best(self.checkpointer, self.model.parts, self.last_step)
         if loaded is not None:
             self.best_restored = loaded.step
             self.last_validation = self.last_step, loaded.metrics
             metric = self.early_stop.goal.metric
-            self.print(f"the weights are those of {loaded.path.name} again, the best by {metric}")
+            self.print(f"restored the weights of {loaded.path.name}, the best checkpoint by {metric}")
 
     def _ensure_run_directory(self) -> None:
-        """What can be had again of a run folder that somebody removed, before the model is written into it."""
+        """Recreate the run folder with its config and metrics if it was removed."""
         if self.is_main and recreate_run_directory(self.run_dir, self.source):
             self.meter.write_again()
-            self.print(f"{self.run_dir} was removed while the run went on: its config and metrics are written again")
+            self.print(f"{self.run_dir} was removed during the run; its config and metrics were written again")
 
     def validate_if_due(self, step: int) -> None:
         """Validate before the first step, where the config asks for it."""
@@ -327,11 +329,11 @@ class Trainer:
             self.validate(step)
 
     def print(self, text: str) -> None:
-        """A line of the run's output, on rank 0."""
+        """Print a line on rank 0."""
         self.meter.print(text)
 
     def exit_code(self) -> int:
-        """0, or what a run returns that a signal stopped."""
+        """Return 0, or the exit code of a run that a signal stopped."""
         return signals.exit_code(self.stopped_by)
 
     def _resume(self) -> int:
@@ -366,7 +368,7 @@ class Trainer:
         return Machine(dist.get_world_size(), flops, peak)
 
     def close(self, *, succeeded: bool) -> None:
-        """Finish what is in flight. Also called when the run fails."""
+        """Finish pending checkpoints, callbacks and metrics. Also called when the run fails."""
         self.watch.stop()
         with self.at_exit:
             failure = self.callbacks.end(succeeded=succeeded)
@@ -379,7 +381,7 @@ class Trainer:
 
 @contextmanager
 def build_trainer(recipe: Recipe, source: Composed) -> Iterator[Trainer]:
-    """Prepare the data, start the process group, build everything; take it down again whatever happens."""
+    """Yield a trainer with prepared data and a started process group. Both are cleaned up on exit."""
     if recipe.train.deterministic:
         rng.make_deterministic()
     if recipe.train.num_cpu_threads is not None:
@@ -399,7 +401,7 @@ def _opened(
     device: torch.device,
     failed: Callable[[BaseException], None],
 ) -> Iterator[Trainer]:
-    """Yield the one session of a run whose process group exists. `failed` is called before a failure is cleaned up."""
+    """Yield the trainer of a run whose process group exists. `failed` is called before the clean-up of an error."""
     run_dir: Path | None = None
     session: Trainer | None = None
     earlier = records_before(source)
@@ -443,13 +445,13 @@ def _opened(
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether the config or the data were refused, so that the same command would fail at the same place."""
+    """Return whether the config or the data is invalid, so that the same command would fail again."""
     return isinstance(error, ConfigError) and not isinstance(error, RunError)
 
 
 @contextmanager
 def _recorded(run_dir: Path, source: Composed) -> Iterator[RunRecord]:
-    """The record of this run, which also says of a failure. Only rank 0 writes it."""
+    """Yield the record of this run, and record an error. Only rank 0 writes it."""
     record = RunRecord(run_dir if dist.get_rank() == 0 else None, source)
     try:
         yield record
@@ -466,7 +468,7 @@ def _record_failure(record: RunRecord, error: BaseException) -> None:
 
 
 def _agreed_run_folder(recipe: Recipe, source: Composed, held: ExitStack) -> Path:
-    """The folder of this run, the same on all ranks; no other run gets in until `held` is closed. Collective."""
+    """Return the run folder, the same on all ranks, locked until `held` is closed. Collective."""
     chosen: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -483,14 +485,14 @@ def _agreed_run_folder(recipe: Recipe, source: Composed, held: ExitStack) -> Pat
 
 
 def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
-    """A run with checkpoints of its own goes on from the newest, whatever its config said at its start."""
+    """Return the checkpoint config, with `resume=auto` if the run folder already has checkpoints."""
     if source.run_dir is None or CheckpointDir(source.run_dir / "checkpoints").latest() is None:
         return recipe.checkpoint
     return dataclasses.replace(recipe.checkpoint, resume="auto")
 
 
 def prepared_for(device: torch.device) -> Callable[[Any], Any] | None:
-    """What the loader's thread does with a batch. None on a CPU, which computes and has no time to spare."""
+    """Return the function that pins batches in the loader's thread. None on a CPU, which needs no pinned memory."""
     return on_this_device(_pinned) if device.type == "cuda" else None
 
 
@@ -499,12 +501,12 @@ def _pinned(batch: Any) -> Any:
 
 
 def _mean(values: Sequence[Tensor]) -> Scalar:
-    """nan where a step had no update."""
+    """Return the mean, or nan if a step had no update."""
     return torch.stack(list(values)).mean() if values else math.nan
 
 
 def _over_updates(results: Sequence[Mapping[str, Tensor]], objective: Any) -> dict[str, Tensor]:
-    """The metrics of several updates as those of their step: extrema stay extrema, all else is a mean."""
+    """Combine the metrics of several updates of a step: extrema by min or max, others by their mean."""
     combine = {name: metric.combine for name, metric in metrics_of(objective).items()}
     found = {}
     for name in results[0] if results else ():

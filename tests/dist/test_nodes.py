@@ -25,7 +25,7 @@ def test_two_nodes_that_agree(tmp_path: Path) -> None:
     found = {subject: (status, text) for status, subject, text, _ in mine}
     assert found["ranks"] == ("ok", "2 on 2 hosts: node0, node1 (gloo)")
     assert found["python"] == ("ok", "3.12.1 everywhere") and found["torch"][0] == found["device"][0] == "ok"
-    assert found["shared folder"] == ("ok", f"{tmp_path} is one for all ranks")
+    assert found["shared folder"] == ("ok", f"{tmp_path} is shared by all ranks")
     rate, micros = float(found["bandwidth"][1].split()[0]), float(found["latency"][1].split()[0])
     assert 0.01 < rate < 1000 and 1 < micros < 1e6
     assert of_rank_1 == mine, "every rank finds the same"

@@ -57,13 +57,13 @@ def test_a_run_without_memory_says_what_was_resident_what_frees_some_and_how_to_
     ):
         assert part in ended.stderr, part
     lines = ended.stderr.splitlines()
-    assert any("model.dtype=bfloat16   (trains something else)" in line for line in lines)
+    assert any("model.dtype=bfloat16   (changes the training result)" in line for line in lines)
     (fix,) = (line.split(maxsplit=1)[1] for line in lines if line.startswith("  fix"))
     traced = [line for line in lines if "automodel dryrun -c " in line]
     assert ["runs/tiny/config.yaml --gpus 1 " in line for line in traced] == [True] * (how == "cuda")
     if how != "cpu":
         return
-    command = fix.partition("   (goes on from step-000002)")[0]
+    command = fix.partition("   (resumes from step-000002)")[0]
     *resume, change = shlex.split(command)
     assert resume[:2] == ["automodel", "resume"] and "=" in change
     more = automodel(tmp_path, *resume[1:], change, "callbacks=[]")

@@ -187,7 +187,7 @@ def test_the_nodes_of_an_allocation_are_examined(folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"ok +ranks +2 on 2 hosts: \S+, \S+ \(gloo\)", done.stdout), done.stdout + done.stderr
-    assert re.search(r"bandwidth +\d+\.\d+ GB/s", done.stdout) and f"{folder} is one for all ranks" in done.stdout
+    assert re.search(r"bandwidth +\d+\.\d+ GB/s", done.stdout) and f"{folder} is shared by all ranks" in done.stdout
 
 
 @pytest.mark.slow

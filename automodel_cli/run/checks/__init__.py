@@ -1,0 +1,1 @@
+"""Validation of configs before a run starts."""

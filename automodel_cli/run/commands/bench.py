@@ -1,4 +1,4 @@
-"""What `automodel bench` does: runs of a config that a stopwatch ends, and what their times say.
+"""Benchmarks of `automodel bench`: short runs of one or two configs, and a comparison of their step times.
 
 A run is the same command that a user types, in a folder of its own that is removed afterwards. Two configs are compared
 in turns (A B, B A, ...), so that a machine that gets slower slows both; every step of a round trains on the same rows.
@@ -123,7 +123,7 @@ def compare_configs(a: Config, b: Config, *, warmup: int, steps: int, rounds: in
         print(f"A's {name} time of a step over B's: {middle:.2f} ({_range(of_rounds)} over rounds)")
     print(_verdict(ratios["CPU" if "CPU" in ratios else "wall"]))
     if not same:
-        print("their steps do not hold the same numbers of tokens: compare tokens/s, and not for a few percent")
+        print("the steps of A and B have different numbers of tokens: compare tokens/s, and ignore small differences")
     sides = {label: [_as_json(times) for times in runs] for label, runs in found.items()}
     _write(json_file, {"a": a.name, "b": b.name, "same_rows": same, "a_over_b": ratios, **sides})
     return 0
@@ -132,7 +132,7 @@ def compare_configs(a: Config, b: Config, *, warmup: int, steps: int, rounds: in
 def _verdict(ratios: Sequence[float]) -> str:
     if min(ratios) > 1:
         return "B is faster in every round"
-    return "A is faster in every round" if max(ratios) < 1 else "no difference that every round shows"
+    return "A is faster in every round" if max(ratios) < 1 else "neither is faster in every round"
 
 
 def _range(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""What `automodel bench` adds to a run: it times steps, profiles one more, writes both and ends the run.
+"""Callback of `automodel bench`: time steps, profile one more, write the results and end the run.
 
 Torch-free at import, like everything that a config names.
 """

@@ -1,4 +1,4 @@
-"""A conversation with what a run has learnt, in the terminal, by the library's own generation."""
+"""Chat with trained models in the terminal, based on `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from automodel_cli.config.plain_text import visible
 from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.models import transformers_compat
 
-_HELP = "/new begins another conversation, /quit or Ctrl-D ends"
+_HELP = "/new starts a new conversation, /quit or Ctrl-D exits"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What ranks on several nodes find out together: bandwidth, latency, a folder that all see, equal software."""
+"""Checks of several nodes: network bandwidth, latency, a shared folder and equal software versions."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _software(device: torch.device) -> Iterator[Finding]:
         found: dict[str, str] = {rank[what]: rank["host"] for rank in told}
         if len(found) > 1:
             text = ", ".join(f"{value} on {host}" for value, host in found.items())
-            yield ("warn" if what == "device" else "fail"), what, f"not the same everywhere: {text}", ""
+            yield ("warn" if what == "device" else "fail"), what, f"differs between hosts: {text}", ""
         else:
-            yield "ok", what, f"{next(iter(found))} everywhere", ""
+            yield "ok", what, f"{next(iter(found))} on all hosts", ""
 
 
 def _latency(device: torch.device) -> Finding:
@@ -67,7 +67,7 @@ def _shared(folder: Path) -> Finding:
     if found := shared_directory.problems(folder):
         text = f"{folder} is not the same folder everywhere: {'; '.join(found)}"
         return "fail", "shared folder", text, "cd /a/shared/file/system   (or output_dir=/a/shared/file/system/runs)"
-    return "ok", "shared folder", f"{folder} is one for all ranks", ""
+    return "ok", "shared folder", f"{folder} is shared by all ranks", ""
 
 
 def _all_reduce(numel: int, device: torch.device, *, repeat: int) -> float:

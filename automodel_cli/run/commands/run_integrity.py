@@ -1,4 +1,4 @@
-"""What is left of a run, file by file: whether a resume or an export would find it whole."""
+"""Integrity check of a run folder: metrics, checkpoints and export."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def examine(run_dir: Path) -> Iterator[Finding]:
     for path in sorted(folder.path.glob("step-*.damaged")) if folder.path.is_dir() else ():
         yield "warn", path.name, "was set aside as damaged", f"rm -r {word(path)}"
     if not folder.whole():
-        yield "warn", "checkpoints", "none: a resume starts over", f"automodel resume {word(run_dir)}"
+        yield "warn", "checkpoints", "none; a resume starts over", f"automodel resume {word(run_dir)}"
     if (run_dir / "export").is_dir():
         yield _export(run_dir / "export")
 
@@ -41,7 +41,7 @@ def _examine(path: Path) -> Finding:
     if problems := damage(path, files, sorted(files)):
         return "fail", path.name, "; ".join(problems), f"mv {word(path)} {word(f'{path}.damaged')}"
     size = sum(note["bytes"] for note in files.values())
-    return "ok", path.name, f"whole: {len(files)} files, {size / 2**20:,.1f} MiB, every byte as written", ""
+    return "ok", path.name, f"complete: {len(files)} files, {size / 2**20:,.1f} MiB, checksums match", ""
 
 
 def _export(folder: Path) -> Finding:

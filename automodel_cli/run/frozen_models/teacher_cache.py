@@ -62,7 +62,7 @@ def cached_teacher(session: Trainer, config: TeacherConfig, top_k: int | None) -
         }
         return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
 
-    RowCache(session, "teacher", key, "what the teacher says", scorer, width=2 * count).attach_all(_BOTH)
+    RowCache(session, "teacher", key, "teacher log-probs", scorer, width=2 * count).attach_all(_BOTH)
     gc.collect()  # the teacher's modules refer to one another
     if session.mesh.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto`: decided once, before anything is built, the same on every rank."""
+"""Resolve `activation_checkpointing=auto` once, before the model is built, equally on all ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def is_open(recipe: Recipe) -> bool:
-    """Whether the config leaves it to the machine."""
+    """Return whether the config sets `auto`."""
     return recipe.parallelizer.activation_checkpointing == AUTO
 
 
 def decide(recipe: Recipe, layout: Layout, memory: float | None) -> CheckpointingChoice:
-    """For GPUs of `memory` bytes; None: a CPU, where time is short and memory is not."""
+    """Choose for GPUs with `memory` bytes. None stands for a CPU."""
     from automodel_cli.planning.activation_checkpointing import CheckpointingChoice, choose_activation_checkpointing
 
     if memory is None:
-        return CheckpointingChoice(False, refused="on a CPU memory is not what is short")
+        return CheckpointingChoice(False, refused="memory is not the limit on a CPU")
     if recipe.extra_memory_user is not None:
         return CheckpointingChoice("full", refused=f"no estimate of {recipe.extra_memory_user}")
     return choose_activation_checkpointing(plan_request(recipe, layout), memory)
@@ -41,7 +41,7 @@ def with_choice(recipe: Recipe, choice: CheckpointingChoice) -> Recipe:
 
 
 def decided(recipe: Recipe, layout: Layout, memory: float | None) -> tuple[Recipe, str | None]:
-    """The recipe with a mode in place of `auto`, and a sentence with the numbers; unchanged and None without `auto`."""
+    """Return the recipe with a mode in place of `auto`, and a sentence with the numbers. Without `auto`: None."""
     if not is_open(recipe):
         return recipe, None
     choice = decide(recipe, layout, memory)
@@ -49,7 +49,7 @@ def decided(recipe: Recipe, layout: Layout, memory: float | None) -> tuple[Recip
 
 
 def decided_together(recipe: Recipe, mesh: Mesh) -> tuple[Recipe, str | None]:
-    """The same for a run's ranks: rank 0 decides for the smallest of their GPUs. Collective."""
+    """Return the same for all ranks: rank 0 decides for the smallest GPU. Collective."""
     if not is_open(recipe):
         return recipe, None
     import torch

@@ -1,4 +1,4 @@
-"""How much memory this host has free, as far as Linux tells."""
+"""Available memory of this host, read from /proc and cgroups."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUPS) -> float | None:
-    """Bytes that a process can still take: free or reclaimable on the host, within the limit of its cgroup. None where
-    the host has no /proc."""
+    """Return the bytes that a process can still allocate, within the limit of its cgroup. None without /proc."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), flags=re.M)
     except OSError:
@@ -32,7 +31,7 @@ def _number(path: Path) -> float | None:
 
 
 def _cached(cgroup: Path) -> float | None:
-    """Pages of files that the kernel gives back when memory is short."""
+    """Return the bytes of file pages that the kernel can reclaim."""
     try:
         found = re.search(r"^inactive_file (\d+)$", (cgroup / "memory.stat").read_text(), flags=re.M)
     except OSError:

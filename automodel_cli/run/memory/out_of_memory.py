@@ -1,4 +1,4 @@
-"""When memory runs out: what was resident by plan, which changes free how much, a snapshot, and how to go on."""
+"""Explain out-of-memory errors: planned memory by kind, changes that free memory, a snapshot and a resume command."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _CODE = ("automodel_cli/", "transformers/models/")
 
 
 class OutOfMemory(RunError):
-    """A run that needed more memory than there was."""
+    """A run exceeded the available memory."""
 
     exit_code = 4
     code = "out_of_memory"
 
 
 def find_oom_error(error: BaseException) -> BaseException | None:
-    """The exception that says so, `error` or what it was raised from; None where something else was wrong.
+    """Return the out-of-memory exception in the chain of `error`, or None.
 
-    Torch has a class for its devices and a RuntimeError for the CPU.
+    Torch raises OutOfMemoryError on devices and RuntimeError on the CPU.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -56,7 +56,7 @@ def find_oom_error(error: BaseException) -> BaseException | None:
 def explain_oom(
     cause: BaseException, recipe: Recipe, source: Composed, run_dir: Path | None, world_size: int
 ) -> RunError:
-    """The error to end this rank with. Frees what the failed step still holds, so ask once, when all is lost anyway."""
+    """Return the error that ends this rank. Frees the tensors of the failed step, so the run cannot continue."""
     rank = int(os.environ.get("RANK", "0"))
     on_gpu = isinstance(cause, torch.OutOfMemoryError)
     lines = [f"rank {rank} of {world_size} ran out of memory on the {'GPU' if on_gpu else 'CPU'}: {_said(cause)}"]
@@ -74,19 +74,19 @@ def explain_oom(
         lines += _resident(plan, rank * len(plan.memory) // world_size)
         lines += _freed(plan, found)
     except (ConfigError, MemoryError, RuntimeError) as error:
-        lines.append(f"no plan could be made of what was resident: {str(error).splitlines()[0]}")
+        lines.append(f"memory could not be planned: {str(error).splitlines()[0]}")
     fix = f"{signals.resume_hint(run_dir)}, on more ranks or GPUs with more memory"
     if found:
         chosen = _first_that_is_enough(plan, found, _asked(cause))
         fix = _resume(run_dir, source, chosen)
         if on_gpu and run_dir is not None:
             traced = f"automodel dryrun -c {word(run_dir / 'config.yaml')} --gpus {world_size} {chosen.change}"
-            lines.append(f"what a real step then takes, by kind and line, is found without a GPU: {traced}")
+            lines.append(f"to measure a real step with this change without a GPU: {traced}")
     return OutOfMemory("\n".join(lines), fix=fix)
 
 
 def _with_overrides(source: Composed, run_dir: Path | None, more: Sequence[str]) -> Any:
-    """The run's own config, as `automodel resume` would read it."""
+    """Return the checked recipe with more overrides, as `automodel resume` would read it."""
     from automodel_cli.config.check import check_config
     from automodel_cli.config.compose import compose
 
@@ -98,7 +98,7 @@ def _with_overrides(source: Composed, run_dir: Path | None, more: Sequence[str])
 
 
 def _said(cause: BaseException) -> str:
-    """Torch's first sentence, without its advice."""
+    """Return the first sentence of torch's message, without its advice."""
     text = str(cause).partition("\n")[0].strip()
     if _CPU in text:
         text = text[text.index(_CPU) + len(_CPU) :].lstrip(": ")
@@ -106,13 +106,13 @@ def _said(cause: BaseException) -> str:
 
 
 def _asked(cause: BaseException) -> float:
-    """Bytes that could not be had; 0 where the message does not say."""
+    """Return the requested bytes, or 0 if the message does not contain them."""
     found = _ASKED.search(str(cause))
     return float(found[1]) * _UNITS[found[2]] if found else 0.0
 
 
 def _place(cause: BaseException) -> Iterator[str]:
-    """The innermost line of this program or of a model."""
+    """Yield the innermost frame of automodel or of model code."""
     for frame in reversed(traceback.extract_tb(cause.__traceback__)):
         at = next((frame.filename.rfind(mark) for mark in _CODE if mark in frame.filename), -1)
         if at >= 0:
@@ -121,13 +121,13 @@ def _place(cause: BaseException) -> Iterator[str]:
 
 
 def _on_device(run_dir: Path | None, rank: int) -> Iterator[str]:
-    """What the allocator and the driver say, and a snapshot for torch's viewer (docs.pytorch.org/memory_viz)."""
+    """Yield memory totals of the allocator and the driver, and write a snapshot for torch's memory viewer."""
     free, total = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     others = total - free - reserved
     yield (
         f"  of {total / GIB:.1f} GiB: {allocated / GIB:.1f} in tensors, {(reserved - allocated) / GIB:.1f} reserved "
-        f"beside them, {others / GIB:.1f} of the context, NCCL and other processes"
+        f"by the allocator, {others / GIB:.1f} for the CUDA context, NCCL and other processes"
     )
     if run_dir is not None:
         path = run_dir / "logs" / f"memory-rank-{rank}.pickle"
@@ -135,13 +135,13 @@ def _on_device(run_dir: Path | None, rank: int) -> Iterator[str]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # torch would follow a link that somebody put there
             dump_cuda_memory(path)
-            yield f"  every block of the GPU is in {path}   (open it at pytorch.org/memory_viz)"
+            yield f"  memory snapshot: {path}   (open it at pytorch.org/memory_viz)"
         except (RuntimeError, OSError) as error:
-            yield f"  no snapshot of the GPU's blocks: {error}"
+            yield f"  the memory snapshot could not be written: {error}"
 
 
 def _let_go(cause: BaseException) -> None:
-    """Of what the frames of the failed step refer to: a plan needs some memory of the host."""
+    """Release the tensors of the failed step, because planning needs host memory."""
     error: BaseException | None = cause
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -156,26 +156,28 @@ def _resident(plan: Plan, pipeline_rank: int) -> list[str]:
 
 
 def _freed(plan: Plan, found: Sequence[Planned]) -> list[str]:
-    """What changes would free, cheapest first, those that train something else last."""
+    """Return lines with the memory that each change frees, cheapest first."""
     if not found:
-        return ["no change of the config that a plan knows of would free 1%"]
-    lines = ["changes and what they free by plan, from the cheapest in time to the dearest:"]
+        return ["no known change of the config frees at least 1%"]
+    lines = ["changes and the memory that they free by plan, fastest first:"]
     for one in found[:_SHOWN]:
-        note = "" if one.change.same_training else "   (trains something else)"
+        note = "" if one.change.same_training else "   (changes the training result)"
         lines.append(f"  {_amount(plan.heaviest - one.plan.heaviest):>10}  {one.change}{note}")
     return lines
 
 
 def _first_that_is_enough(plan: Plan, found: Sequence[Planned], asked: float) -> Planned:
-    """The cheapest that frees what was asked for and a tenth of the whole, else the one that frees the most; of those
-    that train the same, if there is one."""
+    """Return the cheapest change that frees the requested memory and at least 10%, else the change that frees most.
+
+    Changes that keep the training result come first.
+    """
     same = [one for one in found if one.change.same_training] or list(found)
     enough = [one for one in same if plan.heaviest - one.plan.heaviest >= max(asked, 0.1 * plan.heaviest)]
     return enough[0] if enough else min(same, key=lambda one: one.plan.heaviest)
 
 
 def _resume(run_dir: Path | None, source: Composed, chosen: Planned) -> str:
-    """The command to go on with."""
+    """Return the resume command with the chosen change."""
     if run_dir is None:
         return str(chosen.change)
     command, _, note = signals.resume_hint(run_dir).partition("   ")

@@ -1,0 +1,1 @@
+"""Upload of run folders to object storage, and download from it."""

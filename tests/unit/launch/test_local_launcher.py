@@ -99,7 +99,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(toy: Path, fail: str, ran
     elif fail == "memory":
         assert "rank 1 failed; the end of" in err and "  toy_recipe.nodes.OutOfMemoryError: wanted 2.3 GiB\n" in err
     else:
-        assert "rank 1 died without a word (exit code 9); the end of" in err
+        assert "rank 1 ended without an error message (exit code 9); the end of" in err
 
 
 def wait_for_start(process: warm.Command, folder: Path, num_ranks: int) -> None:
@@ -143,7 +143,7 @@ def test_a_second_signal_kills_and_nothing_stays_behind(toy: Path) -> None:
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "stopped at once; checkpoints in place are whole" in err and "\n  automodel resume runs/toy " in err
+    assert "stopped immediately; saved checkpoints are complete" in err and "\n  automodel resume runs/toy " in err
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -171,7 +171,7 @@ def test_every_failure_is_told_and_counted_however_soon_it_follows(toy: Path) ->
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     restarts = [f"restart {n} of 2 (train.max_restarts): starts over: no checkpoint was written yet" for n in (1, 2)]
-    died = "rank 0 died without a word (SIGSEGV)"
+    died = "rank 0 ended without an error message (SIGSEGV)"
     assert err.splitlines() == [died, restarts[0], died, restarts[1]]
     assert out.splitlines() == ["rank 0 omp 1"] * 3 + [f"step {n} total 1" for n in (1, 2, 3)]
     assert not list(toy.glob("automodel-*"))
@@ -188,7 +188,7 @@ def test_the_last_attempt_is_the_outcome_and_what_would_fail_again_is_not_tried_
     assert process.returncode == code, err
     assert out.splitlines() == ["rank 0 omp 1"] * starts and err.count("restart ") == starts - 1
     said = {
-        "crash": "rank 0 died without a word (SIGSEGV)",
+        "crash": "rank 0 ended without an error message (SIGSEGV)",
         "raise": "ValueError: rank 0 is broken",
         "data": "DataError [",
     }
@@ -213,7 +213,7 @@ def test_the_peers_of_a_rank_that_ends_before_it_can_say_a_word_do_not_wait_for_
     begin = time.monotonic()
     process = start_cold(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", **path)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and err == "rank 1 died without a word (exit code 9)\n"
+    assert process.returncode == 1 and err == "rank 1 ended without an error message (exit code 9)\n"
     assert time.monotonic() - begin < 20
 
 
@@ -231,7 +231,7 @@ def test_a_signal_while_ranks_start_again_is_for_those(toy: Path, signals: int) 
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert err.count("restart 1 of 2") == 1 and "restart 2" not in err and launch_signals.message(signal.SIGINT) in err
-    assert ("stopped at once" in err) == (signals == 2) and ("step 1 total 1" in out) == (signals == 1)
+    assert ("stopped immediately" in err) == (signals == 2) and ("step 1 total 1" in out) == (signals == 1)
 
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again(toy: Path) -> None:
