@@ -96,4 +96,5 @@ def test_an_objective_without_scores_and_other_kinds_are_refused(folder):
     assert done.returncode == 2
     assert_error(done.stderr, "not_supported", "objective", fix="objective=reward")
     done = automodel(folder, "rm", "llm", "-c", "quickstart_dpo")
-    assert done.returncode == 2 and "quickstart_dpo is no rm recipe" in done.stderr
+    assert done.returncode == 2
+    assert_error(done.stderr, "wrong_recipe", values=("quickstart_dpo", "rm"))
