@@ -109,18 +109,18 @@ def why_prompts_are_apart(
         (data.packing == "none", "data.packing=none, so a row holds one sample"),
         (
             model.attn_implementation != "packed",
-            f"model.attn_implementation={model.attn_implementation} knows no shared prefix, as packed does",
+            f"model.attn_implementation={model.attn_implementation} does not support shared prefixes (packed does)",
         ),
-        (engine is not None and engine.attention, "Transformer Engine's attention knows no shared prefix"),
-        ((mesh.cp_size or 1) > 1, f"mesh.cp_size={mesh.cp_size}, and ranks that share rows share no prefixes"),
-        (parallelizer.enable_compile is True, "whole compiled layers (enable_compile=true) were not measured with it"),
+        (engine is not None and engine.attention, "attention of Transformer Engine does not support shared prefixes"),
+        ((mesh.cp_size or 1) > 1, f"mesh.cp_size={mesh.cp_size}: context parallelism does not support shared prefixes"),
+        (parallelizer.enable_compile is True, "it is untested with compiled layers (parallelizer.enable_compile=true)"),
         (bool(moe.aux_loss_coef), "model.moe.aux_loss_coef balances experts over every copy of a prompt"),
         (bool(moe.bias_update_rate), "model.moe.bias_update_rate balances experts over every copy of a prompt"),
     )
     return next((reason for holds, reason in reasons if holds), "")
 
 
-def refuse_shared_prompts(rollout: RolloutConfig, reason: str) -> None:
+def check_shared_prompts(rollout: RolloutConfig, reason: str) -> None:
     """Raise ConfigError if `rollout.share_prompt_prefix=true` and sharing is not supported for `reason`."""
     if reason and rollout.share_prompt_prefix is True:
         raise ConfigError(

@@ -14,7 +14,7 @@ from automodel_cli.rollout.config_checks import (
     check_indexer,
     check_prompt_data,
     check_routing,
-    refuse_shared_prompts,
+    check_shared_prompts,
 )
 from automodel_cli.rollout.rewards.aggregate import check_nodes
 from automodel_cli.rollout.rewards.base import RewardFunction
@@ -247,7 +247,7 @@ CHECKS: tuple[Callable[[PolicyRecipe], Any], ...] = (
     lambda recipe: check_environment(recipe.rollout, recipe.data, recipe.rewards),
     lambda recipe: check_indexer(recipe.model, recipe.rollout),
     check_replay,
-    lambda recipe: refuse_shared_prompts(recipe.rollout, recipe.why_prompts_are_apart),
+    lambda recipe: check_shared_prompts(recipe.rollout, recipe.why_prompts_are_apart),
     lambda recipe: check_nodes(recipe.rewards),
     check_teacher,
     check_reference,
@@ -285,7 +285,7 @@ def check_sampled_model(recipe: PolicyRecipe, hf_config: PretrainedConfig) -> No
     if rollout.share_prompt_prefix is True:
         from automodel_cli.models.packing_support import why_not_shared
 
-        refuse_shared_prompts(rollout, why_not_shared(hf_config, trust_remote_code=model.trust_remote_code))
+        check_shared_prompts(rollout, why_not_shared(hf_config, trust_remote_code=model.trust_remote_code))
     if rollout.replay_routing:
         from automodel_cli.models.moe.router_hooks import selectors_of
 

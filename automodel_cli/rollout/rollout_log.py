@@ -107,7 +107,7 @@ def disagreement_warning(value: float, limit: float) -> str | None:
         return None
     return (
         f"WARNING: sampler and trainer disagree: sampled tokens are {value:.3f} times as likely to one as to the other "
-        f"on average (rollout.warn_token_mult_prob_error={limit}); ratios and KL are off by as much"
+        f"on average (rollout.warn_token_mult_prob_error={limit}). Ratios and KL have the same error"
     )
 
 
@@ -117,15 +117,14 @@ def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], confi
     assert dynamic is not None
     found, mean = len(samples) // config.group_size, mean_reward(equal)
     others = (
-        "the others were left out after errors" if math.isnan(mean) else f"the mean reward of the others is {mean:.3g}"
+        "the others were excluded after errors" if math.isnan(mean) else f"the mean reward of the others is {mean:.3g}"
     )
     return (
         f"WARNING: step {step}: after {dynamic.max_gen_batches} batches of prompts {found} of "
         f"{config.prompts_per_step} "
-        f"groups have different rewards ({others}). The step trains on those there "
-        "are, and so will later ones: num_zero_std_groups and num_sampled in metrics.jsonl say how many. More "
-        "come from "
-        "prompts that are neither too easy nor too hard, a larger rollout.group_size or a higher rollout.temperature"
+        f"groups have different rewards ({others}). The step trains on these groups. num_zero_std_groups and "
+        "num_sampled in metrics.jsonl count later steps. Use prompts of medium difficulty, a larger "
+        "rollout.group_size or a higher rollout.temperature"
     )
 
 
@@ -135,14 +134,14 @@ def reward_line(samples: Sequence[Sample], when: str) -> str:
         return ""
     judged = counted(samples)
     if not judged:
-        return f"reward {when} training: none, all {len(samples)} held-out prompts were left out after errors"
+        return f"reward {when} training: none, all {len(samples)} held-out prompts were excluded after errors"
     kinds: dict[str, list[float]] = {}
     for sample in judged:
         kinds.setdefault(str(sample.prompt.row.get("kind", "")), []).append(sample.score.total)
     means = "  ".join(f"{kind} {sum(found) / len(found):.2f}" for kind, found in sorted(kinds.items()) if kind)
     text = f"reward {when} training: {mean_reward(judged):.3f}, the mean of {len(judged)} held-out prompts"
     if len(judged) < len(samples):
-        text += f" ({len(samples) - len(judged)} more were left out after errors)"
+        text += f" ({len(samples) - len(judged)} more were excluded after errors)"
     return f"{text} ({means})" if means else text
 
 

@@ -96,7 +96,7 @@ class Rollouts(Callback):
         self.accuracy: dict[str, Accuracy] = {}
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._alarms = HealthMonitor(config.max_new_tokens, measured_entropies(session.run_dir / "metrics.jsonl"))
         self._phases, self._idle, self._scored = StepTimers(), Idle(0.0, 0.0), False
         self.sync(session.first_step)
@@ -107,8 +107,8 @@ class Rollouts(Callback):
     @property
     def about(self) -> list[tuple[str, str]]:
         """Rows of the header."""
-        shared = "in the update read once for all responses of a group in a row"
-        apart = f"in the update read once for each response: {self._prompts_are_apart}"
+        shared = "shared by the responses of a group in the update"
+        apart = f"not shared in the update: {self._prompts_are_apart}"
         prompts = ("prompts", apart if self._prompts_are_apart else shared)
         sampler = getattr(self._source.engine, "about", "") if self.mesh.device.type == "cuda" else ""
         return [("sampler", sampler), prompts] if sampler else [prompts]
@@ -193,7 +193,7 @@ class Rollouts(Callback):
                 different, rest = self._credit.filter_groups(more)
                 samples, equal = samples + different, equal + rest
             if len(samples) < self.config.samples_per_step:
-                self._tell_once("dynamic_sampling", too_few(step, samples, equal, self.config))
+                self._warn_once("dynamic_sampling", too_few(step, samples, equal, self.config))
             samples = (samples + equal)[: self.config.samples_per_step]
         seconds = time.perf_counter() - began
         self._idle = Idle.of_rollout(seconds, took.reward, draws_elsewhere=source.is_elsewhere)
@@ -220,9 +220,9 @@ class Rollouts(Callback):
             of_engine=of_engine,
         )
 
-    def _tell_once(self, subject: str, text: str) -> None:
-        if subject not in self._told:
-            self._told.add(subject)
+    def _warn_once(self, subject: str, text: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
             self.session.meter.print(text)
 
     def scoring(self) -> AbstractContextManager[None]:
@@ -255,7 +255,7 @@ class Rollouts(Callback):
         params = self.config.params()
         params = dataclasses.replace(params, max_new_tokens=min(MAX_NEW_TOKENS, params.max_new_tokens))
         samples = self._source.responses(requests[few], params, seeds[few])
-        RoutingReplay.check_told(samples)
+        RoutingReplay.check_recorded(samples)
         self._source.rest(weights_follow=False)
         mesh, stages = self.mesh, self.model.stages
         every = [(number,) for number in range(len(samples))]
@@ -313,7 +313,5 @@ class Rollouts(Callback):
             if warning is not None and not rollout.staleness:
                 meter.print(f"step {step}: {warning}")
             elif warning is not None:  # stale samples always differ, because the weights have changed
-                reason = (
-                    "the samples are drawn by older weights, as rollout.max_off_policy_steps allows; not said again"
-                )
-                self._tell_once("staleness", f"step {step}: {warning} ({reason})")
+                reason = "older weights sampled them, as rollout.max_off_policy_steps allows; reported once"
+                self._warn_once("staleness", f"step {step}: {warning} ({reason})")

@@ -53,7 +53,7 @@ def from_text(text: str) -> np.ndarray:
     return found
 
 
-def experts_told(text: str | None, num_read: int, decoded: Callable[[str], np.ndarray], *, start: str) -> np.ndarray:
+def decode_experts(text: str | None, num_read: int, decoded: Callable[[str], np.ndarray], *, start: str) -> np.ndarray:
     """Return `[T, L, K]` of the `num_read` tokens, decoded from the `text` of a response with `decoded`.
 
     Raises RunError if the response has none, or another number of tokens. `start` is the command of a server that

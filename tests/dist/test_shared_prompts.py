@@ -274,7 +274,7 @@ def test_a_run_measures_the_same_in_fewer_rows(tmp_path, variant):
         tiny.build_hf("llama", vocab_size=512).save_pretrained(tmp_path / "teacher")
     found = launch(two_steps, 1, tmp_path, VARIANTS[variant], process_group=False)
     (shared, said), (apart, said_apart) = found["auto"], found["false"]
-    assert said == "in the update read once for all responses of a group in a row"
+    assert said == "shared by the responses of a group in the update"
     assert said_apart.endswith("once for each response: rollout.share_prompt_prefix=false")
     for ours, theirs in zip(shared, apart, strict=True):
         assert ours.pop("rows") < theirs.pop("rows")

@@ -8,7 +8,7 @@ from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.hub.source import hf_config
 from automodel_cli.models.packing_support import why_not_shared
 from automodel_cli.rollout.config import RolloutConfig
-from automodel_cli.rollout.config_checks import refuse_shared_prompts, why_prompts_are_apart
+from automodel_cli.rollout.config_checks import check_shared_prompts, why_prompts_are_apart
 from automodel_cli.run.frozen_models.reference_model import draws_while_training
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def why_apart(session: Trainer, config: RolloutConfig, teacher: TeacherConfig | 
     if config.share_prompt_prefix is False:
         return "rollout.share_prompt_prefix=false"
     reason = _reason(session, config, teacher)
-    refuse_shared_prompts(config, reason)
+    check_shared_prompts(config, reason)
     return reason
 
 

@@ -49,7 +49,7 @@ class RoutingReplay:
         ]
 
     @staticmethod
-    def check_told(samples: Sequence[Sample]) -> None:
+    def check_recorded(samples: Sequence[Sample]) -> None:
         """Raise RunError if a token has the same expert twice, because engines return 0 for layers without data."""
         for sample in samples:
             if sample.routed_experts is None:

@@ -62,7 +62,7 @@ class HealthMonitor:
         yield (
             "truncation_rate",
             f"more than {_TRUNCATED:.0%} of the responses (now {truncated:.0%}) did not end within "
-            f"rollout.max_new_tokens={self.max_new_tokens}: their rewards say little; raise it, or see rollout.overlong"
+            f"rollout.max_new_tokens={self.max_new_tokens}. Raise it, or set rollout.overlong"
             if truncated > _TRUNCATED
             else "",
         )
@@ -70,17 +70,17 @@ class HealthMonitor:
         mean = values.get("reward_zero_std_groups", 0.0)
         yield (
             "equal",
-            f"more than {_EQUAL:.0%} of the groups (now {equal:g} of {groups:g}, mean reward {mean:.3g}) had no two "
-            "different rewards, and taught nothing: the prompts are too easy or too hard for this model, or all its "
-            "samples of a prompt have become one"
+            f"more than {_EQUAL:.0%} of the groups (now {equal:g} of {groups:g}, mean reward {mean:.3g}) had equal "
+            "rewards and no gradient. The prompts are too easy or too hard for this model, or all samples of a prompt "
+            "are identical"
             if min(equal, values["num_unused_groups"]) > _EQUAL * groups
             else "",
         )
         lost = values.get("environment_failed", 0.0)
         yield (
             "environment",
-            f"more than {_FAILED:.0%} of the episodes (now {lost:.0%}) failed in their environment, and count as its "
-            "on_error says: see the warnings above, and environment_* in metrics.jsonl"
+            f"more than {_FAILED:.0%} of the episodes (now {lost:.0%}) failed in their environment. See the warnings "
+            "above, and environment_* in metrics.jsonl"
             if lost > _FAILED
             else "",
         )
@@ -95,9 +95,9 @@ class HealthMonitor:
         if entropy >= _COLLAPSED * first:
             return ""
         return (
-            f"the entropy is below {_COLLAPSED:.0%} of its beginning ({first:.3g} nats, now {entropy:.3g}): samples of "
-            "a prompt become the same, and nothing new is tried; objective.entropy_coef, a higher objective.clip_high "
-            "or a lower optimizer.lr hold against it"
+            f"the entropy is below {_COLLAPSED:.0%} of its initial value ({first:.3g} nats, now {entropy:.3g}): "
+            "samples of a prompt become identical. Set objective.entropy_coef, a higher objective.clip_high or a lower "
+            "optimizer.lr"
         )
 
 
@@ -111,8 +111,8 @@ def _failing(failures: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, str
     for name, (failed, asked) in failures.items():
         yield (
             f"reward {name}",
-            f"reward {name} failed on every sample that it should judge (now {failed} of {asked}): see the warnings "
-            "above, and `errors` in rollouts.jsonl"
+            f"reward {name} failed on every sample (now {failed} of {asked}). See the warnings above, and `errors` in "
+            "rollouts.jsonl"
             if failed == asked
             else "",
         )

@@ -36,7 +36,7 @@ from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
 from automodel_cli.rollout.routed_experts import (
     compact_indices,
-    experts_told,
+    decode_experts,
     first_known,
     from_int32,
     from_text,
@@ -257,9 +257,9 @@ def test_sglang_tells_the_experts_of_every_token_that_it_read(part, prompts):
 
 def test_experts_of_other_tokens_than_were_read_are_refused():
     with raises(RunError, "invalid_response", values=(3, 2)):
-        experts_told(OF_VLLM, 3, from_text, start="serve")
+        decode_experts(OF_VLLM, 3, from_text, start="serve")
     with raises(RunError, "invalid_response", keys=("rollout.replay_routing",), fix="serve"):
-        experts_told(None, 3, from_text, start="serve")
+        decode_experts(None, 3, from_text, start="serve")
 
 
 def test_an_expert_that_is_told_twice_of_a_token_is_no_choice():
@@ -268,9 +268,9 @@ def test_an_expert_that_is_told_twice_of_a_token_is_no_choice():
     known = {"score": Score(1.0, {}, {}), "text": "", "finish_reason": "stop", "weight_version": 0}
     prompt = Prompt(0, [11, 12], [], {}, "0")
     sample = Sample(0, 0, prompt, tokens=[21], logprobs=[-1.0], routed_experts=chosen[:1], **known)
-    RoutingReplay.check_told([sample, dataclasses.replace(sample, routed_experts=None)])
-    RoutingReplay.check_told([dataclasses.replace(sample, routed_experts=np.array([[[-1, -1]]], np.int16))])
+    RoutingReplay.check_recorded([sample, dataclasses.replace(sample, routed_experts=None)])
+    RoutingReplay.check_recorded([dataclasses.replace(sample, routed_experts=np.array([[[-1, -1]]], np.int16))])
     with raises(
         RunError, "invalid_response", keys=("rollout.replay_routing",), values=("expert 0", "token 1", "layer 1")
     ):
-        RoutingReplay.check_told([dataclasses.replace(sample, routed_experts=chosen)])
+        RoutingReplay.check_recorded([dataclasses.replace(sample, routed_experts=chosen)])

@@ -18,7 +18,7 @@ from automodel_cli.rollout.engines.base import Capabilities
 from automodel_cli.rollout.engines.servers.http_engine import HTTPEngine
 from automodel_cli.rollout.engines.servers.launch_commands import VLLM_WITH_EXPERTS
 from automodel_cli.rollout.http import Server
-from automodel_cli.rollout.routed_experts import experts_told, from_text
+from automodel_cli.rollout.routed_experts import decode_experts, from_text
 from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams, WeightStream
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class OpenAIEngine(HTTPEngine):
         experts = None
         if params.routing:
             text = choice.get("routed_experts")
-            experts = experts_told(text, len(prompt) + len(tokens) - 1, from_text, start=VLLM_WITH_EXPERTS)
+            experts = decode_experts(text, len(prompt) + len(tokens) - 1, from_text, start=VLLM_WITH_EXPERTS)
         oldest, several = self._drawn_by(choice, len(tokens), asked)
         return Completion(list(tokens), logprobs, reason, oldest, other, several, experts)
 

@@ -18,7 +18,7 @@ from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
 from automodel_cli.rollout.engines.servers.launch_commands import SGLANG, SGLANG_WITH_EXPERTS
 from automodel_cli.rollout.engines.servers.version_check import check_release
 from automodel_cli.rollout.http import Server, ServerError
-from automodel_cli.rollout.routed_experts import experts_told, from_int32
+from automodel_cli.rollout.routed_experts import decode_experts, from_int32
 from automodel_cli.rollout.types import Completion, SamplingParams
 from automodel_cli.rollout.weight_sync.transports import Transfer, once
 
@@ -120,7 +120,7 @@ class SGLangEngine(WeightUpdateMixin):
         experts = None
         if params.routing:
             num_read = len(prompt) + len(tokens) - 1
-            experts = experts_told(told.get("routed_experts"), num_read, self._decoded, start=SGLANG_WITH_EXPERTS)
+            experts = decode_experts(told.get("routed_experts"), num_read, self._decoded, start=SGLANG_WITH_EXPERTS)
         return Completion(tokens, logprobs, reason, oldest, other, several, experts)
 
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.config import ModelConfig, MoEConfig, TransformerEngineConfig
 from automodel_cli.rollout.config import RolloutConfig
-from automodel_cli.rollout.config_checks import refuse_shared_prompts, why_prompts_are_apart
+from automodel_cli.rollout.config_checks import check_shared_prompts, why_prompts_are_apart
 from tests.errors import raises
 
 SECTIONS = {
@@ -24,7 +24,7 @@ SECTIONS = {
 
 def test_nothing_keeps_a_plain_config_from_it():
     assert why_prompts_are_apart(**SECTIONS) == ""
-    refuse_shared_prompts(RolloutConfig(share_prompt_prefix=True), "")
+    check_shared_prompts(RolloutConfig(share_prompt_prefix=True), "")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_nothing_keeps_a_plain_config_from_it():
 def test_a_reason_is_named_and_refuses_what_asks_for_it_by_name(section, value, reason):
     found = why_prompts_are_apart(**{**SECTIONS, section: value})
     assert reason in found
-    refuse_shared_prompts(RolloutConfig(), found)
+    check_shared_prompts(RolloutConfig(), found)
     with raises(ConfigError, "unsupported_combination", fix="rollout.share_prompt_prefix=auto") as error:
-        refuse_shared_prompts(RolloutConfig(share_prompt_prefix=True), found)
+        check_shared_prompts(RolloutConfig(share_prompt_prefix=True), found)
     assert reason in str(error.value)
