@@ -316,8 +316,8 @@ class RolloutConfig:
         return self.placement == "colocated" and isinstance(self.engine, LiveServerConfig)
 
     def generation_servers(self, model: ModelConfig, max_tokens: int) -> GenerationServers | None:
-        """Return the servers that the run starts. `max_tokens` is the length of the longest prompt with its response.
-        Return the servers that the run starts. `max_tokens` is the length of the longest prompt with its response."""
+        """Return the servers that the run starts. `max_tokens` is the length of the longest prompt with its
+        response."""
         engine = self.engine
         if not isinstance(engine, LiveServerConfig) or engine.servers is None:
             return None

@@ -38,8 +38,8 @@ class StepTimers:
 
 @dataclass(frozen=True)
 class Idle:
-    """Seconds of a step in which the training devices are idle: waiting for samples of other devices, and for rewards.
-    Seconds of a step in which the training devices are idle: waiting for samples of other devices, and for rewards."""
+    """Seconds of a step in which the training devices are idle: waiting for samples of other devices, and
+    for rewards."""
 
     generate: float
     reward: float

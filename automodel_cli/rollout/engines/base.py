@@ -98,8 +98,8 @@ class EngineContext(Protocol):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether servers generate on the GPUs that train, alternating with training (`rollout.placement=colocated`).
-        Whether servers generate on the GPUs that train, alternating with training (`rollout.placement=colocated`)."""
+        """Whether servers generate on the GPUs that train, alternating with training
+        (`rollout.placement=colocated`)."""
         ...
 
     def sampler(
@@ -133,8 +133,8 @@ class EngineContext(Protocol):
 
 
 class EngineConfig(Protocol):
-    """Interface of the `rollout.engine` node, a frozen dataclass. Example of a custom engine: examples/own_engine.py.
-    Interface of the `rollout.engine` node, a frozen dataclass. Example of a custom engine: examples/own_engine.py."""
+    """Interface of the `rollout.engine` node, a frozen dataclass. Example of a custom engine:
+    examples/own_engine.py."""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -400,8 +400,8 @@ def address_for(url: str) -> str:
 
 
 def program_arguments(command: str | list[str], key: str = "command") -> list[str]:
-    """Return the program and its arguments. `key` is the config key of `command`. Raise ConfigError for shell syntax.
-    Return the program and its arguments. `key` is the config key of `command`. Raise ConfigError for shell syntax."""
+    """Return the program and its arguments. `key` is the config key of `command`.
+    Raise ConfigError for shell syntax."""
     if not isinstance(command, str):
         words = command
     else:

@@ -1,5 +1,5 @@
-"""Interface of environments, which reply to the model in a conversation: a tool, a game, another program. Torch-free.
-Interface of environments, which reply to the model in a conversation: a tool, a game, another program. Torch-free."""
+"""Interface of environments, which reply to the model in a conversation: a tool, a game, another program.
+Torch-free."""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 def definition_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """Return OpenAI's definition of a function from type hints and docstring. Raise ConfigError if they are
     incomplete."""
-    from transformers.utils import get_json_schema  # takes a second, so only users of tools import it
+    from transformers.utils.chat_template_utils import (
+        get_json_schema,
+    )  # takes a second, so only users of tools import it
 
     try:
         found = get_json_schema(_plain(function))

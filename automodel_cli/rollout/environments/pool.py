@@ -178,8 +178,8 @@ def _finite(seconds: float) -> float | None:
 
 
 def check_environment_rows(environments: Mapping[str, EnvironmentNode], column: str, rows: Any) -> None:
-    """Raise ConfigError for rows (with origin) whose `column` names no environment, and for environments without rows.
-    Raise ConfigError for rows (with origin) whose `column` names no environment, and for environments without rows."""
+    """Raise ConfigError for rows (with origin) whose `column` names no environment, and for environments
+    without rows."""
     known, named = ", ".join(environments), dict[str, None]()
     for origin, row in rows:
         named[row.get(column)] = None

@@ -161,7 +161,7 @@ class _Talk:
         self._question: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
         self._reply: asyncio.Future[Any] | None = None
         client = _client_class()(self._ask)
-        work = theirs.run_rollout(dict(entry), client, "policy", {})  # type: ignore[arg-type]
+        work = theirs.run_rollout(dict(entry), client, "policy", {})
         self.task = asyncio.ensure_future(work)
 
     async def asked(self, known: Sequence[Message]) -> list[Message] | None:
@@ -209,7 +209,7 @@ class _Talk:
 def _client_class() -> Any:
     from verifiers.clients import Client
 
-    class Waiting(Client):  # type: ignore[type-arg]
+    class Waiting(Client):  # type: ignore[misc]
         """Client that waits for messages of the engine."""
 
         def __init__(self, ask: Any):

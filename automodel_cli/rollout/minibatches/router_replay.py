@@ -87,5 +87,5 @@ class RoutingReplay:
             is_label_BT = batch.labels_BT != IGNORE_INDEX
             gap_BT: Tensor = (logprobs_BT.cpu() - batch.extra["sampler_logprobs_BT"]).abs() * is_label_BT
             sums_2 += torch.stack([gap_BT.sum().double(), is_label_BT.sum().double()])
-        gap, count = self._mesh.sum_over(self._mesh.dp, sums_2).tolist()
+        gap, count = map(float, self._mesh.sum_over(self._mesh.dp, sums_2))
         return gap / max(count, 1.0)

@@ -87,8 +87,8 @@ class RewardFunction(Protocol):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ConfigError if this machine lacks a requirement (package, isolation). Called before the first rollout.
-        Raise ConfigError if this machine lacks a requirement (package, isolation). Called before the first rollout."""
+        """Raise ConfigError if this machine lacks a requirement (package, isolation).
+        Called before the first rollout."""
         ...
 
     @abstractmethod

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed.process_group import group_beside
@@ -33,7 +34,7 @@ class GroupTransfer:
 
     def __init__(self, address: str, port: int, device: torch.device):
         self._address, self._port, self._device = address, port, device
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._servers: tuple[str, ...] = ()
@@ -77,7 +78,7 @@ class GroupTransfer:
             return
         limit = timedelta(seconds=receivers[0].server.timeout)
         if self._store is None:
-            self._store = dist.TCPStore(
+            self._store = TCPStore(
                 self._address, self._port, is_master=True, wait_for_workers=False, timeout=limit, multi_tenant=True
             )
         for receiver in receivers:

@@ -183,7 +183,7 @@ def bucket_source(bucket: Bucket) -> Any:
     else:
         about = lambda self: metas  # noqa: E731
 
-    class BucketSource(WeightSource):
+    class BucketSource(WeightSource):  # type: ignore[misc]
         metadata = about
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -112,15 +112,15 @@ class Decoder:
         return token_mixing.new_cache(self.parts[0].source_config, trust_remote_code=self._trust)
 
     def logits(self, input_ids_BT: Tensor, position_ids_BT: Tensor, wanted_S: Tensor) -> Tensor | None:
-        """Return fp32 logits `[S, V]` of the flat positions `wanted_S` on the rank of the last stage, None elsewhere.
-        Return fp32 logits `[S, V]` of the flat positions `wanted_S` on the rank of the last stage, None elsewhere."""
+        """Return fp32 logits `[S, V]` of the flat positions `wanted_S` on the rank of the last stage, None
+        elsewhere."""
         inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
         hidden: Tensor | None = None
         for index, stage in enumerate(self.stages):
             if stage.part is not None:
                 last = index == len(self.stages) - 1
                 with _logits_head(stage.part, wanted_S) if last else nullcontext():
-                    output = stage.part(hidden if index else None, labels=input_ids_BT, **inputs)
+                    output: Tensor = stage.part(hidden if index else None, labels=input_ids_BT, **inputs)
                 if last:
                     return output
                 hidden = self._hand_on(output, index)

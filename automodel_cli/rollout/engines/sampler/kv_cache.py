@@ -69,8 +69,8 @@ class Prefill:
 
 
 class Decode:
-    """One token for each of the slots 0..B-1, at `position_B` of its sequence. Afterwards `longest` tokens are cached.
-    One token for each of the slots 0..B-1, at `position_B` of its sequence. Afterwards `longest` tokens are cached."""
+    """One token for each of the slots 0..B-1, at `position_B` of its sequence.
+    Afterwards `longest` tokens are cached."""
 
     def __init__(self, position_B: Tensor, longest: int):
         self.position_B, self.longest = position_B, longest
@@ -190,8 +190,8 @@ class KVCache:
         return keys[used, :, : forward.longest], values[used, :, : forward.longest]
 
     def _room(self, call: _Call, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return the storage of this call with at least `length` tokens per slot. Doubles the size if it is too small.
-        Return the storage of this call with at least `length` tokens per slot. Doubles the size if it is too small."""
+        """Return the storage of this call with at least `length` tokens per slot.
+        Doubles the size if it is too small."""
         stored = self._layers.get(call)
         if stored is None or stored[0].shape[2] < length:
             capacity = max(length, 2 * length if self.longest is None else min(2 * length, self.longest))

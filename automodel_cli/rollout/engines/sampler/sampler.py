@@ -316,8 +316,8 @@ class Sampler:
             sequence.logprobs.append(logprob)
 
     def _retire(self, active: list[_Sequence], finished: dict[int, Completion]) -> None:
-        """Remove finished sequences. The last sequence moves into a freed slot, so that the first B slots are in use.
-        Remove finished sequences. The last sequence moves into a freed slot, so that the first B slots are in use."""
+        """Remove finished sequences. The last sequence moves into a freed slot, so that the first B slots are
+        in use."""
         for slot in reversed(range(len(active))):
             sequence = active[slot]
             stopped = sequence.tokens[-1] in self.stop_token_ids

@@ -31,8 +31,8 @@ _GENERATE = "/inference/v1/generate"
 
 
 class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
-    """`OpenAIEngine` with weight updates. Raises ConfigError for another server, an old version, or missing features.
-    `OpenAIEngine` with weight updates. Raises ConfigError for another server, an old version, or missing features."""
+    """`OpenAIEngine` with weight updates. Raises ConfigError for another server, an old version, or
+    missing features."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import linux_isolation  # type: ignore[import-not-found]  # beside this script
+import linux_isolation  # in the folder of this script
 
 _MAX_THREADS = 256
 _LOOK_SECONDS = 0.005

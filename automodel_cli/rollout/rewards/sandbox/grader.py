@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from protocol import Gone, Peer  # type: ignore[import-not-found]  # beside this script, wherever that is
+from protocol import Gone, Peer  # in the folder of this script
 
 
 class Judge(Peer):  # type: ignore[misc]

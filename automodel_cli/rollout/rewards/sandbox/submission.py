@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from protocol import Gone, Peer  # type: ignore[import-not-found]  # beside this script, wherever that is
+from protocol import Gone, Peer  # in the folder of this script
 
 _COMPARE = "eq ne lt le gt ge contains"
 _COMPUTE = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift neg pos invert index"
