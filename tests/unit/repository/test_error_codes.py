@@ -29,7 +29,6 @@ from tests.pages import ROOT
 
 NOT_CONVERTED = (
     "automodel_cli/data",
-    "automodel_cli/pipelining",
     "recipes",
 )
 """Folders in which errors without a code are still allowed. Remove a folder when it is converted."""
