@@ -1,1 +1,1 @@
-"""One process among many: mesh, parallelizers, gradient sums."""
+"""Distributed training: device mesh, parallelism axes, data-parallel strategies and gradient reduction."""

@@ -1,4 +1,4 @@
-"""What a strategy of data parallelism asks of the axes that are applied before it. Torch-free."""
+"""Options that a data-parallel strategy sets for the axes that are applied before it. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AxisOptions:
-    """How a strategy wants the axes that are applied before it.
+    """Options of tensor, context and expert parallelism.
 
-    `tp_plan`: tensor-parallel styles by module name, null for the model's own. `ring`: attention passes keys and values
-    around instead of gathering them. `expert_dispatch`: "all_to_all" or "deepep".
+    Attributes:
+        tp_plan: tensor-parallel styles by module name. None: the plan of the model.
+        ring: attention passes keys and values from rank to rank instead of gathering them.
+        expert_dispatch: "all_to_all" or "deepep".
     """
 
     tp_plan: Any = None

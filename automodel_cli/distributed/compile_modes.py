@@ -1,6 +1,6 @@
-"""Values of `parallelizer.enable_compile` and of other options that name a mode instead of true or false."""
+"""Named values of `parallelizer.enable_compile` and of other options that are otherwise true or false."""
 
 AUTO = "auto"
-"""The choice depends on the device, or on the memory."""
+"""Depends on the device or on the available memory."""
 FUSED_OPS = "fused_ops"
-"""Only functions of elementwise operations are compiled, not whole layers."""
+"""Compile elementwise regions only, not whole layers."""

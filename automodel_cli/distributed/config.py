@@ -1,4 +1,4 @@
-"""The `parallelizer` nodes by their documented names. What each does stands in its folder under `strategies/`."""
+"""The `parallelizer` nodes by their documented names. The implementations are in `strategies/`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from automodel_cli.distributed.strategies.fsdp2.config import CPUOffload, FSDP2C
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig
 
 DistributedConfig = FSDP2Config | MegatronFSDPConfig | DDPConfig
-"""The config of any strategy of this package."""
+"""Config of any strategy of this package."""
 
 __all__ = [
     "CPUOffload",

@@ -1,10 +1,8 @@
-"""Context parallelism: the ranks of an axis share the tokens of whole rows.
+"""Context parallelism: the ranks of an axis share the tokens of each sequence.
 
-Everything happens inside the part (`models/model_part.py`): it takes this rank's share of the rows, its attention
-gathers
-keys and values, and its log-probs come back whole. So objectives, `Batch` and the step know nothing of it. Every rank
-has the whole loss of its rows, and the gradient of that loss through its own tokens; FSDP, which works on
-`dp_shard x cp`, sums them.
+The part (`models/model_part.py`) selects the local tokens, its attention gathers keys and values, and its log-probs are
+gathered to full sequences. So objectives, `Batch` and the training step need no special case. Every rank has the
+complete loss of its sequences and the gradient through its own tokens. FSDP sums gradients over `dp_shard x cp`.
 """
 
 from __future__ import annotations
@@ -21,44 +19,50 @@ if TYPE_CHECKING:
 
 
 class SharesContext(Protocol):
-    """What a part does itself; implemented by `models.part.ModelPart`."""
+    """Interface of a part with context parallelism. Implemented by `models.model_part.ModelPart`."""
 
     def share_context(self, group: RankGroup) -> None:
-        """Work on this rank's tokens from now on; raise ConfigError where attention cannot."""
+        """Process local tokens only from now on. Raises ConfigError if the attention does not support it."""
         ...
 
 
 def apply_context_parallel(part: nn.Module, cp_mesh: DeviceMesh, *, ring: bool) -> None:
-    """Let `part` share its rows over the axis, in place. Raises ConfigError for attention other than packed."""
+    """Shard the sequences of `part` over the axis, in place. Raises ConfigError for attention other than packed."""
     cast(SharesContext, part).share_context(RankGroup(cp_mesh.get_group(), ring=ring))
 
 
 class RankGroup:
-    """The ranks of a context-parallel axis and their exchanges."""
+    """The ranks of a context-parallel axis and their communication."""
 
     def __init__(self, group: dist.ProcessGroup, *, ring: bool):
-        """`ring`: attention passes keys around (`pass_on`) instead of gathering them."""
+        """`ring`: attention passes keys from rank to rank (`pass_on`) instead of gathering them."""
         self._group, self.ring = group, ring
         self.rank, self.size = group.rank(), group.size()
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of all processes, in their order here."""
+        """Global ranks of the axis, in order."""
         return tuple(dist.get_process_group_ranks(self._group))
 
     def gather(self, x: Tensor) -> Tensor:
-        """`[n, ...]` of every rank, one rank after another: `[size * n, ...]`. The backward sums over ranks and
-        scatters. Collective."""
+        """Concatenate `[n, ...]` of all ranks to `[size * n, ...]`. Collective.
+
+        The backward reduce-scatters the gradient.
+        """
         gathered: Tensor = _Gather.apply(x, self._group, True)
         return gathered
 
     def gather_results(self, x: Tensor) -> Tensor:
-        """The same for results that every rank then uses alike: the backward takes this rank's slice. Collective."""
+        """Concatenate results that every rank uses identically. The backward takes the local slice. Collective."""
         gathered: Tensor = _Gather.apply(x, self._group, False)
         return gathered
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to send `x` to the next rank; the function waits for the previous rank's. No gradients. Collective."""
+        """Start to send `x` to the next rank. The returned function waits for the tensor of the previous rank.
+        Collective.
+
+        Not differentiable.
+        """
         sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         works = dist.batch_isend_irecv(
             [
@@ -76,7 +80,7 @@ class RankGroup:
 
 
 class _Gather(torch.autograd.Function):
-    """An own function, because torch's differentiable all-gather has different names in 2.11 and 2.13."""
+    """Custom function, because torch's differentiable all-gather has different names in 2.11 and 2.13."""
 
     @staticmethod
     def forward(ctx, x, group, sums):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
-"""Threads that stay on the GPU of the thread that starts them. Imports no torch.
+"""Threads that use the GPU of the thread that starts them. Torch-free at import.
 
-The current CUDA device belongs to a thread, and a new thread has device 0. There, every rank would make a context on
-the first GPU of its machine, a few hundred MiB each, and kernels that follow the current device would run on it.
+The current CUDA device is a property of a thread, and a new thread has device 0. Every rank would create a context on
+the first GPU of its machine, a few hundred MiB each, and kernels would run there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def on_this_device(call: Callable[P, T]) -> Callable[P, T]:
-    """`call` for another thread, which selects the device of this one first. A process without CUDA changes nothing."""
+    """Return `call` for another thread, where it first selects the device of this thread. No effect without CUDA."""
     device = _current()
     if device is None:
         return call
@@ -31,13 +31,13 @@ def on_this_device(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def threads_on_this_device(number: int | None, name: str = "") -> ThreadPoolExecutor:
-    """A pool whose threads select the device of this one as they start."""
+    """Return a pool whose threads select the device of this thread when they start."""
     return ThreadPoolExecutor(number, thread_name_prefix=name, initializer=on_this_device(_nothing))
 
 
 def _current() -> int | None:
     torch = _torch()
-    if torch is None or not torch.cuda.is_initialized():  # to ask would initialize CUDA in a run on the CPU
+    if torch is None or not torch.cuda.is_initialized():  # The query would initialize CUDA in a run on the CPU.
         return None
     device: int = torch.cuda.current_device()
     return device
@@ -48,4 +48,4 @@ def _torch() -> Any:
 
 
 def _nothing() -> None:
-    """A thread that starts has nothing else to do."""
+    """Initializer of a thread."""

@@ -1,7 +1,13 @@
-"""Gradients as plain sums: their global norm over ranks and parts, and clipping by it.
+"""Global gradient norm over ranks and parts, and clipping.
 
-The loss is divided once, by the weight of the whole step, before backward. So every reduction is a sum, and nothing is
-averaged or rescaled by a number of ranks. torch averages by default; each strategy switches that off where it wraps.
+Gradients are sums: the loss is divided once, by the weight of the whole step, before backward. Reductions therefore sum
+and never average or rescale by a number of ranks. torch averages by default. Each strategy disables that when it wraps
+a
+part.
+
+Example: 2 ranks with 3 and 5 trained tokens. Both divide their loss by 8, and the summed gradient is that of one
+process
+with 8 tokens. An average over ranks of per-rank means would weight the tokens 1/6 and 1/10.
 """
 
 from __future__ import annotations
@@ -16,16 +22,18 @@ from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.mesh import Mesh
 
-_CLIP_EPSILON = 1e-6  # torch's own in clip_grad_norm_
+_CLIP_EPSILON = 1e-6  # As in torch's clip_grad_norm_.
 _NORM_BLOCK = 4096
 
 
 def grad_norm(parts: Sequence[nn.Module], mesh: Mesh) -> Tensor:
-    """Global 2-norm of all gradients, float64 scalar on the mesh's device, equal on every rank.
+    """Return the global 2-norm of all gradients, a float64 scalar on the device of the mesh, equal on every rank.
 
-    Counts each parameter once: shards are summed over the axes that shard them and no other, parts over `pp`, and a
-    parameter shared within a rank is one. In float64, so that squares cannot overflow: 6e31 stays finite, and only a
-    gradient that is inf or nan gives inf or nan. Collective over all ranks of the parts.
+    Counts each parameter once: shards are summed over the axes that shard them, parts over `pp`, and a shared parameter
+    of a
+    rank counts once. In float64 squares do not overflow: a gradient of 6e31 gives a finite norm, and only inf or nan
+    give
+    inf or nan. Collective over all ranks of the parts.
     """
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for (device_mesh, axes), local_grads in _groups(_gradients(parts, count_once=True)).items():
@@ -39,10 +47,11 @@ def grad_norm(parts: Sequence[nn.Module], mesh: Mesh) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(parts: Sequence[nn.Module], max_norm: float | None, mesh: Mesh) -> Tensor:
-    """Scale all gradients in place so that their global norm is at most `max_norm`; None only measures.
+    """Scale all gradients in place to a global norm of at most `max_norm`. None only measures.
 
-    Returns the norm before clipping (see `grad_norm`). torch's own function refuses gradients on several meshes or next
-    to plain tensors. No host synchronisation: the factor is applied even when it is 1.
+    Returns the norm before clipping (see `grad_norm`). torch's own function rejects gradients on several meshes, and
+    DTensors
+    together with plain tensors. No host synchronization: the factor is applied even if it is 1.
     """
     norm = grad_norm(parts, mesh)
     if max_norm is not None:
@@ -57,10 +66,12 @@ def clip_grad_norm_(parts: Sequence[nn.Module], max_norm: float | None, mesh: Me
 
 
 def _gradients(parts: Sequence[nn.Module], *, count_once: bool = False) -> Iterator[Tensor]:
-    """Gradients of all parameters; `count_once` leaves out those that another pipeline stage counts (a tied table)."""
+    """Yield the gradients of all parameters. `count_once` skips parameters that another pipeline stage counts (tied
+    tables).
+    """
     seen: set[int] = set()
     for part in parts:
-        # only parts of a pipeline have this: parameters tied to one that another stage holds and counts
+        # Names of parameters that are tied to a parameter of another pipeline stage.
         elsewhere: frozenset[str] = getattr(part, "held_elsewhere", frozenset()) if count_once else frozenset()
         for name, param in part.named_parameters():
             if param.grad is not None and id(param) not in seen and name not in elsewhere:
@@ -69,7 +80,7 @@ def _gradients(parts: Sequence[nn.Module], *, count_once: bool = False) -> Itera
 
 
 def _groups(grads: Iterable[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]]:
-    """Local tensors by (mesh, mesh axes over which they are shards). Plain tensors are shards of nothing."""
+    """Group local tensors by (mesh, mesh axes that shard them). Plain tensors are not sharded."""
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for grad in grads:
         if isinstance(grad, DTensor):
@@ -82,18 +93,20 @@ def _groups(grads: Iterable[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[int,
 
 
 def _norms(local_grads: list[Tensor]) -> Tensor:
-    """float64 [len(local_grads)], on the device of the gradients (several where some are offloaded: on the first's)."""
-    if all(grad.device.type == "cuda" for grad in local_grads):  # a few kernels for all
+    """Return the norms, float64 [len(local_grads)], on the device of the first gradient."""
+    if all(grad.device.type == "cuda" for grad in local_grads):  # A few kernels for all tensors.
         return torch.stack(torch._foreach_norm(local_grads, 2, dtype=torch.float64))
     return torch.stack([_norm(grad) for grad in local_grads])
 
 
 def _norm(local_grad: Tensor) -> Tensor:
-    """2-norm of one tensor, float64, accumulated as such: exact to 1e-9 where one float32 sum is off by 1e-5 and more
-    in a tensor of millions."""
+    """Return the 2-norm of one tensor, accumulated in float64.
+
+    Exact to 1e-9. A float32 sum has an error of 1e-5 or more in a tensor of millions of elements.
+    """
     if local_grad.device.type == "cpu" and local_grad.dtype != torch.float64:
-        # Converting costs 6 times the norm on a CPU. Norms of short blocks in float32, added up in float64, cost the
-        # same as one norm, and looking at the result costs nothing.
+        # Conversion to float64 takes 6 times as long as the norm on a CPU. Norms of short blocks in float32, summed in
+        # float64, take as long as one norm. The check of the result is free.
         flat = local_grad.reshape(-1)
         whole = flat.numel() // _NORM_BLOCK * _NORM_BLOCK
         blocks = torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_BLOCK), dim=1, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Classes by their import paths."""
+"""Import classes by their dotted paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from automodel_cli.config.errors import ConfigError
 
 
 def import_classes_from_paths(paths: list[str]) -> list[type]:
-    """`["torch.optim.AdamW"]` -> `[AdamW]`. Raises ConfigError that names the path and why it is no class."""
+    """Return the classes, `["torch.optim.AdamW"]` -> `[AdamW]`. Raises ConfigError if a path is not a class."""
     return [_import_class(path) for path in paths]
 
 
@@ -18,7 +18,7 @@ def _import_class(path: str) -> type:
     module_name, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # a module may fail in any way while it is imported
+    except Exception as error:  # A module may raise any error while it is imported.
         raise ConfigError(f"{path} cannot be imported: {error}", code="import_failed") from error
     if not isinstance(found, type):
         raise ConfigError(f"{path} must be a class, not {type(found).__name__}", code="wrong_type")

@@ -1,4 +1,4 @@
-"""Triton kernels of ours on CUDA are trusted where they agree with what defines them, and else left out with a word."""
+"""Verify Triton kernels of this package on first use, and disable them with a warning if they are wrong."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from automodel_cli.config.warn import warn
 
 
 def trusted(device_type: str, without: str, difference: Callable[[torch.device], str]) -> bool:
-    """Whether kernels compute on devices of this type; on CUDA with a sentence if not, which begins with `without`.
+    """Return whether the kernels can be used on this device type. Warns on CUDA if not.
 
-    `difference` runs them beside their definition and says how they differ; empty where they agree.
+    Args:
+        without: begin of the warning.
+        difference: runs the kernels and their definition, and returns how they differ. Empty if they agree.
     """
     if device_type != "cuda":
         return False
@@ -22,7 +24,7 @@ def trusted(device_type: str, without: str, difference: Callable[[torch.device],
     else:
         try:
             reason = difference(torch.device(device_type))
-        except Exception as failure:  # whatever a compiler says
+        except Exception as failure:  # Any compiler error.
             reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
     if reason:
         warn("kernel_unavailable", "%s: %s", without, reason)
@@ -30,5 +32,5 @@ def trusted(device_type: str, without: str, difference: Callable[[torch.device],
 
 
 def beyond(error: float, limit: float) -> str:
-    """What is said of kernels whose largest error is this; empty within the limit."""
+    """Return the description of an error above `limit`, or an empty text."""
     return f"they differ from the definition by {error:.1e}" if not error < limit else ""

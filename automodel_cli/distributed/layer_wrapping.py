@@ -1,4 +1,4 @@
-"""The layers of a part: which they are, and what every strategy does to them before it shards."""
+"""Find the layers of a part, and prepare them for any data-parallel strategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from automodel_cli.distributed.fusion.compiled_regions import compilations
 
 
 class LayerOptions(Protocol):
-    """The options of a strategy that concern layers, as in `ParallelizerConfig`."""
+    """Options that concern layers, as in `ParallelizerConfig`."""
 
     @property
     def activation_checkpointing(self) -> bool | int | str: ...
@@ -28,18 +28,18 @@ class LayerOptions(Protocol):
 
 
 def prepare_layers(model: nn.Module, config: LayerOptions, device_type: str) -> list[nn.Module]:
-    """What comes before data parallelism, the same for every strategy. Returns the layers."""
+    """Apply activation checkpointing, compilation and autocast, before data parallelism. Returns the layers."""
     layers = transformer_layers(model)
     mode = config.activation_checkpointing
-    # What the compiler has made is no list of products, from which "selective" would choose what to keep: it must see
-    # the choice in its graph. A break in that graph would make it leave the whole layer alone, and say nothing.
+    # "selective" chooses which operators to save, so the compiler must trace the checkpoint in its graph. It cannot
+    # choose from compiled code. After a graph break the compiler would silently skip the whole layer.
     whole = mode == "selective"
     backend = None
     if config.enable_compile is True:
         backend = torch_compat.counted_backend(config.compile_backend, functools.partial(compilations.append, "layer"))
     apply_activation_checkpointing(layers, mode, None if whole else backend)
     if backend is not None:
-        for layer in layers:  # in place: parameter names stay, unlike with torch.compile(layer)
+        for layer in layers:  # In place, which keeps parameter names, in contrast to torch.compile(layer).
             if whole or not getattr(layer, "gradient_checkpointing", False):
                 layer.compile(backend=backend, fullgraph=whole)
     if config.autocast_dtype is not None:
@@ -49,9 +49,10 @@ def prepare_layers(model: nn.Module, config: LayerOptions, device_type: str) -> 
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of an unmodified library model, in the order of `model.modules()`, none inside another.
+    """Return the decoder layers of an unmodified transformers model, in the order of `model.modules()`, without nested
+    ones.
 
-    A pipeline stage may have none: all slots of its decoder list are then without parameters.
+    A pipeline stage may have none. All slots of its decoder list are then without parameters.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -75,7 +76,7 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every meta parameter and buffer unfilled storage on `device`. Tied parameters stay one parameter."""
+    """Allocate every meta parameter and buffer on `device`, without values. Tied parameters stay tied."""
     real: dict[Tensor, Tensor] = {}
 
     def storage(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The device mesh of a run: five axes that always exist, and the derived axes that answer one question each."""
+"""The device mesh of a run: five axes that always exist, and axes derived from them."""
 
 from __future__ import annotations
 
@@ -17,40 +17,43 @@ from automodel_cli.distributed.process_group import hold_timeout, wait_for_each_
 
 @dataclass(frozen=True)
 class Mesh:
-    """One process among many. Every axis is a one-dimensional DeviceMesh of the ranks that this rank shares it with.
+    """The mesh from the view of one rank. Every axis is a one-dimensional DeviceMesh that contains this rank.
 
-    Flattened axes are kept here as the objects torch returned: looking them up by name again warns, and fails on views.
+    Flattened axes are stored as torch returned them. A lookup by name would warn, and fails on views.
     """
 
     layout: Layout
     device: torch.device
     root: DeviceMesh
-    """(pp, dp_replicate, dp_shard, cp, tp)"""
+    """Axes (pp, dp_replicate, dp_shard, cp, tp)."""
     dp: DeviceMesh
-    """Who reads different rows."""
+    """Ranks with different sequences."""
     dp_cp: DeviceMesh
-    """Whose weights add up: every rank with other tokens."""
+    """Ranks with different tokens, over which gradients are summed."""
     dp_shard_cp: DeviceMesh
-    """Who holds shards of one copy of the parameters."""
+    """Ranks that share one copy of the parameters."""
     loss: DeviceMesh
-    """Whose losses add up: dp, and pp because only the last stage has a loss. (Ranks of one cp group hold the log-probs
-    of whole rows, so each of them has the whole loss of its rows.)"""
-    fsdp: DeviceMesh
-    """What FSDP2 works on: (shard,), or (replicate, shard) for hybrid sharding."""
-    expert: DeviceMesh | None
-    """(pp, ep_shard, ep) over the same ranks, tp neighbours innermost; None where experts are not distributed."""
-    ep_group: dist.ProcessGroup | None = None
-    """The ranks of `ep`, for tokens only: on a communicator of their own they do not queue behind parameters."""
+    """Ranks whose losses are summed: dp, and pp because only the last stage has a loss.
 
-    # Cached: torch makes a new object for each question, in 0.14 ms.
+    The ranks of a cp group have log-probs of full sequences, so each of them has the complete loss.
+    """
+    fsdp: DeviceMesh
+    """Mesh of FSDP2: (shard,), or (replicate, shard) for hybrid sharding."""
+    expert: DeviceMesh | None
+    """Axes (pp, ep_shard, ep) over the same ranks, with tp neighbors innermost. None without expert parallelism."""
+    ep_group: dist.ProcessGroup | None = None
+    """Group of `ep` for token dispatch only, with its own communicator, so that tokens do not queue behind parameters.
+    """
+
+    # Cached, because torch creates a new object for each lookup, in 0.14 ms.
     @cached_property
     def ep(self) -> DeviceMesh | None:
-        """Who holds the other experts of a layer."""
+        """Ranks with the other experts of a layer."""
         return None if self.expert is None else self.expert["ep"]
 
     @cached_property
     def ep_shard(self) -> DeviceMesh | None:
-        """Who holds shards of the same experts."""
+        """Ranks that share the same experts."""
         return None if self.expert is None else self.expert["ep_shard"]
 
     @cached_property
@@ -74,16 +77,20 @@ class Mesh:
         return self.dp.size()
 
     def sum_over(self, axis: DeviceMesh, tensor: Tensor) -> Tensor:
-        """Sum of `tensor` over the ranks of a one-dimensional axis, as a new tensor. Collective over the axis."""
+        """Return the sum of `tensor` over the ranks of a one-dimensional axis, as a new tensor. Collective over the
+        axis.
+        """
         total = tensor.detach().to(self.device, copy=True)
-        if axis.size() > 1:  # alone gloo would still hand it to another thread and wait
+        if axis.size() > 1:  # With one rank, gloo would still pass it to another thread and wait.
             dist.all_reduce(total, group=axis.get_group())
         return total
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """The mesh of this rank. Collective over all ranks; the process group must have `layout.world_size` ranks."""
-    # FSDP2 shards what tp or ep have sharded already, so gathering takes two steps; torch warns about that each time.
+    """Return the mesh of this rank. Collective over all ranks of the process group, which must have
+    `layout.world_size`.
+    """
+    # FSDP2 shards tensors that tp or ep have sharded already, so gathering takes two steps. torch warns each time.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if device_type == "cpu" and layout.tp > 1:
         wait_for_each_collective()
@@ -110,24 +117,25 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 
 def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """(pp, ep_shard, ep): inside each pipeline stage, the ranks of dp, cp and tp taken `ep` neighbours at a time."""
+    """Return the mesh (pp, ep_shard, ep). In each pipeline stage, `ep` neighbors of dp x cp x tp form a group."""
     sizes = (layout.pp, layout.ep_shard, layout.ep)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "ep_shard", "ep"))
 
 
 def _own_group(axis: DeviceMesh) -> dist.ProcessGroup:
-    """A group that nothing else uses: DeviceMesh takes the world's for an axis of that size. Collective."""
+    """Return a group for exclusive use.
+
+    DeviceMesh reuses the group of the world for an axis of that size. Collective.
+    """
     if axis.size() < dist.get_world_size():
         return axis.get_group()
     return dist.new_group(group_desc="experts")
 
 
 def fsdp_mesh(root: DeviceMesh) -> DeviceMesh:
-    """What FSDP2 works on: `dp_shard`, joined with `cp` where there is one, behind `dp_replicate` for hybrid
-    sharding.
-    """
+    """Return the mesh of FSDP2: `dp_shard`, flattened with `cp`, and preceded by `dp_replicate` for hybrid sharding."""
     shard = root["dp_shard", "cp"]._flatten("dp_shard_cp") if root["cp"].size() > 1 else root["dp_shard"]
     if root["dp_replicate"].size() == 1:
         return shard
-    # Private in torch 2.11 and 2.13; public slicing cannot put a flattened axis next to another. The only use.
+    # Private in torch 2.11 and 2.13. Public slicing cannot combine a flattened axis with another. The only use.
     return DeviceMesh._concatenate([root["dp_replicate"], shard])

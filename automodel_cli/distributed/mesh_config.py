@@ -1,6 +1,9 @@
-"""How many ranks each axis of the mesh has: the sizes a user writes, the rules they must keep, and the nearest that do.
+"""Sizes of the mesh axes: config section, rules, and suggestions of valid sizes.
 
-Torch-free: `automodel check` and the planner decide here, without a process group, what a run on n ranks looks like.
+Torch-free: `automodel check` and the planner compute the layout of a run on n ranks without a process group.
+
+Example: pp_size=2, tp_size=2 and dp_size=null on 16 ranks give dp=4. Ranks 0 and 1 are tp neighbors. Ranks 0-7 are
+stage 0 and ranks 8-15 are stage 1.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ from dataclasses import dataclass, fields, replace
 from automodel_cli.config.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes of the mesh, outermost first: ranks are row-major, `tp` neighbours are next to each other."""
+"""Axes of the mesh, outermost first. Ranks are row-major, so `tp` neighbors have adjacent ranks."""
 
-MAX_SUGGESTED_RANKS = 1 << 20  # past this, no rank count is worth suggesting
+MAX_SUGGESTED_RANKS = 1 << 20  # Larger numbers of ranks are not suggested.
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Resolved sizes of every axis; each is at least 1. Expert parallelism reuses the ranks of dp, cp and tp."""
+    """Resolved sizes of all axes, each at least 1. Expert parallelism reuses the ranks of dp, cp and tp."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -34,7 +37,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Ranks that read different rows."""
+        """Ranks with different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -44,7 +47,7 @@ class Layout:
 
     @property
     def dp_cp(self) -> int:
-        """Ranks whose losses add up."""
+        """Ranks over which gradients are summed."""
         return self.dp * self.cp
 
     @property
@@ -53,7 +56,7 @@ class Layout:
         return self.dp_cp * self.tp // self.ep
 
     def to_config(self) -> MeshConfig:
-        """The same layout as a request with every size spelled out."""
+        """Return the same layout as a config with every size set."""
         return MeshConfig(self.dp, self.dp_replicate, self.tp, self.pp, self.cp, self.ep)
 
     def __str__(self) -> str:
@@ -71,7 +74,7 @@ class MeshConfig:
     """
 
     dp_size: int | None = None
-    """Data-parallel ranks. null: all ranks that the other axes leave."""
+    """Data-parallel ranks. null: all ranks that the other axes do not use."""
     dp_replicate_size: int | None = 1
     """Replicas of the sharded model among the data-parallel ranks (hybrid sharding). null: 1."""
     tp_size: int | None = 1
@@ -96,13 +99,13 @@ class MeshConfig:
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that work on the same rows: tp x cp x pp."""
+        """Ranks with the same sequences: tp x cp x pp."""
         return (self.tp_size or 1) * (self.cp_size or 1) * (self.pp_size or 1)
 
     def resolve(self, world_size: int) -> Layout:
-        """The size of every axis on `world_size` ranks.
+        """Return the size of every axis on `world_size` ranks.
 
-        Raises ConfigError with the broken rule and the nearest valid sizes and rank counts.
+        Raises ConfigError with the violated rule, and the nearest valid sizes and rank counts.
         """
         problem = self._problem(world_size)
         if problem is not None:
@@ -121,9 +124,11 @@ class MeshConfig:
         )
 
     def num_ranks(self, num_gpus: int) -> int:
-        """Ranks to start on this machine: what the sizes ask for, else every GPU, else the fewest that work (CPU).
+        """Return the number of ranks to start on this machine.
 
-        Raises ConfigError when the sizes ask for more ranks than there are GPUs, or do not fit the GPUs there are.
+        If `dp_size` is set, it determines the number. Otherwise it is the number of GPUs, or without GPUs the smallest
+        valid
+        number. Raises ConfigError if there are too few GPUs, or if the sizes do not fit.
         """
         if self.dp_size is not None:
             wanted = self.dp_size * self.ranks_per_replica
@@ -142,7 +147,7 @@ class MeshConfig:
         return wanted
 
     def _problem(self, world_size: int) -> tuple[str, tuple[str, ...]] | None:
-        """The first broken rule on this many ranks and the fields it involves."""
+        """Return the first violated rule on this many ranks and the fields that it involves."""
         replica, ep, dp_replicate = self.ranks_per_replica, self.ep_size or 1, self.dp_replicate_size or 1
         replica_sizes = [name for name in ("tp_size", "cp_size", "pp_size") if (getattr(self, name) or 1) > 1]
         if self.dp_size is not None and self.dp_size * replica != world_size:
@@ -166,7 +171,7 @@ class MeshConfig:
         return None
 
     def _set_sizes(self) -> tuple[str, ...]:
-        """Fields that ask for ranks."""
+        """Return the fields that determine a number of ranks."""
         names = [name for name in ("pp_size", "tp_size", "cp_size") if (getattr(self, name) or 1) > 1]
         return (*names, "dp_size") if self.dp_size is not None else tuple(names)
 
@@ -174,7 +179,7 @@ class MeshConfig:
         return " x ".join(f"{name}={getattr(self, name)}" for name in self._set_sizes()) or "dp_size=1"
 
     def _advice(self, world_size: int, keys: tuple[str, ...]) -> str:
-        """The nearest valid values of one involved field on these ranks, then rank counts that fit as it is."""
+        """Return the nearest valid values of one field on these ranks, then valid rank counts."""
         per_field = [list(self._valid_values(name, world_size))[:2] for name in keys]
         options = [option for _, option in sorted(option for options in per_field for option in options)][:3]
         below = [n for n in range(world_size - 1, 0, -1) if self._problem(n) is None][:1]
@@ -185,7 +190,7 @@ class MeshConfig:
         return ", or ".join(options) or "mesh={}"
 
     def _valid_values(self, name: str, world_size: int) -> Iterator[tuple[float, str]]:
-        """(distance, assignment) for the values of one field that fit these ranks, nearest first."""
+        """Yield (distance, assignment) for valid values of one field, nearest first."""
         asked = getattr(self, name) or 1
         found = []
         for size in range(1, world_size + 1):
@@ -194,7 +199,7 @@ class MeshConfig:
         yield from sorted(found)
 
     def _fitting_ranks(self, start: int) -> Iterator[int]:
-        """Rank counts from `start` up on which these sizes are valid."""
+        """Yield valid rank counts for these sizes, in ascending order from `start`."""
         unit = self.ranks_per_replica
         first = -(-start // unit) * unit
         yield from (n for n in range(first, MAX_SUGGESTED_RANKS, unit) if self._problem(n) is None)

@@ -1,11 +1,11 @@
-"""From one part of a model to the same part on many ranks. The order of everything, on one screen:
+"""Parallelize one part of a model. Order of all transformations::
 
-    glue -> tensor parallel -> 8-bit products -> expert parallel -> context parallel -> activation checkpointing ->
-    compile, layer by layer -> data parallel, which a strategy of `strategies/` does
+    fused ops -> tensor parallel -> float8 -> expert parallel -> context parallel -> activation checkpointing ->
+    compile each layer -> data parallel (a strategy of `strategies/`)
 
-Glue is compiled inside the modules that all others wrap. Data parallelism shards what tensor and expert parallelism
-left on this rank, and owns the outermost parameters. It is applied on one rank too, where it still installs mixed
-precision; FSDP2 leaves a rank alone that it has nothing to do for.
+Fused ops come first, because other transformations wrap their modules. Data parallelism comes last: it shards the
+parameters that tensor and expert parallelism leave on this rank. It is applied on one rank too, where it sets up mixed
+precision. FSDP2 is skipped if it would have no effect.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ SHARD: dict[type, Callable[[nn.Module, Mesh, Any], nn.Module]] = {
     FSDP2Config: fsdp2_parallelize,
     MegatronFSDPConfig: megatron_parallelize,
 }
-"""Config node of a built-in strategy -> the function that shards by it: `(part, mesh, node)`."""
+"""Config node of a built-in strategy -> the function that shards: `(part, mesh, node)`."""
 
 
 def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
-    """Apply a strategy to one part, preferably still on the meta device; its parameters are filled afterwards.
+    """Apply a strategy to one part, preferably on the meta device, and return the module to run.
 
-    Returns the module that runs: `part` itself, or a wrapper around it (`sharded.handle_of`). Gradients are sums over
-    ranks with each. Collective over the ranks that hold this part. Raises ConfigError for what the strategy cannot do
-    on this mesh.
+    The result is `part` itself or a wrapper around it (`sharded_module.handle_of`). Gradients are sums over ranks. Load
+    parameters afterwards. Collective over the ranks of this part. Raises ConfigError if the strategy does not support
+    the
+    mesh.
     """
     strategy.check_mesh(mesh.layout.to_config())
     strategy.check_installed()
@@ -68,7 +69,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         apply_tensor_parallel(part, mesh.tp, options, shard_experts=mesh.ep is None)
     float8_linear.exclude_indivisible(part, mesh.device, fuser)
     if mesh.ep is not None:
-        # whole layers that are compiled have their own order
+        # Compiled layers have their own order of operations.
         apply_expert_parallel(part, mesh, options.expert_dispatch, fuser, beside=strategy.enable_compile is not True)
     else:
         multiply_in_fp8(part, mesh, fuser)
@@ -82,7 +83,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
 
 
 def _shard(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
-    """Call the strategy's own `shard`. A built-in node has none, so its type selects the function."""
+    """Call `shard` of the strategy, or the function that is registered for a built-in node."""
     if type(strategy).shard is BuiltInStrategy.shard:
         for kind, shard in SHARD.items():
             if isinstance(strategy, kind):
@@ -91,10 +92,11 @@ def _shard(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
 
 
 def to_cpu(value: object) -> object:
-    """A tensor's value in host memory; anything else unchanged.
+    """Copy a tensor to host memory. Return any other value unchanged.
 
-    A DTensor gives its full tensor, on every rank (collective), whether its shards are on CUDA or on the CPU. Raises
-    ValueError for a DTensor on another device.
+    A DTensor on CUDA or CPU is gathered to the full tensor on every rank (collective). Raises ValueError for a DTensor
+    on
+    another device.
     """
     if isinstance(value, DTensor):
         if value.device.type not in ("cuda", "cpu"):

@@ -1,4 +1,4 @@
-"""Start and stop this process's default group: gloo on the CPU, nccl (and gloo for host tensors) on CUDA."""
+"""Start and stop the default process group: gloo on the CPU, nccl (and gloo for host tensors) on CUDA."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ T = TypeVar("T")
 _timeout: timedelta | None = None
 _STORE_TIMEOUT = timedelta(seconds=10)
 _RECORDED = "2000"
-"""Collectives that the flight recorder keeps: some hundred bytes each."""
+"""Number of collectives in the flight recorder, some hundred bytes each."""
 
 
 def init_process_group(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.device:
-    """Join the default group and return the device that this rank computes on.
+    """Initialize the default group and return the device of this rank. Collective. Must be called once.
 
-    Rank and size come from RANK, WORLD_SIZE, LOCAL_RANK as torchrun and our Slurm launcher set them; without them, or
-    with one rank, the group is made in memory and needs no network. `backend="nccl"` means CUDA where there is CUDA and
-    gloo on the CPU elsewhere; `"gloo"` means the CPU in any case. The timeout holds for every group of the mesh too
-    (`hold_timeout`): it is how long a rank waits for one that is stuck, so it must exceed the longest difference
-    between ranks (a slow checkpoint file system). Collective. Starting twice is a bug of ours.
+    Rank and size come from RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and the Slurm launcher set. Without them, or
+    with
+    one rank, the group is in memory and needs no network.
+
+    Args:
+        backend: "nccl" selects CUDA if available, else gloo on the CPU. "gloo" always selects the CPU.
+        timeout_minutes: timeout of all groups of the mesh (`hold_timeout`). A rank waits so long for a stuck rank. It
+            must
+            exceed the longest delay between ranks, for example of a slow checkpoint file system.
     """
     global _timeout
     assert not dist.is_initialized(), "the process group was started twice"
@@ -38,7 +42,7 @@ def init_process_group(backend: str = "nccl", *, timeout_minutes: float = 30.0) 
     environment.set_default("TORCH_FR_BUFFER_SIZE", _RECORDED)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device, backends = _device_and_backends(backend)
-    bound_device = device if device.type == "cuda" else None  # lets nccl connect now, with the right GPU
+    bound_device = device if device.type == "cuda" else None  # Lets nccl connect now, with the right GPU.
     if world_size == 1:
         alone = dist.HashStore()
         dist.init_process_group(backends, store=alone, rank=0, world_size=1, timeout=timeout, device_id=bound_device)
@@ -58,11 +62,12 @@ def init_process_group(backend: str = "nccl", *, timeout_minutes: float = 30.0) 
 
 @contextmanager
 def process_group(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> Iterator[torch.device]:
-    """Join the default group, and leave it after success; see `start`.
+    """Initialize the default group, and destroy it after success. See `init_process_group`.
 
-    NCCL's shutdown is collective. A rank that fails alone would wait in it for the others, which wait for that rank,
-    and the reason would never be printed. So a rank of several that fails keeps its group: it prints the reason and
-    ends by `os._exit` (`launch.worker.leave`).
+    NCCL's shutdown is collective. A single failed rank would wait in it for the others, which wait for that rank, and
+    its
+    error would never be printed. Therefore a failed rank keeps its group, prints the error and ends with `os._exit`
+    (`launch.worker.leave`).
     """
     device = init_process_group(backend, timeout_minutes=timeout_minutes)
     try:
@@ -75,10 +80,9 @@ def process_group(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> It
 
 
 def hold_timeout() -> None:
-    """Give every group that exists the timeout that `start` was called with; none where it was not called.
+    """Set the timeout of `init_process_group` on every existing group.
 
-    torch gives a group made from another one its backend's default instead, 10 minutes for nccl, and DeviceMesh has no
-    argument for it.
+    torch gives a derived group the default of its backend (10 minutes for nccl), and DeviceMesh has no argument for it.
     """
     if _timeout is not None:
         for group in list(distributed_c10d._world.pg_map):
@@ -86,7 +90,7 @@ def hold_timeout() -> None:
 
 
 def own_store() -> dist.Store | None:
-    """A connection of its own to the store that the ranks met at, for another thread; None where one process is all."""
+    """Return a new connection to the rendezvous store, for another thread. None with one process."""
     if dist.get_world_size() == 1:
         return None
     store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
@@ -96,10 +100,11 @@ def own_store() -> dist.Store | None:
 
 
 def group_beside(store: dist.Store, name: str, size: int, backend: str, limit: timedelta) -> dist.ProcessGroup:
-    """This process as rank 0 of a group of `size` whose other ranks are not of its world, and meet at `store` under
-    `name`, as servers of SGLang do. Blocks until all are there, or raises after `limit`.
+    """Create a group with this process as rank 0 and `size` - 1 processes outside this job, such as SGLang servers.
 
-    torch makes groups of ranks of the world only; the way in which it makes the world itself takes any.
+    The processes meet at `store` under `name`. Blocks until all are connected, or raises after `limit`. The public
+    interface
+    of torch creates groups of ranks of the world only, so this uses the function that creates the world.
     """
     keys, named, kind = dist.PrefixStore(name, store), cast(Any, name), distributed_c10d.Backend(backend)
     group, _ = distributed_c10d._new_process_group_helper(size, 0, [], kind, keys, group_name=named, timeout=limit)
@@ -108,8 +113,10 @@ def group_beside(store: dist.Store, name: str, size: int, backend: str, limit: t
 
 
 def from_first_rank(work: Callable[[], T], limit: timedelta) -> T:
-    """What `work` returns or raises on rank 0, on every rank. The others wait in a gloo group of their own, at most
-    `limit`: no collective of the run is open meanwhile. Collective."""
+    """Return or raise on every rank what `work` returns or raises on rank 0. Collective.
+
+    The other ranks wait at most `limit` in a separate gloo group, so that no collective of the run is pending.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
     group = dist.new_group(backend="gloo", timeout=limit)
@@ -118,7 +125,7 @@ def from_first_rank(work: Callable[[], T], limit: timedelta) -> T:
         if dist.get_rank() == 0:
             try:
                 outcome = [(work(), None)]
-            except Exception as error:  # every rank must learn of it, and leave in the same way
+            except Exception as error:  # Every rank must raise it.
                 outcome = [(None, error)]
         dist.broadcast_object_list(outcome, 0, group=group, device=torch.device("cpu"))
     finally:
@@ -131,27 +138,27 @@ def from_first_rank(work: Callable[[], T], limit: timedelta) -> T:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def recorded_collectives() -> bytes | None:
-    """torch's flight recorder as JSON: the last collectives of this rank, nccl's and gloo's; None where there is none.
+    """Return torch's flight recorder as JSON: the last collectives of this rank. None if it is not available.
 
-    torch 2.11 to 2.13 have it under this name.
+    Private name in torch 2.11 to 2.13.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     return None if dump is None else dump()
 
 
 def stop() -> None:
-    """Leave the default group and every group made from it; harmless when none was started or it was stopped before."""
+    """Destroy the default group and all groups derived from it. No effect if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def destroy_dist_connection() -> None:
-    """End the process group. The documented name of `stop` for programs that import it."""
+    """Destroy the process group. Documented name of `stop` for programs that import this package."""
     stop()
 
 
@@ -164,11 +171,12 @@ def _device_and_backends(backend: str) -> tuple[torch.device, str]:
 
 
 def wait_for_each_collective() -> None:
-    """On the CPU, let DTensor wait for a collective where it starts it, for the rest of the process.
+    """Make DTensor wait for each collective immediately, on the CPU, for the rest of the process.
 
-    DTensor starts collectives and waits for them where their result is used, so that several of a group are in flight.
-    gloo does not keep them apart reliably: under tensor with sequence and context parallelism about every second run of
-    100 microbatches stood still, each rank waiting for another one's step. There is nothing to overlap with on the CPU
-    either: waiting at once is a third faster. (`_maybe_wrap_tensor` decides in torch 2.11 to 2.13 whether to wait.)
+    DTensor starts collectives and waits when their result is used, so that several of a group are in flight. gloo does
+    not
+    separate them reliably: with tensor, sequence and context parallelism, about every second run of 100 microbatches
+    deadlocked. There is nothing to overlap on the CPU, and waiting immediately is a third faster. `_maybe_wrap_tensor`
+    decides in torch 2.11 to 2.13 whether to wait.
     """
     functional._maybe_wrap_tensor = functional.wait_tensor

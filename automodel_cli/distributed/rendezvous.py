@@ -1,8 +1,8 @@
-"""How the ranks meet: a connection to the store at MASTER_ADDR, who is there, and the interface that gloo uses.
+"""Rendezvous of the ranks: connect to the store at MASTER_ADDR, wait for all ranks, and select the interface of gloo.
 
-torch's own rendezvous blocks in C++ until its timeout: no signal is handled, and nothing is printed of a name that does
-not resolve or of a rank that is missing. This one waits in Python. A rank that cannot go on leaves the reason in the
-store, and every rank ends with it.
+torch's own rendezvous blocks in C++ until its timeout. It handles no signals, and reports neither a name that does not
+resolve nor a missing rank. This one waits in Python. A rank that cannot start writes the reason to the store, and every
+rank ends with it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.launch import environment, network_interfaces, signals
 
 TELL_SECONDS = 30.0
-"""After so long a rank prints what it waits for."""
+"""Seconds until a rank first prints its wait."""
 RESOLVE_SECONDS = 60.0
-"""A name may become known late (a pod whose service is new)."""
+"""A host name may resolve late (a pod with a new service)."""
 _IFNAME = "GLOO_SOCKET_IFNAME"
 _POLL, _CONNECT_SECONDS = 0.1, 3.0
 
 
 def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the store of this attempt once all ranks are there. Raises RunError."""
-    # The agent of torch's launcher keeps its store when it starts the ranks again, with the addresses of dead ones.
+    """Return the store of this attempt after all ranks have connected. Raises RunError."""
+    # torch's launcher keeps its store when it restarts the ranks, so it contains addresses of earlier attempts.
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store = dist.PrefixStore(attempt, _store(rank, timeout))
     everyone = _presence(store, rank, world_size, timeout)
@@ -47,7 +47,7 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def unconnected(error: BaseException) -> RunError:
-    """Return the user's error for ranks that have met at the store, and whose groups cannot connect."""
+    """Return the error for ranks that reached the store but cannot connect to each other."""
     reason = (str(error).splitlines() or ["no reason given"])[0]
     name = os.environ.get(_IFNAME, "not set")
     return RunError(
@@ -66,7 +66,7 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
             return dist.TCPStore(
                 "127.0.0.1", port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
             )
-        except RuntimeError as error:  # DistNetworkError
+        except RuntimeError as error:  # A DistNetworkError.
             raise RunError(
                 f"rank 0 on {_host()} cannot listen on MASTER_PORT={port}: {str(error).splitlines()[0]}",
                 code="rendezvous_failed",
@@ -78,7 +78,7 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_server(rank: int, host: str, port: int, timeout: timedelta) -> None:
-    """Return once something accepts connections at `host`."""
+    """Wait until something accepts connections at `host`."""
     wait = _Wait(f"rank {rank} on {_host()} waits for rank 0 at MASTER_ADDR={host}, port {port}", timeout)
     while True:
         try:
@@ -99,7 +99,7 @@ def _wait_for_server(rank: int, host: str, port: int, timeout: timedelta) -> Non
 
 
 def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dict[int, dict[str, Any]]:
-    """Return what each rank has written about itself; rank 0 waits for all of them, the others for rank 0."""
+    """Return the information that each rank has published. Rank 0 waits for all ranks, the others wait for rank 0."""
     problem, fix = _wrong_interface()
     mine = {"host": _host(), "address": network_interfaces.source_address(_master()[0]), "problem": problem, "fix": fix}
     store.set(f"rank-{rank}", json.dumps(mine))
@@ -122,7 +122,7 @@ def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
 
 
 def _until_all_have_heard(store: dist.Store, world_size: int) -> None:
-    """Keep the store of this process for the others, which end with the same error."""
+    """Keep the store of this process alive until the others have read the error."""
     deadline = time.monotonic() + 5.0
     while store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline:
         time.sleep(_POLL)
@@ -136,7 +136,7 @@ def _missing(ranks: Sequence[int], world_size: int) -> str:
 
 
 def _wrong_interface() -> tuple[str, str]:
-    """Return why GLOO_SOCKET_IFNAME cannot be used here, and a fix; empty texts where it can."""
+    """Return why GLOO_SOCKET_IFNAME is invalid here, and a fix. Empty texts if it is valid."""
     asked = [name for name in os.environ.get(_IFNAME, "").split(",") if name]
     known = network_interfaces.interface_names()
     wrong = [name for name in asked if name not in known]
@@ -149,10 +149,11 @@ def _wrong_interface() -> tuple[str, str]:
 
 
 def _choose_interface(rank: int, everyone: Mapping[int, Mapping[str, Any]]) -> None:
-    """Let gloo use the interface that reaches the other hosts, unless the user has chosen.
+    """Set the interface of gloo to the one that reaches the other hosts, unless the user has set one.
 
-    gloo takes the address of the host's name, which is 127.0.1.1 on many clusters. On the host of MASTER_ADDR that name
-    may be a loopback address too; there the address of another host shows the way.
+    gloo uses the address of the host name, which is 127.0.1.1 on many clusters. On the host of MASTER_ADDR that name
+    may also
+    resolve to a loopback address. The address of another host then determines the interface.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == len(everyone):
         return
@@ -170,18 +171,18 @@ def _choose_interface(rank: int, everyone: Mapping[int, Mapping[str, Any]]) -> N
 
 
 class _Wait:
-    """A wait of this rank: it is printed after a while, ends with the timeout, and a signal ends it at once."""
+    """A wait that is printed after a while, and ends at the timeout or at a signal."""
 
     def __init__(self, what: str, timeout: timedelta):
         self._what, self._timeout = what, timeout.total_seconds()
         self._began, self._tell_at = time.monotonic(), TELL_SECONDS
 
     def seconds(self) -> float:
-        """Return how long it has lasted."""
+        """Return the seconds since the start of the wait."""
         return time.monotonic() - self._began
 
     def on(self, reason: str) -> None:
-        """Go on waiting for a moment. Raises RunError."""
+        """Wait for a moment. Raises RunError at the timeout or at a signal."""
         text = f"{self._what} since {self.seconds():.0f} s: {reason}"
         if (signum := signals.requested()) is not None:
             error = RunError(

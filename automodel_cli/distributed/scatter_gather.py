@@ -1,7 +1,9 @@
-"""A tensor that every rank of a group has alike, cut into one consecutive share per rank, and put together again.
+"""Split a replicated tensor into one consecutive share per rank, and gather the shares. Differentiable.
 
-For the borders of a region in which ranks divide the work on the same tokens. Nothing is summed in either direction:
-outside of the region values and gradients are whole and the same on every rank.
+For regions in which ranks divide the work on the same tokens. Neither direction sums: outside the region, values and
+gradients are replicated.
+
+Example: 5 rows on 2 ranks are shares of 3 and 2 rows, or 3 and 3 with padding.
 """
 
 from __future__ import annotations
@@ -15,24 +17,25 @@ from torch import Tensor
 
 
 def scatter_to_group(whole: Tensor, group: dist.ProcessGroup, dim: int = 0, *, padded: bool = False) -> Tensor:
-    """This rank's ceil(n / ranks) of the n entries along `dim`. The last shares are shorter where n does not divide, or
-    `padded` with zeros. The gradient is gathered.
+    """Return the local ceil(n / ranks) of the n entries along `dim`. The backward gathers the gradient.
+
+    The last shares are shorter if n does not divide, or `padded` with zeros.
     """
     share: Tensor = _ShareOf.apply(whole, group, dim, padded)
     return share
 
 
 def gather_from_group(share: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
-    """The `num` entries along `dim` of which every rank has its share (padded or not), on each of them.
+    """Return all `num` entries along `dim` from the shares of all ranks, padded or not.
 
-    The gradient that arrives is the same on every rank, so each takes its share of it.
+    The gradient is equal on every rank, so the backward takes the local share.
     """
     whole: Tensor = _AllOf.apply(share, num, group, dim)
     return whole
 
 
 def padding(tensor: Tensor, length: int, dim: int) -> Tensor:
-    """`tensor` with zeros at the end of `dim`, up to `length`."""
+    """Pad `tensor` with zeros at the end of `dim`, up to `length`."""
     missing = length - tensor.shape[dim]
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
 
@@ -61,11 +64,11 @@ class _AllOf(torch.autograd.Function):
         return _cut(grads[0], *ctx.sizes), None, None, None
 
 
-# Both give new tensors, never views: autograd takes no view of an input, and FSDP2 warns of a layer that returns one.
+# Both return new tensors and not views, which autograd functions must not return and of which FSDP2 warns.
 
 
 def _cut(whole: Tensor, length: int, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """`length` entries from where this rank's share begins; zeros where `whole` ends before."""
+    """Return `length` entries from the start of the local share, with zeros after the end of `whole`."""
     num = whole.shape[dim]
     first = min(num, _size(num, group) * dist.get_rank(group))
     own = whole.narrow(dim, first, min(length, num - first))

@@ -1,4 +1,4 @@
-"""Questions to the store of the ranks that nobody waits for longer than a deadline."""
+"""Requests to the rendezvous store with a deadline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ T = TypeVar("T")
 
 
 class StoreTalk:
-    """A thread of its own for `store`, one question at a time.
+    """A thread that sends requests to `store`, one at a time.
 
-    TCPStore waits without a limit where the host of the store is stopped or cannot be reached, and holds a lock
-    meanwhile: every other question on this connection would wait too.
+    TCPStore waits without a limit if the host of the store is stopped or unreachable, and holds a lock meanwhile. All
+    other
+    requests on this connection would wait too.
     """
 
     def __init__(self, store: dist.Store):
@@ -26,15 +27,15 @@ class StoreTalk:
         threading.Thread(target=self._work, args=(store,), name="store-talk", daemon=True).start()
 
     def post(self, question: Callable[[dist.Store], object]) -> None:
-        """Ask without waiting for the answer; nothing happens while an earlier question has none."""
+        """Send a request without waiting. Skipped while an earlier request is pending."""
         if self._last is None or self._last.done():
             self._put(question)
 
     def ask(self, question: Callable[[dist.Store], T], seconds: float) -> T | None:
-        """Return the answer; None where the store is gone or does not answer within `seconds`."""
+        """Return the response, or None if the store does not respond within `seconds`."""
         try:
             answer: T = self._put(question).result(seconds)
-        except (TimeoutError, RuntimeError, ValueError):  # torch's DistError is a RuntimeError
+        except (TimeoutError, RuntimeError, ValueError):  # torch's DistError is a RuntimeError.
             return None
         return answer
 

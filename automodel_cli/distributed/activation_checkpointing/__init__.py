@@ -1,0 +1,1 @@
+"""Activation checkpointing, and the results that it saves."""

@@ -1,4 +1,7 @@
-"""Recompute layers in backward instead of keeping their activations. Parameter names do not change."""
+"""Activation checkpointing: recompute layers in backward instead of saving their activations.
+
+Parameter names do not change.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ from automodel_cli.distributed.compile_modes import AUTO
 _Context = AbstractContextManager[Any]
 _aten = torch.ops.aten
 
-# What selective checkpointing keeps: results that are expensive to make and small next to what is recomputed from them
-# (norms, activations, rotary, residuals). Batched products stay out: in eager attention they are tokens x tokens.
-# Grouped products are not for this list, as the library adds biases in place and a kept tensor must not change; experts
-# on other ranks keep theirs by themselves (`kept`).
+# Operators whose results selective checkpointing saves: expensive to compute, and small compared with the recomputed
+# ones (norms, activations, rotary embeddings, residuals). Batched GEMMs are excluded, because in eager attention they
+# are tokens x tokens. Grouped GEMMs are excluded, because transformers adds biases in place and a saved tensor must not
+# change. Distributed experts save their results themselves (`saved_results`).
 KEPT_RESULTS = frozenset(
     {
         _aten.mm.default,
@@ -46,13 +49,17 @@ KEPT_RESULTS = frozenset(
 def apply_activation_checkpointing(
     layers: Sequence[nn.Module], mode: bool | int | str, compile_backend: Callable[..., Any] | None = None
 ) -> None:
-    """Mark layers for recomputation: `False`, `True` or "full", "selective", "minimal", or n for every n-th.
+    """Enable recomputation of layers.
 
-    What came from other ranks in an exchange of tokens is kept, unless "minimal" says to exchange again, by the routes
-    of before; "selective" keeps `KEPT_RESULTS` and the first products of experts too. Acts in train mode only, which is
-    right: evaluation keeps nothing anyway. With `compile_backend` what is recomputed is compiled, in as many graphs as
-    it takes. Raises ConfigError for layers that the library cannot checkpoint, and for "auto", which a run has decided
-    before it comes here.
+    Rows received by token dispatch are saved, except with "minimal", which sends them again along the saved routes.
+    "selective" also saves `KEPT_RESULTS` and the first GEMMs of experts. No effect in eval mode, where nothing is
+    saved.
+
+    Args:
+        mode: False, True or "full", "selective", "minimal", or n for every n-th layer.
+        compile_backend: compile the recomputed code, in as many graphs as needed.
+
+    Raises ConfigError for layers without gradient checkpointing, and for "auto", which a run resolves earlier.
     """
     if mode == AUTO:
         raise ConfigError(
@@ -88,8 +95,12 @@ def apply_activation_checkpointing(
 def _compiled_inside(
     recompute: Callable[..., Any], compiled: Callable[..., Any], run: functools.partial[Any], *args: Any
 ) -> Any:
-    """The checkpoint stays outside of every graph: one around it could not break, and then nothing is compiled. `run`
-    is the library's, around the layer's own forward; its parts are told apart so that all layers share graphs."""
+    """Keep the checkpoint outside graphs. A graph around it must not break, or nothing is compiled.
+
+    `run` is a partial of transformers around the layer's forward. Its arguments are passed separately, so that all
+    layers
+    share graphs.
+    """
     return recompute(compiled, run.func, *run.args, *args, **run.keywords)
 
 
@@ -98,12 +109,12 @@ def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def recomputed_every(mode: bool | int | str) -> int:
-    """n where every n-th layer is recomputed, 0 where none is."""
+    """Return n if every n-th layer is recomputed, 0 if none is."""
     return 1 if isinstance(mode, str) else int(mode)
 
 
 def _contexts(mode: bool | int | str, exchanges: bool) -> Callable[[], tuple[_Context, _Context]] | None:
-    """What is around a layer's first run and around its repetition."""
+    """Return the contexts of the first run and the recomputation of a layer."""
     if not exchanges:
         selective = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
         return selective if mode == "selective" else None
@@ -113,17 +124,19 @@ def _contexts(mode: bool | int | str, exchanges: bool) -> Callable[[], tuple[_Co
 
 
 def _kept_products() -> tuple[_Context, _Context]:
-    """Torch's own way wants the same operators in both runs; those that FSDP2 adds around experts differ."""
+    """Return contexts that save `KEPT_RESULTS`. torch's own need the same operators in both runs, and FSDP2 adds
+    different ones around experts.
+    """
     first, again = recomputed(SaveLevel.PRODUCTS)
     return _Both((first, _KeepListed())), _Both((again, _KeepListed()))
 
 
 class _KeepListed(TorchDispatchMode):
-    """Keeps the results of `KEPT_RESULTS`, whatever else runs. Compiled glue has none of them."""
+    """Save the results of `KEPT_RESULTS`, whatever other operators run. Fused regions contain none of them."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else nothing is compiled inside
+        return True  # Otherwise nothing inside is compiled.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         make = functools.partial(func, *args, **(kwargs or {}))
@@ -131,7 +144,7 @@ class _KeepListed(TorchDispatchMode):
             return make()
         result, versions = save_or_replay(lambda: _with_versions(make()))
         assert versions == _versions(result), f"a kept result of {func} was changed in place"
-        return tree_map_only(Tensor, Tensor.detach, result)  # what is kept must not know the graph of its first use
+        return tree_map_only(Tensor, Tensor.detach, result)  # A saved result must not keep the graph of its first use.
 
 
 def _with_versions(result: Any) -> tuple[Any, list[int]]:

@@ -1,8 +1,12 @@
-"""What a recomputed layer keeps of its first run: what would cost a wait or an exchange between ranks to make again.
+"""Results that activation checkpointing saves instead of recomputing: those that need host synchronization or
+communication.
 
-`recomputed()` makes the two contexts of one call of a checkpointed layer. In the first `keep` calls and remembers, in
-the second it hands out what it remembers, in the same order, however often backward runs the layer again (zero-bubble
-schedules do so twice). Outside of both `keep` only calls. Nothing is intercepted, so what is not kept costs nothing.
+`recomputed()` returns the two contexts of one call of a checkpointed layer. In the first one, `save_or_replay` computes
+and saves a result. In the second one, it returns the saved results in the same order, for each recomputation.
+Zero-bubble
+schedules recompute a layer twice. Outside both contexts it only computes. No operators are intercepted, so other
+results
+have no overhead.
 """
 
 from __future__ import annotations
@@ -20,33 +24,33 @@ T = TypeVar("T")
 
 
 class SaveLevel(IntEnum):
-    """How much; each has those before it."""
+    """Amount of saved results. Each level includes the previous ones."""
 
     ROUTES = 1
-    """Small integers: which token goes where, for which the host waits."""
+    """Routes of tokens: small integers that need a host synchronization."""
     EXCHANGES = 2
-    """What came from other ranks, and what was made of it for them."""
+    """Rows received from other ranks, and their results."""
     PRODUCTS = 3
-    """Cheap to make next to an exchange."""
+    """First GEMMs of experts, which are cheap compared with communication."""
 
 
 class _Current(threading.local):
-    """Backward runs layers again on threads of its own."""
+    """Thread-local, because backward recomputes layers in other threads."""
 
     call: _Call | None = None
 
 
 class _Call:
-    """One call of one layer; freed with the graph that would run it again."""
+    """One call of one layer. Freed together with its graph."""
 
     def __init__(self, most: SaveLevel):
         self.most = most
         self.results: list[Any] = []
-        self.next: int | None = None  # the result to hand out, or None while they are made
+        self.next: int | None = None  # Index of the next result to return, or None while results are computed.
 
     def keep(self, make: Callable[[], Any]) -> Any:
         if self.next is None:
-            _current.call = None  # what is made for this result is not kept beside it
+            _current.call = None  # Nested results are not saved.
             try:
                 self.results.append(make())
             finally:
@@ -61,7 +65,10 @@ _keeping: WeakSet[nn.Module] = WeakSet()
 
 
 def save_or_replay(make: Callable[[], T], what: SaveLevel = SaveLevel.EXCHANGES) -> T:
-    """What `make` returns, now or in the run of this layer that is being repeated. It must not be changed in place."""
+    """Return the result of `make`, or the saved result during recomputation.
+
+    The result must not be changed in place.
+    """
     call = _current.call
     if call is None or what > call.most:
         return make()
@@ -70,24 +77,24 @@ def save_or_replay(make: Callable[[], T], what: SaveLevel = SaveLevel.EXCHANGES)
 
 
 def is_keeping(what: SaveLevel = SaveLevel.EXCHANGES) -> bool:
-    """Whether `keep` remembers this."""
+    """Return whether `save_or_replay` saves or replays results of this level."""
     return _current.call is not None and what <= _current.call.most
 
 
 def is_repeating(what: SaveLevel = SaveLevel.EXCHANGES) -> bool:
-    """Whether `keep` hands out what it remembers of this, and makes nothing."""
+    """Return whether `save_or_replay` returns saved results of this level."""
     call = _current.call
     return call is not None and what <= call.most and call.next is not None
 
 
 def recomputed(most: SaveLevel) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a layer's first run and of its repetitions, as `checkpoint(context_fn=...)` wants them."""
+    """Return the contexts of the first run and the recomputations of a layer, for `checkpoint(context_fn=...)`."""
     call = _Call(most)
     return _within(call, None), _Repeatedly(call)
 
 
 class _Repeatedly(AbstractContextManager[None]):
-    """Enters anew as often as backward asks."""
+    """Context that can be entered several times."""
 
     def __init__(self, call: _Call):
         self._call = call
@@ -111,10 +118,10 @@ def _within(call: _Call, start: int | None) -> Iterator[None]:
 
 
 def register_saver(module: nn.Module) -> None:
-    """Say that `module` calls `keep`."""
+    """Register that `module` calls `save_or_replay`."""
     _keeping.add(module)
 
 
 def keeps(layer: nn.Module) -> bool:
-    """Whether something in `layer` calls `keep`."""
+    """Return whether a module in `layer` calls `save_or_replay`."""
     return any(module in _keeping for module in layer.modules())

@@ -1,0 +1,1 @@
+"""Expert parallelism: token dispatch, grouped GEMMs of experts, routers and router replay."""

@@ -1,12 +1,15 @@
-"""Expert parallelism around any Hugging Face mixture of experts whose experts the library calls through its interface.
+"""Apply expert parallelism to any Hugging Face model whose experts use the experts interface of transformers.
 
-Which tokens reach the experts of this rank, and from whom, is `token_dispatch`. The arithmetic is that of
-`gated_experts` where a measurement shows it to be the family's, else the family's own module does it. Experts are
-DTensors, Shard(0) over the `ep` axis; FSDP2 then shards them over `ep_shard`. Expert gradients are summed over
-`ep_shard` only: dispatch has brought every rank of `ep` all its tokens.
+`token_dispatcher` moves tokens between ranks. `grouped_mlp` computes the experts if a measurement shows that the family
+computes gated MLPs. Otherwise the module of the family computes them.
 
-Where tensor parallelism keeps the same tokens on several ranks, each of them dispatches its share and all receive all
-results, so that no token is computed or counted twice.
+Sharding: experts are DTensors with Shard(0) over the `ep` axis. FSDP2 shards them further over `ep_shard`. Expert
+gradients are summed over `ep_shard` only, because each expert already receives the tokens of all ranks of `ep`.
+
+Example: 8 experts on ep=4 are 2 experts per rank. A token of rank 0 with the experts (1, 6) is sent to ranks 0 and 3.
+
+Tensor parallelism replicates tokens over its ranks. Each tp rank dispatches a share of the tokens, and all tp ranks
+gather the results. No token is computed or counted twice.
 """
 
 from __future__ import annotations
@@ -37,12 +40,15 @@ _LIBRARYS_CHOICE = "grouped_mm"
 
 
 def is_experts(module: nn.Module) -> bool:
-    """By what the library's decorator sets: then its forward is `(hidden_TD, index_TK, weight_TK) -> [T, D]`."""
+    """Return whether `module` has the attributes that the experts decorator of transformers sets.
+
+    The forward of such a module is `(hidden_TD, index_TK, weight_TK) -> [T, D]`.
+    """
     return all(hasattr(module, name) for name in ("num_experts", "is_transposed", "has_gate"))
 
 
 def experts_modules(module: nn.Module) -> list[nn.Module]:
-    """The experts of every layer in `module`, in its order."""
+    """Return the experts modules in `module`, in module order."""
     return [child for child in module.modules() if is_experts(child)]
 
 
@@ -54,13 +60,21 @@ def apply_expert_parallel(
     *,
     beside: bool = True,
 ) -> None:
-    """Distribute the experts of a part (its child `model` is the library's) over `mesh.ep`, in place.
+    """Distribute the experts of a part over `mesh.ep`, in place.
 
-    `fuser` runs what is between the experts' products. `beside`: shared experts compute while tokens are on their way,
-    where a family's code allows it and tensor parallelism does not cut them. Parameters may be on the meta device,
-    filled afterwards, or hold the same values on every rank. A pipeline stage without any experts is left alone. Raises
-    ConfigError for a model without experts, for experts that the library does not call through its interface, and for a
-    number of experts that does not divide.
+    A pipeline stage without experts is not changed. Parameters may be on the meta device, or have the same values on
+    every
+    rank.
+
+    Args:
+        part: a module whose child `model` is a transformers model.
+        dispatch: `all_to_all` or `deepep`.
+        fuser: compiles the fused ops between the GEMMs of the experts.
+        beside: compute shared experts while tokens are in transit. Ignored with tensor parallelism.
+
+    Raises ConfigError for a model without experts, for experts without the experts interface, and if the number of
+    experts
+    is not a multiple of the size of `mesh.ep`.
     """
     assert mesh.ep is not None, "this layout distributes no experts"
     blocks = [(block, child) for block in part.modules() for child in block.children() if is_experts(child)]
@@ -79,8 +93,9 @@ def apply_expert_parallel(
 
 
 def multiply_in_fp8(part: nn.Module, mesh: Mesh, fuser: RegionCompiler | None = None) -> None:
-    """Let experts that are all on this rank multiply as `model.fp8` says, in place; the others do so where they are
-    distributed."""
+    """Compute unsharded experts in float8 as configured by `model.fp8`, in place. Sharded experts do so in
+    `_dispatched`.
+    """
     modules = [experts for experts in experts_modules(part) if arithmetic_of(experts) is not None]
     if modules and mesh.layout.tp > 1:
         warn(
@@ -107,13 +122,14 @@ def make_dispatcher(dispatch: str, num_local_experts: int, mesh: Mesh) -> TokenD
 def _dispatched(
     experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh, fuser: RegionCompiler | None, block: nn.Module | None
 ) -> Callable[..., Tensor]:
-    """A forward with the contract of the family's own, for tokens whose experts are anywhere on `mesh.ep`."""
+    """Return a forward with the signature of the family's own, for experts distributed over `mesh.ep`."""
     tp_group = mesh.tp.get_group() if mesh.tp.size() > 1 else None
     compute = _sorted_once(experts, num_local, mesh, fuser, block) if dispatch == "all_to_all" else None
     if compute is None:
         compute = _by_own_code(experts, make_dispatcher(dispatch, num_local, mesh))
 
-    # Sizes are data, so no graph can hold this: the compiler leaves it alone, and compiles what is around it.
+    # The number of tokens per rank depends on the data, which a graph cannot contain. The compiler skips this function
+    # and compiles the code around it.
     @torch.compiler.disable
     def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if tp_group is None:
@@ -127,8 +143,10 @@ def _dispatched(
 def _sorted_once(
     experts: nn.Module, num_local: int, mesh: Mesh, fuser: RegionCompiler | None, block: nn.Module | None = None
 ) -> _Compute | None:
-    """Experts whose arithmetic is known: no row is sorted twice, and shared experts of their `block` run beside what
-    they wait for. None for others, and where the user chose a kernel."""
+    """Return the grouped GEMM path, which sorts tokens once and overlaps shared experts with communication.
+
+    Return None if the arithmetic of the experts is unknown, or if the user selected another experts implementation.
+    """
     if experts.config._experts_implementation != _LIBRARYS_CHOICE:  # type: ignore[union-attr]
         return None
     known = GatedExperts.of(experts, num_local, mesh.ep_group, fuser, arithmetic_of(experts))
@@ -148,11 +166,11 @@ def _sorted_once(
 
 
 def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:
-    """Experts that only their family's code knows, given rows of one expert each."""
+    """Return the fallback: dispatch tokens and call the experts module of the family with one expert per row."""
     own_forward = experts.forward
 
     def local_experts(hidden_ND: Tensor, expert_N: Tensor) -> Tensor:
-        """Every row through one expert of this rank."""
+        """Compute row n with local expert `expert_N[n]`. `[N, D]` -> `[N, D]`."""
         with_dtensors = dict(experts._parameters)
         try:
             for name, param in with_dtensors.items():
@@ -171,7 +189,7 @@ def _local(param: Tensor) -> Tensor:
 
 
 def _check(experts: nn.Module, mesh: Mesh) -> None:
-    """What dispatch relies on: every parameter has the expert in its first dimension, and they divide."""
+    """Raise ConfigError unless all parameters have the expert as first dimension and `ep` divides the experts."""
     num_experts, ep = int(experts.num_experts), mesh.layout.ep  # type: ignore[arg-type]
     for name, param in experts.named_parameters():
         if param.shape[0] != num_experts:
@@ -195,7 +213,7 @@ def _check(experts: nn.Module, mesh: Mesh) -> None:
 
 
 def _check_whole_model(part: nn.Module, mesh: Mesh) -> None:
-    """Refuse a model that has nothing to distribute. A stage of a pipeline may have none of its model's experts."""
+    """Raise ConfigError if the full model has no experts. A single pipeline stage may have none."""
     model: Any = part.model
     with torch.device("meta"):
         whole = type(model)(copy.deepcopy(model.config))

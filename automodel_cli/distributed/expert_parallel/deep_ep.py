@@ -1,8 +1,10 @@
-"""Token dispatch by DeepEP's kernels: every token travels once to each rank that has some of its experts.
+"""Token dispatch by the kernels of DeepEP, which send each token at most once to each rank.
 
-The calls are those of the published `deep_ep.Buffer` (normal kernels, docs/legacy.md of the project): a dispatch's
-backward is a combine, and a combine's is a dispatch with the same handle. Tokens are bfloat16. The package builds from
-source, for CUDA devices that reach each other directly; tests run this file over a stand-in with the same contract.
+Uses the interface of `deep_ep.Buffer` (normal kernels, docs/legacy.md of the project). The backward of a dispatch is a
+combine, and the backward of a combine is a dispatch with the same handle. Tokens are bfloat16.
+
+The package is built from source and needs CUDA devices with direct connections. Tests use a stand-in with the same
+interface.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.token_dispatcher import LocalExperts, at_least_one_row
 
 _FIX = "parallelizer.expert_dispatch=all_to_all"
-_buffers: dict[dist.ProcessGroup, Any] = {}  # one for all layers: a buffer holds device memory and connections
+# Shared by all layers, because a buffer owns device memory and connections.
+_buffers: dict[dist.ProcessGroup, Any] = {}
 
 
 def require_deep_ep(device_type: str) -> None:
-    """Raise ConfigError where DeepEP cannot run."""
+    """Raise ConfigError if DeepEP is not installed or the device is not CUDA."""
     if importlib.util.find_spec("deep_ep") is None:
         raise ConfigError(
             "expert_dispatch=deepep needs the package deep_ep, which is not installed",
@@ -40,7 +43,7 @@ def require_deep_ep(device_type: str) -> None:
 
 
 class DeepEP:
-    """A `TokenDispatcher`. Routing weights travel with the tokens, and results come back weighted."""
+    """`TokenDispatcher` that uses DeepEP. Routing weights are sent with the tokens, and weighted results return."""
 
     def __init__(self, num_local_experts: int, group: dist.ProcessGroup):
         self.group = group
@@ -58,7 +61,7 @@ class DeepEP:
         hidden_RD, weight_RK, index_RK, handle = _Dispatch.apply(
             buffer, self.num_experts, hidden_TD, index_TK, weight_TK.float()
         )
-        row_N, choice_N = (index_RK >= 0).nonzero(as_tuple=True)  # choices of experts elsewhere are -1
+        row_N, choice_N = (index_RK >= 0).nonzero(as_tuple=True)  # Entries of remote experts are -1.
         result_ND = at_least_one_row(experts, hidden_RD[row_N], index_RK[row_N, choice_N])
         weighted_ND = result_ND * weight_RK[row_N, choice_N, None]
         result_RD = torch.zeros_like(hidden_RD, dtype=weighted_ND.dtype).index_add(0, row_N, weighted_ND)
@@ -67,7 +70,7 @@ class DeepEP:
 
 
 def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
-    """Enough communication memory for tokens of this size. Collective when it has to grow."""
+    """Return a communication buffer for tokens of `hidden_bytes` bytes. Collective if the buffer has to grow."""
     from deep_ep import Buffer
 
     size = dist.get_world_size(group)

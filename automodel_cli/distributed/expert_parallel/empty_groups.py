@@ -1,10 +1,10 @@
-"""Gradients of experts that received no tokens, where a GPU's grouped products leave them unwritten.
+"""Zero weight gradients of experts without tokens, on GPUs whose grouped GEMM leaves them unwritten.
 
-The gradient of an expert's weight is a sum over its rows; without rows it is zero. torch's grouped product on compute
-capability 10 (B200) returns what the memory held before (pytorch issue 172439, open in torch 2.14). Each kind of
-product is tried once on the device with empty groups. Where it fails, gradients of empty groups are set to zero.
+The weight gradient of an expert is a sum over its rows, so it is zero without rows. On compute capability 10 (B200),
+torch's grouped GEMM returns uninitialized memory instead (pytorch issue 172439, open in torch 2.14). Each kind of GEMM
+is tested once per device with empty groups. If the test fails, gradients of empty groups are set to zero.
 
-Shapes: L groups, N rows, I and O columns.
+Shapes: L groups (experts), N rows, I and O columns.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from torch.nn.functional import grouped_mm
 from automodel_cli.distributed.device_threads import threads_on_this_device
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`(first_NI, second_NO, ends_L)` -> `[L, I, O]`: for each group the sum over its rows of first times second."""
+"""`(first_NI, second_NO, ends_L)` -> `[L, I, O]`: first^T second of the rows of each group."""
 
 logger = logging.getLogger(__name__)
 _WIDTHS = (128, 256)
-_BLOCKS = 16  # a product may take memory for itself before that of its result
+_BLOCKS = 16  # A GEMM may allocate workspace before its result.
 _ENDS = (0, 32, 32, 48, 96, 96)
-"""Of the groups of the test: the first, the third and the last are empty."""
+"""Ends of the groups in the test. Groups 0, 2 and 5 are empty."""
 
 
 def weight_gradient(first_NI: Tensor, second_NO: Tensor, ends_L: Tensor) -> Tensor:
-    """The grouped product of torch, zero for empty groups on every device."""
+    """Return torch's grouped weight gradient `[L, I, O]`, with zeros for empty groups on every device."""
     return with_zeros(_of_torch, first_NI, second_NO, ends_L)
 
 
 def with_zeros(product: Product, first_NI: Tensor, second_NO: Tensor, ends_L: Tensor, name: str = "torch") -> Tensor:
-    """What `product` returns, zero for empty groups. Products of one `name` and dtype are tried once."""
+    """Call `product` and set the result of empty groups to zero if needed.
+
+    The device is tested once for each `name` and dtype.
+    """
     grad_LIO = product(first_NI, second_NO, ends_L)
     if leaves_garbage(product, first_NI.device, first_NI.dtype, name):
         grad_LIO.masked_fill_(is_empty_L(ends_L)[:, None, None], 0)
@@ -44,17 +47,17 @@ def with_zeros(product: Product, first_NI: Tensor, second_NO: Tensor, ends_L: Te
 
 
 def is_empty_L(ends_L: Tensor) -> Tensor:
-    """Which groups have no rows. Nothing is read on the host."""
+    """Return which groups have no rows, bool `[L]`. Does not synchronize with the host."""
     return ends_L.diff(prepend=ends_L.new_zeros(1)) == 0
 
 
 def leaves_garbage(product: Product, device: torch.device, dtype: torch.dtype, name: str = "torch") -> bool:
-    """Whether empty groups get something else than zeros on this device. Only GPUs are tried."""
+    """Return whether `product` leaves empty groups unwritten on this device. Only CUDA devices are tested."""
     if device.type != "cuda":
         return False
     key = (device, dtype, name)
     if key not in _known:
-        # A graph, a recomputation, hooks and modes of the caller are not there on a thread of its own.
+        # Run in another thread, which has no graph capture, recomputation, hooks or modes of the caller.
         with threads_on_this_device(1) as thread:
             _known[key] = thread.submit(_tried, product, device, dtype).result()
         if _known[key]:
@@ -63,7 +66,7 @@ def leaves_garbage(product: Product, device: torch.device, dtype: torch.dtype, n
 
 
 def torch_leaves_garbage(device: torch.device, dtype: torch.dtype) -> bool:
-    """The same of torch's own grouped product."""
+    """Return whether torch's own grouped GEMM leaves empty groups unwritten."""
     return leaves_garbage(_of_torch, device, dtype)
 
 
@@ -73,7 +76,7 @@ _known: dict[tuple[torch.device, torch.dtype, str], bool] = {}
 def _tried(product: Product, device: torch.device, dtype: torch.dtype) -> bool:
     ends_L = torch.tensor(_ENDS, dtype=torch.int32, device=device)
     first_NI, second_NO = (torch.ones(_ENDS[-1], width, dtype=dtype, device=device) for width in _WIDTHS)
-    # The allocator hands freed memory on: what a kernel leaves unwritten is then not a number.
+    # The allocator reuses this freed memory, so unwritten results are NaN.
     used = [torch.full((len(_ENDS), *_WIDTHS), torch.nan, dtype=dtype, device=device) for _ in range(_BLOCKS)]
     del used
     return bool((product(first_NI, second_NO, ends_L)[is_empty_L(ends_L)] != 0).any())
@@ -84,8 +87,7 @@ def _of_torch(first_NI: Tensor, second_NO: Tensor, ends_L: Tensor) -> Tensor:
 
 
 def guarded(grouped: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A grouped product `(rows, weights, offs)` with a gradient, such that the weights' gradient is zero for empty
-    groups."""
+    """Wrap a differentiable grouped GEMM `(rows, weights, offs)` so that weight gradients of empty groups are zero."""
 
     @functools.wraps(grouped)
     def product(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ def guarded(grouped: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Weights(torch.autograd.Function):
-    """The weights as they are; their gradient with zeros for empty groups."""
+    """Identity of the weights. The backward sets the gradient of empty groups to zero."""
 
     @staticmethod
     def forward(ctx: Any, weight_LIO: Tensor, ends_L: Tensor) -> Tensor:

@@ -1,19 +1,22 @@
-"""A layer of distributed experts as two functions of autograd: tokens sorted once, exchanged, multiplied; then summed.
+"""Distributed gated MLP experts: sort tokens once, all-to-all, grouped GEMMs, all-to-all, weighted sum.
 
-For experts that are gated MLPs as the library's own grouped path computes them, which `GatedExperts.of` measures:
+Supports experts that compute, as the grouped path of transformers does::
 
-    expert_e(x) = down_e gate(gate_up_e x + bias) + bias        `gate` is the family's
+    expert_e(x) = down_e gate(gate_up_e x + bias) + bias        `gate` is defined by the family
 
-Kept for backward are the rows in the order of their experts and their first product; the gate is computed again. The
-gradient of a routing weight is made where its expert is, <gradient, down h> = <down^T gradient, h>, so no result needs
-to be kept or sent for it. Products, sums and dtypes are those of the family; forward rounds where the library rounds.
+`GatedExperts.of` measures whether a module does. GEMMs, sums, dtypes and rounding are those of transformers.
 
-Rows travel while others work. What experts made is on its way back between the two functions, and so is its gradient
-there in backward: `beside` runs in that time, and autograd takes its backward in that order too. Gradients of tokens go
-back while those of the weights are made.
+One call is two autograd functions. Communication overlaps with the code between them::
 
-Shapes: T tokens, K experts of each, P = T x K pairs, N rows of pairs that arrived here, L local experts, D hidden size,
-F columns of the first product, I of the gate's result.
+    forward    _Multiply: sort, all-to-all, GEMM, gate, GEMM, start all-to-all | beside() | _Sum: wait, weighted sum
+    backward   _Sum: start all-to-all of gradients | backward of beside() | _Multiply: wait, GEMMs, all-to-all
+
+Saved for backward are the rows sorted by expert and the result of the first GEMM. The gate is recomputed. The gradient
+of a routing weight w with y = w down h is computed where the expert is: <dy, down h> = <down^T dy, h>. So results are
+neither saved nor sent for it. Token gradients return while weight gradients are computed.
+
+Shapes: T tokens, K experts per token, P = T x K (token, expert) pairs, N received rows, L local experts, D hidden size,
+F columns of the first GEMM (2 I if gate and up are one matrix), I columns after the gate.
 """
 
 from __future__ import annotations
@@ -48,13 +51,14 @@ from automodel_cli.distributed.wgrad_fusion.linear import MainGrad, of_local
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _BIASES = tuple(f"{name}_bias" for name in _WEIGHTS)
-_DTYPES = {torch.bfloat16, torch.float16, torch.float32}  # that torch's grouped product has
-_TOLERANCE = 1e-5  # float32, relative to the largest; another activation or layout is wrong by 1e-1 and more
+_DTYPES = {torch.bfloat16, torch.float16, torch.float32}  # Dtypes of torch's grouped GEMM.
+# float32, relative to the largest value. Another activation or memory layout differs by 1e-1 or more.
+_TOLERANCE = 1e-5
 _PROBE = {"experts": 3, "hidden": 8, "inner": 16, "tokens": 12}
 
 
 class GatedExperts:
-    """The arithmetic of one module of experts, of which `num_local` are on this rank. With `fp8` they multiply so."""
+    """Arithmetic of one experts module with `num_local` experts on this rank. `fp8`: compute GEMMs in float8."""
 
     def __init__(
         self,
@@ -66,9 +70,9 @@ class GatedExperts:
     ):
         self.transposed, self.num_local, self.group = bool(experts.is_transposed), num_local, group
         self._fp8 = fp8
-        self._family = copy.copy(experts)  # what its gate reads
+        self._family = copy.copy(experts)  # Attributes that the gate reads.
         self._family._parameters = {}
-        # each as written, or as `fuser` runs it
+        # Each region runs uncompiled, or compiled by `fuser`.
         biased = set(_BIASES) <= set(experts._parameters)
         self._gate, self._through_gate, self.sum_of_pairs, *add_bias = (
             (None if fuser is None else fuser(glue)) or glue.function for glue in _glue(self._family, biased)
@@ -84,8 +88,10 @@ class GatedExperts:
         fuser: RegionCompiler | None = None,
         fp8: Arithmetic | None = None,
     ) -> GatedExperts | None:
-        """None for experts that compute something else, or with parameters of their own. Without a `group` all experts
-        are here."""
+        """Return the arithmetic of `experts`, or None if they compute anything else or have other parameters.
+
+        Without a `group`, all experts are local.
+        """
         names = {name for name, _ in experts.named_parameters()}
         dtypes = {param.dtype for _, param in experts.named_parameters()}
         if names not in ({*_WEIGHTS}, {*_WEIGHTS, *_BIASES}) or not dtypes <= _DTYPES or not _is_standard(experts):
@@ -93,15 +99,25 @@ class GatedExperts:
         return cls(experts, num_local, group, fuser, fp8)
 
     def gate(self, inner_NF: Tensor, *bias: Tensor) -> Tensor:
-        """[N, F] -> [N, I]. `bias`: first biases [L, F] and the expert of each row [N], where there are any."""
+        """Apply the gate, `[N, F]` -> `[N, I]`. `bias`: biases of the first GEMM `[L, F]` and the expert of each row
+        `[N]`.
+        """
         result: Tensor = self._gate(self._family, inner_NF, *bias)
         return result
 
     def through_gate(
         self, inner_NF: Tensor, of_gated_NI: Tensor, weight_N1: Tensor, *bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the gate makes of `inner_NF` and the bias, times the weights; the gradients of the weights [N] and of
-        `inner_NF`, given that of an unweighted result, which is overwritten."""
+        """Recompute the gate and return its backward.
+
+        Args:
+            inner_NF: result of the first GEMM, before the bias.
+            of_gated_NI: gradient of the unweighted result of the gate. Overwritten.
+            weight_N1: routing weight of each row.
+
+        Returns the weighted result of the gate `[N, I]`, the gradient of the routing weights `[N]` and the gradient of
+        `inner_NF`.
+        """
         result: tuple[Tensor, Tensor, Tensor]
         result = self._through_gate(self._family, inner_NF, of_gated_NI, weight_N1, *bias)
         return result
@@ -115,9 +131,13 @@ class GatedExperts:
         sums: Sequence[MainGrad] = (),
         beside: Callable[[], None] | None = None,
     ) -> Tensor:
-        """[T, D]. `parameters`: first weight, second weight, and both biases where there are any, of local experts.
-        `sums` of the two weights, to which their gradients may be added instead. `beside`: what else there is to
-        compute, called while results are on their way."""
+        """Compute the experts of all tokens, `[T, D]`. Collective over the group, also in backward.
+
+        Args:
+            parameters: first weight, second weight, and both biases if the family has them, of the local experts.
+            sums: main gradients of the two weights. Weight gradients may accumulate into them directly.
+            beside: called while results are in transit.
+        """
         call = _Call(self, weight_TK.detach())
         with torch.autocast(hidden_TD.device.type, enabled=False):
             sent_ND = _Multiply.apply(call, index_TK, sums, hidden_TD, weight_TK, *parameters)
@@ -128,7 +148,7 @@ class GatedExperts:
         return result
 
     def product(self, rows_ND: Tensor, weight_LDF: Tensor, ends_L: Tensor, *, back: bool = False) -> Tensor:
-        """Every row times the weight of its expert, or that weight turned around."""
+        """Multiply every row by the weight of its expert. `back`: by the transposed weight, as backward needs."""
         if self._fp8 is not None and not self._fp8.paused:
             turned = self.transposed is not back
             return grouped_gemm.grouped_gemm(self._fp8, rows_ND, weight_LDF, ends_L, turned=turned, fast=not back)
@@ -142,7 +162,11 @@ class GatedExperts:
         return empty_groups.weight_gradient(first, second, ends_L)
 
     def add_weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, count_L: list[int], weight_sum: MainGrad) -> bool:
-        """Add it to the sum, where that takes it and a product for each expert is faster; none of 8 bits is one."""
+        """Accumulate the weight gradient into the main gradient, and return whether it was done.
+
+        Done only if the main gradient supports it and one GEMM per expert is faster than a grouped one. Never with
+        float8.
+        """
         if self._fp8 is not None and not self._fp8.paused:
             return False
         weights = rows_NI.shape[1] * grad_NO.shape[1]
@@ -156,21 +180,25 @@ class GatedExperts:
 
 
 def main_grads_of(experts: nn.Module) -> list[MainGrad]:
-    """Those of both weights, where the strategy has told the module (`added.take_sums`) and microbatches have one
-    backward each."""
+    """Return the main gradients of both weights, or an empty list if the strategy has set none."""
     known = wgrad_fusion_linear.main_grad_of(experts)
     return [known[name] for name in _WEIGHTS] if all(name in known for name in _WEIGHTS) else []
 
 
 def parameters_of(experts: nn.Module) -> list[Tensor]:
-    """What `GatedExperts` computes with, in its order."""
+    """Return the parameters in the order that `GatedExperts` expects."""
     return [experts._parameters[name] for name in (*_WEIGHTS, *_BIASES) if name in experts._parameters]  # type: ignore
 
 
 @dataclass(frozen=True)
 class _Sorted:
-    """Rows that arrived, in the order of the local experts. `order_N` is where each was when it arrived, `place_N` the
-    inverse, both None where that changes nothing."""
+    """Received rows, sorted by local expert.
+
+    Example: 2 ranks send rows for local experts [0, 1 | 0, 0, 1]. `order_N` is [0, 2, 3, 1, 4], `expert_N` is
+    [0, 0, 0, 1, 1] and `ends_L` is [3, 5]. `place_N` is the inverse of `order_N`. Both are None if the rows are sorted
+    on
+    arrival.
+    """
 
     routes: Routes
     order_N: Tensor | None
@@ -181,7 +209,7 @@ class _Sorted:
     @classmethod
     def of(cls, routes: Routes) -> _Sorted:
         received_RL = routes.received_RL
-        if not routes.num_arrivals:  # grouped products refuse empty input: a row of zeros for the first expert
+        if not routes.num_arrivals:  # Grouped GEMMs reject empty input. Use one row of zeros for expert 0.
             ends_L = torch.ones(received_RL.shape[1], dtype=torch.int32, device=received_RL.device)
             return cls(routes, None, None, received_RL.new_zeros(1), ends_L)
         order_N, place_N, expert_N, ends_L = permute.permute_arrivals(received_RL, routes.num_arrivals)
@@ -191,34 +219,34 @@ class _Sorted:
 
     @property
     def count_L(self) -> list[int]:
-        """Rows of each local expert."""
+        """Number of rows of each local expert."""
         return self.routes.arrivals_L if self.routes.num_arrivals else [1] + [0] * (len(self.routes.arrivals_L) - 1)
 
     def by_expert(self, rows_N: Tensor) -> Tensor:
-        """Rows as they arrived, in the order of experts."""
+        """Sort received rows by expert."""
         if not len(rows_N):
             return rows_N.new_zeros(1, *rows_N.shape[1:])
         return rows_N if self.order_N is None else rows_N.index_select(0, self.order_N)
 
     def back(self, rows_N: Tensor) -> Arriving:
-        """From rows by expert to sorted pairs. Collective."""
+        """Send rows sorted by expert back to the ranks of their tokens, as sorted pairs. Collective."""
         if self.place_N is not None:
             rows_N = rows_N.index_select(0, self.place_N)
         return self.routes.back(rows_N[: self.routes.num_arrivals])
 
     def bias(self, biases: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The first, as the gate takes it."""
+        """Return the bias arguments of the gate."""
         return (biases[0], self.expert_N) if biases else ()
 
     def is_of_expert_NL(self, dtype: torch.dtype) -> Tensor:
-        """1 where a row is of an expert, else 0: a product with it sums rows by expert, always in the same order."""
+        """Return a one-hot matrix `[N, L]`. A GEMM with it sums rows by expert in a deterministic order."""
         experts = torch.arange(len(self.ends_L), device=self.expert_N.device)
         return (self.expert_N[:, None] == experts).to(dtype)
 
 
 @dataclass
 class _Call:
-    """What the two functions of one call know of each other. `results` and `gradients` are under way, or None."""
+    """State that the two autograd functions of one call share. `results` and `gradients` are transfers, or None."""
 
     experts: GatedExperts
     weight_TK: Tensor
@@ -228,8 +256,10 @@ class _Call:
 
 
 class _Multiply(torch.autograd.Function):
-    """Pairs to their experts and through them; the results are sent back. Returns [N, D] without values: where results
-    left, to which `_Sum` answers with the gradients of what they are summed to, one row for each."""
+    """Send pairs to their experts, compute them, and start to return the results.
+
+    Returns `[N, D]` without values. It marks where results leave. `_Sum` passes it the gradients of the returned rows.
+    """
 
     @staticmethod
     def forward(
@@ -277,7 +307,7 @@ class _Multiply(torch.autograd.Function):
         routes, ends_L = rows.routes, rows.ends_L
         with torch.autocast(rows_ND.device.type, enabled=False):
             weights_arriving = routes.there(weight_TK.flatten().index_select(0, routes.order_P))
-            if call.gradients is not None:  # else a schedule that splits the backward has had them arrive before
+            if call.gradients is not None:  # A schedule that splits the backward may have waited for them already.
                 call.gradients()
                 call.gradients = None
             grad_ND = rows.by_expert(grads[0])
@@ -312,8 +342,10 @@ class _Multiply(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Results that have come back, weighted and added up by token. The gradient of a weight is made where its expert
-    is, so none is returned here."""
+    """Wait for the results and sum them by token, with routing weights.
+
+    `_Multiply` computes the gradient of the routing weights on the rank of the expert, so this function returns none.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, sent_ND: Tensor, dtype: torch.dtype) -> Tensor:
@@ -324,7 +356,8 @@ class _Sum(torch.autograd.Function):
         result_TD = save_or_replay(sum_up)
         call.results = None
         ctx.call, ctx.sent_dtype = call, sent_ND.dtype
-        return result_TD.clone() if is_keeping() else result_TD  # families add to it in place
+        # Families add to the result in place, so a saved result must not be shared.
+        return result_TD.clone() if is_keeping() else result_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -355,13 +388,13 @@ def _through_gate(
 
 
 def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, D]: results of sorted pairs, weighted and added up by token; rounded as the library does it."""
+    """Sum weighted results of sorted pairs by token, `[T, D]`. Rounds as transformers does."""
     result_TKD = result_PD.index_select(0, place_P).view(*weight_TK.shape, -1)
     return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(dtype)
 
 
 def _glue(family: Any, biased: bool) -> list[FusibleRegion]:
-    """The gate, its backward, the sum and the bias above, for experts of this family."""
+    """Return the regions that can be fused: gate, backward of the gate, weighted sum, and bias."""
     kind, width, generator = type(family).__name__, 16, torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
@@ -392,8 +425,9 @@ def _glue(family: Any, biased: bool) -> list[FusibleRegion]:
 
 
 def _is_standard(experts: nn.Module) -> bool:
-    """Whether the family's own loop over experts gives the same results and gradients, measured on a few numbers."""
-    loop = getattr(type(experts).forward, "__wrapped__", None)  # under the library's choice of implementations
+    """Return whether results and gradients equal those of the family's own loop over experts, on a small copy."""
+    # The original forward, below the dispatch to an experts implementation of transformers.
+    loop = getattr(type(experts).forward, "__wrapped__", None)
     if loop is None or not experts.has_gate or experts.has_post_expert_norm:
         return False
     tiny = _shrunk(experts)
@@ -406,16 +440,16 @@ def _is_standard(experts: nn.Module) -> bool:
     try:
         want = _with_gradients(lambda: loop(tiny, hidden_TD, index_TK, weight_TK), given)
         got = _with_gradients(lambda: arithmetic(hidden_TD, index_TK, weight_TK, given[2:]), given)
-    except Exception:  # a family's code may do anything with sizes that are not its own
+    except Exception:  # The code of a family may fail with the sizes of the small copy.
         return False
     return all(bool((a - b).abs().max() <= _TOLERANCE * a.abs().max()) for a, b in zip(want, got, strict=True))
 
 
 def _shrunk(experts: nn.Module) -> nn.Module:
-    """The same code on a few small experts; the original is not touched."""
+    """Return a small copy of the module with random weights. The original is not changed."""
     tiny = copy.copy(experts)
     inner, hidden = _PROBE["inner"], _PROBE["hidden"]
-    sizes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}  # [out, in]
+    sizes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}  # Shapes are [out, in].
     generator = torch.Generator().manual_seed(1)
     tiny._parameters = {}
     for name in experts._parameters:

@@ -1,7 +1,8 @@
-"""The integers of a dispatch as two operators: on CUDA a Triton kernel each (`dispatch_triton.py`), else as defined.
+"""Index arithmetic of token dispatch as two custom operators.
 
-Each stands for seven or more small kernels, which take longer to launch than to run. Never run on a GPU: the first
-use on one compares them with the definition, and says so where they are left out.
+On CUDA, one Triton kernel each (`permute_triton`) replaces seven or more small kernels, whose launch takes longer than
+their computation. Elsewhere torch operators compute the definition. The kernels have not run on a GPU yet. On first use
+they are compared with the definition. If they differ, they are disabled with a warning.
 """
 
 from __future__ import annotations
@@ -16,8 +17,17 @@ from automodel_cli.distributed import kernel_verification
 
 @torch.library.custom_op("automodel::dispatch_pairs", mutates_args=())
 def permute_pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of P pairs, sorted by expert (`expert_P`, ascending; `order_P`: which pair each was, K `choices` of a token after
-    another): the token of each [P], the inverse of the order [P], and how many each expert has [E]; all int64."""
+    """Return the token of each sorted pair `[P]`, the inverse of the sort `[P]`, and the pairs per expert `[E]`, int64.
+
+    Example: experts (2, 0) of token 0 and (0, 1) of token 1 give `expert_P` = [0, 0, 1, 2] and `order_P` = [1, 2, 3,
+    0].
+    The result is tokens [0, 1, 1, 0], inverse [3, 0, 1, 2] and counts [2, 1, 1].
+
+    Args:
+        expert_P: expert of each pair, sorted in ascending order.
+        order_P: index of each sorted pair before sorting. Pair `t * choices + k` is choice k of token t.
+        choices: experts per token, K.
+    """
     if has_permute_kernels(expert_P.device.type):
         from automodel_cli.distributed.expert_parallel import permute_triton
 
@@ -34,14 +44,25 @@ def _pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) ->
     pair_P = torch.arange(len(order_P), device=order_P.device)
     place_P = torch.empty_like(order_P).scatter_(0, order_P, pair_P)
     experts = torch.arange(num_experts + 1, device=order_P.device)
-    # bincount waits for the device twice to learn its own size
+    # searchsorted instead of bincount, which synchronizes with the host twice to allocate its result.
     return order_P // choices, place_P, torch.searchsorted(expert_P, experts).diff()
 
 
 @torch.library.custom_op("automodel::dispatch_arrivals", mutates_args=())
 def permute_arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of N rows that arrived by rank R, then by local expert L (int64 counts): by expert, then by rank, where each was
-    when it arrived [N], the inverse of that [N], the local expert of each [N]; int32 [L], where each expert ends."""
+    """Return the permutation that sorts received rows by expert.
+
+    Rows arrive sorted by source rank, then by local expert. The sort is stable, so rows of an expert stay in rank
+    order.
+
+    Args:
+        received_RL: rows from each rank for each local expert, int64.
+        num_rows: their sum N. Passed to avoid a host synchronization.
+
+    Returns the permutation `[N]`, its inverse `[N]`, the local expert of each sorted row `[N]`, and the end of each
+    expert,
+    int32 `[L]`.
+    """
     if has_permute_kernels(received_RL.device.type):
         from automodel_cli.distributed.expert_parallel import permute_triton
 
@@ -66,7 +87,7 @@ def _arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
 
 @functools.cache
 def has_permute_kernels(device_type: str) -> bool:
-    """Whether the Triton kernels compute this on devices of this type; once on CUDA with a sentence if not."""
+    """Return whether the Triton kernels are used on this device type. Warns once if CUDA cannot use them."""
     return kernel_verification.trusted(
         device_type,
         "tokens are dispatched without Triton kernels",
@@ -76,7 +97,7 @@ def has_permute_kernels(device_type: str) -> bool:
 
 @torch.no_grad()
 def agree(device: torch.device) -> bool:
-    """Whether both kernels give what defines them, with experts that nobody chose and ranks that send nothing."""
+    """Return whether both kernels equal the definition, also with unused experts and ranks that send nothing."""
     from automodel_cli.distributed.expert_parallel import permute_triton
 
     generator = torch.Generator().manual_seed(0)

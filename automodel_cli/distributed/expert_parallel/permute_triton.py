@@ -1,4 +1,4 @@
-"""The integers of a dispatch in two Triton kernels: what `dispatch_kernels.py` calls. Imports triton."""
+"""Triton kernels of `permute`. Imports triton."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _pairs(  # type: ignore[no-untyped-def]
     pair = tl.load(order + at, mask=at < num_pairs, other=0)
     tl.store(token + at, pair // choices, mask=at < num_pairs)
     tl.store(place + pair, at.to(tl.int64), mask=at < num_pairs)
-    # By bisection: before `first` are the pairs of smaller experts, before `end` those of this one too.
+    # Binary search for the first pair of this expert (`first`) and the first pair of the next one (`end`).
     first, last = tl.zeros([block], tl.int32), tl.zeros([block], tl.int32) + num_pairs
     end, over = first, last
     for _ in range(halvings):
@@ -53,7 +53,7 @@ def _arrivals(  # type: ignore[no-untyped-def]
 
 
 def pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `dispatch_kernels`."""
+    """Compute `permute.permute_pairs` on CUDA."""
     token_P, place_P = torch.empty_like(order_P), torch.empty_like(order_P)
     count_E = order_P.new_empty(num_experts)
     programs = triton.cdiv(max(len(order_P), num_experts), _BLOCK)
@@ -65,7 +65,7 @@ def pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> 
 
 
 def arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `dispatch_kernels`."""
+    """Compute `permute.permute_arrivals` on CUDA."""
     order_N, place_N, expert_N = (received_RL.new_empty(num_rows) for _ in range(3))
     groups, num_local = received_RL.numel(), received_RL.shape[1]
     ends_L = torch.empty(num_local, dtype=torch.int32, device=received_RL.device)

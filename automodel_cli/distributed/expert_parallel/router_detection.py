@@ -1,9 +1,8 @@
-"""Finding routers of unmodified library models whose rule is known (`route_kernels.Rule`), by measurement, never by
-name of a family.
+"""Detect routers whose rule is known (`topk_router.RouterRule`), by measurement and not by the name of a family.
 
-A router stands beside the experts in their block and has a weight with a row for each of them. One without children,
-that makes (logits, weights, experts) of hidden states alone, has the rule that gives the same weights and gradients on
-random numbers; its product with the weight stays what it is.
+A router is a sibling of the experts with one weight row per expert. Its forward returns (logits, weights, experts) of
+the hidden states. A small run with random numbers compares weights and gradients with each rule. The GEMM that computes
+the logits is not replaced.
 """
 
 from __future__ import annotations
@@ -27,16 +26,17 @@ from automodel_cli.distributed.expert_parallel.topk_router import MOST_CHOICES, 
 
 logger = logging.getLogger(__name__)
 
-_TOKENS = 64  # so many that groups of experts would show
-_TOLERANCE = 1e-5  # float32, relative to the largest; another rule is wrong by 1e-1 and more
+_TOKENS = 64  # Enough tokens to reveal group-limited routing.
+_TOLERANCE = 1e-5  # float32, relative to the largest value. Other rules differ by 1e-1 or more.
 
 
 def routers_in(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The routers among the children of a block, by name."""
+    """Yield name and module of the routers among the children of a block."""
     experts = [child for child in block.children() if is_experts(child)]
     if not experts:
         return
-    num_experts = next(experts[0].parameters(recurse=False)).shape[0]  # of all ranks, also where it is a DTensor
+    # Global size, also if the parameter is a DTensor.
+    num_experts = next(experts[0].parameters(recurse=False)).shape[0]
     for name, child in block.named_children():
         weight = child._parameters.get("weight")
         if weight is not None and weight.ndim == 2 and weight.shape[0] == num_experts:
@@ -44,12 +44,14 @@ def routers_in(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def fuse_routers(part: nn.Module, device_type: str) -> None:
-    """Let the routers of `part` choose experts in one kernel each way, where kernels run on such devices, in place.
-    Parameters may be on the meta device."""
+    """Replace selection and weighting in the routers of `part` with one kernel each way, in place.
+
+    Does nothing if the kernels do not run on this device type. Parameters may be on the meta device.
+    """
     routers = [router for block in part.modules() for _, router in routers_in(block)]
     if not routers or not topk_router.has_router_kernels(device_type):
         return
-    with torch.device("cpu"):  # of what is measured
+    with torch.device("cpu"):  # Device of the measurement.
         rules = [(router, rule_of(router)) for router in routers]
     for router, rule in rules:
         if rule is not None:
@@ -58,7 +60,7 @@ def fuse_routers(part: nn.Module, device_type: str) -> None:
 
 
 def rule_of(router: nn.Module) -> tuple[RouterRule, bool] | None:
-    """The rule of a router, and whether its product is in float32 whatever parameters are; None for one unlike it."""
+    """Return the rule of a router and whether it computes logits in float32, or None if no rule matches."""
     weight, own = router._parameters["weight"], type(router).forward
     names = {name for name, param in router._parameters.items() if param is not None}
     if weight is None or len(weight) > MOST_EXPERTS or not names <= {"weight", "bias"} or len(router._modules):
@@ -70,7 +72,7 @@ def rule_of(router: nn.Module) -> tuple[RouterRule, bool] | None:
         return None
     try:
         return _measured(_on_numbers(router), None if correction is None else correction[0])
-    except Exception:  # a module's code may do anything with what is not its own
+    except Exception:  # The code of a family may fail on a copy of the module.
         return None
 
 
@@ -83,7 +85,7 @@ def _with(router: nn.Module, rule: RouterRule, in_float32: bool) -> Any:
         correction_E = None if correction is None else correction[1]
         given = [tensor for tensor in (hidden, weight, bias, correction_E) if tensor is not None]
         if is_choosing() or any(isinstance(tensor, DTensor) for tensor in given):
-            return own(hidden)  # which calls topk, and knows what tensor parallelism shards
+            return own(hidden)  # The original calls topk, which replay needs, and supports DTensors.
         logits_NE = _logits(hidden, weight, bias, in_float32)
         return logits_NE, *rule(logits_NE, correction_E)
 
@@ -98,13 +100,13 @@ def _logits(hidden: Tensor, weight: Any, bias: Any, in_float32: bool) -> Tensor:
 
 
 def _correction(router: nn.Module, num_experts: int) -> tuple[str, Tensor] | None:
-    """The one buffer of a router, if it has a number for each expert."""
+    """Return the only buffer of a router, if it has one number per expert: the selection bias."""
     buffers = list(router.named_buffers())
     return buffers[0] if len(buffers) == 1 and buffers[0][1].shape == (num_experts,) else None
 
 
 def _on_numbers(router: nn.Module) -> nn.Module:
-    """The same code with random float32 weights; the original is not touched."""
+    """Return a copy of the router with random float32 weights. The original is not changed."""
     like = copy.copy(router)
     generator = torch.Generator().manual_seed(2)
     like._parameters = {
@@ -140,7 +142,7 @@ def _measured(router: nn.Module, correction: str | None) -> tuple[RouterRule, bo
 
 
 def _dtypes(router: nn.Module, hidden_ND: Tensor) -> tuple[bool, bool]:
-    """Whether logits, and weights, are float32 where parameters are bfloat16."""
+    """Return whether logits, and weights, are float32 if parameters are bfloat16."""
     lower = copy.copy(router)
     lower._parameters = {
         name: param if param is None else nn.Parameter(param.detach().bfloat16())
@@ -152,7 +154,7 @@ def _dtypes(router: nn.Module, hidden_ND: Tensor) -> tuple[bool, bool]:
 
 
 def _ordered(weight_NK: Tensor, index_NK: Tensor, hidden_ND: Tensor) -> list[Tensor]:
-    """Experts, weights and the gradient of hidden states, whatever order a token's experts come in."""
+    """Return experts, weights and the gradient of the hidden states, sorted by expert."""
     order_NK = index_NK.argsort(-1)
     weight_NK = weight_NK.gather(1, order_NK)
     slope_NK = torch.randn(weight_NK.shape, generator=torch.Generator().manual_seed(4))

@@ -1,14 +1,14 @@
-"""Which experts each token goes to: recorded while a model generates, and chosen again while it is trained.
+"""Record the experts of each token during generation, and select the same experts in training.
 
-A router computes gate weights for all experts and selects k of them by `topk`. What is replaced here is that one
-selection: the router's own weights of the given experts are returned in its place, so everything after it (what is
-normalised, scaled, learnt) is the router's as ever, and gradients flow through the gates of the given experts. Which
-call of which module selects is measured for each family (`models/moe/router_hooks.py`).
+A router computes gate weights for all experts and selects K of them with `topk`. Replay replaces the result of this one
+call with the recorded experts and the router's own weights for them. Normalization, scaling and gradients are
+unchanged, and gradients flow through the gates of the recorded experts. `models/moe/router_hooks.py` measures which
+call of topk selects the experts.
 
-`choosing` says what happens inside of it, on this thread. A layer that backward runs again is run by the choices of its
-first run, whatever else is in flight then.
+`choosing` activates a source of decisions for the current thread. If activation checkpointing recomputes a layer, the
+layer repeats the decisions of its first run.
 
-Shapes: B rows, T tokens, N = B*T, L layers with experts, K experts for each token.
+Shapes: B sequences, T tokens, N = B * T, L layers with experts, K experts per token, C = L * K.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class RouterDecisions(Protocol):
-    """What decides which experts get a token."""
+    """Source of expert selections."""
 
     def choose(self, layer: int, own_NK: Tensor) -> Tensor:
-        """int64 `[N, K]` for the tokens of one call of layer `layer`, whose router would choose `own_NK`."""
+        """Return the experts of the tokens in one call, int64 `[N, K]`.
+
+        Args:
+            layer: index among the layers with experts.
+            own_NK: experts that the router would select.
+        """
         ...
 
     def again(self) -> RouterDecisions:
-        """The same for a layer that is run again."""
+        """Return the source for a layer that is recomputed."""
         ...
 
 
 class RouterRecorder:
-    """Routers choose, and it is remembered: `layers` has `[N, K]` of each layer that ran, by its number."""
+    """Record the selections of the routers. `layers` maps the index of a layer to `[N, K]`."""
 
     def __init__(self) -> None:
         self.layers: dict[int, Tensor] = {}
@@ -53,20 +58,22 @@ class RouterRecorder:
         return self
 
     def stacked(self, num_tokens: int) -> Tensor:
-        """int64 `[N, L', K]` of the layers that ran here, in their order; -1 where a layer takes fewer experts."""
+        """Return the recorded experts of the local layers in order, int64 `[N, L', K]`. Padded with -1 if layers differ
+        in K.
+        """
         found = [self.layers[layer] for layer in sorted(self.layers)]
-        if not found:  # a stage of a pipeline without experts
+        if not found:  # A pipeline stage without experts.
             return torch.empty(num_tokens, 0, 0, dtype=torch.int64)
         most = max(chosen.shape[-1] for chosen in found)
         return torch.stack([nn.functional.pad(x, (0, most - x.shape[-1]), value=-1) for x in found], 1)
 
 
 class RouterMismatchCounter:
-    """How often a router would have chosen otherwise, over tokens and layers; counted on the device."""
+    """Count how often routers would select other experts, over tokens and layers, on the device."""
 
     def __init__(self, device: torch.device):
         self.counts_2 = torch.zeros(2, dtype=torch.float64, device=device)
-        """Choices that differ, and all of them."""
+        """Number of selections that differ, and number of all selections."""
 
     def add(self, own_NK: Tensor, given_NK: Tensor) -> None:
         known_N = (given_NK >= 0).all(-1)
@@ -75,8 +82,13 @@ class RouterMismatchCounter:
 
 
 class Replay:
-    """The choices of one microbatch: `experts_BTC` integers, C = L x K, of this rank's tokens; below 0 where nothing is
-    known, and the router chooses."""
+    """Recorded selections of one microbatch.
+
+    Args:
+        experts_BTC: recorded experts of the local tokens. Negative entries are unknown, and the router selects.
+        num_layers: layers with experts, L.
+        tally: counts mismatches, if set.
+    """
 
     def __init__(self, experts_BTC: Tensor, num_layers: int, tally: RouterMismatchCounter | None):
         self._experts_BTLK = experts_BTC.unflatten(-1, (num_layers, -1))
@@ -93,15 +105,15 @@ class Replay:
 
     def _of(self, layer: int, own_NK: Tensor) -> Tensor:
         given_BTK = self._experts_BTLK[:, :, layer, : own_NK.shape[-1]].to(own_NK.dtype)
-        padding = own_NK.shape[0] // given_BTK.shape[0] - given_BTK.shape[1]  # sequence parallelism adds some to rows
+        padding = own_NK.shape[0] // given_BTK.shape[0] - given_BTK.shape[1]  # Sequence parallelism may pad sequences.
         return nn.functional.pad(given_BTK, (0, 0, 0, padding), value=-1).flatten(0, 1)
 
 
 class RoutedLayers(Protocol):
-    """The layers with experts of a model whose choices can be replayed."""
+    """The layers with experts of a model whose selections can be replayed."""
 
     def replay(self, experts_BTC: Tensor, *, counts: bool) -> Replay:
-        """Return the choices of one microbatch. `counts`: count what routers would have chosen."""
+        """Return the selections of one microbatch. `counts`: count how often routers would select other experts."""
         ...
 
 
@@ -114,7 +126,7 @@ _now = _Now()
 
 @contextmanager
 def choosing(choices: RouterDecisions | None) -> Iterator[None]:
-    """Layers that run inside, on this thread, get their experts from `choices`; None: from their routers."""
+    """Use `choices` in layers that run inside this context, on this thread. None: use the routers."""
     outer, _now.choices = _now.choices, choices
     try:
         yield
@@ -123,12 +135,16 @@ def choosing(choices: RouterDecisions | None) -> Iterator[None]:
 
 
 def is_choosing() -> bool:
-    """Whether somebody asks for the selection, which then has to be a call of topk."""
+    """Return whether a source is active. Selection must call `topk` then."""
     return _now.choices is not None
 
 
 def selects_by(module: nn.Module, layer: int, nth: int) -> None:
-    """From now on `module`, whose `nth` call of topk (from 1) selects the experts of layer `layer`, asks `choosing`."""
+    """Let `module` take the experts of layer `layer` from the active source.
+
+    Args:
+        nth: the call of topk in its forward, counted from 1, that selects the experts.
+    """
     own = module.forward
 
     @torch.compiler.disable
@@ -143,7 +159,7 @@ def selects_by(module: nn.Module, layer: int, nth: int) -> None:
 
 
 def recomputes_alike(layer: nn.Module) -> None:
-    """Where `layer` is run again in backward, it gets the choices of its first run."""
+    """Repeat the selections of the first run if activation checkpointing recomputes `layer`."""
     own: Callable[..., Any] | None = getattr(layer, "_gradient_checkpointing_func", None)
     if own is None:
         return
@@ -162,7 +178,7 @@ def recomputes_alike(layer: nn.Module) -> None:
 
 
 class _Selection(TorchFunctionMode):
-    """Around one call of a module that selects experts."""
+    """Torch function mode around one call of a module that selects experts."""
 
     def __init__(self, choices: RouterDecisions, layer: int, nth: int):
         super().__init__()

@@ -1,9 +1,11 @@
-"""What a block computes of its own input beside its experts, while tokens are on their way: shared experts.
+"""Compute shared experts while the tokens of routed experts are in transit.
 
-Families write `experts(x) + shared(x)`: experts are called first, and nothing in `shared` waits for them. Which child
-of a block that is, one run of its code on the meta device tells, by what each child is given, never by a name. Then
-experts call `run` where they would only wait, and the family's own call is handed the result. A call with anything else
-computes what it is given, so the family's code may do as it likes.
+Families compute `experts(x) + shared(x)` and call the experts first. The shared child does not depend on them. One run
+on the meta device shows which child it is: the one that receives the input of the block itself, after the experts. No
+name is matched.
+
+The experts then call `run` while they wait, and the family's own call returns the stored result. A call with any other
+input computes that input.
 """
 
 from __future__ import annotations
@@ -22,23 +24,23 @@ _TOKENS = 4
 
 
 class SharedExperts:
-    """`module` is a child of `block`, as `find` finds it. From now on its forward is asked here first."""
+    """The shared expert `module` of `block`. Replaces the forward of `module`, which then returns the stored result."""
 
     def __init__(self, block: nn.Module, module: nn.Module):
         self._own = module.forward
-        self._given: Tensor | None = None  # to the block
+        self._given: Tensor | None = None  # Input of the block.
         self._done: tuple[Tensor, Any] | None = None
         module.forward = self._handed_out
         block.register_forward_pre_hook(self._enter)
 
     @classmethod
     def of(cls, block: nn.Module, experts: nn.Module) -> SharedExperts | None:
-        """None for a block without any whose result can be made while its experts wait."""
+        """Return the shared expert of `block`, or None if it has none that can overlap."""
         module = find_shared_expert(block, experts)
         return None if module is None else cls(block, module)
 
     def run(self) -> None:
-        """Compute it of what the block was given."""
+        """Compute the shared expert for the current input of the block."""
         given, self._given = self._given, None
         if given is not None:
             self._done = given, self._own(given)
@@ -54,8 +56,10 @@ class SharedExperts:
 
 
 def find_shared_expert(block: nn.Module, experts: nn.Module) -> nn.Module | None:
-    """The child of `block` that is given the block's own input and nothing else, after its `experts` were called; None
-    where there is none, and where the block's code does not run on the meta device. Changes nothing."""
+    """Return the child of `block` that receives only the block's own input, after `experts` ran.
+
+    Return None if there is no such child, or if the block does not run on the meta device. Does not change the block.
+    """
     name_of = {child: name for name, child in block.named_children()}
     like = _on_meta(block)
     of_experts = next(param for param in experts.parameters() if param.ndim == 3)
@@ -83,7 +87,7 @@ def find_shared_expert(block: nn.Module, experts: nn.Module) -> nn.Module | None
     try:
         with torch.no_grad():
             like(given)
-    except Exception as error:  # a family's code may read what is in a tensor
+    except Exception as error:  # The code of a family may read values of a tensor.
         logger.info(
             "%s: nothing runs beside its experts, it has no run on the meta device: %s", type(block).__name__, error
         )
@@ -94,7 +98,7 @@ def find_shared_expert(block: nn.Module, experts: nn.Module) -> nn.Module | None
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """The same code as its family wrote it, on parameters without values and without hooks. The original stays."""
+    """Return a copy with meta parameters, the original forward and no hooks. The original is not changed."""
     like = copy.copy(module)
     vars(like).pop("forward", None)
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):

@@ -1,9 +1,12 @@
-"""Tokens to the ranks that hold their experts, and the results back: the part of expert parallelism that communicates.
+"""Communication of expert parallelism: send tokens to the ranks of their experts, and return the results.
 
-A dispatcher sends every (token, expert) pair of this rank to the rank of the expert, and nothing is ever dropped. All
-ranks of the group take part in every call, in the same order, in forward, in recomputation and in backward, also those
-that no token reaches. Exchanges are made once: a layer that is recomputed keeps what it received (`kept`). They are
-started, and waited for where their rows are needed (`Arriving`).
+A dispatcher sends every (token, expert) pair of this rank to the rank of the expert. No pair is dropped. All ranks of
+the group take part in every call in the same order, in forward, recomputation and backward, even without tokens.
+
+A recomputed layer reuses the rows that it received (`activation_checkpointing.saved_results`) and does not communicate
+again. Transfers start early and are waited for when their rows are needed (`Arriving`).
+
+Shapes: T tokens, K experts per token, P = T x K pairs, N received rows, R ranks, L local experts, D hidden size.
 """
 
 from __future__ import annotations
@@ -20,25 +23,25 @@ from automodel_cli.distributed.activation_checkpointing.saved_results import Sav
 from automodel_cli.distributed.expert_parallel import permute
 
 LocalExperts = Callable[[Tensor, Tensor], Tensor]
-"""(hidden_ND, local expert of each row [N]) -> what that expert makes of each row [N, D]."""
+"""`(hidden_ND, expert_N)` -> `[N, D]`: the result of local expert `expert_N[n]` for row n."""
 
 
 class TokenDispatcher(Protocol):
-    """One backend of expert parallelism."""
+    """Backend of expert parallelism."""
 
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
-        """[T, D]: the sum over K of weight x expert(hidden), `index_TK` counting over the experts of all ranks.
+        """Return the sum over K of weight x expert(hidden), `[T, D]`. `index_TK` numbers the experts of all ranks.
 
-        Differentiable in `hidden_TD`, `weight_TK` and in what `experts` computes with. Collective over the group, and
-        so is its backward.
+        Differentiable in `hidden_TD`, `weight_TK` and the parameters of `experts`. Collective over the group, also in
+        backward.
         """
         ...
 
 
 class AllToAll:
-    """Any device: tokens sorted by expert, one exchange of counts, one host synchronisation, two all-to-alls.
+    """Dispatch on any device: sort by expert, exchange counts, synchronize with the host once, two all-to-alls.
 
-    Routing weights stay on the sender, so that their gradient does too.
+    Routing weights and their gradients stay on the source rank.
     """
 
     def __init__(self, num_local_experts: int, group: dist.ProcessGroup):
@@ -55,14 +58,16 @@ class AllToAll:
 
 @dataclass(eq=False)
 class Arriving:
-    """An exchange of rows that is under way. Called, it waits (on CUDA the device's current stream does) and returns
-    `rows`, which nobody reads before. Work without an order with it may be launched in between."""
+    """All-to-all in progress. A call waits for it and returns `rows`.
+
+    On CUDA, the current stream waits and not the host. Independent work may be launched before the call.
+    """
 
     rows: Tensor
     sent: Tensor | None
-    """Kept, for the library still reads it."""
+    """Kept alive until the transfer ends."""
     work: Any
-    """`dist.Work`, or None where nothing travels any more."""
+    """`dist.Work`, or None after the transfer."""
 
     def __call__(self) -> Tensor:
         if self.work is not None:
@@ -71,18 +76,27 @@ class Arriving:
         return self.rows
 
     def __del__(self) -> None:
-        """Where nobody asked for the rows (a repeated layer ends as soon as it has what backward needs), the allocator
-        must not give their memory away while they are written."""
+        """Wait before the memory of `rows` is released.
+
+        A recomputed layer stops as soon as backward has its tensors, so nobody may call this object. Without the wait,
+        the
+        allocator could reuse memory that is still being written.
+        """
         self()
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the P = T x K pairs of a token and an expert go, and which N rows arrive here.
+    """Destination of the P pairs of this rank, and origin of the N rows that it receives.
 
-    Pairs leave in the order of their experts: `order_P`, with the token of each, and the inverse `place_P`. Rows arrive
-    by rank of origin, then by expert. `send` and `receive` count rows by rank, `received_RL` (int64, R ranks, L local
-    experts) in all detail, `arrivals_L` by expert, on the host.
+    Example: 2 ranks with L=1 expert each. Rank 0 has tokens with experts [0], [1] and rank 1 has [0], [0]. Rank 0 has
+    `send` = [1, 1] and `receive` = [1, 2]. Rank 1 has `send` = [2, 0] and `receive` = [1, 0].
+
+    Attributes:
+        order_P: pairs sorted by expert. `token_P` has the token of each, `place_P` is the inverse.
+        received_RL: received rows by source rank and local expert, int64. Rows arrive in this order.
+        send, receive: rows per rank, on the host.
+        arrivals_L: received rows per local expert, on the host.
     """
 
     order_P: Tensor
@@ -99,30 +113,31 @@ class Routes:
         return sum(self.receive)
 
     def there(self, rows_P: Tensor) -> Arriving:
-        """Rows (or scalars) of sorted pairs to the ranks of their experts. Collective."""
+        """Send rows (or scalars) of sorted pairs to the ranks of their experts. Collective."""
         return exchange(rows_P, self.send, self.receive, self.group)
 
     def back(self, rows_N: Tensor) -> Arriving:
-        """Rows as they arrived, or results of them, to where they came from. Collective."""
+        """Return received rows, or their results, to their source ranks. Collective."""
         return exchange(rows_N, self.receive, self.send, self.group)
 
     def experts_of_arrivals(self) -> Tensor:
-        """int64 [N]: the local expert that each row is for."""
+        """Return the local expert of each received row, int64 `[N]`."""
         ranks, experts = self.received_RL.shape
         expert_RL = torch.arange(experts, device=self.received_RL.device).repeat(ranks)
         return expert_RL.repeat_interleave(self.received_RL.flatten(), output_size=self.num_arrivals)
 
 
 def find_routes(index_TK: Tensor, num_local_experts: int, group: dist.ProcessGroup | None) -> Routes:
-    """One host synchronisation: sizes of messages are numbers of the host. Collective; without a group all experts are
-    here.
+    """Compute the routes of this rank. Collective, with one host synchronization for the message sizes.
+
+    Without a group, all experts are local.
     """
     size = 1 if group is None else dist.get_world_size(group)
     expert_P, order_P = torch.sort(index_TK.flatten(), stable=True)
     num_experts = num_local_experts * size
     token_P, place_P, sent = permute.permute_pairs(expert_P, order_P, index_TK.shape[1], num_experts)
     received = exchange(sent, [num_local_experts] * size, [num_local_experts] * size, group)()
-    of_experts = torch.stack([sent, received]).tolist()  # the one host synchronisation
+    of_experts = torch.stack([sent, received]).tolist()  # The only host synchronization.
     send, receive = (
         [sum(counts[first : first + num_local_experts]) for first in range(0, len(counts), num_local_experts)]
         for counts in of_experts
@@ -133,8 +148,10 @@ def find_routes(index_TK: Tensor, num_local_experts: int, group: dist.ProcessGro
 
 
 def at_least_one_row(experts: LocalExperts, hidden_ND: Tensor, expert_N: Tensor) -> Tensor:
-    """`experts` on these rows. Where there is none it runs on a row of zeros whose result is dropped: grouped products
-    refuse empty input, and every rank must produce the (zero) gradients that its group reduces.
+    """Call `experts` with at least one row.
+
+    Without rows, it runs on a row of zeros and drops the result. Grouped GEMMs reject empty input, and every rank must
+    produce the (zero) gradients that its group reduces.
     """
     if len(expert_N):
         return experts(hidden_ND, expert_N)
@@ -142,13 +159,13 @@ def at_least_one_row(experts: LocalExperts, hidden_ND: Tensor, expert_N: Tensor)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, there or back; the gradient takes the other way."""
+    """Differentiable all-to-all of rows. The backward sends gradients the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routes: Routes, there: bool) -> Tensor:
         ctx.way_back = routes.back if there else routes.there
         arrived = save_or_replay(lambda: (routes.there if there else routes.back)(rows)())
-        return arrived.detach()  # what is kept must not know the graph of its first use
+        return arrived.detach()  # A saved result must not keep the graph of its first use.
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -156,7 +173,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Arriving:
-    """Start sending `rows` to all ranks of the group, so many to each. Without a group they are there already."""
+    """Start an all-to-all of `rows`. `send` and `receive` are rows per rank. Without a group, returns `rows`."""
     if group is None:
         return Arriving(rows, rows, None)
     arriving, sent = rows.new_empty(sum(receive), *rows.shape[1:]), rows.contiguous()

@@ -1,9 +1,9 @@
-"""From a router's logits to the experts of each token and their weights: one kernel each way on CUDA
-(`route_triton.py`), where a family's own code takes seven and eleven small ones.
+"""Top-k routing as one kernel each way: from the logits of a router to experts and weights.
 
-For routers that score experts apart or by softmax, choose the highest scores (after a correction that only chooses),
-and scale them or first divide them by their sum. Never run on a GPU: the first use on one compares the kernels with the
-definition, and says so where they are left out.
+Supports routers that score experts by softmax or sigmoid, select the highest scores after an optional selection bias,
+and scale or normalize the weights. On CUDA, Triton kernels (`topk_router_triton`) replace seven kernels of forward and
+eleven of backward. They have not run on a GPU yet. On first use they are compared with the definition. If they differ,
+they are disabled with a warning.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from automodel_cli.distributed import kernel_verification
 
 MOST_CHOICES = 32
 MOST_EXPERTS = 4096
-_PROBE_ERROR = 1e-5  # of float32 numbers of order 1
+_PROBE_ERROR = 1e-5  # Absolute, for float32 numbers of order 1.
 
 
 @dataclass(frozen=True)
 class RouterRule:
-    """`sigmoid`: scores by it, else by softmax. `normalised`: the weights of a token are divided by their sum, then all
-    are multiplied by `scale`. `in_float32`: weights are, else they are as the logits."""
+    """How a router computes scores and weights.
+
+    Attributes:
+        choices: experts per token, K.
+        sigmoid: score by sigmoid instead of softmax.
+        normalised: divide the weights of a token by their sum.
+        scale: factor of all weights.
+        in_float32: return weights in float32 instead of the dtype of the logits.
+    """
 
     choices: int
     sigmoid: bool
@@ -34,7 +41,10 @@ class RouterRule:
     in_float32: bool = True
 
     def defined(self, logits_NE: Tensor, correction_E: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights `[N, K]` and experts, int64 `[N, K]`."""
+        """Return weights `[N, K]` and experts, int64 `[N, K]`, computed by torch operators.
+
+        `correction_E` is added for the selection only. Weights are scores without it.
+        """
         x_NE = logits_NE.float()
         score_NE = x_NE.sigmoid() if self.sigmoid else x_NE.softmax(-1)
         chosen_NE = score_NE if correction_E is None else score_NE + correction_E
@@ -45,7 +55,7 @@ class RouterRule:
         return (weight_NK * self.scale).to(torch.float32 if self.in_float32 else logits_NE.dtype), index_NK
 
     def __call__(self, logits_NE: Tensor, correction_E: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same by the kernels."""
+        """Compute `defined` with the kernels."""
         weight_NK, index_NK = _Route.apply(logits_NE, correction_E, self)
         return weight_NK, index_NK
 
@@ -65,7 +75,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grads[0] is None:  # nobody weighed anything
+        if grads[0] is None:  # The weights were not used.
             return None, None, None
         logits_NE, index_NK = ctx.saved_tensors
         rule: RouterRule = ctx.rule
@@ -85,7 +95,7 @@ def route(
     scale: float,
     in_float32: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What `RouterRule.defined` gives."""
+    """Compute `RouterRule.defined` with a Triton kernel."""
     from automodel_cli.distributed.expert_parallel import topk_router_triton
 
     dtype = torch.float32 if in_float32 else logits_NE.dtype
@@ -110,7 +120,7 @@ def _(
 def route_backward(
     grad_NK: Tensor, logits_NE: Tensor, index_NK: Tensor, sigmoid: bool, normalised: bool, scale: float
 ) -> Tensor:
-    """The gradient of the logits, `[N, E]`."""
+    """Return the gradient of the logits, `[N, E]`."""
     from automodel_cli.distributed.expert_parallel import topk_router_triton
 
     return topk_router_triton.back(grad_NK, logits_NE, index_NK, sigmoid, normalised, scale)
@@ -125,7 +135,7 @@ def _(
 
 @functools.cache
 def has_router_kernels(device_type: str) -> bool:
-    """Whether the Triton kernels compute this on devices of this type; once on CUDA with a sentence if not."""
+    """Return whether the Triton kernels are used on this device type. Warns once if CUDA cannot use them."""
     return kernel_verification.trusted(
         device_type,
         "routers run without Triton kernels",
@@ -134,7 +144,7 @@ def has_router_kernels(device_type: str) -> bool:
 
 
 def router_kernel_error(device: torch.device) -> float:
-    """Largest error of both kernels against autograd through the definition, in float32; inf for another expert."""
+    """Return the largest error of both kernels against autograd of the definition in float32. inf if experts differ."""
     generator, found = torch.Generator().manual_seed(0), [torch.zeros((), device=device)]
     for num_experts, choices in ((128, 8), (5, 1), (300, 6)):
         logits_NE = torch.randn(37, num_experts, generator=generator).to(device)

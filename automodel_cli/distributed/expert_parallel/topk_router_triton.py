@@ -1,5 +1,6 @@
-"""From a router's logits to its choices in one Triton kernel, and back in another: what `route_kernels.py` calls.
-Imports triton. One program has a few rows, each with all of its experts in registers, in float32.
+"""Triton kernels of `topk_router`. Imports triton.
+
+One program computes a few rows. Each row has all experts in registers, in float32.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 2048  # of a program's tile
-_SMALLEST = 1e-20  # DeepSeek's, beside a sum
+_ELEMENTS = 2048  # Elements of the tile of a program.
+_SMALLEST = 1e-20  # Added to the sum of weights, as in DeepSeek's code.
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def _choose(  # type: ignore[no-untyped-def]
     x = tl.load(logits + row.to(tl.int64) * num_experts + expert, mask=is_expert, other=0.0).to(tl.float32)
     s = _scores(x, is_expert, sigmoid)
     c = s + tl.load(correction + expert, mask=expert < num_experts, other=0.0).to(tl.float32) if corrected else s
-    c = tl.where(c == c, c, -3e38)  # an expert is chosen also where there are no numbers
+    c = tl.where(c == c, c, -3e38)  # Select K experts even if scores are NaN.
     c = tl.where(expert < num_experts, c, -float("inf"))
     picked, chosen = tl.zeros([rows, places], tl.float32), tl.zeros([rows, places], tl.int64)
     for k in tl.static_range(choices):
@@ -83,7 +84,7 @@ def choose(
     logits_NE: Tensor, correction_E: Tensor | None, choices: int, sigmoid: bool, normalised: bool, scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `route_kernels`."""
+    """Compute the forward of `topk_router.route` on CUDA."""
     num_rows, num_experts = logits_NE.shape
     weight_NK = logits_NE.new_empty(num_rows, choices, dtype=dtype)
     index_NK = torch.empty(num_rows, choices, dtype=torch.int64, device=logits_NE.device)
@@ -98,7 +99,12 @@ def choose(
 
 
 def back(grad_NK: Tensor, logits_NE: Tensor, index_NK: Tensor, sigmoid: bool, normalised: bool, scale: float) -> Tensor:
-    """See `route_kernels`."""
+    """Compute the backward of `topk_router.route` on CUDA.
+
+    With g = grad * scale and total = sum of selected scores s, normalized weights give d/ds = (g - sum(g s) / total) /
+    total
+    for selected experts. The softmax then gives s (d - sum(d s)), the sigmoid d s (1 - s).
+    """
     num_rows, num_experts = logits_NE.shape
     result_NE = torch.empty_like(logits_NE)
     programs, rows, padded = _tile(num_rows, num_experts)

@@ -1,0 +1,1 @@
+"""float8 GEMMs of linear layers and experts."""

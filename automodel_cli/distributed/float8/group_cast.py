@@ -1,8 +1,10 @@
-"""The cast of rows of several experts along their tokens, one expert at a time: on CUDA a Triton kernel
-(`fp8_triton.py`), else as defined. Never run on a GPU: the first use on one compares them, and says so where the kernel
-is left out.
+"""Cast the tokens of several experts to float8 with one scale per expert and feature.
 
-Shapes: N rows of F features, in the order of L experts; P places of rows, of which each expert has a multiple of 16.
+On CUDA, a Triton kernel (`group_cast_triton`) computes it. It has not run on a GPU yet. On first use it is compared
+with
+the definition. If it differs, it is disabled with a warning.
+
+Shapes: N rows of F features, sorted by L experts. P rows after padding the rows of each expert to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -18,9 +20,19 @@ from automodel_cli.distributed.float8.quantization import E4M3, MULTIPLE, scale_
 
 @torch.library.custom_op("automodel::fp8_cast_groups", mutates_args=())
 def cast_groups(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows whose experts end at `ends_L` (int32): e4m3 [F, P], contiguous, zeros behind each expert's rows; what the
-    features of each expert are multiplied by to come back, a power of two (float32 [L, F]); int32 [L], where each
-    expert ends. P has room for any sizes of experts, so that nobody waits for them."""
+    """Cast and transpose the rows of each expert, with zero padding.
+
+    Example: 2 experts with 3 and 17 rows have `ends_L` = [3, 20]. The result has their rows at 0-2 and 16-32, and
+    padded
+    ends [16, 48].
+
+    Args:
+        ends_L: end of the rows of each expert, int32.
+
+    Returns e4m3 `[F, P]`, contiguous; the inverse scales, powers of two, float32 `[L, F]`; and the end of each expert
+    after
+    padding, int32 `[L]`. P is an upper bound, which avoids a host synchronization.
+    """
     if _usable(x_NF.device.type):
         from automodel_cli.distributed.float8 import group_cast_triton
 
@@ -36,7 +48,7 @@ def _(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def num_places(num_rows: int, num_experts: int) -> int:
-    """The smallest multiple of 16 that is enough for each expert's rows to be one."""
+    """Return the smallest multiple of 16 that fits the padded rows of all experts, whatever their sizes."""
     return -(-(num_rows + num_experts * (MULTIPLE - 1)) // MULTIPLE) * MULTIPLE
 
 
@@ -68,7 +80,7 @@ def _usable(device_type: str) -> bool:
 
 @torch.no_grad()
 def group_cast_difference(device: torch.device) -> str:
-    """What differs between the kernel and its definition, with experts that have no rows; empty where nothing does."""
+    """Return how the kernel differs from the definition, also with empty experts. Empty if they are equal."""
     from automodel_cli.distributed.float8 import group_cast_triton
 
     for counts, features in (([0, 5, 40, 0, 16], 48), ([300, 1], 80), ([0, 0, 7], 16)):

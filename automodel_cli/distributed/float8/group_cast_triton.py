@@ -1,4 +1,4 @@
-"""The cast of rows of several experts in one Triton kernel: what `fp8_groups.py` calls. Imports triton."""
+"""Triton kernel of `group_cast`. Imports triton."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _cast_groups(  # type: ignore[no-untyped-def]
         place = (start + at + row).to(tl.int64)[:, None] * num_features + feature[None, :]
         tile = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(tile), 0))
-    # As `fp8.scale_of`: divided in float64, then the exponent alone; its reciprocal has the opposite one.
+    # As `quantization.scale_of`: divide in float64 and keep the exponent. The reciprocal has the negated exponent.
     scale = (448.0 / tl.maximum(largest, 1e-12).to(tl.float64)).to(tl.float32)
     bits = scale.to(tl.int32, bitcast=True) & -0x800000
     scale = bits.to(tl.float32, bitcast=True)
@@ -51,8 +51,10 @@ def _cast_groups(  # type: ignore[no-untyped-def]
 def cast(
     x_NF: Tensor, ends_L: Tensor, num_places: int, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fp8_groups`; what is behind the last expert's place is not written. `dtype` float32 leaves the rounding to
-    the caller: Triton's interpreter does not round to the nearest."""
+    """Compute `group_cast.cast_groups` on CUDA. Rows after the last expert are not written.
+
+    `dtype` float32 leaves the rounding to the caller, because Triton's interpreter does not round to nearest.
+    """
     num_features, num_groups = x_NF.shape[1], len(ends_L)
     values_FP = torch.empty(num_features, num_places, dtype=dtype, device=x_NF.device)
     inverse_LF = torch.empty(num_groups, num_features, dtype=torch.float32, device=x_NF.device)

@@ -1,14 +1,19 @@
-"""Grouped products of experts in 8-bit floats, as `fp8` casts: rows of tokens and weights along what is contracted.
+"""Grouped GEMMs of experts in float8.
 
-    y = x W_e (over the inputs)      dx = dy W_e^T (over the outputs)      dW_e = x^T dy (over the tokens of expert e)
+Operands are cast along the contracted dimension (`quantization`)::
 
-Rows have a scale each, so do the outputs of each expert, and in the third product the features of each expert's tokens.
-That one contracts tokens: tensor cores want each expert's to begin at a multiple of 16, so the casts put zeros between
-them (`fp8_groups`). Recipes and numbers are torchao's for mixtures of experts (BSD-3-Clause;
-`torchao.prototype.moe_training`), except that only forward products may add in less than float32, as in linear layers.
+    y = x W_e (contracts inputs)    dx = dy W_e^T (contracts outputs)    dW_e = x^T dy (contracts tokens of expert e)
 
-Shapes: N rows by expert, which ends at `ends_L` (int32), L experts here; K contracted, O the other features; I and O of
-a weight's gradient; P rows with zeros between.
+Scales: one per row of x and dy, one per output of each expert, and one per feature and expert for the last GEMM. The
+last GEMM contracts tokens. Tensor cores need the rows of each expert to start at a multiple of 16, so the cast pads
+them
+with zeros (`group_cast`).
+
+Recipes and numbers are those of torchao for mixtures of experts (BSD-3-Clause; `torchao.prototype.moe_training`). One
+difference: only forward GEMMs may accumulate in less than float32, as in linear layers.
+
+Shapes: N rows sorted by expert with ends `ends_L` (int32), L local experts, K contracted, O other features. I and O
+of a weight gradient. P padded rows.
 """
 
 from __future__ import annotations
@@ -35,22 +40,22 @@ from automodel_cli.distributed.float8.quantization import (
 )
 
 GENERATIONS = (9, 10)
-"""Major compute capabilities that torch's grouped product of 8-bit floats has kernels for."""
+"""Major compute capabilities with kernels for torch's grouped float8 GEMM."""
 
 
 def why_unsupported(recipe: Float8Recipe) -> str:
-    """Why experts have no products in this recipe; empty where they do."""
+    """Return why experts do not support this recipe. Empty if they do."""
     one_for_each_row = recipe.by_row and not recipe.blocks
     return "" if one_for_each_row else f"whose products have a scale for each row, as {recipe.name} has not"
 
 
 def arithmetic_of(experts: nn.Module) -> Arithmetic | None:
-    """How a module of experts multiplies, where that is in 8-bit floats."""
+    """Return the float8 arithmetic of an experts module, or None."""
     return getattr(experts, "fp8", None)
 
 
 def require_grouped(device: torch.device, recipe: Float8Recipe) -> None:
-    """Raise ConfigError where experts' products do not run."""
+    """Raise ConfigError if grouped float8 GEMMs do not run on `device`."""
     require_float8(device, recipe)
     capability = torch.cuda.get_device_capability()
     if capability[0] not in GENERATIONS:
@@ -67,8 +72,12 @@ def require_grouped(device: torch.device, recipe: Float8Recipe) -> None:
 def grouped_gemm(
     fp8: Arithmetic, rows_NK: Tensor, weight: Tensor, ends_L: Tensor, *, turned: bool, fast: bool = False
 ) -> Tensor:
-    """[N, O]: every row times its expert's `weight`, [L, O, K], or [L, K, O] where it is `turned`. `fast`: see
-    `fp8.Arithmetic.product`."""
+    """Multiply every row by the weight of its expert, `[N, O]`.
+
+    Args:
+        weight: `[L, O, K]`, or `[L, K, O]` if `turned`.
+        fast: see `quantization.Arithmetic.product`.
+    """
     rows, weights = fp8.operand(rows_NK), fp8.operand(weight, turned=turned)
     if fp8.emulate:
         a_NK, b_LOK = dequantize_operand(rows, torch.float32), dequantize_operand(weights, torch.float32)
@@ -77,7 +86,7 @@ def grouped_gemm(
 
 
 def weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_L: Tensor) -> Tensor:
-    """[L, I, O]: of each expert the sum over its rows of first times second."""
+    """Return first^T second of the rows of each expert, `[L, I, O]`."""
     if fp8.recipe.exact_weight_gradient:
         return empty_groups.weight_gradient(first_NI, second_NO, ends_L)
     return empty_groups.with_zeros(
@@ -96,7 +105,7 @@ def _weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_
 
 
 def _scaled(a: Operand, b: Operand, ends_L: Tensor, *, fast: bool) -> Tensor:
-    """In bfloat16, the one result that the kernels have."""
+    """Return bfloat16, the only output dtype of the kernels."""
     return scaled_grouped_mm(
         a.values_MK,
         b.values_MK.transpose(-2, -1),

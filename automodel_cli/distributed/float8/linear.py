@@ -1,13 +1,15 @@
-"""Linear layers that multiply in 8-bit floats, whole or cut over tensor parallelism.
+"""Linear layers that compute in float8, unsharded or sharded by tensor parallelism.
 
-The layer is torch's with another class: its parameters, their names and dtypes are what they were, so loading,
-sharding, adapters, checkpoints and exports know nothing of it. Weights are cast at every use. Three products of T
-tokens, I inputs and O outputs, each contracting what its operands share a scale over (`fp8`):
+The layer is torch's with another class. Names, dtypes and values of parameters do not change, so loading, sharding,
+adapters, checkpoints and exports need no special case. Weights are cast at every use. Each of the three GEMMs casts its
+operands along the contracted dimension (`quantization`)::
 
-    y = x W^T (over I)      dx = dy W (over O)      dW = dy^T x (over T)
+    y = x W^T (contracts I)      dx = dy W (contracts O)      dW = dy^T x (contracts T)
 
-Where tensor parallelism cuts what a scale is shared by, the largest magnitude is taken over all its ranks, so that
-every rank casts as one process would.
+If tensor parallelism shards the dimension of a scale, the maximum is taken over all its ranks. Every rank then casts as
+one process would.
+
+Shapes: T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 
 
 class Fp8Linear(nn.Linear):
-    """A layer that `convert` has made; it is never constructed."""
+    """Created by `convert_to_float8`, never constructed."""
 
     fp8: Arithmetic
 
@@ -49,14 +51,18 @@ class Fp8Linear(nn.Linear):
 
 
 def convert_to_float8(linear: nn.Linear, arithmetic: Arithmetic) -> None:
-    """Let a linear layer multiply so from now on, in place."""
+    """Compute this linear layer in float8 from now on, in place."""
     linear.__class__ = Fp8Linear
     linear.fp8 = arithmetic  # type: ignore[assignment]
 
 
 def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionCompiler | None) -> None:
-    """After tensor parallelism has cut the layers: leave those whose share does not divide, and let casts run as
-    `fuser` says. Raises ConfigError on a device without 8-bit products, of experts too."""
+    """Exclude sharded layers whose local size does not divide, and compile the casts with `fuser`.
+
+    Call after tensor parallelism. Raises ConfigError if the device does not support the float8 GEMMs of linear layers
+    or
+    experts.
+    """
     layers = [module for module in part.modules() if isinstance(module, Fp8Linear)]
     left: Counter[str] = Counter()
     for module in part.modules():
@@ -83,7 +89,7 @@ def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionComp
 
 @contextmanager
 def paused(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, converted layers compute what their weights say, as whoever loads an export does."""
+    """Compute converted layers in their original precision inside this context, as a loaded export does."""
     of_parts = _arithmetics(parts)
     for arithmetic in of_parts:
         arithmetic.paused = True
@@ -95,24 +101,24 @@ def paused(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _arithmetics(parts: Sequence[nn.Module]) -> list[Arithmetic]:
-    """Of linear layers and of experts; many share one."""
+    """Return the arithmetics of linear layers and experts. Many layers share one."""
     found = [vars(module).get("fp8") for part in parts for module in part.modules()]
     return list({id(fp8): fp8 for fp8 in found if isinstance(fp8, Arithmetic)}.values())
 
 
 class _Cut(NamedTuple):
-    """Which dim of the weight tensor parallelism cuts, if any: 0 outputs, 1 inputs."""
+    """Weight dimension that tensor parallelism shards (0 outputs, 1 inputs), or None."""
 
     dim: int | None = None
     group: dist.ProcessGroup | None = None
 
     def of_weight(self, by_row: bool, *, turned: bool) -> dist.ProcessGroup | None:
-        """The group over which what shares a scale is cut."""
+        """Return the group over which the dimension of a weight scale is sharded."""
         shared = 0 if turned else 1
         return self.group if not by_row or self.dim == shared else None
 
     def of_features(self, dim: int, by_row: bool, *, turned: bool) -> dist.ProcessGroup | None:
-        """The same for tokens' inputs (`dim` 1) or gradients of their outputs (`dim` 0)."""
+        """Return the same for inputs of tokens (`dim` 1) or gradients of outputs (`dim` 0)."""
         return self.group if self.dim == dim and not (by_row and turned) else None
 
 
@@ -120,7 +126,11 @@ _WHOLE = _Cut()
 
 
 def _over_tp(x: Tensor, weight: DTensor, fp8: Arithmetic) -> Tensor:
-    """Column-parallel: whole inputs, a share of outputs. Row-parallel: a share of inputs, a summand of the outputs."""
+    """Compute a layer sharded over tp.
+
+    Column-parallel: full inputs, a shard of the outputs. Row-parallel: a shard of the inputs, a partial sum of the
+    outputs.
+    """
     mesh, (placement,) = weight.device_mesh, weight.placements
     assert isinstance(x, DTensor) and isinstance(placement, Shard), f"a weight placed as {placement}"
     by_outputs = placement.dim == 0
@@ -136,8 +146,9 @@ def _product(x: Tensor, weight_OI: Tensor, fp8: Arithmetic, cut: _Cut) -> Tensor
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps what torch's linear layer keeps: inputs and weight in the precision they come in, each only where a
-    gradient needs it."""
+    """Linear function in float8. Saves inputs and weight in their own precision, as torch's does, if gradients need
+    them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, fp8: Arithmetic, cut: _Cut) -> Tensor:

@@ -1,11 +1,14 @@
-"""MXFP8: e4m3 numbers of which 32 in a row share a scale, a power of two kept as its exponent in 8 bits (e8m0).
+"""MXFP8: e4m3 values with one scale per 32 values of a row. Scales are powers of two, stored as exponents (e8m0).
 
-The scale of a block is the smallest 2^e with which none of it exceeds 448 (round-up of the exponent, as NVIDIA's
-`cvt.rp.satfinite.ue8m0` and torchao's RCEIL mode; "OCP Microscaling Formats", version 1.0, has the format). Tensor
-cores of compute capability 10 want the exponents in tiles of 128 rows and 4 blocks (cuBLAS, "1D block scaling factors
-layout"). Never run on a GPU.
+The scale of a block is the smallest 2^e for which no value exceeds 448. The exponent is rounded up, as by NVIDIA's
+`cvt.rp.satfinite.ue8m0` and torchao's RCEIL mode. The format is defined in "OCP Microscaling Formats", version 1.0.
 
-Shapes: T tokens, F features; M rows, K contracted, G = K / 32 blocks of a row.
+Example: a block with maximum 1000 needs 2^e >= 1000 / 448 = 2.2, so e = 2. 1000 is stored as 250 and rounded to 256.
+
+Tensor cores of compute capability 10 read exponents in tiles of 128 rows x 4 blocks (cuBLAS, "1D block scaling factors
+layout"). Has not run on a GPU yet.
+
+Shapes: T tokens, F features. M rows, K contracted, G = K / 32 blocks of a row.
 """
 
 from __future__ import annotations
@@ -23,17 +26,19 @@ SCALE = torch.float8_e8m0fnu
 CAPABILITY = (10, 0)
 _MOST = 448.0
 _MANTISSA, _BITS = 0x7FFFFF, 23
-_ROWS, _COLUMNS = 128, 4  # of a tile
+_ROWS, _COLUMNS = 128, 4  # Size of a tile.
 
 
 def cast_mxfp8(x_TF: Tensor, turned: bool, tiled: bool) -> tuple[Tensor, Tensor]:
-    """e4m3 [F, T] where it is `turned`, else [T, F], contiguous, with e8m0 exponents: a row of them for each row, or
-    `tiled`, flat."""
+    """Cast to e4m3 `[T, F]`, or `[F, T]` if `turned`, contiguous, with e8m0 exponents.
+
+    The exponents are `[M, G]`, or flat in the layout of tensor cores if `tiled`.
+    """
     x_MK = x_TF.transpose(-2, -1) if turned else x_TF
     x_MGB = x_MK.float().unflatten(-1, (-1, BLOCK))
     bits_MG = (x_MGB.abs().amax(-1) / _MOST).view(torch.int32)
     exponent, mantissa = bits_MG >> _BITS, bits_MG & _MANTISSA
-    # The exponent of the next power of two. Below normal numbers there is one more, 2^-127; not a number is 255.
+    # Round up to the next power of two. Subnormal numbers have one more exponent, 2^-127. 255 is NaN.
     up = torch.where(exponent == 0, mantissa > 1 << (_BITS - 1), mantissa > 0)
     stored_MG = torch.where(exponent == 255, 254 + (mantissa > 0).int(), exponent + up)
     factor_MG = ((254 - stored_MG) << _BITS).view(torch.float32)
@@ -46,12 +51,12 @@ def cast_mxfp8(x_TF: Tensor, turned: bool, tiled: bool) -> tuple[Tensor, Tensor]
 
 
 def dequantize_mxfp8(values_MK: Tensor, scale_MG: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a cast without tiles stands for."""
+    """Return the values of a cast without tiles."""
     return (values_MK.to(dtype).unflatten(-1, (-1, BLOCK)) * scale_MG.to(dtype)[..., None]).flatten(-2)
 
 
 def mxfp8_gemm(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> Tensor:
-    """bfloat16 [M, N], of casts with tiles."""
+    """Multiply two casts with tiles, bfloat16 `[M, N]`."""
     blocks, tiles = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     return scaled_mm(
         a_MK, b_NK.t(), scale_a, blocks, scale_b, blocks, swizzle_a=tiles, swizzle_b=tiles, output_dtype=torch.bfloat16
@@ -59,10 +64,11 @@ def mxfp8_gemm(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> 
 
 
 def _tiles(scale_MG: Tensor) -> Tensor:
-    """Flat: tiles by row, in each the exponents of row 32 i + j at 16 j + 4 i; zeros fill the last ones."""
+    """Return the exponents tile by tile, flat. In a tile, row 32 i + j is at 16 j + 4 i. Padded with zeros."""
     rows, columns = scale_MG.shape
     padded = torch.nn.functional.pad(scale_MG, (0, -columns % _COLUMNS, 0, -rows % _ROWS))
-    tiles = padded.unflatten(-1, (-1, _COLUMNS)).unflatten(0, (-1, 4, _ROWS // 4))  # rows of tiles, i, j, tiles, 4
+    # Dimensions: row of tiles, i, j, tile, 4.
+    tiles = padded.unflatten(-1, (-1, _COLUMNS)).unflatten(0, (-1, 4, _ROWS // 4))
     return tiles.permute(0, 3, 2, 1, 4).flatten()
 
 

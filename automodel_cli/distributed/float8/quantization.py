@@ -1,14 +1,20 @@
-"""Matrix products of 8-bit floats: casts with a scale for each row or for a whole tensor, and the product of two casts.
+"""float8 GEMMs: casts with one scale per row or per tensor, and the product of two casts.
 
-A number x is stored as round(s x) in float8 and comes back as round(s x) / s. With the largest magnitude m of what
-shares a scale, s = 448 / m for e4m3 (57344 / m for e5m2), and where a recipe says so rounded down to a power of two, so
-that multiplying by it rounds nothing. Products add in float32. Recipes and numbers are those of torchao's float8
-training (BSD-3-Clause; `torchao.float8.config`), which the tests compare with; no code of it is needed to run. MXFP8,
-with a scale for 32 numbers, is in `mxfp8`.
+A number x is stored as q = round(s x) in float8 and read as q / s. With the maximum m of the values that share a scale,
+s = 448 / m for e4m3 and 57344 / m for e5m2. If the recipe has power-of-two scales, s is rounded down to a power of two,
+so that multiplication by s is exact.
 
-Every product has the form A [M, K] times B [N, K] turned around, both operands cast along K: what a scale is shared by,
-and the layout that tensor cores want. Shapes: T tokens, F features; M, N, K as here. Leading dims, as those of experts,
-are so many matrices.
+Example: a row with maximum 3 in e4m3 has s = 149.3, or 128 as a power of two. 0.7 becomes 89.6, which is stored as 88
+and read as 0.6875.
+
+GEMMs accumulate in float32. Recipes and numbers are those of torchao's float8 training (BSD-3-Clause;
+`torchao.float8.config`). Tests compare with torchao, which is not needed to run. MXFP8, with one scale per 32 values,
+is in `mxfp8`.
+
+Every GEMM is A [M, K] times B [N, K] transposed. Both operands are cast along K, and are contiguous in K as tensor
+cores need.
+
+Shapes: T tokens, F features. M, N, K as above. Leading dimensions (experts) are batch dimensions.
 """
 
 from __future__ import annotations
@@ -29,18 +35,25 @@ from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, Reg
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""What K and N of a product on a GPU are multiples of; K is padded with zeros where it counts tokens."""
+"""K and N of a GEMM on a GPU must be multiples of this. If K counts tokens, it is padded with zeros."""
 CAPABILITY = (8, 9)
-_SMALLEST = 1e-12  # a largest magnitude: rows of zeros have a scale too
-_EXPONENT = -0x800000  # sign and exponent of a float32
+_SMALLEST = 1e-12  # Smallest maximum. Rows of zeros need a scale too.
+_EXPONENT = -0x800000  # Mask of the sign and exponent bits of a float32.
 
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """`by_row`: a scale for each row of an operand, else one for all of it. `gradient`: the format of gradients of
-    results; everything else is e4m3. `power_of_two`: scales are. `exact_weight_gradient`: that product is not in
-    float8, and the weight has one scale in the product for the gradient of inputs. `blocks`: a scale for 32 numbers of
-    a row."""
+    """Float8 recipe, with the names of torchao.
+
+    Attributes:
+        by_row: one scale per row of an operand, instead of one per tensor.
+        gradient: dtype of output gradients. All other operands are e4m3.
+        power_of_two: round scales down to powers of two.
+        exact_weight_gradient: compute the weight gradient in the original precision. The input-gradient GEMM then has
+            one
+            scale per weight.
+        blocks: one scale per 32 values of a row (MXFP8).
+    """
 
     name: str
     by_row: bool
@@ -51,12 +64,12 @@ class Float8Recipe:
 
     @property
     def multiple(self) -> int:
-        """What K and N are multiples of."""
+        """K and N must be multiples of this."""
         return mxfp8.BLOCK if self.blocks else MULTIPLE
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Of the GPUs that have such products."""
+        """Minimum compute capability."""
         return mxfp8.CAPABILITY if self.blocks else CAPABILITY
 
 
@@ -72,8 +85,12 @@ RECIPES = {
 
 
 class Operand(NamedTuple):
-    """float8 [M, K], contiguous, and what each row (float32 [M, 1]), all of it ([]), or each block (`mxfp8`) is
-    multiplied by to come back."""
+    """Operand of a float8 GEMM.
+
+    Attributes:
+        values_MK: float8, contiguous.
+        inverse: 1 / scale of each row (float32 `[M, 1]`), of the tensor (`[]`), or of each block (`mxfp8`).
+    """
 
     values_MK: Tensor
     inverse: Tensor
@@ -81,22 +98,27 @@ class Operand(NamedTuple):
 
 @dataclass
 class Arithmetic:
-    """How a module multiplies. `emulate`: with the casts' values in float32, on any device. `cast`, `cast_to`,
-    `largest` and `cast_blocks` are functions or what a fuser runs in their place."""
+    """How a module computes GEMMs.
+
+    `cast`, `cast_to`, `largest` and `cast_blocks` are functions, or their compiled versions.
+
+    Attributes:
+        emulate: compute with the values of the casts in float32, on any device.
+    """
 
     recipe: Float8Recipe
     emulate: bool
 
     def __post_init__(self) -> None:
         self.paused = False
-        """Whether layers multiply as torch's do."""
+        """Compute as torch's layers do."""
         self.cast: Callable[..., Any] = _cast
         self.cast_to: Callable[..., Any] = _cast_to
         self.largest: Callable[..., Any] = _largest
         self.cast_blocks: Callable[..., Any] = mxfp8.cast_mxfp8
 
     def fuse(self, fuser: RegionCompiler) -> None:
-        """Let the casts run as `fuser` says, each as one kernel."""
+        """Compile each cast into one kernel with `fuser`."""
         if self.recipe.blocks:
             self.cast_blocks = fuser(mxfp8.FUSED_OPS) or mxfp8.cast_mxfp8
             return
@@ -111,14 +133,19 @@ class Arithmetic:
         by_row: bool | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Operand:
-        """`x_TF` as an operand that contracts F, or T where it is `turned`. Collective with a `group`, over whose ranks
-        what a scale is shared by is cut."""
+        """Cast `x_TF` for a GEMM that contracts F, or T if `turned`.
+
+        Args:
+            dtype: float8 dtype.
+            by_row: overrides the recipe.
+            group: ranks over which the dimension of a scale is sharded. The call is collective then.
+        """
         by_row = self.recipe.by_row if by_row is None else by_row
         multiple = self.recipe.multiple
         if turned and x_TF.shape[-2] % multiple:
             x_TF = torch.nn.functional.pad(x_TF, (0, 0, 0, -x_TF.shape[-2] % multiple))
-        x_TF = x_TF.detach().contiguous()  # one graph for all that is cast
-        if self.recipe.blocks:  # whole on every rank
+        x_TF = x_TF.detach().contiguous()  # Contiguous, so that all casts share one graph.
+        if self.recipe.blocks:  # Blocks are never split between ranks.
             return Operand(*self.cast_blocks(x_TF, turned, not self.emulate))
         if group is None:
             return Operand(*self.cast(x_TF, dtype, self.recipe.power_of_two, by_row, turned))
@@ -127,8 +154,11 @@ class Arithmetic:
         return Operand(*self.cast_to(x_TF, largest, dtype, self.recipe.power_of_two, turned))
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """[M, N] in `dtype`. `fast`: tensor cores of Hopper may add in less than float32, as torchao lets them in the
-        forward pass."""
+        """Multiply two operands, `[M, N]` in `dtype`.
+
+        Args:
+            fast: allow Hopper's tensor cores to accumulate in less than float32, as torchao does in forward.
+        """
         if self.emulate:
             wide = torch.promote_types(dtype, torch.float32)
             with _no_autocast(a.values_MK.device):
@@ -137,7 +167,8 @@ class Arithmetic:
             return mxfp8.mxfp8_gemm(a.values_MK, a.inverse, b.values_MK, b.inverse).to(dtype)
         inverse_a, inverse_b = a.inverse, b.inverse
         kind = ScalingType.RowWise if inverse_a.ndim or inverse_b.ndim else ScalingType.TensorWise
-        if kind is ScalingType.RowWise:  # one scale for all rows of the other operand: torch wants both alike
+        # One operand may have one scale per tensor. torch needs the same kind for both.
+        if kind is ScalingType.RowWise:
             inverse_a = inverse_a.expand(len(a.values_MK), 1).contiguous()
             inverse_b = inverse_b.expand(len(b.values_MK), 1).contiguous().t()
         result_MN = scaled_mm(
@@ -147,14 +178,14 @@ class Arithmetic:
             kind,
             inverse_b,
             kind,
-            output_dtype=torch.bfloat16,  # the one that every kernel has
+            output_dtype=torch.bfloat16,  # The only dtype that every kernel supports.
             use_fast_accum=fast,
         )
         return result_MN.to(dtype)
 
 
 def require_float8(device: torch.device, recipe: Float8Recipe) -> None:
-    """Raise ConfigError, naming the device and the way out, where float8 products do not run."""
+    """Raise ConfigError if float8 GEMMs do not run on `device`."""
     where, fix = "model.fp8", "model.fp8=null, or model.fp8.emulate=true for the same numbers without the speed"
     kinds = "L40S, H100, B200"
     if recipe.blocks:
@@ -179,7 +210,7 @@ def require_float8(device: torch.device, recipe: Float8Recipe) -> None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in on this device; None outside of it."""
+    """Return the dtype of autocast on this device, or None outside autocast."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -190,17 +221,17 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def dequantize_operand(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """What an operand stands for."""
+    """Return the values that an operand represents."""
     if operand.inverse.dtype == mxfp8.SCALE:
         return mxfp8.dequantize_mxfp8(operand.values_MK, operand.inverse, dtype)
     return operand.values_MK.to(dtype) * operand.inverse
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
-    """What a number is multiplied by before it is rounded, given the largest magnitude of what shares it; float32."""
-    # In float64, as compiled code divides less exactly than 1 ulp in float32.
+    """Return the scale of values with the given maximum, float32."""
+    # In float64, because compiled code divides with an error above 1 ulp in float32.
     scale = (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST)).float()
-    if power_of_two:  # the exponent alone: logarithms would round numbers next to a power to it
+    if power_of_two:  # Keep the exponent bits. Logarithms would round numbers next to a power of two up to it.
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
     return scale
 
@@ -210,7 +241,7 @@ def _cast(x_TF: Tensor, dtype: torch.dtype, power_of_two: bool, by_row: bool, tu
 
 
 def _largest(x_TF: Tensor, by_row: bool, turned: bool) -> Tensor:
-    """[M, 1] or []."""
+    """Return the maximum of each row `[M, 1]`, or of the tensor `[]`."""
     if not by_row:
         return x_TF.abs().amax()
     return x_TF.abs().amax(-2).unsqueeze(-1) if turned else x_TF.abs().amax(-1, keepdim=True)
@@ -226,7 +257,7 @@ def _cast_to(
 
 
 def _glue(recipe: Float8Recipe) -> list[FusibleRegion]:
-    """`cast`, `cast_to` and `largest`, under the name of the recipe, whose constants their graphs have."""
+    """Return the regions of `cast`, `cast_to` and `largest`. Their graphs contain constants of the recipe."""
 
     def numbers(rows: int) -> Tensor:
         return torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))

@@ -1,0 +1,1 @@
+"""Fused elementwise regions, compiled to one kernel each."""

@@ -1,10 +1,10 @@
-"""Glue: functions of elementwise operations and sums between a layer's products, each run as one kernel.
+"""Fused elementwise regions between GEMMs, compiled to one kernel each.
 
-A `FusibleRegion` is found in a model (`fused_ops`) or written down (`gated_experts`); a `RegionCompiler` says how it
-runs.
-`Compiled` is
-torch's compiler with dynamic numbers of tokens, after a probe has shown that it gives the same values and gradients;
-`as_one` is for tensors without values, where only what is kept and launched counts.
+A `FusibleRegion` is detected in a model (`patterns`) or written in code (`grouped_mlp`). A `RegionCompiler` decides how
+it runs:
+
+- `Compiled` uses torch.compile with a dynamic number of tokens. A test first verifies values and gradients.
+- `as_one` is for fake tensors. It records which tensors are saved and which kernels are launched.
 """
 
 from __future__ import annotations
@@ -26,32 +26,43 @@ from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 logger = logging.getLogger(__name__)
 
 _FLOATS = {torch.float32: 1e-5, torch.float64: 1e-10}
-_REDUCED_ULPS = 4.0  # of lower precision: a compiled function keeps float32 where the family's code rounds in between
+# For lower precision: compiled code keeps intermediate results in float32, and the code of the family rounds them.
+_REDUCED_ULPS = 4.0
 
 
 @dataclass(frozen=True)
 class FusibleRegion:
-    """`function` takes tensors whose leading dims count tokens, and besides what torch's compiler takes for constant
-    (modules, functions). `kept`: which of its tensors its backward needs, parameters of modules after all others; None
-    where it never has one. `sample(rows)` gives arguments for a probe."""
+    """A function that can be compiled to one kernel.
+
+    Attributes:
+        function: takes tensors whose leading dimensions count tokens, and constants of the compiler (modules,
+            functions).
+        kept: indices of the tensors that backward needs. Parameters of modules come after all arguments. None if the
+            region
+            has no backward.
+        sample: returns arguments with so many rows, for a test.
+    """
 
     name: str
     function: Callable[..., Any]
     kept: tuple[int, ...] | None
     sample: Callable[[int], tuple[Any, ...]]
     by_element: bool = False
-    """Whether vectors are elements, of any number; else they are weights, of a fixed one."""
+    """Vectors have one element per token. Otherwise they are weights of fixed size."""
 
 
 class RegionCompiler(Protocol):
-    """How glue runs: `glue.function`, or something that computes the same; None where it may not be fused."""
+    """Return a function that computes the region, or None to run `function` uncompiled."""
 
     def __call__(self, glue: FusibleRegion) -> Callable[..., Any] | None: ...
 
 
 class Compiled:
-    """By torch's compiler. What it cannot compile on `device`, or computes otherwise, stays as written, and `refused`
-    says why."""
+    """Compile with torch.compile.
+
+    Regions that do not compile on `device`, or whose results differ, run uncompiled. `refused` maps their names to
+    reasons.
+    """
 
     def __init__(self, backend: str, device: torch.device, dtype: torch.dtype):
         self.backend, self.device, self.dtype = backend, device, dtype
@@ -73,7 +84,9 @@ class Compiled:
         return run
 
     def settle(self, *, by_name: bool) -> None:
-        """All glue of a part has been seen. Raises ConfigError where some asked for `by_name` stays as written."""
+        """Log the result after all regions of a part are known. Raises ConfigError if `by_name` and a region is not
+        compiled.
+        """
         global _last
         _last = str(self)
         logger.info("glue: %s", _last)
@@ -97,7 +110,7 @@ _stand_in: RegionCompiler | None = None
 _last = ""
 _functions: dict[tuple[str, Any, str], Callable[..., Any]] = {}
 compilations: list[str] = []
-"""The name of the glue of every graph that was compiled in this process, in order."""
+"""Names of the regions of all graphs compiled in this process, in order."""
 
 
 def _function_of(glue: FusibleRegion, backend: str) -> Callable[..., Any]:
@@ -108,7 +121,7 @@ def _function_of(glue: FusibleRegion, backend: str) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
-                return glue.function(*args)  # sharded by tensor parallelism
+                return glue.function(*args)  # Sharded by tensor parallelism.
             for tensor in tensors:
                 torch_compat.mark_dynamic(tensor, _token_dims(tensor, glue.by_element))
             return compiled(*args)
@@ -118,7 +131,7 @@ def _function_of(glue: FusibleRegion, backend: str) -> Callable[..., Any]:
 
 
 def _or_as_written(glue: FusibleRegion, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` until it cannot be compiled, for other sizes than the sample's; then the function, with one warning."""
+    """Call `run` until the compiler fails for other sizes than the sample's. Then warn once and call the function."""
     now = run
 
     def either(*args: Any) -> Any:
@@ -134,34 +147,40 @@ def _or_as_written(glue: FusibleRegion, run: Callable[..., Any]) -> Callable[...
 
 
 def _token_dims(tensor: Tensor, by_element: bool) -> tuple[int, ...]:
-    """Rows, rows and tokens, or (with heads between them) rows and tokens; all of an index; none of a weight."""
+    """Return the token dimensions: [rows], [rows, tokens] or [rows, heads, tokens].
+
+    All of an index, none of a weight.
+    """
     if tensor.ndim == 1:
         return () if tensor.is_floating_point() and not by_element else (0,)
     return {0: (), 2: (0,), 3: (0, 1)}.get(tensor.ndim, (0, 2))
 
 
 def region_difference(glue: FusibleRegion, run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
-    """What keeps `run` from standing for `glue.function`: how it fails, or by how much it differs on two samples."""
+    """Return why `run` cannot replace `region.function`: its error, or its difference on two samples.
+
+    Empty if it can.
+    """
     try:
         for rows in (5, 12):
             args = [_placed(arg, device, dtype, grad=glue.kept is not None) for arg in glue.sample(rows)]
             with torch.set_grad_enabled(glue.kept is not None):
                 want, got = _with_gradients(glue.function, args), _with_gradients(run, args)
             for a, b in zip(want, got, strict=True):
-                ulps = _REDUCED_ULPS if a.dtype.itemsize > 1 else 1.0  # 8 bits are no arithmetic, only casts
+                ulps = _REDUCED_ULPS if a.dtype.itemsize > 1 else 1.0  # 8-bit values are only cast, not computed with.
                 a, b, relative = a.double(), b.double(), _FLOATS.get(a.dtype, ulps * torch.finfo(a.dtype).eps)
                 limit, error = relative * float(a.abs().max()), float((a - b).abs().max())
                 if not error <= limit:
                     return f"compiled code differs by {error:.1e} where {limit:.1e} is rounding"
             with torch.no_grad():
                 run(*_copies(args))
-    except Exception as failure:  # a compiler's failures have no common class
+    except Exception as failure:  # Compiler errors have no common class.
         return _said(failure)
     return ""
 
 
 def _said(failure: Exception) -> str:
-    """The compiler's word and its cause."""
+    """Return class, message and first line of the cause of a compiler error."""
     return " ".join(f"{type(failure).__name__}: {failure}".split("\n")[:2])
 
 
@@ -174,7 +193,7 @@ def _placed(arg: Any, device: torch.device, dtype: torch.dtype, *, grad: bool) -
 
 
 def _copies(args: Sequence[Any]) -> list[Any]:
-    """Some glue writes into its arguments; and none of a model's are leaves."""
+    """Copy tensors, because some regions write into arguments. Copies are no leaves, as in a model."""
     return [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
 
 
@@ -194,8 +213,12 @@ Ran = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 
 
 def as_one(aside: Callable[[], Any], ran: Ran) -> RegionCompiler:
-    """For tensors without values: every glue keeps what its backward needs and no more. `ran(name, read, written)` is
-    told of each kernel; `aside()` is entered while the function's own operators run for their shapes."""
+    """Return a region compiler for fake tensors. Every region saves only the tensors that its backward needs.
+
+    Args:
+        aside: context in which the operators of a region run to infer shapes.
+        ran: called as `ran(name, read, written)` for each kernel.
+    """
 
     def fuse(glue: FusibleRegion) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -231,7 +254,7 @@ class _AsOne(torch.autograd.Function):
             for (shape, dtype, device), wants in zip(ctx.inputs, wanted, strict=True)
         ]
         read = [*ctx.saved_tensors, *grads]
-        for many in (True, False):  # gradients of weights are sums over tokens: a kernel of their own
+        for many in (True, False):  # Gradients of weights are sums over tokens, in a separate kernel.
             written = [g for g, is_many in zip(made, ctx.of_tokens, strict=True) if g is not None and is_many is many]
             if written:
                 ctx.ran(f"{ctx.glue.name}, backward", read, written)
@@ -241,8 +264,10 @@ class _AsOne(torch.autograd.Function):
 def region_compiler_for(
     mode: bool | str, backend: str, device: torch.device, dtype: torch.dtype
 ) -> RegionCompiler | None:
-    """The fuser of a run: for "fused_ops", and for "auto" on a CUDA device; None where layers run as written or
-    whole."""
+    """Return the region compiler of a run, or None if regions run uncompiled or whole layers are compiled.
+
+    Regions are compiled for `fused_ops`, and for `auto` on CUDA.
+    """
     global _last
     _last = ""
     if mode != FUSED_OPS and not (mode == AUTO and device.type == "cuda"):
@@ -251,16 +276,16 @@ def region_compiler_for(
 
 
 def by_compiler(backend: str, device: torch.device, dtype: torch.dtype) -> RegionCompiler:
-    """torch's compiler, or what stands for it in a process that has tensors without values."""
+    """Return a compiler, or its substitute in a process with fake tensors."""
     return Compiled(backend, device, dtype) if _stand_in is None else _stand_in
 
 
 def use_region_substitute(fuser: RegionCompiler) -> None:
-    """For the rest of this process, which has tensors without values."""
+    """Use `fuser` instead of torch.compile in this process, which computes with fake tensors."""
     global _stand_in
     _stand_in = fuser
 
 
 def last() -> str:
-    """What the latest part of this process had compiled, and what not and why; empty where nothing was asked for."""
+    """Return the compiled regions of the latest part and the reasons for the others. Empty if none were requested."""
     return _last

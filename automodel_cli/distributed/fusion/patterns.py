@@ -1,11 +1,13 @@
-"""Finding glue in the layers of an unmodified library model: norms, gates of MLPs, rotary positions.
+"""Find fusible regions in unmodified transformers models: norms, gates of MLPs and rotary embeddings.
 
-By structure and measurement, never by name of a family: a norm is a module without children that scales by one vector
-and multiplies no matrices; a gated MLP computes down(act(gate(x)) * up(x)), on small numbers to the last bit; rotary
-positions are a function of (q, k, cos, sin) that an attention's forward calls. What is found is called through the
-fuser; whoever wraps or shards the modules afterwards (tensor parallelism, adapters, FSDP2) sees the same modules and
-parameters. Additions to the residual stand in the forward of each family's layer, where only compiling the whole layer
-reaches.
+Regions are found by structure and measurement, never by the name of a family:
+
+- Norm: a module without children that scales by one vector and computes no GEMM.
+- Gated MLP: computes down(act(gate(x)) * up(x)), bitwise equal on small numbers.
+- Rotary embedding: a function of (q, k, cos, sin) that the forward of an attention calls.
+
+Modules and parameters do not change, so tensor parallelism, adapters and FSDP2 can wrap them afterwards. Additions to
+the residual are in the forward of each family's layer. Only compiling the whole layer fuses them.
 """
 
 from __future__ import annotations
@@ -24,18 +26,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
 
-_FEWEST = 3  # operators of a norm that is worth a graph: torch's own is one kernel already
+_FEWEST = 3  # Minimum number of operators of a norm. torch's own norm is one kernel already.
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm", "matmul", "linear")
 _ROTARY = ["q", "k", "cos", "sin"]
 _HEAD, _HEADS = 16, 2
 
 
 def fuse_layers(part: nn.Module, fuser: RegionCompiler) -> None:
-    """Let the glue in the layers of `part`, and in its last norm, run as `fuser` says, in place. Parameters may be on
-    the meta device."""
-    with torch.device("cpu"):  # of what is measured
+    """Compile the fusible regions in the layers of `part` and in its last norm, in place.
+
+    Parameters may be on the meta device.
+    """
+    with torch.device("cpu"):  # Device of the measurement.
         for module in list(part.modules()):
-            if "forward" not in vars(module):  # somebody's own
+            if "forward" not in vars(module):  # Another feature has replaced the forward.
                 _fuse_norm(module, fuser)
                 _fuse_mlp(module, fuser)
                 _fuse_rotary(module, fuser)
@@ -59,7 +63,7 @@ def _fuse_norm(module: nn.Module, fuser: RegionCompiler) -> None:
         if kwargs or len(args) != 1 or args[0].shape[-1] != width:
             return own(*args, **kwargs)
         x = args[0]
-        if x.ndim > 2 and x.is_contiguous():  # one graph whatever stands before the last dim
+        if x.ndim > 2 and x.is_contiguous():  # One graph for any leading dimensions.
             return run(module, x.flatten(0, -2)).view(x.shape)
         return run(module, x)
 
@@ -75,7 +79,7 @@ def _is_norm(module: nn.Module) -> bool:
             seen.names.clear()
             x = torch.ones(3, 8)
             result = type(tiny).forward(tiny, x)
-        except Exception:  # a module's code may do anything with what is not its own
+        except Exception:  # The code of a module may fail on a small copy.
             return False
     is_like = isinstance(result, Tensor) and result.shape == x.shape
     return is_like and len(seen.names) >= _FEWEST and not any(name in _PRODUCTS for name in seen.names)
@@ -88,7 +92,7 @@ def _small_norm(module: nn.Module, width: int) -> nn.Module:
 
 
 class _Operators(TorchDispatchMode):
-    """Names of the operators that make something new."""
+    """Record the names of operators that allocate a result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +142,7 @@ def _fuse_mlp(module: nn.Module, fuser: RegionCompiler) -> None:
 
 
 def _as_gated_mlp(module: nn.Module, linear: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Names of its first products, its last one and its activation, if the module's forward is that formula."""
+    """Return the names of the first GEMMs, the last GEMM and the activation, or None for other forwards."""
     own = type(module).forward
     if len(inspect.signature(own).parameters) != 2:
         return None
@@ -160,7 +164,7 @@ def _as_gated_mlp(module: nn.Module, linear: tuple[str, ...]) -> tuple[str, ...]
                 gated = _gated(act, *parts) if len(first) == 2 else _gated_halves(act, *parts)
                 if torch.equal(own(tiny, x), getattr(tiny, down)(gated)):
                     return *first, down, act_name
-            except Exception:  # a family's code may do anything with sizes that are not its own
+            except Exception:  # The code of a family may fail with other sizes.
                 continue
     return None
 
@@ -200,7 +204,7 @@ def _functions_of_positions(forward: FunctionType) -> Iterator[tuple[str, Callab
 
 @cache
 def _calling(forward: FunctionType, name: str, run: Callable[..., Any], function: Callable[..., Any]) -> FunctionType:
-    """The same code, in which `name` means `run`; with more arguments than the four, the function as written."""
+    """Return the same code with `name` replaced by `run`. Calls with other arguments use the original function."""
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         return run(*args) if len(args) == 4 and not kwargs else function(*args, **kwargs)
@@ -212,7 +216,7 @@ def _calling(forward: FunctionType, name: str, run: Callable[..., Any], function
 
 
 def _rotary_sample_of(function: Callable[..., Any]) -> Callable[[int], tuple[Any, ...]]:
-    """With an angle for each dim of a head, or (GPT-OSS) for each pair of them."""
+    """Return a sample with one angle per dimension of a head, or (GPT-OSS) per pair of dimensions."""
 
     def sample(rows: int, repeat: int = 2) -> tuple[Any, ...]:
         angle = _numbers(rows, _HEAD // 2).repeat(1, repeat)

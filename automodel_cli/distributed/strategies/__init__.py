@@ -1,1 +1,1 @@
-"""One folder per strategy of data parallelism: its node, and what it does to a part."""
+"""Data-parallel strategies, one folder each: the config node, and the function that shards a part."""

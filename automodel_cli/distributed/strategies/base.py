@@ -1,8 +1,8 @@
-"""What a strategy of data parallelism is: the node of the `parallelizer` section and what it is asked.
+"""Interface of data-parallel strategies, and the base class of their config nodes (section `parallelizer`).
 
-A strategy of your own is a frozen dataclass that inherits from `ParallelizerConfig` and implements `shard`; see
-examples/own_parallelizer.py. The built-in strategies only hold options: `parallelizer.py` maps their types to the
-functions that shard. Torch-free at import, like all nodes.
+A custom strategy is a frozen dataclass that inherits from `ParallelizerConfig` and implements `shard`. See
+examples/own_parallelizer.py. Built-in nodes contain options only: `parallelizer.py` maps their types to functions.
+Torch-free at import, like all nodes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ DEFAULT_COMPILE_BACKEND = "inductor"
 
 @dataclass(frozen=True)
 class MemoryTraits:
-    """What a rank keeps, for the planner.
+    """Memory that a rank needs, for the planner.
 
-    `shards`: which of "parameters", "gradients" and "optimizer" are cut over the data-parallel and context-parallel
-    ranks; the others are whole copies. `compute_dtype` of gathered parameters, `reduce_dtype` of gradients: null is the
-    dtype as stored. `defers`: gradients add up unsharded until the last microbatch. `gradient_copies` of whole
-    gradients. `offloaded`: what is sharded lives in host memory. `keeps_experts`: those of all layers stay gathered.
+    Attributes:
+        shards: which of "parameters", "gradients" and "optimizer" are sharded over the data-parallel and
+            context-parallel
+            ranks. The others are replicated.
+        compute_dtype: dtype of gathered parameters. None: as stored.
+        reduce_dtype: dtype of gradients in reductions. None: as stored.
+        defers: gradients accumulate unsharded until the last microbatch.
+        gradient_copies: copies of unsharded gradients.
+        offloaded: shards are in host memory.
+        keeps_experts: gathered experts of all layers stay in memory.
     """
 
     shards: frozenset[str] = frozenset()
@@ -48,7 +54,7 @@ class MemoryTraits:
 
 
 class Strategy(Protocol):
-    """What recipes ask of the `parallelizer` node; `ParallelizerConfig` answers all but `shard`."""
+    """Interface that recipes use. `ParallelizerConfig` implements everything except `shard`."""
 
     supports: ClassVar[frozenset[str]]
 
@@ -89,25 +95,29 @@ AXIS_SIZES = {
 
 @dataclass(frozen=True)
 class ParallelizerConfig:
-    """What every strategy has.
+    """Base class of all strategies.
 
-    `supports` names what the strategy can be combined with: the axes "pp", "tp", "cp", "ep", hybrid sharding "hsdp",
-    4-bit layers "nf4", layers for multi-token prediction "mtp", and "sampler", drawing tokens from the parts as they
-    are trained. All else is refused at check.
+    `supports` lists the features that can be combined with the strategy: the axes "pp", "tp", "cp" and "ep", hybrid
+    sharding
+    "hsdp", 4-bit layers "nf4", float8 layers "fp8", multi-token-prediction layers "mtp", and "sampler" (generation with
+    the
+    trained parts). Other combinations are rejected by `check_mesh`.
 
-    `activation_checkpointing`: false | true = "full" | "selective" (keep matrix products and attention) | "minimal" |
-    n = every n-th layer | "auto". What other ranks sent to experts here is kept by all but "minimal", which has it sent
-    again. "auto" takes the first of none, "selective", "full" and "minimal" that has room by the estimate of
-    `automodel plan` on the run's GPUs, and says so in the header; on a CPU, none.
-    `autocast_dtype`: run forward under autocast.
-    `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
-    `enable_compile`: "fused_ops" (norms, gates of MLPs and experts, rotary positions and the sum over experts as one
-    kernel
-    each) | "auto" = "fused_ops" on a CUDA device, of what compiles there and computes the same in a small example, and
-    nothing on a CPU | true (each layer in place, as whole as can be) | false. By torch.compile with `compile_backend`
-    ("inductor"; "aot_eager" compiles in a second and is what the tests use). true with
-    activation_checkpointing=selective needs whole layers: on a CUDA device they should compile so; on a CPU, packed
-    attention cannot.
+    `activation_checkpointing`: false, "full" (or true), "selective" (save GEMMs and attention), "minimal", n (every
+    n-th
+    layer) or "auto". All modes except "minimal" save received tokens of experts, and "minimal" sends them again. "auto"
+    selects the first of none, "selective", "full" and "minimal" that fits the estimate of `automodel plan` on the GPUs
+    of
+    the run. The startup summary shows it. On a CPU, "auto" selects none.
+
+    `enable_compile`: "fused_ops" compiles norms, gates of MLPs and experts, rotary embeddings and the sum over experts
+    into
+    one kernel each. "auto" is "fused_ops" on CUDA, limited to regions that compile and pass a small test, and nothing
+    on a
+    CPU. true compiles whole layers in place. With activation_checkpointing=selective, layers must compile without graph
+    breaks. On a CPU, packed attention does not.
+
+    `compile_backend`: "inductor", or for example "aot_eager", which compiles in a second and is used by tests.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset()
@@ -118,7 +128,7 @@ class ParallelizerConfig:
     autocast_dtype: str | None = None
     """Run the forward pass under autocast in this dtype. null: no autocast."""
     backend: str = "nccl"
-    """Process-group backend. Without CUDA `nccl` means gloo on the CPU."""
+    """Process-group backend. Without CUDA, `nccl` selects gloo on the CPU."""
     enable_compile: bool | str = AUTO
     """Scope of torch.compile: `fused_ops` (norms, gates, rotary embeddings), whole layers (true) or nothing (false).
     `auto` is `fused_ops` on CUDA."""
@@ -155,11 +165,14 @@ class ParallelizerConfig:
 
     @property
     def name(self) -> str:
-        """What messages call the strategy."""
+        """Name of the strategy in messages."""
         return type(self).__name__.removesuffix("Config").lower()
 
     def check_mesh(self, mesh: MeshConfig) -> None:
-        """Refuse what this strategy cannot do on this mesh, by ConfigError with keys relative to the recipe."""
+        """Raise ConfigError if the strategy does not support this mesh.
+
+        Keys of the error are relative to the recipe.
+        """
         axes = {size: kind for axis, (size, kind) in AXIS_SIZES.items() if axis not in self.supports}
         refuse_axes(self.name, mesh, axes)
         if (mesh.dp_replicate_size or 1) > 1 and "hsdp" not in self.supports:
@@ -172,31 +185,38 @@ class ParallelizerConfig:
             )
 
     def check_installed(self) -> None:
-        """Raise ConfigError, with the command that helps, where the strategy cannot run on this machine."""
+        """Raise ConfigError if the strategy cannot run on this machine."""
 
     def axis_options(self) -> AxisOptions:
-        """For the axes that are applied before the strategy."""
+        """Return the options of axes that are applied before the strategy."""
         return AxisOptions()
 
     @abstractmethod
     def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
         """Apply data parallelism, the last step of `parallelize`.
 
-        Register a `sharded.Sharded` where a step must know of it. Gradients must become sums over `mesh.dp_cp`. Returns
-        the module that runs. Collective."""
+        Register a `sharded_module.Sharded` if the training step must notify the strategy. Gradients must be sums over
+        `mesh.dp_cp`. Returns the module to run. Collective.
+        """
         raise NotImplementedError
 
     def keeping_experts(self) -> Self | None:
-        """The same with experts that stay gathered for a step, where it leaves that to the machine; else None."""
+        """Return the same strategy with experts that stay gathered during a step, or None if that is not automatic."""
         return None
 
     def storage(self) -> MemoryTraits:
-        """What a rank keeps, for `automodel plan`."""
+        """Return the memory that a rank needs, for `automodel plan`."""
         return MemoryTraits()
 
     def exact(self, axes: Sequence[str], *, precision: bool = False, compiled: bool = False) -> Self:
-        """The same options in float32, uncompiled, without what needs a CUDA device or an axis that is not in `axes`:
-        what `automodel verify` compares with one process. `precision` and `compiled` keep those of the options."""
+        """Return the options in float32, uncompiled, and without features of CUDA or of axes outside `axes`.
+
+        `automodel verify` compares this variant with one process.
+
+        Args:
+            precision: keep the precision options.
+            compiled: keep the compile options.
+        """
         recomputed = self.activation_checkpointing
         compiled = compiled and self.enable_compile in (True, FUSED_OPS)
         return replace(
@@ -210,39 +230,39 @@ class ParallelizerConfig:
 
     @property
     def reduces_every_microbatch(self) -> bool:
-        """Whether gradients are reduced on each microbatch instead of once per step."""
+        """Gradients are reduced after each microbatch instead of once per step."""
         return False
 
     @property
     def assumes_unpacked(self) -> bool:
-        """Whether every row is taken for one document, so that the library does not search for packed ones."""
+        """Every sequence is one document, so that transformers does not search for packed ones."""
         return False
 
     def parameter_device(self, device: torch.device) -> torch.device:
-        """Where parameters live between steps, for whoever fills them."""
+        """Return the device of parameters between steps."""
         return device
 
     def compute_dtype(self) -> torch.dtype | None:
-        """What matrix products run in; None: the dtype of the parameters."""
+        """Return the dtype of GEMMs. None: the dtype of the parameters."""
         dtype: torch.dtype | None = torch_dtype(self.autocast_dtype)
         return dtype
 
     def to_dict(self) -> dict[str, Any]:
-        """Field -> value; policies stay objects."""
+        """Return a dict of all fields. Policies stay objects."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
 class BuiltInStrategy(ParallelizerConfig):
-    """A strategy of this package: options only. `parallelizer.py` maps its type to the function that shards."""
+    """A strategy of this package, with options only. `parallelizer.py` maps its type to the function that shards."""
 
     def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
-        """Not called: see `parallelizer.SHARD`."""
+        """Not called. See `parallelizer.SHARD`."""
         raise NotImplementedError(f"{type(self).__name__} has no function in parallelizer.SHARD")
 
 
 def torch_dtype(name: str | None) -> Any:
-    """ "bfloat16" -> torch.bfloat16; None stays None."""
+    """Return torch.bfloat16 for "bfloat16". None stays None."""
     import torch
 
     return None if name is None else getattr(torch, name)
@@ -276,8 +296,7 @@ def refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:
 
 
 def check_tp_plan(plan: Any) -> None:
-    """Refuse what is no tensor-parallel plan: an import path, a function, or styles by module name (a name or an object
-    each)."""
+    """Raise ConfigError unless `plan` is an import path, a function, or a mapping of module names to styles."""
     fix = "parallelizer.tp_plan=null"
     if plan is None or callable(plan) or (isinstance(plan, str) and plan):
         return
@@ -295,7 +314,7 @@ def check_tp_plan(plan: Any) -> None:
 
 
 def refuse_idle_tp_options(config: ParallelizerConfig, names: Sequence[str], mesh: MeshConfig) -> None:
-    """Options of tensor parallelism on a mesh that has none."""
+    """Raise ConfigError for options of tensor parallelism on a mesh without it."""
     for name in names:
         if getattr(config, name) and (mesh.tp_size or 1) == 1:
             off = "null" if name == "tp_plan" else "false"

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: plans of Hugging Face models, styles and their application."""

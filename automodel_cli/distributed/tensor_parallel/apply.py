@@ -1,8 +1,13 @@
-"""Tensor parallelism: one part's layers over the ranks of tp, from the plan its model publishes.
+"""Apply tensor parallelism to the layers of a part, by the plan of the model.
 
-Every tp rank sees the same tokens. Column-parallel layers take them whole and make this rank's features or heads;
-row-parallel layers take those and sum over tp. With sequence parallelism the residual between the two is sharded over
-tokens (`sequence_parallel.py`). The head computes log-probs from vocabulary shards by itself.
+All tp ranks process the same tokens. A column-parallel layer reads all features and computes a shard of the output
+features (or heads). The next row-parallel layer reads this shard and sums its output over tp::
+
+    column-parallel   y_i = x W_i        W [O, I] sharded over O, no communication in forward
+    row-parallel      z = sum_i y_i V_i  V [D, O] sharded over its inputs, all-reduce in forward
+
+With sequence parallelism, the residual between them is sharded over tokens (`sequence_parallel.py`). The LM head
+computes log-probs from vocabulary shards itself.
 """
 
 from __future__ import annotations
@@ -52,12 +57,17 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_
 def apply_tensor_parallel(
     part: nn.Module, tp_mesh: DeviceMesh, options: AxisOptions, *, shard_experts: bool = True
 ) -> None:
-    """Shard a part (its child `model`), or the library's model itself, over `tp_mesh`, in place; parameters may still
-    be on meta.
+    """Shard a part (its child `model`), or a transformers model, over `tp_mesh`, in place.
 
-    `shard_experts` False leaves experts whole, for expert parallelism. What the plan does not name stays whole on
-    every rank, with the same gradient everywhere. Raises ConfigError for a model without a plan, and for heads,
-    features or a plan that do not fit.
+    Parameters may be on the meta device. Modules without an entry in the plan are replicated, and their gradients are
+    equal
+    on all ranks.
+
+    Args:
+        shard_experts: False leaves experts unsharded, for expert parallelism.
+
+    Raises ConfigError for a model without a plan, for an invalid plan, and for heads or features that tp does not
+    divide.
     """
     from transformers import PreTrainedModel
 
@@ -87,9 +97,9 @@ def _apply_plan(
     shard_experts: bool,
     scattered: Collection[nn.Module] = (),
 ) -> None:
-    """Every style on its modules. The row-parallel layers of `scattered` blocks sum into shards of the tokens."""
+    """Apply the style of every module. Row-parallel layers of `scattered` blocks reduce-scatter over tokens."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = getattr(head, "weight", 0) is getattr(embedding, "weight", 1)  # a stage may have neither
+    is_tied = getattr(head, "weight", 0) is getattr(embedding, "weight", 1)  # A pipeline stage may have neither.
     attentions: set[nn.Module] = set()
     for name, module in list(model.named_modules()):
         style = _style_of(plan, name)
@@ -112,7 +122,7 @@ def _apply_plan(
 def cut_parameters(
     model: PreTrainedModel, options: AxisOptions, tp_size: int, *, shard_experts: bool = True
 ) -> Iterator[nn.Parameter]:
-    """What `apply_tensor_parallel` would cut, without ranks to cut it over: for planning."""
+    """Yield the parameters that `apply_tensor_parallel` would shard. Used for planning, without ranks."""
     plan = _checked_plan(model, options, tp_size)
     for name, module in model.named_modules():
         style = _style_of(plan, name)
@@ -128,7 +138,7 @@ def cut_parameters(
 
 
 def _checked_plan(model: PreTrainedModel, options: AxisOptions, tp_size: int) -> Plan:
-    """The model's own plan or the config's, for as many ranks. Raises ConfigError for heads that do not divide."""
+    """Return the plan of the model or of the config. Raises ConfigError if tp does not divide the heads."""
     plan = get_hf_tp_shard_plan(model) if options.tp_plan is None else custom_plan(options.tp_plan, model)
     check_heads(model.config, plan, tp_size)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -137,8 +147,9 @@ def _checked_plan(model: PreTrainedModel, options: AxisOptions, tp_size: int) ->
 
 
 def use_async_collectives(mesh: DeviceMesh) -> None:
-    """Let the compiler overlap the gathers and scatters of sequence parallelism with the products next to them, through
-    symmetric memory. It needs sequence parallelism, which is switched on with a warning, and CUDA.
+    """Overlap all-gathers and reduce-scatters of sequence parallelism with adjacent GEMMs, through symmetric memory.
+
+    The compiler does the overlap. Enables sequence parallelism with a warning. Raises ConfigError without CUDA.
     """
     if mesh.device_type != "cuda":
         raise ConfigError(
@@ -154,16 +165,16 @@ def use_async_collectives(mesh: DeviceMesh) -> None:
     warn("implied_setting", "enable_async_tensor_parallel enables sequence_parallel, whose communication it overlaps")
     inductor._micro_pipeline_tp = True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # needed in torch 2.11, done by itself in 2.13
+        warnings.simplefilter("ignore", FutureWarning)  # Needed in torch 2.11. Automatic since torch 2.13.
         enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def check_heads(config: PretrainedConfig, plan: Plan, tp_size: int) -> None:
-    """Refuse a tp size that does not divide the heads that the plan shards."""
+    """Raise ConfigError if `tp_size` does not divide the heads that the plan shards."""
     text = config.get_text_config()
     counts = {}
     for field, projections in (("num_key_value_heads", _KEY), ("num_attention_heads", _QUERY)):
-        count = getattr(text, field, None)  # not every family has key-value heads of its own
+        count = getattr(text, field, None)  # Some families have no separate number of key-value heads.
         if isinstance(count, int) and any(
             name.rpartition(".")[2] in projections and _is_local_colwise(style) for name, style in plan.items()
         ):
@@ -182,8 +193,11 @@ def check_heads(config: PretrainedConfig, plan: Plan, tp_size: int) -> None:
 
 
 def _is_uniform(model: nn.Module, block: nn.Module, plan: Plan) -> bool:
-    """Does everything in this block with parameters follow the plan: column-parallel layers on the block's input (and
-    norms of their heads), then one row-parallel layer that makes its output?
+    """Return whether every parameter of the block follows the plan.
+
+    Such a block has column-parallel layers on its input (and norms of their heads), and one row-parallel layer that
+    computes
+    its output.
     """
     prefix = name_of(model, block)
     num_outputs = 0
@@ -206,8 +220,8 @@ def _style_of(plan: Plan, name: str) -> ParallelStyle | None:
 
 
 def _keep_odd_vocabulary_whole(model: nn.Module, module: nn.Module | None, plan: Plan, tp_size: int) -> None:
-    """A table whose rows do not divide stays whole on every rank: uneven shards do not combine with FSDP2."""
-    weight = getattr(module, "weight", None)  # a pipeline stage may have neither table nor head
+    """Replicate an embedding or head whose rows tp does not divide, because FSDP2 does not support uneven shards."""
+    weight = getattr(module, "weight", None)  # A pipeline stage may have neither embedding nor head.
     name = name_of(model, module)
     if weight is not None and name in plan and weight.shape[0] % tp_size:
         logger.info("%s stays whole: its %d rows do not divide over tp_size=%d", name, weight.shape[0], tp_size)
@@ -217,24 +231,27 @@ def _keep_odd_vocabulary_whole(model: nn.Module, module: nn.Module | None, plan:
 def _apply_style(model: PreTrainedModel, name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
     if isinstance(style, MLAKeyProjection):
         style = MLAKeyProjection(model.config.get_text_config().qk_rope_head_dim)
-    if hasattr(module, "lora_A"):  # the adapter library's wrapper around the layer that the plan means
+    if hasattr(module, "lora_A"):  # The wrapper of peft around the layer in the plan.
         _apply_to_adapter(name, module, style, mesh)
         return
     if isinstance(style, ExpertsOverTP):
         returns_input = any(isinstance(child, nn.Identity) for child in module.children())
         if not is_experts(module) or returns_input or module.num_experts % mesh.size():  # type: ignore[operator]
-            return  # whole on every rank, like every module without a style
+            return  # Replicated, like modules without a style.
     else:
         _check_features(name, module, style, mesh.size())
     parallelize_module(module, mesh, style, src_data_rank=None)
-    for leaf, buffer in module._buffers.items():  # torch makes DTensors of them too; a scale stays a plain number
+    # torch converts buffers to DTensors too. Scales must stay plain tensors.
+    for leaf, buffer in module._buffers.items():
         if isinstance(buffer, DTensor):
             module._buffers[leaf] = buffer.to_local()
 
 
 def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """The wrapped layer as planned; of its adapter `B @ A`, the matrix with the sharded features likewise. The other
-    one is whole, and so is what passes between them.
+    """Shard the wrapped layer as planned, and one matrix of its adapter `B @ A`.
+
+    A column-parallel layer shards B over outputs, a row-parallel layer shards A over inputs. The other matrix and the
+    activations of rank r between them are replicated.
     """
     base = wrapper.get_base_layer()
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in wrapper.modules()):
@@ -244,7 +261,7 @@ def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: Devic
             keys=("model.lora.dropout", "mesh.tp_size"),
             fix="model.lora.dropout=0",
         )
-    if isinstance(style, MLAKeyProjection):  # works on what comes out, whole
+    if isinstance(style, MLAKeyProjection):  # This style acts on the replicated output.
         parallelize_module(wrapper, mesh, style)
         return
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
@@ -278,7 +295,7 @@ def _check_features(name: str, module: nn.Module, style: ParallelStyle, tp_size:
 
 
 def _shard_own_parameters(name: str, module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Parameters that the plan names themselves: by output features or heads (colwise), or input features (rowwise)."""
+    """Shard parameters with their own entry in the plan: over outputs or heads (colwise), or over inputs (rowwise)."""
     for leaf, param in list(module._parameters.items()):
         style = _style_of(plan, f"{name}.{leaf}")
         if param is None or style is None:
@@ -295,7 +312,7 @@ def _shard_own_parameters(name: str, module: nn.Module, plan: Plan, mesh: Device
 
 
 def _count_local_heads(attention: nn.Module, tp_size: int) -> None:
-    """Families that keep numbers of heads on the module split features by them: they must be this rank's."""
+    """Set the numbers of heads on the module to local values. Families reshape features with them."""
     for name in _HEAD_COUNTS:
         count = vars(attention).get(name)
         if isinstance(count, int):

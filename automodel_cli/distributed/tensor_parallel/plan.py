@@ -1,8 +1,8 @@
-"""Which module is sharded how over tp: the plans that Hugging Face models publish, as torch's parallel styles.
+"""Tensor-parallel plans of Hugging Face models, translated to torch's parallel styles.
 
-A plan maps names to style strings; `*` in a name stands for a layer number. Only the strings are used, none of the
-library's hooks. Where no plan is published (GPT-OSS attention) or only part of one (DeepSeek-V3 attention), entries are
-found by the structure of the model's modules, never by its name.
+A plan maps module names to style strings. `*` in a name matches a layer index. Only the strings are used, not the hooks
+of transformers. If a model publishes no plan (attention of GPT-OSS) or a partial one (attention of DeepSeek-V3),
+entries are derived from the structure of the modules, never from the name of the family.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Plan = dict[str, ParallelStyle]
-"""Module or parameter name, `*` for a layer number -> style."""
+"""Module or parameter name, with `*` for a layer index -> style."""
 
 
 def _gather_output() -> ParallelStyle:
@@ -63,8 +63,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "local_params": LocalParameters,
 }
 
-# What tensor parallelism leaves alone: copies, what belongs to expert parallelism (in old and new plans), and experts
-# that return their input, which need nothing where experts are sharded whole.
+# Styles without effect under tensor parallelism: replicated modules, styles of expert parallelism (of old and new
+# plans), and identity experts, which need nothing because experts are sharded as a whole.
 _NOT_TENSOR_PARALLEL = frozenset(
     {
         "replicate",
@@ -85,9 +85,9 @@ PLAN_STRINGS = tuple(sorted([*_STYLES, *_NOT_TENSOR_PARALLEL]))
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle | None:
-    """A plan string of transformers -> a new torch style; None for what tensor parallelism leaves alone.
+    """Translate a plan string of transformers to a torch style. None means replicated.
 
-    Raises TypeError for anything but a string, and ValueError with the known strings for an unknown one.
+    Raises TypeError if `style` is not a string, and ValueError with the known strings if it is unknown.
     """
     if not isinstance(style, str):
         raise TypeError(f"a tensor-parallel style is named by a string, not by {style!r} ({type(style).__name__})")
@@ -99,12 +99,12 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle | None:
 
 
 def get_hf_tp_shard_plan(model: PreTrainedModel) -> Plan:
-    """The model's published plan and our entries by structure, translated. Names are those of the model's modules.
+    """Return the published plan of a model plus structural entries, translated to torch styles.
 
-    Later wins: the class's own plan, the instance's, the base model's. The input embedding is sharded over the
+    Later plans override earlier ones: the class, the instance, the base model. The input embedding is sharded over the
     vocabulary unless the plan names it. Raises ConfigError for a model without a plan.
     """
-    # module name -> style string; wildcards for the layers: {"model.layers.*.mlp.up_proj": "colwise"}
+    # For example {"model.layers.*.mlp.up_proj": "colwise"}.
     strings = published_plan(model)
     structural = structural_plan(model)
     outer = {name_of(model, model.get_input_embeddings()), name_of(model, model.get_output_embeddings())}
@@ -116,15 +116,17 @@ def get_hf_tp_shard_plan(model: PreTrainedModel) -> Plan:
             keys=("parallelizer.tp_plan", "mesh.tp_size"),
             fix="mesh.tp_size=1, or parallelizer.tp_plan={module name: style, ...}",
         )
-    strings = {**strings, **structural}  # ours wins where both name a module
+    strings = {**strings, **structural}  # Structural entries override published ones.
     if embedding := name_of(model, model.get_input_embeddings()):
         strings.setdefault(embedding, "embedding_rowwise")
     return translate_plan(_without_state_layers(model, strings))
 
 
 def _without_state_layers(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """A plan is for attention and MLP. Where a layer that carries a state has modules of the same names (Kimi's), they
-    stay whole: its convolutions and gates know nothing of shards of heads."""
+    """Exclude state-space layers from the plan, which is for attention and MLP.
+
+    Some families (Kimi) reuse module names in such layers. Their convolutions and gates do not support sharded heads.
+    """
     names = [name for name, _ in model.named_modules()]
     states = [f"{name}." for name, module in model.named_modules() if getattr(module, "carries_state", False)]
     inside = {name for name in names if name.startswith(tuple(states))}
@@ -134,10 +136,10 @@ def _without_state_layers(model: nn.Module, plan: dict[str, str]) -> dict[str, s
 
 
 def published_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Style strings as the library publishes them, by full name: on classes, instances and configs, inner ones last."""
+    """Return the style strings that transformers publishes, by full module name. Inner modules override outer ones."""
     plan: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
     for prefix, module in model.named_modules():
-        own = getattr(module, "_tp_plan", None) or {}  # only the library's model classes have it
+        own = getattr(module, "_tp_plan", None) or {}  # Only model classes of transformers have it.
         is_base = getattr(module, "base_model", None) is module
         of_config = (module.config.base_model_tp_plan or {}) if is_base else {}  # type: ignore[union-attr]
         plan |= {f"{prefix}.{name}".lstrip("."): style for name, style in {**own, **of_config}.items()}
@@ -145,18 +147,22 @@ def published_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def structural_plan(model: nn.Module) -> dict[str, str]:
-    """Our own entries. Attention with sinks (GPT-OSS): one sink per head, sharded with the heads. Latent attention
-    (DeepSeek): heads are made by the `_b_` projections. Experts that the library calls through its interface.
+    """Return style strings for structures that published plans lack.
+
+    - Attention with sinks (GPT-OSS): one sink per head, sharded with the heads.
+    - Latent attention (DeepSeek): the `_b_` projections compute the heads.
+    - Experts that use the experts interface.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
         key = wildcard(name)
         children = dict(module.named_children())
-        # colwise: weights (out, in) cut over out, so each rank has whole heads; rowwise: over in, then a sum
+        # colwise shards weights [out, in] over out, so that each rank has complete heads. rowwise shards over in,
+        # followed by a sum.
         if "sinks" in module._parameters and {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
             plan |= {key: "local_params", f"{key}.sinks": "colwise", f"{key}.o_proj": "rowwise"}
             plan |= {f"{key}.{child}": "colwise" for child in ("q_proj", "k_proj", "v_proj")}
-        # latent attention: the compressed keys (B, T, rank) stay whole, heads are made of them by q_b and kv_b
+        # Latent attention: the compressed keys [B, T, rank] are replicated. q_b and kv_b compute the heads from them.
         if {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= children.keys():
             plan |= {f"{key}.kv_a_proj_with_mqa": "mla_kv_a_proj", f"{key}.o_proj": "rowwise"}
             heads = [child for child in ("q_proj", "q_b_proj", "kv_b_proj") if children.get(child) is not None]
@@ -167,8 +173,11 @@ def structural_plan(model: nn.Module) -> dict[str, str]:
 
 
 def custom_plan(given: object, model: PreTrainedModel) -> Plan:
-    """The user's `tp_plan`: a mapping of names to style strings or torch styles, a function of the model that returns
-    one, or the import path of either. It replaces the published plan.
+    """Return the `tp_plan` of the user, which replaces the published plan.
+
+    Args:
+        given: a mapping of module names to style strings or torch styles, a function of the model that returns such a
+            mapping, or the import path of either.
     """
     plan = _import(given) if isinstance(given, str) else given
     if callable(plan):
@@ -182,7 +191,7 @@ def custom_plan(given: object, model: PreTrainedModel) -> Plan:
 
 
 def translate_plan(plan: Mapping[str, Any]) -> Plan:
-    """Strings become styles, styles stay; what tensor parallelism leaves alone is left out."""
+    """Translate strings to torch styles, and remove entries without effect."""
     styles = {
         name: style if isinstance(style, ParallelStyle) else translate_to_torch_parallel_style(style)
         for name, style in plan.items()
@@ -191,7 +200,7 @@ def translate_plan(plan: Mapping[str, Any]) -> Plan:
 
 
 def wildcard(name: str) -> str:
-    """ "model.layers.3.mlp" -> "model.layers.*.mlp": how plans name modules."""
+    """Replace layer indices as plans do: "model.layers.3.mlp" -> "model.layers.*.mlp"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -200,7 +209,7 @@ def name_of(model: nn.Module, module: nn.Module | None) -> str | None:
 
 
 def _import(path: str) -> object:
-    """What an import path names, in a package that is loaded already: a config may not decide what code is loaded."""
+    """Import an object from a package that is already loaded. A config must not decide which code is loaded."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name or module_name.partition(".")[0] not in sys.modules:
         raise ConfigError(

@@ -1,12 +1,19 @@
-"""Sequence parallelism: between a layer's blocks the residual is sharded over tokens, over the same ranks as tp.
+"""Sequence parallelism: shard the residual between the blocks of a layer over tokens, on the ranks of tp.
 
-From the part's first own layer to its last one, every rank holds ceil(T / tp) tokens of each row. Norms work on those;
-attention and MLP (mixtures of experts too) gather all tokens at their input and give back this rank's share. So what
-comes before and after the layers, other pipeline stages and the head see whole rows. (The residual is sharded at the
-first layer's input, not at the embedding: models size masks and rotary tables by what they embed.)
+From the first to the last layer of the part, each rank has t = ceil(T / tp) tokens of each sequence. Norms run on these
+tokens. Attention and MLP (also mixtures of experts) all-gather the tokens at their input and reduce-scatter their
+output::
 
-A block whose layers all follow the plan gathers into a DTensor: the column-parallel layers then leave its gradient
-partial, and one reduce-scatter serves them all. Any other block gathers a plain tensor, whose gradient is whole.
+    [B, t, D] norm -> all-gather -> [B, T, D] attention -> reduce-scatter -> [B, t, D] + residual
+
+The code before the first and after the last layer, other pipeline stages and the head use full sequences. The residual
+is sharded at the input of the first layer and not at the embedding, because models derive masks and rotary tables from
+the embedding output.
+
+If all layers of a block follow the plan, the block gathers into a DTensor. Its column-parallel layers leave the
+gradient
+partial, so that one reduce-scatter is enough for all of them. Any other block gathers a plain tensor, whose gradient is
+complete on every rank.
 """
 
 from __future__ import annotations
@@ -24,24 +31,31 @@ from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.scatter_gather import gather_from_group, padding, scatter_to_group
 from automodel_cli.distributed.tensor_parallel.styles import SumParameterGradients
 
-_TOKENS = 1  # the dim of hidden_BTD
+_TOKENS = 1  # Token dimension of hidden_BTD.
 
 
 def shard_tokens(hidden_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's tokens of what every rank has; the last ranks' are padded with zeros. The backward gathers."""
+    """Return the local tokens of a replicated tensor, [B, T, D] -> [B, t, D]. The last ranks may have zero padding.
+
+    The backward all-gathers.
+    """
     return scatter_to_group(hidden_BTD, mesh.get_group(), _TOKENS, padded=True)
 
 
 def gather_tokens(hidden_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
-    """All tokens, for every rank to use alike: the backward takes this rank's share."""
+    """All-gather the tokens, [B, t, D] -> [B, T, D], for identical use on every rank. The backward takes the local
+    tokens.
+    """
     return gather_from_group(hidden_BtD, num_tokens, mesh.get_group(), _TOKENS)
 
 
 def apply_sequence_parallel(layers: list[nn.Module], mesh: DeviceMesh, uniform: set[nn.Module]) -> None:
-    """Shard the residual of these consecutive layers, which are tensor parallel already, in place.
+    """Shard the residual of consecutive tensor-parallel layers over tokens, in place.
 
-    `uniform`: blocks in which every parameter follows the plan and whose last layer is `scattering`.
-    Raises ConfigError for a layer with parameters of its own, whose place in the layer is not known.
+    Args:
+        uniform: blocks in which every parameter follows the plan, and whose output layer is `scattering`.
+
+    Raises ConfigError for a layer with parameters outside its submodules, because their use is unknown.
     """
     for layer in layers:
         for block in blocks(layer):
@@ -67,8 +81,9 @@ def apply_sequence_parallel(layers: list[nn.Module], mesh: DeviceMesh, uniform: 
 
 
 def share_input(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Without sequence parallelism: hand a uniform block its tokens as a DTensor, so that the gradients through its
-    column-parallel layers are summed over tp once, not layer by layer.
+    """Pass the input of a uniform block as a DTensor, without sequence parallelism.
+
+    The gradients of its column-parallel layers are then summed over tp once and not per layer.
     """
 
     def as_replicated(hidden_BTD: Tensor) -> DTensor:
@@ -80,12 +95,15 @@ def share_input(block: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def scattering() -> RowwiseParallel:
-    """The row-parallel layer that ends a uniform block: its sum over tp comes out sharded over tokens."""
+    """Return the style of the row-parallel layer that ends a uniform block.
+
+    Its output is reduce-scattered over tokens.
+    """
     return _Scattering(output_layouts=Shard(_TOKENS))
 
 
 class _Scattering(RowwiseParallel):
-    """A row alone is scattered along the first dim: no copy of its parts side by side."""
+    """Scatters a batch of one sequence along its first dimension, which avoids a copy that interleaves the shards."""
 
     @staticmethod
     def _prepare_output_fn(layouts: Any, use_local: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
@@ -96,12 +114,12 @@ class _Scattering(RowwiseParallel):
 
 
 def blocks(layer: nn.Module) -> Iterator[nn.Module]:
-    """The children that see all tokens: attention, MLP."""
+    """Yield the children that need all tokens: attention and MLP."""
     yield from (child for child in layer.children() if not _is_norm(child) and any(True for _ in child.parameters()))
 
 
 def norms(layer: nn.Module) -> Iterator[nn.Module]:
-    """The children that act on each token alone, with parameters of every rank."""
+    """Yield the children that process each token independently, with replicated parameters. Raises ConfigError."""
     if next(layer.parameters(recurse=False), None) is not None:
         names = [name for name, _ in layer.named_parameters(recurse=False)]
         raise ConfigError(
@@ -138,8 +156,9 @@ def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
 
 
 def _gather_partial(own_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
-    """All tokens as a DTensor, whose gradient may stay partial until it is scattered."""
-    if len(own_BtD) == 1:  # gathered along the first dim, which needs no copy to put the parts in order
+    """All-gather the tokens into a DTensor whose gradient may stay partial until it is scattered."""
+    # One sequence is gathered along the first dimension, which needs no copy to reorder the shards.
+    if len(own_BtD) == 1:
         rows_tD = DTensor.from_local(own_BtD[0], mesh, [Shard(0)], run_check=False)
         whole = rows_tD.redistribute(placements=[Replicate()]).unsqueeze(0)
     else:
@@ -149,8 +168,9 @@ def _gather_partial(own_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tenso
 
 
 def _num_tokens(kwargs: dict[str, Any], own_BtD: Tensor, mesh: DeviceMesh) -> int:
-    """Tokens of a row, without padding where positions tell: layers and attention get them, an MLP does not and may as
-    well work on the padding.
+    """Return the tokens of a sequence, without padding if positions are given.
+
+    Layers and attention receive positions. An MLP does not, and also processes the padding.
     """
     positions_BT = kwargs.get("position_ids")
     return own_BtD.shape[_TOKENS] * mesh.size() if positions_BT is None else positions_BT.shape[-1]
@@ -168,7 +188,7 @@ def _refuse_padding(num_tokens: int, tp_size: int) -> None:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among a module's inputs: by the name that the library gives them, or the first one."""
+    """Return the hidden states among the inputs of a module: by keyword, or the first argument."""
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return hidden
 
@@ -182,5 +202,5 @@ def _with_hidden(
 
 
 def _with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Blocks and layers return hidden states, alone or first in a tuple."""
+    """Change the hidden states in the output of a block or layer, which may be the first entry of a tuple."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

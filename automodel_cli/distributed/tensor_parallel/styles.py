@@ -1,8 +1,8 @@
-"""Tensor-parallel styles that torch lacks: what Hugging Face plans ask for beyond column- and row-parallel layers.
+"""Tensor-parallel styles of Hugging Face plans that torch lacks.
 
-All of them work inside autograd: a gradient is summed over tp where it arises, once per backward. So they are right
-with several microbatches, with recomputation, and under FSDP2, which swaps parameters behind a module's back. (The
-library's own hook all-reduces the accumulated `.grad` after each backward: wrong from the second one on.)
+All styles communicate inside autograd: a gradient is summed over tp where it is computed, once per backward. So they
+support several microbatches, recomputation, and FSDP2, which replaces parameters of a module. In contrast, the hook of
+transformers all-reduces the accumulated `.grad` after each backward, which is wrong from the second microbatch on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand the same tensor to others
+        grad = grad.clone(memory_format=torch.contiguous_format)  # Autograd may pass the same tensor to other nodes.
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
@@ -46,17 +46,17 @@ class _SumValue(torch.autograd.Function):
 
 
 def sum_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same value; its gradient is summed over the mesh. For what every rank has and uses differently."""
+    """Return the same value, and sum its gradient over the mesh. For replicated tensors that ranks use differently."""
     return _SumGradient.apply(tensor, mesh.get_group())  # type: ignore[no-any-return]
 
 
 def sum_value(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the mesh; each rank's part gets the whole gradient. For parts of one result."""
+    """Sum over the mesh, and pass the gradient unchanged to each rank. For partial results."""
     return _SumValue.apply(tensor, mesh.get_group())  # type: ignore[no-any-return]
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace a parameter by this rank's shard of it, a DTensor. Every rank must hold the same whole; no collective."""
+    """Replace a replicated parameter by its local shard, a DTensor. No communication."""
     param = module._parameters[name]
     assert param is not None
     sharded = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
@@ -64,7 +64,7 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: P
 
 
 def swap_parameters(module: nn.Module, swap: Callable[[Tensor], Tensor]) -> None:
-    """Run the module's forward on `swap(parameter)` in place of each of its own parameters."""
+    """Run the forward of the module with `swap(parameter)` in place of each parameter that it owns."""
     forward = module.forward
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
@@ -80,12 +80,12 @@ def swap_parameters(module: nn.Module, swap: Callable[[Tensor], Tensor]) -> None
 
 
 def to_local(param: Tensor) -> Tensor:
-    """This rank's shard, inside autograd; a plain tensor is its own."""
+    """Return the local shard, inside autograd. A plain tensor is returned unchanged."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
 class SumParameterGradients(ParallelStyle):
-    """Whole parameters that each rank applies to its own heads or tokens: their gradients are summed over tp."""
+    """Replicated parameters that each rank applies to its own heads or tokens. Their gradients are summed over tp."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         swap_parameters(module, lambda param: sum_gradient(param, device_mesh))
@@ -93,7 +93,7 @@ class SumParameterGradients(ParallelStyle):
 
 
 class LocalParameters(ParallelStyle):
-    """Hand the module its own sharded parameters as plain local tensors: attention sinks, one value per head."""
+    """Pass sharded parameters to the module as plain local tensors. Used for attention sinks, one value per head."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         swap_parameters(module, to_local)
@@ -101,9 +101,10 @@ class LocalParameters(ParallelStyle):
 
 
 class MLAKeyProjection(ParallelStyle):
-    """The joint projection of latent attention stays whole. Its compressed part feeds a column-parallel layer, which
-    already sums the gradient of its input; its last `rope_dim` features are a key that all heads share, so their
-    gradient is summed here.
+    """The joint key projection of latent attention, replicated.
+
+    The compressed part feeds a column-parallel layer, which already sums the gradient of its input. The last `rope_dim`
+    features are a key that all heads share, so their gradient is summed here.
     """
 
     def __init__(self, rope_dim: int | None = None):
@@ -123,9 +124,10 @@ class MLAKeyProjection(ParallelStyle):
 
 
 class PackedColwise(ParallelStyle):
-    """A linear layer whose output features are `num_packed` blocks (gate and up): each rank gets its part of each.
+    """A linear layer whose outputs are `num_packed` blocks (gate and up). Each rank gets a shard of each block.
 
-    The weight is stored in contiguous shards, which checkpoints can describe, so the whole output is gathered first.
+    Example: outputs [g0 g1 u0 u1] on 2 ranks. Rank 0 needs g0 and u0, but stores the contiguous shard g0 g1, which
+    checkpoints can describe. Therefore the output is all-gathered first.
     """
 
     def __init__(self, num_packed: int = 2):
@@ -145,7 +147,7 @@ class PackedColwise(ParallelStyle):
 
 
 class SumOutput(ParallelStyle):
-    """The module's output is a part of a sum over tp."""
+    """The output of the module is a partial sum over tp."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(lambda module, args, out: sum_value(out, device_mesh))
@@ -153,10 +155,11 @@ class SumOutput(ParallelStyle):
 
 
 class ExpertsOverTP(ParallelStyle):
-    """Each tp rank owns some experts whole and computes only those, for the tokens that all tp ranks have.
+    """Each tp rank owns complete experts and computes them for the tokens that all tp ranks have.
 
-    Plans cut every expert's features instead; whole experts give the same sums, keep shards contiguous (so that
-    checkpoints can describe them), and need no case for transposed, interleaved or biased experts.
+    Plans shard the features of every expert instead. Complete experts give the same sums and have contiguous shards,
+    which
+    checkpoints can describe. Transposed, interleaved and biased experts need no special case.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -173,7 +176,8 @@ class ExpertsOverTP(ParallelStyle):
             is_own_NK = (index_NK >= first) & (index_NK < first + num_local)
             token_P, choice_P = is_own_NK.nonzero(as_tuple=True)
             index_P, weights_P = index_NK[token_P, choice_P] - first, weights_NK[token_P, choice_P]
-            if len(token_P) == 0:  # one token for nothing: every rank must give its experts a gradient
+            # Use one token with weight 0, because every rank must compute a gradient of its experts.
+            if len(token_P) == 0:
                 token_P, index_P, weights_P = token_P.new_zeros(1), index_P.new_zeros(1), weights_NK[:1, 0] * 0
             tokens_PD = sum_gradient(hidden_ND, device_mesh)[token_P]
             out_PD = forward(tokens_PD, index_P[:, None], weights_P[:, None])
@@ -185,7 +189,7 @@ class ExpertsOverTP(ParallelStyle):
 
 
 class PackedRowwise(ParallelStyle):
-    """For experts whose packed features come last; `ExpertsOverTP` shards those whole. No linear layer has it."""
+    """Packed experts, which `ExpertsOverTP` shards as a whole. No linear layer uses this style."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise ConfigError(

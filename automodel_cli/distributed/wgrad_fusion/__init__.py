@@ -1,0 +1,1 @@
+"""Weight-gradient GEMMs that accumulate directly into the float32 main gradient."""

@@ -1,9 +1,8 @@
-"""Gradients of experts' weights, added to the float32 sum over microbatches in the products that make them.
+"""Accumulate weight gradients of experts directly into the float32 main gradient, with one GEMM per expert.
 
-torch's grouped product cannot add to what it writes, which is then read and added. Where an expert has work enough for
-a product of its own (`product_speed.adds_faster`), one product for each expert that adds (`added.add_product_`) is
-sooner done; how many rows each has is known to the host since the dispatch. An operator of its own, so that a dry run
-sees which products it stands for.
+torch's grouped GEMM cannot accumulate: its result is written, then read and added. If experts have enough rows
+(`gemm_timings.adds_faster`), one accumulating GEMM per expert (`linear.add_product_`) is faster. Token dispatch already
+provides the number of rows on the host. A custom operator makes the GEMMs visible to a dry run.
 """
 
 from __future__ import annotations
@@ -16,8 +15,12 @@ from automodel_cli.distributed.wgrad_fusion.linear import add_product_
 
 @torch.library.custom_op("automodel::add_grouped_", mutates_args=("total_LIO",))
 def add_grouped_(total_LIO: Tensor, left_NI: Tensor, right_NO: Tensor, count_L: list[int], first: bool) -> None:
-    """`total_LIO[l] += left_NI[rows of l].T @ right_NO[rows of l]`: the first `count_L[0]` rows are of expert 0, and so
-    on. With `first` the sum is overwritten."""
+    """Compute `total_LIO[l] += left_NI[rows of l].T @ right_NO[rows of l]`.
+
+    Args:
+        count_L: rows of each expert, which are consecutive.
+        first: overwrite the sum.
+    """
     begin = 0
     for total_IO, count in zip(total_LIO, count_L, strict=True):
         rows = slice(begin, begin + count)

@@ -1,11 +1,16 @@
-"""Gradients of linear layers that products add to, where autograd would make a tensor and add it afterwards.
+"""Linear layers whose weight-gradient GEMM accumulates directly into the float32 main gradient.
 
-While one backward makes all gradients of a microbatch (`whole_backward`), a layer's weight gradient is added by its
-product to the float32 sum over microbatches that the strategy keeps (`MainGrad`), and layers that read one tensor add
-to one gradient of it. In between nothing is rounded, written or read again. Elsewhere layers are torch's.
+Autograd would write a gradient tensor, round it to the dtype of the weight, and add it afterwards. Inside
+`single_backward`, the GEMM adds to the float32 sum over microbatches that the strategy owns (`MainGrad`). Layers that
+read the same input also accumulate one input gradient::
 
-Where several layers read one tensor, autograd decides when its gradient is complete: they read an alias, whose own
-node runs after all of theirs. So a layer whose result is not used, or another reader, changes nothing.
+    dW += dy^T x      one GEMM into float32      (instead of GEMM, write, read, add)
+    dx += dy W        one GEMM per reader of x   (q, k and v projections share dx)
+
+Outside `single_backward`, the layers are torch's.
+
+Readers of one tensor share an alias of it. Autograd runs the node of the alias after the nodes of all its readers, when
+the input gradient is complete. Unused results and other readers of the tensor are supported.
 
 Shapes: T tokens, I inputs, O outputs.
 """
@@ -27,15 +32,22 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 
 class MainGrad(Protocol):
-    """Where a strategy sums the gradient of one parameter over microbatches before ranks do."""
+    """Sum of the gradient of one parameter over microbatches, before reduction over ranks.
+
+    Implemented by a strategy.
+    """
 
     def place(self, gradient_dtype: torch.dtype) -> tuple[Tensor, bool] | None:
-        """The local sum, and whether it must be overwritten, being new; None where autograd has to make the gradient.
-        For gradients that come in this dtype."""
+        """Return the local sum and whether to overwrite it because it is new. None if autograd must compute the
+        gradient.
+
+        Args:
+            gradient_dtype: dtype of the gradients that would be added.
+        """
 
 
 class WgradFusedLinear(nn.Linear):
-    """A layer that `convert` has made; it is never constructed."""
+    """Created by `fuse_wgrad`, never constructed."""
 
     weight_sum: MainGrad | None
 
@@ -58,20 +70,19 @@ class WgradFusedLinear(nn.Linear):
 
 
 def fuse_wgrad(linear: nn.Linear, weight_sum: MainGrad | None) -> None:
-    """Let a linear layer of torch's own class work so from now on, in place. Without a sum only inputs' gradients are
-    added in products."""
+    """Convert a `torch.nn.Linear` in place. Without a main gradient, only input gradients accumulate."""
     assert type(linear) is nn.Linear, f"{type(linear).__name__} computes something else"
     linear.__class__ = WgradFusedLinear
     linear.weight_sum = weight_sum  # type: ignore[assignment]
 
 
 def set_main_grad(module: nn.Module, sums: dict[str, MainGrad]) -> None:
-    """Tell a module that adds gradients of its parameters by itself where, by their names."""
+    """Register the main gradients of a module that accumulates them itself, by parameter name."""
     _sums[module] = sums
 
 
 def main_grad_of(module: nn.Module) -> dict[str, MainGrad]:
-    """What the module was told; nothing outside of a `whole_backward`."""
+    """Return the registered main gradients. Empty outside `single_backward`."""
     return _sums.get(module, {}) if _is_whole else {}
 
 
@@ -79,19 +90,23 @@ _sums: weakref.WeakKeyDictionary[nn.Module, dict[str, MainGrad]] = weakref.WeakK
 
 
 def weight_sum_of(linear: nn.Module) -> MainGrad | None:
-    """For a function of its own that computes what this layer does, with a weight that no rank shares."""
+    """Return the main gradient of a layer whose computation is replaced, if its weight is not sharded."""
     if not _is_whole or not isinstance(linear, WgradFusedLinear) or isinstance(linear.weight, DTensor):
         return None
     return linear.weight_sum
 
 
-_is_whole = False  # a plain global: backward runs layers again on threads of its own
+_is_whole = False  # A global and not thread-local, because backward recomputes layers in other threads.
 
 
 @contextmanager
 def single_backward(yes: bool = True) -> Iterator[None]:
-    """Around every forward and backward of a microbatch whose backward is one run of autograd over all of its graph,
-    once. Not where gradients of inputs and of weights are made apart: nodes would run, and add, twice."""
+    """Enable accumulation in the forward and backward of a microbatch.
+
+    Backward must run once over the complete graph. Schedules that split the backward into input and weight gradients
+    would
+    run nodes, and accumulate, twice.
+    """
     global _is_whole
     before, _is_whole = _is_whole, yes
     try:
@@ -101,7 +116,7 @@ def single_backward(yes: bool = True) -> Iterator[None]:
 
 
 def of_local(local: Tensor, param: Tensor) -> Tensor:
-    """A local gradient as what autograd wants for `param`."""
+    """Convert a local gradient to the type that autograd expects for `param`."""
     if not isinstance(param, DTensor):
         return local
     return DTensor.from_local(
@@ -110,7 +125,7 @@ def of_local(local: Tensor, param: Tensor) -> Tensor:
 
 
 class _InputGradient:
-    """What the layers that read one tensor have added so far."""
+    """Input gradient that the readers of one tensor accumulate."""
 
     def __init__(self) -> None:
         self.sum_TI: Tensor | None = None
@@ -127,13 +142,13 @@ class _InputGradient:
 
 
 class _Alias(torch.autograd.Function):
-    """[T, I] of the same memory. Its node is where the gradients of all readers meet."""
+    """Return a view of the input as `[T, I]`. Its backward runs after all readers of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: _InputGradient) -> Tensor:
         ctx.gradient, ctx.shape = gradient, x.shape
         ctx.set_materialize_grads(False)
-        # `detach`: does not keep `x` alive, and shares its version, so that a change in place is an error as ever
+        # `detach` does not keep `x` alive. It shares the version counter, so in-place changes still raise an error.
         return x.detach().reshape(-1, x.shape[-1])
 
     @staticmethod
@@ -146,7 +161,7 @@ class _Alias(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Reading:
-    """A tensor that was read, while it lives, and the alias that its readers share."""
+    """The last tensor that was read, as a weak reference, and the alias that its readers share."""
 
     of: weakref.ref[Tensor]
     version: int
@@ -171,14 +186,14 @@ def _alias(x: Tensor) -> tuple[Tensor, _InputGradient | None]:
 
 
 def _forget(of: weakref.ref[Tensor]) -> None:
-    """The alias must not hold memory that its tensor does not."""
+    """Release the alias together with its tensor."""
     global _latest
     if _latest is not None and _latest.of is of:
         _latest = None
 
 
 def _local_of(x: DTensor, grad_placements: list[Placement]) -> Tensor:
-    """The same tensor for all readers of `x`, so that they are known to read one."""
+    """Return one local tensor for all readers of `x`, so that they share an alias."""
     known: tuple[list[Placement], Tensor] | None = getattr(x, "_automodel_local", None)
     if known is None or known[0] != grad_placements:
         known = (grad_placements, x.to_local(grad_placements=grad_placements))
@@ -187,7 +202,7 @@ def _local_of(x: DTensor, grad_placements: list[Placement]) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps what torch's linear layer keeps."""
+    """Linear function that saves the same tensors as torch's."""
 
     @staticmethod
     def forward(
@@ -224,8 +239,11 @@ class _Linear(torch.autograd.Function):
 
 
 def add_product_(total_VD: Tensor, left_Vs: Tensor, right_sD: Tensor, *, first: bool = False) -> None:
-    """`total_VD += left_Vs @ right_sD`, in the sum's dtype whatever the factors have: one product, where the device
-    can. With `first`, `total_VD` is overwritten instead, and need not be zeroed before."""
+    """Compute `total_VD += left_Vs @ right_sD` in the dtype of the sum, with one GEMM if the device supports it.
+
+    Args:
+        first: overwrite `total_VD`, which may be uninitialized.
+    """
     if total_VD.dtype == right_sD.dtype:
         torch.mm(left_Vs, right_sD, out=total_VD) if first else total_VD.addmm_(left_Vs, right_sD)
     elif total_VD.dtype == torch.float32 and _products_add_in_float32(right_sD.device.type, right_sD.dtype):
@@ -241,8 +259,9 @@ def add_product_(total_VD: Tensor, left_Vs: Tensor, right_sD: Tensor, *, first: 
 
 @functools.cache
 def _products_add_in_float32(device: str, dtype: torch.dtype) -> bool:
-    """Whether `addmm` accumulates products of `dtype` in place in float32, by trying it: neither all devices nor all
-    versions of torch can."""
+    """Return whether `addmm` accumulates GEMMs of `dtype` in place in float32. Tested, because not all devices and
+    versions of torch do.
+    """
     total, ones = torch.full((16, 16), 1000.0, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
         torch.mm(ones, ones, out_dtype=torch.float32, out=torch.empty_like(total))

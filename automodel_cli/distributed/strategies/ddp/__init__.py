@@ -1,1 +1,1 @@
-"""Whole copies, gradients summed in buckets."""
+"""Distributed data parallelism: replicated parameters, gradients summed in buckets."""

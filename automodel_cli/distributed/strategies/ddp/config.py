@@ -1,4 +1,4 @@
-"""The node of DDP. Torch-free at import."""
+"""Config node of DDP. Torch-free at import."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from automodel_cli.distributed.strategies.base import (
 class DDPConfig(BuiltInStrategy):
     """Replicated model on every rank; gradients are reduced in buckets during backward.
 
-    `broadcast_buffers`: copy rank 0's buffers before each forward. `find_unused_parameters`: search the graph for
-    parameters without gradient (slower). `static_graph`: promise that the same parameters are used every step
-    (one microbatch per step only: torch's DDP cannot both record the graph and defer the reduction).
-    `bucket_cap_mb`: bucket size in MiB, null = torch's choice. `gradient_as_bucket_view`: gradients live in the buckets
-    (less memory).
+    `static_graph` supports one microbatch per step only, because torch's DDP cannot both record the graph and defer the
+    reduction.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "fp8", "sampler", "mtp"})
@@ -47,5 +44,5 @@ class DDPConfig(BuiltInStrategy):
             )
 
     def storage(self) -> MemoryTraits:
-        """The wrapper's buckets are a second copy of the gradients, unless these live in the buckets."""
+        """Return the memory traits. Buckets are a second copy of the gradients, unless gradients are views of them."""
         return MemoryTraits(gradient_copies=1 if self.gradient_as_bucket_view else 2)

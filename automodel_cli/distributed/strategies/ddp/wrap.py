@@ -1,4 +1,4 @@
-"""DDP around one part, with gradients summed instead of averaged."""
+"""Wrap a part in DDP, with gradients summed instead of averaged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class DDPSharded(Sharded):
-    """Whole copies; the wrapper runs, and reduces while backward does."""
+    """Handle of a replicated part. The wrapper runs, and reduces gradients during backward."""
 
     def __init__(self, part: nn.Module, wrapped: DistributedDataParallel):
         super().__init__(part)
@@ -45,12 +45,16 @@ class DDPSharded(Sharded):
 
 
 def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> nn.Module:
-    """Wrap a part whose parameters are whole on every rank. Meta parameters are allocated first, still unfilled: DDP
-    builds its buckets around the tensors themselves. Whoever fills them must give every rank the same values. A part
-    that trains nothing has nothing to reduce, and stays as it is."""
+    """Wrap a part whose parameters are replicated.
+
+    Parameters on the meta device are allocated without values first, because DDP builds its buckets around the tensors.
+    They must be set to the same values on every rank afterwards. A part without trainable parameters is returned
+    unwrapped.
+    """
     layers = prepare_layers(part, config, mesh.device.type)
     if config.enable_compile is True:
-        # Cuts graphs at bucket boundaries, which layers do already, and cannot cut a checkpointed layer.
+        # optimize_ddp splits graphs at bucket boundaries. Layers are separate graphs already, and a checkpointed layer
+        # cannot be split.
         torch._dynamo.config.optimize_ddp = False
     materialize(part, mesh.device)
     if not any(param.requires_grad for param in part.parameters()):
@@ -72,14 +76,18 @@ def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> nn.Module
 
 
 def prepare_ddp_stage(part: nn.Module, mesh: Mesh, config: DDPConfig) -> None:
-    """Prepare one stage of a pipeline in place. DDP's reducer does not know when a step's last backward is over, so the
-    stage gets no wrapper, and the pipeline sums the gradients."""
+    """Prepare one pipeline stage in place.
+
+    The reducer of DDP cannot detect the last backward of a step. Therefore the stage is not wrapped, and the pipeline
+    sums
+    the gradients.
+    """
     config.check_mesh(mesh.layout.to_config())
     prepare_layers(part, config, mesh.device.type)
     materialize(part, mesh.device)
 
 
 def _all_reduce_sum(group, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
-    """DDP communication hook: unlike torch's own, it does not divide by the number of ranks."""
+    """DDP communication hook that sums. torch's own hook divides by the number of ranks."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

@@ -1,1 +1,1 @@
-"""Fully sharded data parallelism and hybrid sharding, by torch."""
+"""Fully sharded data parallelism (FSDP2) and hybrid sharding of torch."""

@@ -1,4 +1,4 @@
-"""The node of FSDP2 and its policies. Torch-free at import: `.build` makes torch's policy objects on the rank."""
+"""Config node of FSDP2 and its policies. Torch-free at import: `.build` creates torch's policy objects on the rank."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ EXPERT_DISPATCH = ("all_to_all", "deepep")
 class MixedPrecision:
     """Dtypes of FSDP2. null: the dtype of the parameters (`model.dtype`), which the optimizer updates.
 
-    `param_dtype`: gathered parameters, and so what products run in. `reduce_dtype`: sums of gradients over ranks.
-    `output_dtype`: what the whole part returns, never single layers; null lets hidden states travel between pipeline
-    stages as computed. Log-probs are float32 in any case.
+    `output_dtype` applies to the output of the whole part, never to single layers. null sends hidden states between
+    pipeline
+    stages as computed. Log-probs are always float32.
     """
 
     param_dtype: str | None = "bfloat16"
@@ -61,9 +61,9 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Keep parameters, gradients and optimizer state in host memory; copy each layer to the device when it runs.
+    """Keep parameters, gradients and optimizer state in host memory, and copy each layer to the device when it runs.
 
-    `pin_memory` makes the copies asynchronous. It is a CUDA notion, so it has no effect where the device is the CPU.
+    `pin_memory` makes the copies asynchronous. It has no effect on a CPU.
     """
 
     pin_memory: bool = True
@@ -93,22 +93,21 @@ class TorchOffload(Protocol):
 class FSDP2Config(BuiltInStrategy):
     """Fully sharded data parallelism, and hybrid sharding with `mesh.dp_replicate_size`.
 
-    `sequence_parallel`, `tp_plan`, `enable_async_tensor_parallel`: tensor parallelism (need mesh.tp_size > 1).
-    `patch_is_packed_sequence`: keep the library's own attention from searching every batch for packed rows, which waits
-    for the device. For unpacked data only; `model.attn_implementation=packed` never searches.
-    `mp_policy`: null = `MixedPrecision()`, bfloat16 compute with float32 reduction; or MixedPrecision, or torch's
-    MixedPrecisionPolicy. `offload_policy`: null, CPUOffload, or torch's CPUOffloadPolicy.
-    `autocast_dtype` wants an `mp_policy` that leaves parameters in float32: autocast casts nothing that is bfloat16.
-    `defer_fsdp_grad_sync`: reduce gradients on the last microbatch only; false reduces on each (less memory, more
-    communication, the same sum, kept in `model.dtype` between microbatches).
-    `enable_fsdp2_prefetch`: gather `fsdp2_forward_prefetch_depth` / `fsdp2_backward_prefetch_depth` layers ahead.
-    `context_parallel`: how attention reaches the keys of other ranks where mesh.cp_size > 1. "all_gather" holds all of
-    them during one layer; "ring" passes them around, for rows so long that this is too much. The numbers are the same.
-    `expert_dispatch`: how tokens reach experts on other ranks where mesh.ep_size > 1. "all_to_all" is torch's; "deepep"
-    are DeepEP's kernels (CUDA, a package of their own), which send a token once to a rank with several of its experts.
-    `keep_cast_experts`: true gathers and casts the experts of each layer once a step; false forward and backward of
-    each microbatch, and holds those of three layers instead of all. "auto" keeps them where `activation_checkpointing:
-    auto` finds room beside what it chose, else not. Under a pipeline they stay in any case.
+    Notes on single options:
+
+    - `sequence_parallel`, `tp_plan` and `enable_async_tensor_parallel` need mesh.tp_size > 1.
+    - `patch_is_packed_sequence` is for unpacked data only. `model.attn_implementation=packed` never searches batches.
+    - `mp_policy` is null, MixedPrecision, or torch's MixedPrecisionPolicy. `offload_policy` is null, CPUOffload, or
+      torch's
+      CPUOffloadPolicy.
+    - `autocast_dtype` needs an `mp_policy` that keeps parameters in float32, because autocast casts float32 only.
+    - `defer_fsdp_grad_sync=false` gives the same sums. They are stored in `model.dtype` between microbatches.
+    - `context_parallel`: both values give the same results. "ring" is for sequences whose keys do not fit into memory.
+    - `expert_dispatch=deepep` needs CUDA and the package deep_ep. It sends a token once to a rank with several of its
+      experts.
+    - `keep_cast_experts=true` gathers and casts experts once per step. false does so in forward and backward of each
+      microbatch, and keeps the experts of three layers in memory instead of all. "auto" keeps them if
+      `activation_checkpointing: auto` leaves enough memory. Under a pipeline they are always kept.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"pp", "tp", "cp", "ep", "hsdp", "nf4", "fp8", "sampler", "mtp"})
@@ -116,7 +115,7 @@ class FSDP2Config(BuiltInStrategy):
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions along the sequence."""
     tp_plan: Any = field(default=None, metadata=trust.imports())
-    """Import path of a tensor-parallel plan, or the plan itself by module name. null: the model's own plan."""
+    """Import path of a tensor-parallel plan, or the plan itself by module name. null: the plan of the model."""
     patch_is_packed_sequence: bool = False
     """Disable transformers' packed-sequence detection, which synchronizes with the device."""
     mp_policy: MixedPrecision | TorchMixedPrecision | None = None
@@ -167,7 +166,10 @@ class FSDP2Config(BuiltInStrategy):
         self._check_prefetch()
 
     def _check_autocast(self) -> None:
-        """Autocast casts float32 and nothing else. A policy of null means bfloat16."""
+        """Raise ConfigError if autocast has no effect.
+
+        It casts float32 only, and mp_policy=null computes in bfloat16.
+        """
         policy = MixedPrecision() if self.mp_policy is None else self.mp_policy
         dtype = str(policy.param_dtype or "float32").removeprefix("torch.")
         if self.autocast_dtype is None or dtype == "float32":
@@ -199,7 +201,7 @@ class FSDP2Config(BuiltInStrategy):
                 )
 
     def check_mesh(self, mesh: MeshConfig) -> None:
-        """Refuse what this strategy cannot do on this mesh."""
+        """Raise ConfigError if FSDP2 or an option does not support this mesh."""
         super().check_mesh(mesh)
         refuse_idle_tp_options(self, ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"), mesh)
         if (mesh.ep_size or 1) > 1 and self.enable_compile is True and self.activation_checkpointing == "selective":
@@ -265,8 +267,11 @@ class FSDP2Config(BuiltInStrategy):
 
     @property
     def adds_in_products(self) -> bool:
-        """Not in graphs of whole layers, which cannot hold a sum outside of them, and not where autocast casts
-        weights."""
+        """Whether weight gradients accumulate in GEMMs.
+
+        Not with compiled layers, whose graphs cannot contain an outside sum, and not with autocast, which casts
+        weights.
+        """
         return self.enable_compile is not True and self.autocast_dtype is None
 
     @property
@@ -280,7 +285,7 @@ class FSDP2Config(BuiltInStrategy):
     def build_offload_policy(self, device_type: str) -> CPUOffloadPolicy | None:
         if self.offload_policy is None:
             return None
-        pin_memory = self.offload_policy.pin_memory  # the one field that both kinds of policy have
+        pin_memory = self.offload_policy.pin_memory  # The only field that both kinds of policy have.
         return CPUOffload(pin_memory).build(device_type)
 
     def compute_dtype(self) -> torch.dtype | None:
@@ -293,7 +298,7 @@ class FSDP2Config(BuiltInStrategy):
 
 
 def _check_policy(name: str, value: object, node: type, torch_name: str) -> None:
-    """Ours or torch's; torch's is recognised by name because this file must not import it."""
+    """Raise ConfigError unless `value` is a node of this package or torch's class, which is recognized by its name."""
     torchs = any(c.__name__ == torch_name and c.__module__.startswith("torch.") for c in type(value).__mro__)
     if value is not None and not isinstance(value, node) and not torchs:
         raise ConfigError(

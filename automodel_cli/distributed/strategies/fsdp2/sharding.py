@@ -1,4 +1,4 @@
-"""FSDP2 on one part: every layer a unit, experts on their own mesh, gradients as plain sums."""
+"""Apply FSDP2 to one part: one unit per layer, experts on their own mesh, gradients as sums."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ _alone: WeakSet[nn.Module] = WeakSet()
 
 
 class FSDP2Sharded(Sharded):
-    """FSDP2 works in place: the part is what runs."""
+    """Handle of a part under FSDP2, which works in place."""
 
     def __init__(self, part: nn.Module, *, every_microbatch: bool, kept: Sequence[FSDPModule] = ()):
-        """`kept` stay gathered from their first use to the end of the last microbatch."""
+        """Args:
+        every_microbatch: reduce gradients after each microbatch.
+        kept: units that stay gathered from their first use to the end of the last microbatch.
+        """
         super().__init__(part)
         self._every_microbatch, self._kept = every_microbatch, kept
         self._alone = unsharded_units(part)
@@ -60,14 +63,18 @@ class FSDP2Sharded(Sharded):
             self.reshard()
 
     def reshard(self) -> None:
-        """Until then the module shows gathered plain tensors where optimizer, checkpoint and export expect shards, and
-        they go stale when the shards change."""
+        """Free gathered parameters.
+
+        Until then, the module contains gathered plain tensors, but optimizer, checkpoint and export need shards.
+        Gathered tensors
+        are outdated after an update of the shards.
+        """
         for module in fsdp_modules(self.part):
             module.reshard()
 
 
 def fsdp2_parallelize(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> nn.Module:
-    """Shard a part by the node's options, on the meshes of the run. Returns `part`."""
+    """Shard a part with the options of the node, on the meshes of the run. Returns `part`."""
     if is_noop(part, mesh, config):
         prepare_layers(part, config, mesh.device.type)
         return part
@@ -84,8 +91,10 @@ def fsdp2_parallelize(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> nn.Mo
 
 
 def is_noop(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> bool:
-    """Whether FSDP2 would only cost time (a fifth of a step of a small model): one rank, which has nothing to shard,
-    and a policy that casts nothing."""
+    """Return whether FSDP2 would have no effect: one rank and a policy that casts nothing.
+
+    It would still take a fifth of the step time of a small model.
+    """
     policy, stored = config.build_mp_policy(), {param.dtype for param in part.parameters()}
     casts = [dtype for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
     in_parallel = mesh.layout.world_size > 1 or config.offload_policy is not None
@@ -93,20 +102,24 @@ def is_noop(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> bool:
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
-    """Every FSDP unit, the root first."""
+    """Return all FSDP units, the root first."""
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
 def unsharded_units(module: nn.Module) -> list[FSDPModule]:
-    """The units whose parameters one rank has for itself, as experts often are: nothing is there to be summed, so
-    reducing their gradients before the last microbatch would copy them and free nothing."""
+    """Return FSDP units on a mesh of size 1 (typically experts).
+
+    Their gradients need no reduction, so it is skipped until the last microbatch.
+    """
     return [unit for unit in fsdp_modules(module) if unit in _alone]
 
 
 def reduce_in_backward(root: FSDPModule, alone: Sequence[FSDPModule], *, is_last: bool, every_microbatch: bool) -> None:
-    """Let the next backward of `root` sum gradients over ranks, layer by layer while it runs; else they add up
-    unreduced. Units that are `alone` wait for the last microbatch in any case. A backward that sums ends when the sum
-    is there, and keeps no buffer of it."""
+    """Set whether the next backward of `root` reduces gradients over ranks, or accumulates them unreduced.
+
+    Units in `alone` reduce at the last microbatch only. A backward that reduces waits for the reduction and frees its
+    buffers.
+    """
     root.set_requires_gradient_sync(is_last or every_microbatch)
     if every_microbatch and not is_last:
         for unit in alone:
@@ -115,21 +128,23 @@ def reduce_in_backward(root: FSDPModule, alone: Sequence[FSDPModule], *, is_last
 
 
 def sum_gradients(module: nn.Module) -> None:
-    """Make FSDP2 sum gradients over ranks instead of averaging them, and not at all on one rank. Call once, after
-    wrapping."""
+    """Make FSDP2 sum gradients over ranks instead of averaging them, and skip the reduction on one rank.
+
+    Call once, after wrapping.
+    """
     by_itself = unsharded_units(module)
     for submodule in fsdp_modules(module):
         if submodule in by_itself:
             torch_compat.copy_once(submodule)
-            continue  # its sum is its gradient, which a factor would only copy once more
-        # Neither setter is recursive. The second makes it a plain sum: without it torch asks for a pre-multiplied one,
-        # which gloo does not have.
+            continue  # The sum is the gradient itself. A factor would only copy it.
+        # Neither setter is recursive. The second one selects a plain sum: without it torch uses a pre-multiplied sum,
+        # which gloo does not support.
         submodule.set_gradient_divide_factor(1.0)
         submodule.set_force_sum_reduction_for_comms(True)
 
 
 def enable_wgrad_fusion(module: nn.Module) -> None:
-    """Let linear layers and experts add gradients of their weights to the sum over microbatches as they make them."""
+    """Accumulate weight gradients of linear layers and experts directly into the sum over microbatches."""
     from automodel_cli.distributed.expert_parallel.apply import is_experts
 
     of_owners: dict[nn.Module, dict[str, wgrad_fusion_linear.MainGrad]] = {}
@@ -154,13 +169,23 @@ def fsdp2_strategy_parallelize(
     pp_size: int = 1,
     expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Shard `model` in place: every layer is one FSDP2 unit, the rest (embedding, last norm, head) belongs to the root.
+    """Shard `model` in place. Every layer is one FSDP2 unit. Embedding, last norm and head belong to the root.
 
-    `device_mesh` is `(shard,)` or `(replicate, shard)`, or the root mesh with its five axes: then layers are first
-    sharded over its tp axis, by `tp_shard_plan` or else the model's own plan. `mp_policy` None means
-    bfloat16 compute with float32 reduction. `config` brings the options that are not policies. Parameters are resharded
-    after forward except those that backward needs first (the last layer, the root), and except under a pipeline, where
-    every microbatch would gather them again and zero-bubble schedules lose gradients.
+    Parameters are resharded after forward, with two exceptions. The last layer and the root stay gathered, because
+    backward
+    needs them first. Under a pipeline all stay gathered: otherwise every microbatch would gather them again, and
+    zero-bubble
+    schedules would compute wrong gradients.
+
+    Args:
+        device_mesh: `(shard,)`, `(replicate, shard)`, or the root mesh with its five axes. With the root mesh, layers
+            are
+            first sharded over its tp axis.
+        mp_policy: None means bfloat16 compute with float32 reduction.
+        tp_shard_plan: tensor-parallel plan. None: the plan of `config` or of the model.
+        config: the options that are not policies.
+        pp_size: number of pipeline stages.
+        expert_mesh: mesh that shards each expert.
     """
     config = config or FSDP2Config()
     tp_mesh = device_mesh["tp"] if device_mesh.mesh_dim_names == AXES else None
@@ -180,7 +205,7 @@ def fsdp2_strategy_parallelize(
     policy = mp_policy or config.build_mp_policy()
     layers = prepare_layers(model, config, device_mesh.device_type)
     shard: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy or OffloadPolicy()}
-    # output_dtype belongs to the root: on a layer it would feed float32 into the next layer's bfloat16 norm.
+    # output_dtype belongs to the root. On a layer it would pass float32 to the bfloat16 norm of the next layer.
     layer_policy = dataclasses.replace(policy, output_dtype=None)
     kept: list[FSDPModule] = []
     if expert_mesh is not None:
@@ -207,8 +232,10 @@ def fsdp2_strategy_parallelize(
 
 
 def units_of(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The layers by unit: each alone, but layers that share a parameter together (Zamba's blocks). FSDP2 shards a
-    parameter in the unit that it finds it in, and another unit would go on with a copy."""
+    """Group layers into FSDP units: one per layer, except that layers with shared parameters form one unit (Zamba).
+
+    FSDP2 shards a parameter in the unit in which it finds it. Another unit would keep using a copy.
+    """
     units: list[list[nn.Module]] = []
     for layer in layers:
         params = {id(param) for param in layer.parameters()}
@@ -229,11 +256,13 @@ def shard_experts(
     offload_policy: OffloadPolicy,
     reshard: bool,
 ) -> list[FSDPModule]:
-    """Shard the layer's experts on their own mesh: other ranks hold other experts, so only `mesh` shards and sums.
-    Returns them."""
+    """Shard the experts of a layer on their own mesh, and return their units.
+
+    Other ranks have other experts, so only `mesh` shards them and sums their gradients.
+    """
     from automodel_cli.distributed.expert_parallel.apply import experts_modules
 
-    # The layer has cast its inputs; routing weights that a family computes in float32 stay so, as without a mesh.
+    # The layer has cast its inputs. Routing weights in float32 stay so, as without a mesh.
     mp_policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)
     for experts in experts_modules(layer):
         fully_shard(
@@ -245,7 +274,7 @@ def shard_experts(
 
 
 def chain_prefetch(root: nn.Module, layers: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
-    """Gather the next layers while one computes: `forward_depth` ahead in forward, `backward_depth` in backward."""
+    """Gather the next layers during computation: `forward_depth` ahead in forward, `backward_depth` in backward."""
     units: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
     assert len(units) == len(layers) and isinstance(root, FSDPModule), "prefetch is for modules that FSDP2 has sharded"
     for i, unit in enumerate(units):

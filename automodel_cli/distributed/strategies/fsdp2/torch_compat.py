@@ -1,11 +1,14 @@
-"""Names of FSDP2 that are not public API (torch 2.11 to 2.13): for units whose parameters one rank has for itself, and
-for sums over microbatches that products add to.
+"""Private names of FSDP2 (torch 2.11 to 2.13).
 
-Relied on: that gathering on one rank copies `all_gather_inputs` into `all_gather_outputs`, which are made once, and
-that summing there copies one buffer of `ReduceScatter.allocate` into the next. Where a torch does otherwise, it copies
-more. tests/dist/test_alone.py counts the copies. That a gathered parameter and its buffers are made where they are
-missing, in `param_dtype` (tests/dist/test_precision.py). And that `unsharded_accumulated_grad` is what a unit sums over
-microbatches in, before ranks do, if `reduce_dtype` is not that of gradients (tests/dist/test_added.py).
+Used for units on one rank, and for GEMMs that accumulate into the sum over microbatches. Assumptions:
+
+- Gathering on one rank copies `all_gather_inputs` into `all_gather_outputs`, which are allocated once. Reduction on one
+  rank copies one buffer of `ReduceScatter.allocate` into the next. Otherwise torch copies more.
+  tests/dist/test_alone.py
+  counts the copies.
+- A gathered parameter and its buffers are created in `param_dtype` if they are missing (tests/dist/test_precision.py).
+- A unit sums gradients over microbatches in `unsharded_accumulated_grad` before it reduces them, if `reduce_dtype`
+  differs from the dtype of gradients (tests/dist/test_added.py).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from automodel_cli.distributed.wgrad_fusion.linear import of_local
 
 
 def copy_once(unit: FSDPModule) -> None:
-    """Let a unit on one rank cast its parameters and sum its gradients in one pass over them instead of two."""
+    """Cast parameters and sum gradients of a unit on one rank in one pass instead of two."""
     for group in _groups(unit):
         for param in group.fsdp_params:
             param.__class__ = _CastOnce
@@ -41,8 +44,10 @@ def _groups(unit: FSDPModule) -> list[Any]:
 
 @contextmanager
 def computing_in(units: Sequence[FSDPModule], dtype: torch.dtype) -> Iterator[None]:
-    """Inside, units that are sharded gather their parameters and take their inputs in `dtype`. Leave with all of them
-    sharded again."""
+    """Gather parameters and cast inputs of sharded units in `dtype` inside this context.
+
+    Reshard all units before exit.
+    """
     states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
     groups = [group for unit in units for group in _groups(unit)]
     policies = [(owner, "_mp_policy", owner._mp_policy) for owner in states]
@@ -59,7 +64,7 @@ def computing_in(units: Sequence[FSDPModule], dtype: torch.dtype) -> Iterator[No
 
 
 def _forget_gathered(groups: Sequence[Any]) -> None:
-    """Drop what holds gathered parameters, which the next gather makes again, in the dtype of the policy."""
+    """Free gathered parameters. The next gather allocates them in the dtype of the policy."""
     for group in groups:
         for param in group.fsdp_params:
             param.all_gather_outputs = []
@@ -68,7 +73,7 @@ def _forget_gathered(groups: Sequence[Any]) -> None:
 
 
 def weight_sums(unit: FSDPModule) -> Iterator[tuple[nn.Module, str, UnreducedSum]]:
-    """Of every parameter of a unit that one module has for itself: the module, its name there, and its sum."""
+    """Yield module, name and gradient sum of every parameter that only one module of the unit owns."""
     for group in _groups(unit):
         for param in group.fsdp_params:
             if not param._module_info.shared_modules:
@@ -76,7 +81,7 @@ def weight_sums(unit: FSDPModule) -> Iterator[tuple[nn.Module, str, UnreducedSum
 
 
 class UnreducedSum:
-    """What FSDP2 sums the gradients of one parameter over microbatches in, in the reduce dtype: a `MainGrad`."""
+    """Sum over microbatches of the gradients of one parameter, in the reduce dtype. Implements `MainGrad`."""
 
     def __init__(self, group: Any, param: FSDPParam):
         self._group, self._param = group, param
@@ -86,7 +91,7 @@ class UnreducedSum:
         if param.unsharded_accumulated_grad is not None:
             return _local(param.unsharded_accumulated_grad), False
         if self._group.reduce_grads or param.reduce_dtype in (None, gradient_dtype):
-            return None  # nothing is summed over microbatches, or in the gradient's own dtype
+            return None  # Nothing is summed over microbatches, or the sum has the dtype of the gradient.
         whole = param._unsharded_param
         total = torch.empty_like(_local(whole), dtype=param.reduce_dtype, requires_grad=False)
         param.unsharded_accumulated_grad = of_local(total, whole)
@@ -98,7 +103,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _CastOnce(FSDPParam):
-    """The copy into the gathered parameter casts: torch makes a cast copy first, and copies that."""
+    """Cast in the copy into the gathered parameter. torch casts into a temporary tensor and copies that."""
 
     def _is_plain(self) -> bool:
         in_shards = self.sharded_state == ShardedState.SHARDED
@@ -115,7 +120,7 @@ class _CastOnce(FSDPParam):
 
 
 class _InPlace(ReduceScatter):
-    """On one rank what goes in is what comes out: the second buffer is the first, and torch copies it onto itself."""
+    """On one rank, use the input buffer as output buffer."""
 
     def __init__(self) -> None:
         self._given: Tensor | None = None

@@ -1,1 +1,1 @@
-"""Fully sharded data parallelism by NVIDIA's package."""
+"""Fully sharded data parallelism by NVIDIA's package megatron-fsdp."""

@@ -1,4 +1,4 @@
-"""Names of `megatron-fsdp` that are not its public API, and the one correction it needs. Works for 0.6.1."""
+"""Private names of `megatron-fsdp` and one correction. Works with version 0.6.1."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_METHODS = ("__create_chunk_list__", "__create_write_items__")  # of torch.distributed.checkpoint
+_METHODS = ("__create_chunk_list__", "__create_write_items__")  # Methods that torch.distributed.checkpoint calls.
 
 
 def state_chunks(wrapped: Any) -> None:
-    """Let every sharded parameter say which rows it holds, as torch's distributed checkpoints ask (shards are no equal
-    chunks). The package does so on the tensors from which it then makes parameters, which forget it."""
+    """Let every sharded parameter report its rows to torch's distributed checkpoints, because shards are uneven.
+
+    The package sets the methods on the tensors from which it creates parameters. The parameters lose them.
+    """
     params: dict[str, Any] = dict(wrapped.module.named_parameters())
     for name, param in params.items():
         source = wrapped.param_and_grad_buffer.dist_main_weight[name]._local_tensor
         for method in _METHODS:
-            if hasattr(source, method):  # whole copies (no_shard) have neither
+            if hasattr(source, method):  # Replicated parameters (no_shard) have neither.
                 setattr(param._local_tensor, method, getattr(source, method))
 
 
 def show_sharded_parameters(wrapped: Any) -> None:
-    """Put the optimizer's parameters back into the modules, after a gathering that put in the raw ones."""
+    """Put the parameters of the optimizer back into the modules, after a gather that has replaced them."""
     wrapped._replace_param_with_distributed_if_needed()
 
 
 def zero_gradient(wrapped: Any, name: str) -> DTensor:
-    """Zeros for a parameter, on the mesh of all gradients. (What torch derives from a DTensor may come from its cache
-    with an equal mesh of earlier: then ranks would reduce over groups of different meshes, and wait for each other.)"""
+    """Return a zero gradient of a parameter, on the mesh of all gradients.
+
+    An operator on a DTensor may return one with an equal, cached mesh. Ranks would then reduce over groups of different
+    meshes, and deadlock.
+    """
     shard = wrapped.param_and_grad_buffer.dist_main_weight[name]
     return DTensor.from_local(
         shard.to_local().detach().clone().zero_(),
@@ -42,22 +47,27 @@ def zero_gradient(wrapped: Any, name: str) -> DTensor:
 
 
 def forget_gradients(wrapped: Any) -> None:
-    """Make the package build its gradients' DTensors again: where it reuses one, it computes the shape that
-    `correct_tensor_parallel_shards` corrects."""
+    """Make the package build the DTensors of its gradients again. A reused one has the shape that
+    `correct_tensor_parallel_shards` corrects.
+    """
     wrapped.param_and_grad_buffer.dist_main_grad.clear()
 
 
 def align_gradients(wrapped: Any) -> None:
-    """Lay out every gradient over tp like its parameter before the package copies its local part: backward may leave it
-    whole, or as parts of a sum."""
+    """Redistribute every gradient over tp like its parameter, before the package copies the local part.
+
+    Backward may leave a gradient replicated or partial.
+    """
     for param in wrapped.raw_param.values():
         if isinstance(param, DTensor) and param.requires_grad:
             param.register_hook(lambda grad, placements=param.placements: grad.redistribute(placements=placements))
 
 
 def held_tensors(wrapped: Any) -> Iterator[tuple[str, Tensor]]:
-    """(kind, tensor) of the flat buffers that it keeps: shards, or all where the strategy does not shard them; and of
-    the parameters that it computes with, which live in buffers of their own while they are gathered."""
+    """Yield (kind, tensor) of the flat buffers and of the parameters in use.
+
+    Buffers are shards, or complete if the strategy does not shard them. Gathered parameters have their own buffers.
+    """
     kinds = {"model_weight_buffer": "parameters", "main_weight_buffer": "parameters", "main_grad_buffer": "gradients"}
     for group in wrapped.param_and_grad_buffer.parameter_groups:
         for name, kind in kinds.items():
@@ -69,10 +79,11 @@ def held_tensors(wrapped: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def correct_tensor_parallel_shards() -> None:
-    """Under tensor parallelism, give shards of a DTensor the width of this rank's part.
+    """Give shards of a tensor-parallel DTensor the width of the local part.
 
-    0.6.1 takes the width of the whole parameter, which is another one where tensor parallelism cuts columns
-    (row-parallel layers), and refuses whole copies for having too few elements.
+    Version 0.6.1 uses the width of the whole parameter. This is wrong for row-parallel layers, whose columns are
+    sharded, and
+    it rejects replicated parameters because they have too few elements.
     """
     from megatron_fsdp import param_and_grad_buffer as package
 
@@ -89,11 +100,11 @@ def _make_fsdp_dtensor(
     update_uneven_dtensor_chunk_meta: bool = False,
     force_sync_tp_duplicated_param: bool = False,
 ) -> DTensor:
-    """The package's function of this name, for parameters that are DTensors over tp or the same on all its ranks."""
+    """Replacement of the package's function of this name, for parameters that are DTensors over tp or replicated."""
     from megatron_fsdp import param_and_grad_buffer as package
     from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 
-    del run_check, force_sync_tp_duplicated_param  # checks, and copies that are equal by construction here
+    del run_check, force_sync_tp_duplicated_param  # Checks, and a broadcast of values that are equal already.
     mesh, placements = package._get_fsdp_tensor_spec(
         param, dist_index, is_sharded_param=is_sharded_param, is_expert_param=is_expert_param
     )

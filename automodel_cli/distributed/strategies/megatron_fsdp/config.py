@@ -1,4 +1,4 @@
-"""The node of Megatron-FSDP. Torch-free at import."""
+"""Config node of Megatron-FSDP. Torch-free at import."""
 
 from __future__ import annotations
 
@@ -22,29 +22,25 @@ ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 @dataclass(frozen=True)
 class MegatronFSDPConfig(BuiltInStrategy):
     """Fully sharded data parallelism by NVIDIA's `megatron-fsdp` (extra `megatron`), with tensor and context
-    parallelism. It computes in the dtype that parameters are stored in (`model.dtype`).
+    parallelism.
 
-    `zero_dp_strategy`: what is sharded. 0 "no_shard", 1 "optim" (optimizer state), 2 "optim_grads", 3
-    "optim_grads_params". `megatron_fsdp_unit_modules`: import paths of the classes gathered as one; null takes the
-    model's own decoder layers. `init_fsdp_with_meta_device`: shard first and fill the shards, so that no rank ever
-    holds the whole model; needs a strategy that shards. `tp_plan`: as in FSDP2Config.
-    `grad_reduce_in_fp32`: float32 gradients, also on the wire; `preserve_fp32_weights`: the optimizer steps on float32
-    copies. Both matter where `model.dtype` is narrower; the defaults keep that dtype.
-    `overlap_grad_reduce`, `overlap_param_gather`: communicate while backward and forward compute; strategies that shard
-    gradients (2, 3) or parameters (3) cannot do without.
-    `disable_bucketing`: one bucket instead of many for what is outside the units. `fsdp_double_buffer`: two persistent
-    communication buffers; `nccl_ub`: and registered with NCCL (CUDA).
-    `calculate_per_token_loss`: gradients are summed, not averaged. It is so with either value: the loss is divided
-    once, by the tokens of the whole step. `check_for_nan_in_grad`: every step is refused, with its rows named, before a
-    non-finite gradient reaches the optimizer; that cannot be switched off.
-    Refused, because they would change nothing or the numbers: `sequence_parallel`, `activation_checkpointing`,
-    `average_in_collective`, `keep_fp8_transpose_cache`.
+    Computes in the dtype of the parameters (`model.dtype`). Notes on single options:
+
+    - `zero_dp_strategy`: 0 "no_shard", 1 "optim", 2 "optim_grads", 3 "optim_grads_params".
+    - `init_fsdp_with_meta_device` needs a strategy that shards.
+    - `grad_reduce_in_fp32` and `preserve_fp32_weights` matter if `model.dtype` is not float32.
+    - `overlap_grad_reduce` is required with strategies 2 and 3, `overlap_param_gather` with strategy 3.
+    - `calculate_per_token_loss` has no effect: gradients are sums, and the loss is divided by the tokens of the whole
+      step.
+    - Rejected values: `sequence_parallel`, `activation_checkpointing`, `average_in_collective`,
+      `keep_fp8_transpose_cache`
+      and whole-layer compilation, and `check_for_nan_in_grad=false`.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"tp", "cp"})
 
     sequence_parallel: bool = False
-    """Unsupported with this parallelizer; only false is accepted."""
+    """Not supported with this parallelizer. Only false is accepted."""
     tp_plan: Any = field(default=None, metadata=trust.imports())
     """Tensor-parallel plan, as for FSDP2."""
     megatron_fsdp_unit_modules: list[str] | None = field(default=None, metadata=trust.imports())
@@ -52,7 +48,7 @@ class MegatronFSDPConfig(BuiltInStrategy):
     zero_dp_strategy: int | str = 3
     """ZeRO stage: nothing is sharded (0), optimizer states (1), gradients too (2), parameters too (3)."""
     init_fsdp_with_meta_device: bool = False
-    """Shard first, then fill the shards, so that no rank holds the whole model."""
+    """Shard first, then load the shards, so that no rank holds the whole model."""
     grad_reduce_in_fp32: bool = False
     """Keep and reduce gradients in float32."""
     preserve_fp32_weights: bool = False
@@ -64,13 +60,13 @@ class MegatronFSDPConfig(BuiltInStrategy):
     check_for_nan_in_grad: bool = True
     """Only true is accepted: a non-finite gradient always stops the step before the optimizer."""
     average_in_collective: bool = False
-    """Unsupported: gradients are summed. Only false is accepted."""
+    """Not supported, because gradients are summed. Only false is accepted."""
     disable_bucketing: bool = False
     """Use one bucket for parameters outside the units."""
     calculate_per_token_loss: bool = False
     """No effect: gradients are always sums, divided once by the tokens of the step."""
     keep_fp8_transpose_cache: bool = False
-    """Unsupported, because parameters are never fp8. Only false is accepted."""
+    """Not supported, because parameters are never float8. Only false is accepted."""
     nccl_ub: bool = False
     """Allocate communication buffers in memory registered with NCCL (CUDA)."""
     fsdp_double_buffer: bool = False
@@ -80,7 +76,8 @@ class MegatronFSDPConfig(BuiltInStrategy):
         super().__post_init__()
         for name, (refused, reason) in _MEGATRON_REFUSALS.items():
             value = getattr(self, name)
-            is_on = value is True if name == "enable_compile" else bool(value)  # glue is inside of what has hooks
+            # Fused ops run inside the modules that have hooks.
+            is_on = value is True if name == "enable_compile" else bool(value)
             if is_on is refused:
                 raise ConfigError(
                     f"{name}={str(value).lower() if isinstance(value, bool) else value} is not supported with "
@@ -121,9 +118,10 @@ class MegatronFSDPConfig(BuiltInStrategy):
         return "megatron_fsdp"
 
     def check_mesh(self, mesh: MeshConfig) -> None:
-        """Refuse what this strategy cannot do on this mesh."""
+        """Raise ConfigError if the strategy does not support this mesh."""
         super().check_mesh(mesh)
-        if self.backend == "gloo":  # means the CPU in any case; with nccl a login node without a GPU may check
+        # gloo always selects the CPU. With nccl, a login node without a GPU may check the config.
+        if self.backend == "gloo":
             raise ConfigError(
                 "parallelizer.backend=gloo is not supported because megatron_fsdp runs on CUDA devices only",
                 code="unsupported_combination",
@@ -140,7 +138,7 @@ class MegatronFSDPConfig(BuiltInStrategy):
         return MemoryTraits(frozenset(shards), defers="gradients" not in shards)
 
     def to_dict(self) -> dict[str, Any]:
-        """Field -> value, without `tp_plan`: the documented node takes it at construction only."""
+        """Return a dict of all fields except `tp_plan`, which the documented node accepts at construction only."""
         return {name: value for name, value in super().to_dict().items() if name != "tp_plan"}
 
 
@@ -155,7 +153,10 @@ _MEGATRON_REFUSALS = {
 
 
 def zero_strategy(value: int | str) -> str:
-    """0..3 or a name -> the name. Raises ConfigError for anything else, also for names of older documentation."""
+    """Return the name of a strategy 0..3.
+
+    Raises ConfigError for other values, also for names of older documentation.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(ZERO_STRATEGIES):
         return ZERO_STRATEGIES[value]
     if value in ZERO_STRATEGIES:

@@ -1,17 +1,19 @@
-"""Megatron-FSDP (package `megatron-fsdp`, extra `megatron`) under this project's contracts.
+"""Shard a part with the package `megatron-fsdp` (extra `megatron`).
 
-The package shards flat buffers of parameters, keeps two sets of parameters (the raw ones that compute, the sharded ones
-that the optimizer sees) and swaps them in the modules. What is different from its own examples:
+The package shards flat parameter buffers. It has two sets of parameters, raw ones for computation and sharded ones for
+the optimizer, and swaps them in the modules. Differences to its own examples:
 
-- Gradients are plain sums (`calculate_per_token_loss=True`): by default it divides by the number of ranks.
-- Reduction waits for the last microbatch: the strategies that do not shard gradients reduce them in place, and a second
-  reduction of what was reduced already would count it once per rank.
-- The optimizer is not wrapped by `fully_shard_optimizer`. That one takes a step on zero gradients to create its state,
-  which decays the weights once and starts Adam's counters at 1. `sharded.follow_optimizer` uses torch's hook instead.
-- Parameters without a row on this rank get an empty gradient, not none: so every rank has state for the same ones.
+- Gradients are sums (`calculate_per_token_loss=True`). By default it divides by the number of ranks.
+- Reduction waits for the last microbatch. Strategies without sharded gradients reduce in place, and a second reduction
+  would count the first one once per rank.
+- The optimizer is not wrapped by `fully_shard_optimizer`, which creates the optimizer state by a step with zero
+  gradients. That step decays the weights once and increments Adam's counters. `sharded_module.follow_optimizer` uses
+  torch's hook instead.
+- Parameters without local rows get an empty gradient instead of None, so that every rank has state for the same ones.
 
-Runs on CUDA; on a CPU only under the tests' stand-in for `torch.cuda`. Overlap, double buffers and NCCL's user buffers
-have NEVER been run on a GPU here.
+Needs CUDA. Tests run on a CPU with a substitute for `torch.cuda`. Overlap, double buffers and NCCL user buffers have
+NOT
+run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from automodel_cli.distributed.strategies.megatron_fsdp import compat
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig, zero_strategy
 
 HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
-HAVE_NVFSDP = HAVE_MEGATRON_FSDP  # the package's former name
+HAVE_NVFSDP = HAVE_MEGATRON_FSDP  # Former name of the package.
 
 
 class MegatronPart(nn.Module):
-    """A part inside the package's wrapper. Made by `parallelize`."""
+    """A part inside the wrapper of the package. Created by `parallelize`."""
 
     def __init__(self, wrapped: Any):
         super().__init__()
@@ -61,7 +63,7 @@ class MegatronPart(nn.Module):
 
 
 class MegatronSharded(Sharded):
-    """What a training step asks of the package's wrapper."""
+    """Handle of the package's wrapper for the training step."""
 
     def __init__(self, module: MegatronPart):
         super().__init__(module.part)
@@ -77,9 +79,9 @@ class MegatronSharded(Sharded):
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
-        """Collective also before the last microbatch, with strategies that shard gradients."""
+        """Collective before the last microbatch too, with strategies that shard gradients."""
         wrapped = self._wrapped
-        # Without overlap nothing may be reduced inside backward: `finish_grad_sync` reduces, and would do it again.
+        # Without overlap, backward must not reduce, because `finish_grad_sync` reduces and would do it twice.
         wrapped.is_last_microbatch = is_last and wrapped.ddp_config.overlap_grad_reduce
         yield
         if is_last:
@@ -91,7 +93,7 @@ class MegatronSharded(Sharded):
                     param.grad = compat.zero_gradient(wrapped, name)
 
     def reshard(self) -> None:
-        """Collective."""
+        """Reshard. Collective."""
         self._wrapped.synchronize_param_gather()
 
     def weights_changed(self) -> None:
@@ -102,13 +104,13 @@ class MegatronSharded(Sharded):
             compat.show_sharded_parameters(wrapped)
 
     def step_taken(self) -> None:
-        """Bring the new weights to where forward reads them, and empty the gradient buffers."""
+        """Copy the updated weights to the buffers of forward, and zero the gradient buffers."""
         self.weights_changed()
         self._wrapped.zero_grad_buffer()
 
 
 def require_megatron_fsdp() -> None:
-    """Raise ConfigError, with the command that helps, where the strategy cannot run."""
+    """Raise ConfigError if the package or CUDA is missing."""
     if not HAVE_MEGATRON_FSDP:
         raise ConfigError(
             "parallelizer=megatron_fsdp needs the package megatron-fsdp, which is not installed",
@@ -118,7 +120,7 @@ def require_megatron_fsdp() -> None:
         )
     try:
         torch.cuda.current_device()
-    except (AssertionError, RuntimeError) as error:  # torch without CUDA, or no device
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA, or no device.
         raise ConfigError(
             f"parallelizer=megatron_fsdp needs CUDA devices: {error}",
             code="hardware_required",
@@ -149,16 +151,26 @@ def megatron_fsdp_strategy_parallelize(
     dp_shard_dim: str = "dp",
     tp_dim: str = "tp",
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """The documented function: `(model, optimizer)`, the model as a `MegatronPart`, for `sharded.handle_of`.
+    """Shard `model` with Megatron-FSDP and return `(model, optimizer)`. Collective.
 
-    `device_mesh` is `(dp, cp, tp)` (cp may be missing) or the root mesh with its five axes. A model on meta is sharded
-    unfilled with `init_fsdp_with_meta_device`, and must have memory otherwise. `tp_shard_plan` is applied first. With
-    one rank to shard over, only tensor parallelism is applied, the model returned as it is, and a warning says so. An
-    `optimizer` over the model's parameters is pointed at the sharded ones; without one, see `sharded.follow_optimizer`.
-    `check_for_nan_in_grad` looks at every gradient before it is reduced (one host synchronisation each) and raises
-    ValueError. `calculate_per_token_loss` is taken and does not matter: gradients are always sums.
-    Raises ConfigError without the package or CUDA, for hybrid sharding, `average_in_collective`, or units that the
-    model does not have. Collective.
+    The returned model is a `MegatronPart`, for `sharded_module.handle_of`. With one data-parallel rank, only tensor
+    parallelism is applied, the model is returned unwrapped, and a warning is logged.
+
+    Args:
+        device_mesh: `(dp, cp, tp)`, `(dp, tp)`, or the root mesh with its five axes.
+        tp_shard_plan: applied first.
+        init_fsdp_with_meta_device: shard a model on the meta device without values. Otherwise the model must have
+            memory.
+        check_for_nan_in_grad: check every gradient before its reduction (one host synchronization each). Raises
+            ValueError.
+        calculate_per_token_loss: no effect. Gradients are always sums.
+        optimizer: an optimizer of the model's parameters, which is changed to the sharded ones. For an optimizer that
+            is
+            created later, see `sharded_module.follow_optimizer`.
+
+    Raises ConfigError without the package or CUDA, and for hybrid sharding, `average_in_collective`, or unit modules
+    that
+    the model does not have.
     """
     del calculate_per_token_loss
     require_megatron_fsdp()
@@ -187,7 +199,8 @@ def megatron_fsdp_strategy_parallelize(
             device_mesh=mesh,
             dp_shard_dim=shard_dim,
             tp_dim=tp_dim,
-            expt_device_mesh=mesh,  # experts, which the package knows by their name, are sharded like all else
+            # The package recognizes experts by their name. They are sharded like other parameters.
+            expt_device_mesh=mesh,
             fsdp_unit_modules=unit_modules(model, megatron_fsdp_unit_modules),
             zero_dp_strategy=zero_strategy(zero_dp_strategy),
             device=_device(device_mesh.device_type),
@@ -232,7 +245,7 @@ def nvfsdp_strategy_parallelize(
     nccl_ub: bool = False,
     fsdp_double_buffer: bool = False,
 ) -> nn.Module:
-    """`megatron_fsdp_strategy_parallelize` under its older name and argument names; returns the model alone."""
+    """Call `megatron_fsdp_strategy_parallelize` by its former name and arguments. Returns the model only."""
     wrapped, _ = megatron_fsdp_strategy_parallelize(
         model,
         device_mesh,
@@ -256,15 +269,18 @@ def nvfsdp_strategy_parallelize(
 
 
 def unit_modules(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | None) -> list[type[nn.Module]]:
-    """The classes gathered as one: `wanted` (classes or import paths), else what the model's class says must not be
-    split. Raises ConfigError for a class that the model does not contain."""
+    """Return the classes that are gathered as one unit: `wanted`, or the classes that the model declares as
+    unsplittable.
+
+    Raises ConfigError for a class that the model does not contain.
+    """
     inside = {type(module) for module in model.modules()}
     if wanted:
         paths = [entry for entry in wanted if isinstance(entry, str)]
         classes = [*import_classes_from_paths(paths), *(entry for entry in wanted if not isinstance(entry, str))]
         absent = [kind.__name__ for kind in classes if not any(issubclass(other, kind) for other in inside)]
     else:
-        # transformers' own declaration (a list or set of class names), on the model and the models inside it
+        # The declaration of transformers (a list or set of class names), on the model and its inner models.
         declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         classes = [kind for kind in inside if kind.__name__ in declared]
         absent = [] if classes else sorted(declared) or ["_no_split_modules"]
@@ -279,7 +295,7 @@ def unit_modules(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | Non
 
 
 def _layer_classes(inside: set[type[nn.Module]]) -> list[str]:
-    """Import paths of the classes that the library marks as a model's layers."""
+    """Return import paths of the layer classes of a model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [kind for kind in inside if issubclass(kind, GradientCheckpointingLayer)]
@@ -287,8 +303,11 @@ def _layer_classes(inside: set[type[nn.Module]]) -> list[str]:
 
 
 def _sharding_mesh(device_mesh: DeviceMesh, dp_dim: str, tp_dim: str) -> tuple[DeviceMesh, str]:
-    """A mesh of exactly (shard, tp) and the name of its first axis. The package looks axes up by name on the mesh that
-    it is given, where a flattened dp x cp would not be found, and cp would silently drop out of the sharding."""
+    """Return a mesh of exactly (shard, tp) and the name of its first axis.
+
+    The package looks up axes by name on this mesh. It would not find a flattened dp x cp axis, and cp would silently be
+    excluded from sharding.
+    """
     names = device_mesh.mesh_dim_names or ()
     replicate, dp = ("dp_replicate", "dp_shard") if names == AXES else ("", dp_dim)
     if replicate and device_mesh[replicate].size() > 1:
@@ -317,8 +336,10 @@ def _device(device_type: str) -> torch.device:
 
 @contextmanager
 def _fillable_later(model: nn.Module) -> Iterator[None]:
-    """The package asks every module on meta for `reset_parameters`, which library models do not have. Here weights come
-    afterwards, shard by shard, so nothing needs to be set."""
+    """Add `reset_parameters` to meta modules, which the package calls and transformers models lack.
+
+    Weights are loaded afterwards, shard by shard, so the method does nothing.
+    """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if len(names) != len(list(model.parameters())):
         raise ConfigError(
@@ -338,13 +359,13 @@ def _fillable_later(model: nn.Module) -> Iterator[None]:
 
 
 def _keep() -> None:
-    """In the place of an initialisation."""
+    """Do not initialize."""
 
 
 def _point_at_shards(
     optimizer: torch.optim.Optimizer, before: Sequence[tuple[str, nn.Parameter]], model: nn.Module
 ) -> None:
-    """Give an optimizer that has not stepped yet the sharded parameters in the place of those it was made for."""
+    """Replace the parameters of an optimizer before its first step by the sharded ones."""
     assert not optimizer.state, "an optimizer must be sharded before its first step"
     sharded = dict(model.named_parameters())
     replaced = {id(param): sharded[name] for name, param in before}
@@ -353,8 +374,12 @@ def _point_at_shards(
 
 
 def megatron_parallelize(part: nn.Module, mesh: Mesh, config: MegatronFSDPConfig) -> nn.Module:
-    """Shard a part by Megatron-FSDP. Meta parameters are allocated first, still unfilled, unless the package shards on
-    meta: it copies them into its buffers."""
+    """Shard a part with Megatron-FSDP.
+
+    Parameters on the meta device are allocated without values first, unless the package shards them on meta: it copies
+    them
+    into its buffers.
+    """
     prepare_layers(part, config, mesh.device.type)
     if not config.init_fsdp_with_meta_device:
         materialize(part, mesh.device)
@@ -369,7 +394,7 @@ def megatron_parallelize(part: nn.Module, mesh: Mesh, config: MegatronFSDPConfig
         config.preserve_fp32_weights,
         config.overlap_grad_reduce,
         config.overlap_param_gather,
-        check_for_nan_in_grad=False,  # the training step checks the norm of all gradients, and names the rows
+        check_for_nan_in_grad=False,  # The training step checks the norm of all gradients, and reports the rows.
         disable_bucketing=config.disable_bucketing,
         calculate_per_token_loss=True,
         nccl_ub=config.nccl_ub,
