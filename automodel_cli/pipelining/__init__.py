@@ -1,1 +1,1 @@
-"""Pipeline parallelism: `AutoPipeline`, and the rooms it is made of."""
+"""Pipeline parallelism: splitting a model into stages, schedules, and their execution."""

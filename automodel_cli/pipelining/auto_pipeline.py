@@ -1,4 +1,4 @@
-"""`AutoPipeline`: the face of a pipeline for library users. Its documented keywords build a `PipelineConfig`."""
+"""`AutoPipeline`, the public interface of pipeline parallelism. Its keywords build a `PipelineConfig`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class AutoPipeline(PipelineStages):  # public: docs/api.md
-    """Cuts a model into stages, wires them, and runs steps of microbatches through them.
+class AutoPipeline(PipelineStages):  # Public: docs/api.md
+    """Split a model into stages, connect them, and run steps of microbatches.
 
     Example::
 
@@ -38,34 +38,43 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         pipeline.build(part, parallelize_fn=lambda part, **axes: parallelize(part, mesh, config))
         loss = pipeline.forward_backward(batches, lambda output, batch: -output.logprobs_BT.sum() / weight)
 
-    Every gradient is a plain sum over microbatches and data-parallel ranks: nothing is averaged or rescaled.
+    Gradients are sums over microbatches and data-parallel ranks. Nothing is averaged or rescaled.
 
-    Arguments:
-
-    world_mesh: the mesh with the axis `pp_axis_name` between stages. `dp_axis_names` and `cp_axis_name` are the
-        axes over which gradients of parameters that no FSDP shards are summed after each step; they, the other
-        axis names and `moe_mesh` are handed to `parallelize_fn` too. "dp" stands for (dp_replicate, dp_shard) on a
-        mesh that has these.
-    pp_schedule, pp_schedule_csv: a schedule's name, or a program in torch's compute-only CSV format, which wins.
-    pp_microbatch_size, pp_batch_size: rows of a microbatch, and of one step on one data-parallel rank; their
-        quotient is the number of microbatches that `build` checks against the schedule and that `info.schedule` is
-        made for. A step may bring another number: it is checked when it comes.
-    layers_per_stage, round_virtual_stages_to_pp_multiple, module_fqns_per_model_part, layout, balance,
-        microbatch_group_size: see `PipelineConfig`.
-    runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints: only their defaults are
-        supported. The functions of `pipelining.megatron_core` have these options.
-    patch_inner_model, patch_causal_lm_model: make stages of the base model, and of the causal LM around it, by
-        stand-ins for what other stages have. False: that forward takes and returns hidden states by itself
-        (`cut.stage_part.Ready`), which `build` checks on a small copy.
-    patch_stage_backward_maybe_with_nosync: let modules that FSDP wraps inside a part which it does not wrap
-        (experts on their own mesh) reduce once per step as well.
-    defer_fsdp_grad_sync: reduce FSDP gradients once per step; False reduces after every backward.
-    device: of the stages; default the current accelerator, else the CPU.
-    dtype: of the tensors between stages; default what the parts compute in.
-    scale_grads_in_schedule: divide the gradients of a step by its number of microbatches, for losses that are means
-        of their microbatch. The returned loss stays the sum. A loss that is divided by the global weight needs
-        False.
-    pp_seq_len: tokens per row that the first buffers are described for; every step describes its own microbatches.
+    Args:
+        world_mesh: the mesh with the axis `pp_axis_name` between stages. `dp_axis_names` and `cp_axis_name` are the
+            axes
+            over which gradients of parameters without FSDP are summed after each step. All axis names and
+            `moe_mesh` are
+            also passed to `parallelize_fn`. "dp" means (dp_replicate, dp_shard) on a mesh with these axes.
+        pp_schedule: name of a schedule.
+        pp_schedule_csv: a program in torch's compute-only CSV format, which overrides `pp_schedule`.
+        pp_microbatch_size: sequences per microbatch.
+        pp_batch_size: sequences per step and data-parallel rank. Divided by `pp_microbatch_size` it is the number
+            of
+            microbatches that `build` checks, and that `info.schedule` is made for. A step may have another number,
+            which is
+            checked then.
+        layers_per_stage: see `PipelineConfig`, as for `round_virtual_stages_to_pp_multiple`,
+            `module_fqns_per_model_part`, `layout`, `balance` and `microbatch_group_size`.
+        runtime: only the default is supported, as for `overlap_p2p_comm` and
+            `num_microbatches_with_partial_activation_checkpoints`. The functions of `pipelining.megatron_core` have
+            these
+            options.
+        patch_inner_model: make stages of the base model with stand-ins for layers of other stages. False: its
+            forward takes
+            and returns hidden states itself (`cut.stage_module.Ready`), which `build` checks on a small copy.
+        patch_causal_lm_model: the same for the causal LM around the base model.
+        patch_stage_backward_maybe_with_nosync: also reduce gradients of FSDP modules inside a part without FSDP
+            (experts on
+            their own mesh) once per step.
+        defer_fsdp_grad_sync: reduce FSDP gradients once per step. False reduces after every backward.
+        device: device of the stages. Defaults to the current accelerator, else the CPU.
+        dtype: dtype of the tensors between stages. Defaults to the compute dtype of the parts.
+        scale_grads_in_schedule: divide the gradients of a step by its number of microbatches, for losses that are
+            means over
+            their microbatch. The returned loss stays the sum. Losses that are divided by the global weight need
+            False.
+        pp_seq_len: tokens per sequence of the first buffers. Every step describes its own microbatches.
     """
 
     def __init__(
@@ -101,7 +110,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         overlap_p2p_comm: bool = False,
         num_microbatches_with_partial_activation_checkpoints: int | None = None,
     ):
-        """Check everything that needs no model. Raises ConfigError."""
+        """Check all options that need no model. Raises ConfigError."""
         with as_keywords():
             check_batch_sizes(pp_microbatch_size, pp_batch_size, pp_seq_len)
             root = world_mesh.root if isinstance(world_mesh, Mesh) else world_mesh
@@ -120,7 +129,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
                 dtype=_dtype_name(dtype),  # type: ignore[arg-type]
             )
             _check_runtime(runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints)
-            config.read_program()  # a file that cannot be run is refused here rather than in `build`
+            config.read_program()  # An invalid file is rejected here and not in `build`.
         super().__init__(
             config,
             axes,
@@ -136,7 +145,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
 
     @property
     def pp_mesh(self) -> DeviceMesh:
-        """The axis of the mesh that the stages lie on."""
+        """The mesh axis between stages."""
         return self._axes.pp_mesh
 
     def build(
@@ -145,7 +154,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         loss_fn: LossFn | None = None,
         parallelize_fn: Callable[..., nn.Module | None] | None = None,
     ) -> Self:
-        """See `PipelineStages.build`; buffers are described for rows of `pp_seq_len` tokens, if that is given."""
+        """See `PipelineStages.build`. If `pp_seq_len` is set, buffers are described for sequences of so many tokens."""
         super().build(model, loss_fn, parallelize_fn)
         if self._seq_len is not None:
             self._describe(self._seq_len)
@@ -154,14 +163,14 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
     def forward_backward(
         self, batches: Sequence[Batch], loss: LossFn | None = None, request: HeadRequest = LOGPROBS
     ) -> Tensor:
-        """See `PipelineStages.forward_backward`; `scale_grads_in_schedule` divides the gradients by `len(batches)`."""
+        """See `PipelineStages.forward_backward`. `scale_grads_in_schedule` divides the gradients by `len(batches)`."""
         loss = loss or self._loss_fn
         if loss is not None and self._scales_grads:
             loss = _with_gradient_over(loss, len(batches))
         return super().forward_backward(batches, loss, request)
 
     def update_seq_len(self, seq_len: int) -> None:
-        """Describe the buffers for rows of `seq_len` tokens. Nothing happens when it is the current length."""
+        """Describe the buffers for sequences of `seq_len` tokens. No effect for the current length."""
         self._built()
         if seq_len < 1:
             raise ConfigError(
@@ -179,36 +188,39 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
             shape = self._boundary_shape(self._microbatch_size, seq_len)
             stage.begin([shape] * self._num_microbatches, train=True)
 
-    # Listings
+    # Summaries
 
     def list_stage_modules(self) -> list[list[str]]:
-        """Names of the modules with parameters, per local stage."""
+        """Return the names of the modules with parameters, per local stage."""
         return summary.stage_modules(self._info.model_parts)
 
     def get_stage_param_counts(self, trainable_only: bool = False) -> list[int]:
-        """Parameters per local stage."""
+        """Return the number of parameters per local stage."""
         return summary.param_counts(self._info.model_parts, trainable_only)
 
     def get_total_param_count(self, trainable_only: bool = False) -> int:
-        """Parameters of all local stages."""
+        """Return the number of parameters of all local stages."""
         return sum(self.get_stage_param_counts(trainable_only))
 
     def pretty_print_stages(self, max_modules_per_stage: int = 16, trainable_only: bool = False) -> str:
-        """A text block: global stage index, parameters and modules of each local stage."""
+        """Return text with index, parameters and modules of each local stage."""
         return summary.pretty_stages(self._info, max_modules_per_stage, trainable_only)
 
     def debug_summary(self) -> str:
-        """Schedule, stages and sizes of this rank in a few lines."""
+        """Return text with the schedule, stages and sizes of this rank."""
         return summary.pipeline_summary(self._info, self._plan, self._num_microbatches)
 
     def log_debug_summary(self) -> None:
-        """`debug_summary` through logging."""
+        """Log `debug_summary`."""
         logger.info("%s", self.debug_summary())
 
     def visualize_current_schedule(self, filename: str | Path | None = None) -> str:
-        """Draw the running schedule with its number of microbatches and equal stage costs.
+        """Draw the schedule with its number of microbatches and equal stage costs.
 
-        Writes an SVG file; returns its path, or the drawing as text when no name is given.
+        Args:
+            filename: path of an SVG file. None: draw as text.
+
+        Returns the path, or the text.
         """
         schedule = self._built().schedule
         assert schedule is not None
@@ -234,7 +246,7 @@ def _check_runtime(runtime: str, overlap_p2p_comm: bool, num_partial: int | None
 
 
 def _with_gradient_over(loss: LossFn, num_microbatches: int) -> LossFn:
-    """Return `loss` with its value, and its gradient divided by `num_microbatches`."""
+    """Return a loss with the same value and its gradient divided by `num_microbatches`."""
 
     def scaled(output: HeadOutput, batch: Batch) -> Tensor:
         value = loss(output, batch)

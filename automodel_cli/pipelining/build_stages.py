@@ -1,4 +1,7 @@
-"""From the sections of a recipe to its stages, still without weights: the one place that asks whether there are any."""
+"""Build the stages of a run from the sections of a recipe, without weights.
+
+The only place that checks for a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,16 @@ def build_stages(
     *,
     num_microbatches: int,
 ) -> Stages:
-    """The stages of this rank, parallelised and, like `part` (best on the meta device), still without weights.
+    """Return the parallelized stages of this rank, without weights. Collective. Raises ConfigError.
 
-    `config` None: the whole model. `num_microbatches` per optimizer step and data-parallel rank. Collective. Raises
-    ConfigError.
+    Args:
+        part: the whole model, preferably on the meta device.
+        config: None runs the model as a single stage.
+        num_microbatches: per optimizer step and data-parallel rank.
     """
     if config is None:
         return SingleStage(parallelize(part, mesh, parallelizer))
-    from automodel_cli.pipelining.mesh_axes import Axes  # 0.2 s that other runs need not spend
+    from automodel_cli.pipelining.mesh_axes import Axes  # Takes 0.2 s, which runs without a pipeline avoid.
     from automodel_cli.pipelining.stages import PipelineStages
 
     pipeline = PipelineStages(
@@ -41,7 +46,7 @@ def build_stages(
 
 
 def prepare_stage(part: ModelPart, mesh: Mesh, parallelizer: Strategy) -> None:
-    """Parallelize one stage of a pipeline in place. The pipeline sums the gradients of whole parameters."""
+    """Parallelize one pipeline stage in place. The pipeline sums the gradients of parameters that are not sharded."""
     if isinstance(parallelizer, DDPConfig):
         prepare_ddp_stage(part, mesh, parallelizer)
     else:

@@ -1,4 +1,4 @@
-"""The `pipeline` section of the YAML, and what everything in this folder takes its options from. Torch-free."""
+"""The `pipeline` section of the config. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ WAYS = ("layout", "module_fqns_per_model_part", "layers_per_stage")
 class PipelineConfig:
     """Partition of the model over `mesh.pp_size` ranks, and the schedule of its microbatches.
 
-    schedule: gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, interleaved_zb, zbv, dualpipev, ... (or torch's names).
-    schedule_csv: a program in torch's compute-only format, in place of a schedule.
-    layers_per_stage: fixes the number of stages; `round_virtual_stages_to_pp_multiple` repairs one that does not
-        divide.
-    layout: the layout language, for example `Et*3|(tt|)*29,m|L`.
-    module_fqns_per_model_part: module names per stage.
-    balance: how layers spread where only their number is known: "even", or "cost" with the head weighed.
-    microbatch_group_size: microbatches per chunk and round of interleaved_1f1b; null is torch's grouping.
-    dtype: of the tensors between stages; null is what the model computes in.
+    `layers_per_stage`, `layout` and `module_fqns_per_model_part` are alternatives. Without them, layers are spread by
+    `balance`.
     """
 
     schedule: str | None = "1f1b"
-    """Schedule by name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, interleaved_zb, zbv, dualpipev, or
-    torch's names."""
+    """Schedule by name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, zb_h2, interleaved_zb, zbv, dualpipev, or
+    torch's names.
+    """
     schedule_csv: str | None = None
     """File with a schedule in torch's compute-only CSV format, instead of `schedule`."""
     layers_per_stage: int | None = None
@@ -61,21 +55,22 @@ class PipelineConfig:
 
     @property
     def named_schedule(self) -> Schedule | None:
-        """The schedule by name; None when a CSV file says everything."""
+        """The schedule by name, or None with a CSV file."""
         if self.schedule_csv is not None:
             return None
         assert self.schedule is not None
         return find_schedule(self.schedule)
 
     def read_program(self) -> Program | None:
-        """The program of the CSV file, if that is what runs. Raises ConfigError."""
+        """Return the program of the CSV file, or None without one. Raises ConfigError."""
         return None if self.schedule_csv is None else read_csv(self.schedule_csv)
 
     def check(self, pp_size: int, num_microbatches: int, num_chunks: int | None = None) -> None:
-        """Refuse, before anything is launched, a number of microbatches that the schedule cannot run.
+        """Raise ConfigError if the schedule does not support this number of microbatches. Called before launch.
 
-        Without `num_chunks`, stages per rank that only the model decides (`layers_per_stage`) are taken as the
-        schedule's fewest. A CSV file is read when the model is cut.
+        Args:
+            num_chunks: stages per rank. None: the minimum of the schedule, if only the model determines the number
+                (`layers_per_stage`). CSV files are checked when the model is split.
         """
         schedule = self.named_schedule
         if schedule is None:
@@ -85,7 +80,7 @@ class PipelineConfig:
 
 
 def _check_cut(config: PipelineConfig) -> None:
-    """At most one of the ways to choose the stages; the values that need no model are checked."""
+    """Raise ConfigError if several ways to choose stages are set, or for values that are invalid for any model."""
     given = [name for name in WAYS if getattr(config, name) is not None]
     if len(given) > 1:
         others = " ".join(f"{name}=null" for name in given[1:])

@@ -1,6 +1,6 @@
-"""What the options of a pipeline are called by who reads a refusal: keys of the YAML, or keywords of `AutoPipeline`.
+"""Translate the keys of pipeline errors into config keys or keywords of `AutoPipeline`. Torch-free.
 
-Inside, messages, keys and fixes use the fields of `PipelineConfig`. Torch-free.
+Inside this package, messages, keys and fixes use the fields of `PipelineConfig`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LITERALS = {"null": "None", "true": "True", "false": "False"}
 
 @contextmanager
 def as_yaml() -> Iterator[None]:
-    """Refusals from inside name keys of a recipe, `pipeline.schedule`."""
+    """Raise errors with config keys, for example `pipeline.schedule`."""
     try:
         yield
     except ConfigError as error:
@@ -43,7 +43,7 @@ def as_yaml() -> Iterator[None]:
 
 @contextmanager
 def as_keywords() -> Iterator[None]:
-    """Refusals from inside name keywords of `AutoPipeline`, `pp_schedule`, and their fixes are Python."""
+    """Raise errors with keywords of `AutoPipeline`, for example `pp_schedule`, and fixes in Python syntax."""
     try:
         yield
     except ConfigError as error:
@@ -54,7 +54,7 @@ def as_keywords() -> Iterator[None]:
 
 
 def respell(text: str, names: Mapping[str, str]) -> str:
-    """A text with other keys in its `key=value`: those of `names` that stand alone (not `layout` of `mesh.layout`)."""
+    """Replace keys in `key=value`. Keys inside dotted names (`layout` in `mesh.layout`) are not replaced."""
     return re.sub(r"(?<![\w.-])\w+(?==)", lambda key: names.get(key[0], key[0]), text)
 
 
@@ -65,7 +65,7 @@ def _as_python(assignment: re.Match[str]) -> str:
 
 
 def _of_the_mesh(fix: str) -> str:
-    """Sections that a library user has not: the batch has keywords, the mesh is an object."""
+    """Replace sections that a library user does not have: the batch has keywords, the mesh is an object."""
     for section, keyword in _SECTIONS.items():
         fix = fix.replace(section, keyword)
     fix = fix.replace("mesh.pp_size=1", "SingleStage(part), which needs no pipeline")

@@ -1,4 +1,4 @@
-"""The mesh axes that a pipeline works on, and the checks of its options that need no model."""
+"""Mesh axes of a pipeline, and checks of options that need no model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh import Mesh
 
-OUR_DP_AXES = ("dp_replicate", "dp_shard")  # what "dp" means on the mesh of `distributed.mesh`
+OUR_DP_AXES = ("dp_replicate", "dp_shard")  # Axes that "dp" means on the mesh of `distributed.mesh`.
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Axis names by role, checked against the meshes. `mesh` None is refused."""
+    """Axis names by role, validated against the meshes. Raises ConfigError, also for `mesh=None`."""
 
     mesh: DeviceMesh | None
     moe_mesh: DeviceMesh | None = None
@@ -30,7 +30,7 @@ class Axes:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Axes:
-        """Those of a run's mesh."""
+        """Return the axes of a run's mesh."""
         return cls(mesh.root, cp_axis_name="cp" if mesh.layout.cp > 1 else None)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Axes:
                     )
 
     def _dp_axes(self) -> tuple[str, ...]:
-        """ "dp" stands for the axes of our mesh, and for nothing on a mesh that has the pipeline axis alone."""
+        """Return the data-parallel axes. "dp" means none on a mesh that has the pipeline axis only."""
         assert self.mesh is not None
         known = self.mesh.mesh_dim_names or ()
         if self.dp_axis_names != ("dp",) or "dp" in known:
@@ -80,13 +80,13 @@ class Axes:
         return self.mesh[self.pp_axis_name]
 
     def sum_groups(self) -> list[dist.ProcessGroup]:
-        """Over which gradients of whole parameters add up: data parallelism, and context parallelism."""
+        """Return the groups over which gradients of unsharded parameters are summed: data and context parallelism."""
         assert self.mesh is not None
         axes = [self.mesh[name] for name in (*self._dp_axes(), self.cp_axis_name) if name is not None]
         return [axis.get_group() for axis in axes if axis.size() > 1]
 
     def keywords(self) -> dict[str, Any]:
-        """What `parallelize_fn` is called with besides the part."""
+        """Return the keyword arguments of `parallelize_fn`."""
         return {
             "world_mesh": self.mesh,
             "moe_mesh": self.moe_mesh,
@@ -99,7 +99,7 @@ class Axes:
 
 
 def check_batch_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
-    """Rows per microbatch and step, tokens per row."""
+    """Raise ConfigError for invalid numbers of sequences per microbatch and step, or tokens per sequence."""
     if microbatch < 1:
         raise ConfigError(
             f"pp_microbatch_size={microbatch} must be at least 1",
@@ -121,7 +121,7 @@ def check_batch_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
 
 
 def default_device() -> torch.device:
-    """The current accelerator, else the CPU, also with a build for accelerators on a machine without one."""
+    """Return the current accelerator, else the CPU, also if torch supports an accelerator that the machine lacks."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A model cut over the ranks of a pipeline, as `Stages`: any Hugging Face causal LM, unmodified, any schedule."""
+"""`Stages` implementation for pipelines: any unmodified Hugging Face causal LM, any schedule."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ LossFn = Callable[[HeadOutput, Batch], Tensor]
 
 
 class PipelineStages:
-    """Cuts a model into stages, wires them, and runs steps of microbatches through them.
+    """Split a model into stages, connect them, and run steps of microbatches.
 
-    Every gradient is a plain sum over microbatches and data-parallel ranks: nothing is averaged or rescaled.
+    Gradients are sums over microbatches and data-parallel ranks. Nothing is averaged or rescaled.
     """
 
     def __init__(
@@ -60,12 +60,14 @@ class PipelineStages:
         spelling: Callable[[], AbstractContextManager[None]] = as_yaml,
         ready: Ready = PATCHED,
     ):
-        """`num_microbatches` is what `build` checks against the schedule and what `info.schedule` is made for. A step
-        may bring another number: it is checked when it comes.
-
-        defer_sync, defer_nested: FSDP, and modules that it wraps inside a part which it does not wrap, reduce once per
-            step. `spelling` is what the keys of refusals are called by who reads them. `ready`: forwards of the model
-            that need no stand-ins.
+        """Args:
+        num_microbatches: checked by `build`, which makes `info.schedule` for it. A step may have another number,
+            which is
+            checked then.
+        defer_sync: FSDP reduces gradients once per step.
+        defer_nested: the same for FSDP modules inside a part without FSDP.
+        spelling: context that translates the keys of errors.
+        ready: forwards of the model that need no stand-ins.
         """
         self._config, self._axes, self._num_microbatches = config, axes, num_microbatches
         self.device = device or default_device()
@@ -78,7 +80,7 @@ class PipelineStages:
         self._runtimes: dict[tuple[int, bool], Runtime] = {}
         self._info = PipelineInfo(False, None, False, False, None, None)
 
-    # Building
+    # Build
 
     def build(
         self,
@@ -86,13 +88,19 @@ class PipelineStages:
         loss_fn: LossFn | None = None,
         parallelize_fn: Callable[..., nn.Module | None] | None = None,
     ) -> Self:
-        """Cut `model` (left as it is; best on the meta device) and set up this rank's stages. Collective over the
-        pipeline.
+        """Split `model` and set up the stages of this rank. Collective over the pipeline.
 
-        `loss_fn(output, batch)` is what `forward_backward` uses when it is given none. `parallelize_fn(part,
-        world_mesh=, moe_mesh=, dp_axis_names=, ...)` is applied to each local part, in place. Raises ConfigError: a
-        wrong model or loss, a model whose split is not exact (with the layer that differs), stages that do not fit
-        ranks or schedule, wrappers that would lose gradients.
+        The model is not changed and preferably on the meta device.
+
+        Args:
+            loss_fn: `loss_fn(output, batch)`, the default loss of `forward_backward`.
+            parallelize_fn: `parallelize_fn(part, world_mesh=, moe_mesh=, dp_axis_names=, ...)`, applied to each local
+                part in
+                place.
+
+        Raises ConfigError for a wrong model or loss, a model whose split is not exact (with the layer that differs),
+        stages that
+        do not fit the ranks or the schedule, and wrappers that would compute wrong gradients.
         """
         part = _as_part(model, self._ready)
         if loss_fn is not None and not callable(loss_fn):
@@ -116,7 +124,7 @@ class PipelineStages:
             )
         anatomy = check_split(part.model, self._ready)
         plan = plan_stages(self._config, part, anatomy, self._axes.group.size())
-        plan.check(self._num_microbatches)  # refused here rather than at the first step
+        plan.check(self._num_microbatches)  # Rejected here and not at the first step.
         rank = self._axes.group.rank()
         parts: list[nn.Module] = []
         for s in plan.of_rank(rank):
@@ -216,8 +224,10 @@ class PipelineStages:
         ]
 
     def _agreed_dtype(self, whole: ModelPart, parts: Sequence[nn.Module]) -> torch.dtype:
-        """What the residual stream is computed in, as the rank of the first stage knows it: an empty stage has nothing
-        to tell."""
+        """Return the dtype of the residual stream, as determined by the rank of the first stage.
+
+        Stages may be empty.
+        """
         first = next(whole.parameters(), None)
         own = next(
             (d for part in parts if (d := torch_compat.fsdp_dtype(part))),
@@ -229,7 +239,7 @@ class PipelineStages:
         )
         return agreed[0]
 
-    # Running: the `Stages` protocol
+    # Run: the `Stages` protocol
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -239,7 +249,7 @@ class PipelineStages:
     def forward_backward(
         self, batches: Sequence[Batch], loss: LossFn | None = None, request: HeadRequest = LOGPROBS
     ) -> Tensor:
-        """See `Stages.forward_backward`. Microbatches may have different lengths, and other ones in the next step."""
+        """See `Stages.forward_backward`. Microbatches may differ in length, also between steps."""
         info, loss = self._built(), loss or self._loss_fn
         if loss is None:
             raise ConfigError(
@@ -260,8 +270,10 @@ class PipelineStages:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch], reduce: LossFn, request: HeadRequest = LOGPROBS) -> list[Tensor]:
-        """See `Stages.forward`: reduced where the last stage is, then sent to every rank of the pipeline. Gradients
-        stay untouched."""
+        """See `Stages.forward`.
+
+        Values are reduced on the last stage and sent to all ranks. Gradients are not changed.
+        """
         self._built()
         with self._evaluation_mode():
             results = self._run(self._runtime(len(batches), train=False), batches, reduce, request)
@@ -269,7 +281,7 @@ class PipelineStages:
 
     @contextmanager
     def in_float32(self) -> Iterator[bool]:
-        """See `Stages.in_float32`. Hidden states travel in float32 too."""
+        """See `Stages.in_float32`. Hidden states between stages are float32 too."""
         stages = self._built().stages or []
         if not all(isinstance(part, FSDPModule) for part in self.parts):
             yield False
@@ -296,7 +308,7 @@ class PipelineStages:
         return runtime.run(shapes, keywords, lambda output, index: on_last(output, batches[index]))
 
     def _runtime(self, num_microbatches: int, train: bool) -> Runtime:
-        """The runtime for this many microbatches; made once."""
+        """Return the cached runtime for this number of microbatches."""
         info, plan, key = self._built(), self._plan, (num_microbatches, train)
         assert plan is not None and info.stages is not None
         if key not in self._runtimes:
@@ -306,7 +318,7 @@ class PipelineStages:
         return self._runtimes[key]
 
     def _share(self, values: list[Tensor]) -> list[Tensor]:
-        """The last stage's tensors on every rank of the pipeline, shapes and dtypes first."""
+        """Broadcast the tensors of the last stage to all ranks of the pipeline, after their shapes and dtypes."""
         assert self._plan is not None
         source = dist.get_global_rank(self._axes.group, self._plan.owner[-1])
         described: list[Any] = [[(tuple(v.shape), v.dtype) for v in values]]
@@ -330,7 +342,7 @@ class PipelineStages:
 
     @property
     def info(self) -> PipelineInfo:
-        """What this rank runs; `enabled` is False before `build`."""
+        """What this rank runs. `enabled` is False before `build`."""
         return self._info
 
     def _built(self) -> PipelineInfo:
@@ -338,7 +350,7 @@ class PipelineStages:
             raise RuntimeError("the pipeline is not built yet: call build(model) first")
         return self._info
 
-    # The other questions of `Stages`
+    # Other methods of `Stages`
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -349,7 +361,7 @@ class PipelineStages:
         return self._planned().owner
 
     def schedule_svg(self, num_microbatches: int) -> str:
-        """See `Stages.schedule_svg`; stages count as equally long."""
+        """See `Stages.schedule_svg`. All stages have equal costs."""
         program = self._planned().program(num_microbatches)
         title = f"{program.schedule}, {num_microbatches} microbatches, stages drawn equally long"
         return draw_svg(simulate(program, even_costs(program)), title=title)
@@ -377,7 +389,7 @@ class PipelineStages:
         return self._plan
 
     def _boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:
-        """Of the hidden states between stages, the same for all of them."""
+        """Return the shape of the hidden states between stages, equal for all stages."""
         part = self.parts[0]
         assert isinstance(part, StagePart)
         return part.boundary_shape(rows, tokens)
@@ -385,13 +397,13 @@ class PipelineStages:
     # Gradients that no wrapper sums
 
     def _plain_parameters(self) -> list[nn.Parameter]:
-        """Trainable parameters that no FSDP shards; every data-parallel rank has them whole."""
+        """Return trainable parameters without FSDP, which are replicated over data-parallel ranks."""
         if not self._axes.sum_groups():
             return []
         return [p for part in self.parts for p in part.parameters() if p.requires_grad and not isinstance(p, DTensor)]
 
     def _tied_copies(self) -> list[nn.Parameter]:
-        """This rank's copies of the table that embeds on the first stage and is used on others."""
+        """Return the local copies of the embedding table of the first stage."""
         copies: list[nn.Parameter] = []
         for part in self.parts:
             assert isinstance(part, StagePart)
@@ -399,7 +411,7 @@ class PipelineStages:
         return copies
 
     def _table_ranks(self) -> list[int]:
-        """Ranks in the group that have such copies."""
+        """Return the ranks of the group with such copies."""
         owner = self._planned().owner
         return sorted({owner[stage] for stage in self._table_stages})
 
@@ -412,7 +424,7 @@ def _as_part(model: Any, ready: Ready) -> ModelPart:
     if isinstance(model, PreTrainedModel):
         from automodel_cli.models.lm_head.head import HeadKind, detect_head
 
-        # The logits of a causal LM with a forward of its own are what that forward returns.
+        # The forward of a ready causal LM returns its own logits.
         return ModelPart(model, HeadKind("generic") if ready.outer else detect_head(model.config))
     raise ConfigError(
         f"model must be a ModelPart or a Hugging Face model, not {type(model).__name__}",

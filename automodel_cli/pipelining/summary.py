@@ -1,4 +1,4 @@
-"""What a pipeline says about itself: modules, parameters and a picture of its schedule."""
+"""Summaries of a pipeline: modules, parameters and a drawing of its schedule."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class PipelineInfo:
-    """What this rank runs. `model_parts` and `stages` are None before `build`; under a V placement rank 0 has both
-    ends."""
+    """What this rank runs. `model_parts` and `stages` are None before `build`.
+
+    With a V placement, rank 0 has both the first and the last stage.
+    """
 
     enabled: bool
     schedule: Runtime | None
@@ -32,7 +34,7 @@ class PipelineInfo:
 
 
 def stage_modules(parts: Sequence[nn.Module] | None) -> list[list[str]]:
-    """Names of the modules that hold parameters themselves, per part."""
+    """Return the names of the modules that own parameters, per part."""
     return [
         [name for name, m in part.named_modules() if any(True for _ in m.parameters(recurse=False))]
         for part in parts or []
@@ -40,7 +42,7 @@ def stage_modules(parts: Sequence[nn.Module] | None) -> list[list[str]]:
 
 
 def param_counts(parts: Sequence[nn.Module] | None, trainable_only: bool) -> list[int]:
-    """Parameters per part, whole ones (not this rank's shards)."""
+    """Return the number of unsharded parameters per part."""
     return [sum(p.numel() for p in part.parameters() if p.requires_grad or not trainable_only) for part in parts or []]
 
 
@@ -73,7 +75,7 @@ def pipeline_summary(info: PipelineInfo, plan: StagePlan | None, num_microbatche
 
 
 def draw_program(program: Program, path: Path | None) -> str:
-    """The program's timeline with equal costs: text without `path`, else an SVG file at it; returns text or path."""
+    """Draw the timeline of a program with equal costs, as text or as an SVG file. Returns the text or the path."""
     from automodel_cli.pipelining.timeline import svg as drawing
 
     timeline = simulate(program, even_costs(program))

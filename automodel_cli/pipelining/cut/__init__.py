@@ -1,1 +1,1 @@
-"""What is where: the layout language, the split of a model into stages, and the proof that the split is exact."""
+"""Split a model into pipeline stages: layout strings, placement, stage modules, and the check that a split is exact."""

@@ -1,8 +1,12 @@
-"""How many stages, which decoder layers in each, where each stage lives. Torch-free: models enter as names and costs.
+"""Number of stages and their decoder layers. Torch-free: models are names and costs.
 
-A split is a list of layer ranges in pipeline order. The first stage also owns the embedding and the last one the final
-norm and head; every stage builds the rotary tables it needs. Four ways to choose it: evenly, by `layers_per_stage`, by
-cost, by explicit names.
+A split is a list of layer ranges in pipeline order. The first stage also has the embedding, the last one the final norm
+and head. Every stage builds the rotary tables that it needs. A split is even, by `layers_per_stage`, by cost, or by
+explicit names.
+
+Example: 10 layers on 4 stages are 3, 3, 2 and 2 layers. With a head that costs as much as 3 layers, 16 layers on 4
+stages
+are 4, 5, 5 and 2 layers.
 """
 
 from __future__ import annotations
@@ -24,12 +28,13 @@ def stage_count(
     kind: ScheduleKind,
     rounding: Literal["up", "down"] | None = None,
 ) -> tuple[int, int]:
-    """(number of stages, stages per rank).
+    """Return the number of stages and the stages per rank.
 
-    `layers_per_stage` only fixes the count; `rounding` repairs one that `pp_size` does not divide.
+    Single-stage schedules need exactly one stage per rank, multi-stage schedules at least two. Raises ConfigError.
 
-    Raises ConfigError when the count does not fit the ranks or the schedule: single-stage schedules need exactly one
-    stage per rank, multi-stage schedules at least two.
+    Args:
+        layers_per_stage: determines the number of stages.
+        rounding: rounds the number to a multiple of `pp_size`.
     """
     key = "round_virtual_stages_to_pp_multiple"
     if rounding not in (None, "up", "down"):
@@ -77,7 +82,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def even_sizes(num_stages: int, num_layers: int) -> list[int]:
-    """Layers per stage: `num_layers // num_stages`, the first ones get one more; no stage gets none."""
+    """Return layers per stage: `num_layers // num_stages`, and one more for the first stages. No stage is empty."""
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
             f"{num_stages} stages need at least one layer each, but the model has {num_layers} decoder layers",
@@ -89,7 +94,7 @@ def even_sizes(num_stages: int, num_layers: int) -> list[int]:
 
 
 def layer_ranges(sizes: Sequence[int]) -> list[range]:
-    """Consecutive layer ids for stages of these sizes."""
+    """Return consecutive layer ranges of these sizes."""
     starts = [sum(sizes[:s]) for s in range(len(sizes) + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
 
@@ -106,9 +111,9 @@ def stage_module_names(
     multimodal_modules: Sequence[str] = (),
     extra_module_fqns: Sequence[str] = (),
 ) -> list[list[str]]:
-    """Module names per stage for an even spread.
+    """Return module names per stage for an even split.
 
-    Embedding, multimodal and extra modules on stage 0; layers; norm and head on the last; rotary table on all.
+    Embedding, multimodal and extra modules are on stage 0, norm and head on the last stage, the rotary table on all.
     """
     stages: list[list[str]] = []
     ranges = layer_ranges(even_sizes(num_stages, num_layers))
@@ -132,12 +137,17 @@ def ranges_from_names(
     embedding: str,
     head: Sequence[str],
 ) -> list[range]:
-    """Layer ranges of an explicit split, `module_fqns_per_model_part`, or a refusal that names the module.
+    """Return the layer ranges of an explicit split, `module_fqns_per_model_part`.
 
-    `layers_prefix` is the decoder list (`model.layers`), `module_names` every module the model has, `embedding` the
-    table (first stage) and `head` the modules after the layers (last stage). Refused: unknown names, a module in two
-    stages, a layer in none, layers out of order, embedding or head elsewhere. Other modules (rotary tables) may be
-    named on any number of stages.
+    Raises ConfigError for unknown names, a module in two stages, a layer in none, layers out of order, and an embedding
+    or
+    head in another stage. Other modules (rotary tables) may be in any number of stages.
+
+    Args:
+        layers_prefix: the decoder list, for example `model.layers`.
+        module_names: all modules of the model.
+        embedding: the embedding table, which belongs to the first stage.
+        head: the modules after the layers, which belong to the last stage.
     """
     key = "module_fqns_per_model_part"
     seen: dict[str, int] = {}
@@ -206,11 +216,12 @@ def balanced_sizes(
     head_cost: float = 0.0,
     min_layers: int = 1,
 ) -> list[int]:
-    """Layers per stage for the contiguous split whose most expensive stage is as cheap as possible, exactly.
+    """Return layers per stage of the contiguous split with the smallest maximum stage cost, exactly.
 
-    Stage 0 also pays `embedding_cost`, the last stage `head_cost`. Among all such splits the one with the smallest sum
-    of squared stage costs, so that the other stages are even too; of equals, the one with small early stages, which
-    hold the most activations. Dynamic programming over (stages, layers): O(num_stages * num_layers**2).
+    Stage 0 also has `embedding_cost`, the last stage `head_cost`. Ties are resolved by the smallest sum of squared
+    stage
+    costs, then by small early stages, which have the most activations. Dynamic programming over (stages, layers),
+    O(num_stages * num_layers**2).
     """
     num_layers = len(layer_costs)
     if num_stages < 1 or num_stages * min_layers > num_layers:
@@ -227,7 +238,7 @@ def balanced_sizes(
         return prefix[end] - prefix[start] + extra
 
     worst = _best_split(num_layers, num_stages, min_layers, stage_cost, max)[0]
-    slack = worst * (1 + 1e-12)  # the same sums in another order differ in the last bit
+    slack = worst * (1 + 1e-12)  # Sums in another order differ by rounding.
 
     def squared(stage: int, start: int, end: int) -> float:
         cost = stage_cost(stage, start, end)
@@ -243,7 +254,12 @@ def _best_split(
     cost: Callable[[int, int, int], float],
     combine: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """(value, sizes) of the split that minimises `combine` over the stage costs; `combine` is max or +."""
+    """Return (value, sizes) of the split that minimizes `combine` (max or +) over the stage costs.
+
+    `best[end]` is the value of the best split of the first `end` layers into the stages so far. `cuts[stage][end]` is
+    the
+    start of the last stage in it.
+    """
     best = [float("inf")] * (num_layers + 1)
     best[0] = 0.0
     cuts: list[list[int]] = []

@@ -1,17 +1,20 @@
-"""The layout language: which layers live on which pipeline stage, written as a string. Torch-free.
+"""Layout strings: the layers of every pipeline stage. Torch-free.
 
-Example: `Et*3|(tt|)*29,m|L` is `Ettt`, 29 stages of `tt`, one stage with a multi-token-prediction layer and one with
-the loss. `E` embedding, `t` decoder layer, `m` multi-token-prediction (MTP) layer, `L` final norm, head and loss; `|`
-ends a stage; `*n` repeats the letter, separator or group before it; commas decorate. Grammar (ASCII, case-sensitive, no
-white space)::
+Letters: `E` embedding, `t` decoder layer, `m` multi-token-prediction (MTP) layer, `L` final norm, head and loss. `|`
+ends
+a stage. `*n` repeats the letter, separator or group before it. Commas are ignored.
+
+Example: `Et*3|(tt|)*29,m|L` is `Ettt`, 29 stages of `tt`, a stage with an MTP layer, and a stage with the loss.
+
+Grammar (ASCII, case-sensitive, no white space)::
 
     layout = { "," | unit }
     unit   = ( "E" | "t" | "m" | "L" | "|" ) [ "*" INT ]  |  "(" body ")" "*" INT
     body   = one or more plain units and commas, no "("
 
-The language is Megatron-core's `pipeline_model_parallel_layout`, with a parser in place of textual substitution:
-`t*2,3` is an error here, not 23 layers. Every item remembers the character that produced it, so errors of meaning can
-point at it too.
+The language is Megatron-core's `pipeline_model_parallel_layout`. Megatron-core substitutes text, this module parses:
+`t*2,3` is an error and not 23 layers. Every item stores the position of its character, so that all errors can point at
+it.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ MAX_ITEMS = 100_000
 DIGITS = "0123456789"
 
 Position = int | tuple[int, int | None] | None
-"""Character index in the string, [stage, item] in the list form, None when no single place is at fault."""
+"""Character index in the string, [stage, item] in the list form, or None if no single position is wrong."""
 
 
 class LayoutError(ConfigError):
-    """A layout that cannot be read or cannot work: a stable `code`, a `position`, and a message with a caret."""
+    """A layout that is malformed or invalid, with a `code`, a `position`, and a message with a caret."""
 
     def __init__(
         self, text: str, *, code: str, position: Position = None, source: object = None, fix: str | None = None
@@ -42,7 +45,7 @@ class LayoutError(ConfigError):
 
 
 def _pointer(source: object, position: Position) -> str:
-    """The offending place under its string; positions of the list form are spelled out."""
+    """Return the source with a caret below the wrong character, or the position in the list form."""
     if isinstance(position, tuple):
         stage, item = position
         return f"\n  at stage {stage}" + ("" if item is None else f", item {item}")
@@ -54,7 +57,7 @@ def _pointer(source: object, position: Position) -> str:
 
 @dataclass(frozen=True)
 class Item:
-    """One letter of a stage and the place in the source it came from."""
+    """One letter of a stage and its position in the source."""
 
     letter: str
     position: Position
@@ -69,15 +72,15 @@ class StageLayout:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """One string over `EtmL` per stage; empty stages are empty strings."""
+        """One string over `EtmL` per stage. Empty stages are empty strings."""
         return tuple("".join(item.letter for item in stage) for stage in self.stages)
 
     def count(self, letter: str) -> int:
-        """How often `letter` occurs in the whole layout."""
+        """Return how often `letter` occurs in the layout."""
         return sum(stage.count(letter) for stage in self.letters)
 
     def error(self, text: str, code: str, position: Position = None, fix: str | None = None) -> LayoutError:
-        """A `LayoutError` about this layout."""
+        """Return a `LayoutError` about this layout."""
         return LayoutError(text, code=code, position=position, source=self.source, fix=fix)
 
 
@@ -104,7 +107,7 @@ def _split_stages(items: Sequence[Item]) -> tuple[tuple[Item, ...], ...]:
 
 
 class _Parser:
-    """Recursive descent over the characters; `at` is the index of the next one."""
+    """Recursive-descent parser. `at` is the index of the next character."""
 
     def __init__(self, source: str):
         self.source, self.at = source, 0
@@ -125,7 +128,7 @@ class _Parser:
         return items
 
     def unit(self) -> list[Item]:
-        """One comma, or one atom or separator with its count."""
+        """Parse one comma, or one letter or separator with its count."""
         char, start = self.peek(), self.at
         if char == ",":
             self.at += 1
@@ -142,7 +145,7 @@ class _Parser:
         return [Item(char, start)] * count
 
     def group(self) -> list[Item]:
-        """`( body ) * n`."""
+        """Parse `( body ) * n`."""
         start = self.at
         self.at += 1
         body: list[Item] = []
@@ -163,7 +166,7 @@ class _Parser:
         return body * count
 
     def count(self) -> int:
-        """`* INT`; the cursor is on the star."""
+        """Parse `* INT`. The cursor is on the star."""
         self.at += 1
         start = self.at
         while self.peek() and self.peek() in DIGITS:
@@ -173,7 +176,7 @@ class _Parser:
             raise self.fail("bad-count", "a number (digits 0-9) must follow '*'", start)
         if self.peek() == "*":
             raise self.fail("chained-star", "a unit has one count only. Multiply the two numbers", self.at)
-        if len(digits) > len(str(MAX_ITEMS)):  # before int(), which takes quadratic time and stops at 4300 digits
+        if len(digits) > len(str(MAX_ITEMS)):  # Before int(), which takes quadratic time and fails above 4300 digits.
             self.guard(MAX_ITEMS + 1)
         return int(digits or "0")
 
@@ -210,9 +213,9 @@ def _parse_list(source: Sequence[Sequence[str]]) -> StageLayout:
 
 
 def num_chunks(layout: StageLayout, pp_size: int) -> int:
-    """Virtual stages per rank, `S / p`.
+    """Return the virtual stages per rank, `S / p`.
 
-    Stage s lives on rank `s % p` as chunk `s // p`. Raises `bad-pp`, `stage-count`.
+    Stage s is chunk `s // p` of rank `s % p`. Raises `bad-pp`, `stage-count`.
     """
     stages = len(layout.stages)
     if pp_size < 1:
@@ -229,10 +232,11 @@ def num_chunks(layout: StageLayout, pp_size: int) -> int:
 
 
 def validate_layout(layout: StageLayout, pp_size: int, num_layers: int, mtp_num_layers: int | None = None) -> None:
-    """Refuse a layout that cannot be built, with the first broken rule in the documented order.
+    """Raise LayoutError with the first violated rule.
 
     Order: bad-pp, stage-count, no/duplicate-embedding, no/duplicate-loss, embedding-not-first, loss-not-last,
-    layer-count, mtp-count, decoder-after-mtp, mtp-split, mtp-not-last-chunk, mtp-on-first-rank.
+    layer-count,
+    mtp-count, decoder-after-mtp, mtp-split, mtp-not-last-chunk, mtp-on-first-rank.
     """
     chunks = num_chunks(layout, pp_size)
     _check_ends(layout)

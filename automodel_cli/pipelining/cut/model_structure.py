@@ -1,7 +1,7 @@
-"""What a causal LM is made of, as a pipeline sees it: observed by running a small copy once, never guessed from names.
+"""Structure of a causal LM for a pipeline, observed in one run of a small copy.
 
-A model can be cut when its decoder is one list of layers, each executed exactly once and in order, and everything else
-with parameters runs either before the first or after the last of them.
+A model can be split if its decoder is one list of layers, each executed once and in order, and all other modules with
+parameters run before the first or after the last layer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ _IDS_BT = torch.arange(3, 9)[None]
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Module names as in the hub's `ForCausalLM` class.
+    """Module names, as in the `ForCausalLM` class of the hub.
 
-    `layers` is the decoder list; `arity` the length of the tuple that a layer returns (None: a tensor); `before` and
-    `after` are the modules with parameters that run before the first layer and after the last. `streams`: the layers
-    hand on hidden states `[B, T, *streams, D]` (hyper-connections have several residual streams).
+    Attributes:
+        layers: the decoder list.
+        arity: length of the tuple that a layer returns. None: a tensor.
+        before: modules with parameters that run before the first layer.
+        after: modules with parameters that run after the last layer.
+        streams: layers return hidden states `[B, T, *streams, D]`. Hyper-connections have several residual streams.
     """
 
     layers: str
@@ -39,7 +42,7 @@ class ModelStructure:
 
 
 class SplitError(ConfigError):
-    """A model that cannot be cut into pipeline stages, and why."""
+    """The model cannot be split into pipeline stages."""
 
     code = "not_supported_by_model"
 
@@ -50,15 +53,16 @@ class SplitError(ConfigError):
 
 
 class NotMeasuredError(SplitError):
-    """No split could be measured: the small copy of the model cannot be built or run. It is unknown, not bad."""
+    """The small copy of the model cannot be built or run, so it is unknown whether the model can be split."""
 
     code = "not_measured"
 
 
 def find_decoder_layers(model: PreTrainedModel) -> str:
-    """Name of the decoder list: the outermost ModuleList or ModuleDict with one entry per layer of the config.
+    """Return the name of the decoder list: the outermost ModuleList or ModuleDict with one entry per layer of the
+    config.
 
-    Some families count their layers in a field of their own.
+    Some families have their own config field for the number of layers.
     """
     if model.config.is_encoder_decoder:
         raise SplitError(model, "encoder-decoder models would need two streams between stages")
@@ -77,9 +81,9 @@ def find_decoder_layers(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def observe(small: PreTrainedModel) -> ModelStructure:
-    """Run `small` (a real, tiny copy with at least two layers) on a few tokens and watch the order of its modules.
+    """Run `small` (a tiny copy with at least two layers) on a few tokens and record the order of its modules.
 
-    Raises SplitError when the model runs its layers in another way than once each, in order.
+    Raises SplitError if the model does not run each layer once and in order.
     """
     path = find_decoder_layers(small)
     layers = list(small.get_submodule(path).children())
@@ -103,7 +107,7 @@ def observe(small: PreTrainedModel) -> ModelStructure:
 
 
 class _Watch:
-    """Which module ran after how many layers had started."""
+    """Records after how many layers each module runs."""
 
     def __init__(self, count: int):
         self.count, self.order, self.arities = count, list[int](), set[int | None]()
@@ -134,7 +138,7 @@ def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], 
         )
     before, after = [], []
     for name in outside:
-        times = watch.started_at.get(name, {0})  # one that never runs stays with the embedding
+        times = watch.started_at.get(name, {0})  # A module that never runs stays with the embedding.
         if times == {0}:
             before.append(name)
         elif times == {watch.count}:
@@ -147,12 +151,12 @@ def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], 
 
 
 def _outermost(names: list[str]) -> tuple[str, ...]:
-    """Without modules inside another of the list: they go with it."""
+    """Remove modules inside another module of the list."""
     return tuple(name for name in names if not any(name.startswith(other + ".") for other in names))
 
 
 def tied_embedding(model: PreTrainedModel) -> str | None:
-    """Name of the input embedding where its table is the head's weight too."""
+    """Return the name of the input embedding if it is tied to the head, else None."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is not table.weight:
         return None

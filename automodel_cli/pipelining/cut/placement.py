@@ -1,6 +1,6 @@
-"""Which decoder layers each (rank, chunk) holds: from a layout, from fixed counts at the ends, or evenly. Torch-free.
+"""Decoder layers of each (rank, chunk): from a layout, from fixed counts at the ends, or evenly. Torch-free.
 
-The options and their arithmetic are Megatron-core's (`account_for_embedding_in_pipeline_split`,
+Options and arithmetic are those of Megatron-core (`account_for_embedding_in_pipeline_split`,
 `num_layers_in_first_pipeline_stage`, ...).
 """
 
@@ -14,18 +14,18 @@ from automodel_cli.pipelining.cut.layout_string import StageLayout, num_chunks, 
 
 
 class PlacementError(ConfigError):
-    """Options that describe no placement.
+    """Options that describe no valid placement.
 
     `code` is not-divisible, not-positive, middle-mismatch, vpp-conflict or exclusive-options.
     """
 
     def __init__(self, text: str, *, code: str, keys: tuple[str, ...] = (), fix: str | None = None):
-        super().__init__(f"{text} ({code})", code=code, keys=keys, fix=fix)
+        super().__init__(text, code=code, keys=keys, fix=fix)
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """One stage: where it lives and what it holds. `letters` is the stage in the layout language."""
+    """Location and layers of one stage. `letters` is the stage as a layout string."""
 
     rank: int
     chunk: int
@@ -36,7 +36,7 @@ class StageLayers:
 
 @dataclass(frozen=True)
 class Placement:
-    """All stages in pipeline order. Stage s is on rank `s % pp_size`, chunk `s // pp_size`."""
+    """All stages in pipeline order. Stage s is chunk `s // pp_size` of rank `s % pp_size`."""
 
     pp_size: int
     num_chunks: int
@@ -45,12 +45,12 @@ class Placement:
 
     @property
     def mtp_ranks(self) -> tuple[int, ...]:
-        """Ranks that hold multi-token-prediction layers."""
+        """Ranks with multi-token-prediction layers."""
         return tuple(sorted({s.rank for s in self.stages if "m" in s.letters}))
 
     @property
     def mtp_standalone(self) -> bool:
-        """True when MTP layers live on another rank than the last: what crosses those stages then differs in shape."""
+        """Whether MTP layers are on another rank than the last. Tensors between those stages then have other shapes."""
         return any(rank != self.pp_size - 1 for rank in self.mtp_ranks)
 
     @property
@@ -59,18 +59,18 @@ class Placement:
         return self.pp_size
 
     def of_rank(self, rank: int) -> tuple[StageLayers, ...]:
-        """The chunks of one rank, in order."""
+        """Return the chunks of one rank, in order."""
         return self.stages[rank :: self.pp_size]
 
     def layer_ranges(self) -> list[range]:
-        """Decoder layer ids per stage, in pipeline order; empty for stages without layers."""
+        """Return the decoder layers per stage, in pipeline order. Empty for stages without layers."""
         return [range(s.offset, s.offset + s.num_layers) for s in self.stages]
 
 
 def place_layout(layout: StageLayout | str | Sequence[Sequence[str]], pp_size: int) -> Placement:
-    """The stages of a layout on `pp_size` ranks.
+    """Return the stages of a layout on `pp_size` ranks.
 
-    Only the stage count is checked; `validate_layout` has the other rules.
+    Checks the number of stages only. `validate_layout` checks the other rules.
     """
     layout = layout if isinstance(layout, StageLayout) else parse_layout(layout)
     return _placement(
@@ -91,11 +91,12 @@ def place_layers(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Placement:
-    """Decoder layers per (rank, chunk) from exactly one way of saying it.
+    """Return the decoder layers per (rank, chunk). Raises PlacementError and LayoutError.
 
-    `layout`; or even; or even with embedding and loss counted as a layer each; or fixed counts on the first and last
-    rank. `vpp_size` chunks per rank (or `layers_per_virtual_stage`) split a rank's layers evenly. Raises PlacementError
-    and LayoutError.
+    Set at most one of: `layout`, `layers_per_virtual_stage`, counts of the first and last rank, or
+    `account_for_embedding` and `account_for_loss`, which count as one layer each. Without them the split is even. The
+    layers
+    of a rank are split evenly into `vpp_size` chunks.
     """
     fixed_ends = first_stage_layers is not None or last_stage_layers is not None
     ways = {
@@ -167,7 +168,7 @@ def _chunks_from_layers(num_layers: int, pp_size: int, vpp_size: int | None, lay
 
 
 def _even(num_layers: int, pp_size: int, chunks: int, extra: int) -> int:
-    """Layers per chunk; `extra` counts embedding and loss as layers."""
+    """Return layers per chunk. `extra` counts embedding and loss as layers."""
     if (num_layers + extra) % (pp_size * chunks):
         counted = f"{num_layers} layers" + (f" + {extra} for embedding and loss" if extra else "")
         raise PlacementError(
@@ -182,7 +183,7 @@ def _even(num_layers: int, pp_size: int, chunks: int, extra: int) -> int:
 
 
 def _fixed_ends(num_layers: int, pp_size: int, chunks: int, first: int | None, last: int | None) -> list[int]:
-    """Layers per chunk of every rank with given totals on the first and last rank."""
+    """Return layers per chunk of every rank, with given totals on the first and last rank."""
     given = {"first_stage_layers": first, "last_stage_layers": last}
     for name, value in given.items():
         if value is not None and value < 1:
@@ -221,7 +222,7 @@ def _placement(letters: Sequence[str], pp_size: int, chunks: int, source: str | 
 
 
 def render_table(placement: Placement) -> str:
-    """The placement as text: a line per rank, a column per chunk, with stage number, letters and layer ids."""
+    """Return a table with a line per rank and a column per chunk, with stage number, letters and layers."""
     layers = sum(s.num_layers for s in placement.stages)
     mtp = sum(s.letters.count("m") for s in placement.stages)
     head = f"{placement.pp_size} ranks x {placement.num_chunks} chunks = {len(placement.stages)} stages"
@@ -255,6 +256,6 @@ def _cell(stage: StageLayers, index: int) -> str:
 
 
 def _short(letters: str) -> str:
-    """`Et*9` for a long run of layers, the letters themselves otherwise, `-` for an empty stage."""
+    """Shorten a long run of layers to `t*9`. An empty stage is `-`."""
     run = letters.count("t")
     return (letters.replace("t" * run, f"t*{run}") if run > 4 else letters) or "-"

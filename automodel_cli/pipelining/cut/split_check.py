@@ -1,7 +1,7 @@
-"""Whether a model can be cut into stages, measured: a tiny random copy of the user's config, split and whole.
+"""Check on a tiny random copy whether a model can be split into stages exactly.
 
-"Supported" is not a list of names. The copy is run once as it is and once as three uneven stages; outputs and every
-gradient must agree. What differs is refused with the first layer at which it does.
+There is no list of supported families. The copy runs once unsplit and once as three uneven stages. Outputs and all
+gradients must agree. Otherwise the error reports the first layer that differs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StandIn, c
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-TOLERANCE = 1e-5  # relative to the largest value; a wrong split is off by 1e-2 and more
+TOLERANCE = 1e-5  # Relative to the largest value. A wrong split differs by 1e-2 or more.
 _TOKENS = 24
 _checked: dict[tuple[type, str, Ready], ModelStructure] = {}
 
 
 def check_split(model: PreTrainedModel, ready: Ready = PATCHED) -> ModelStructure:
-    """The anatomy of `model`'s family, once its split has been found exact on a small copy. Raises SplitError.
+    """Return the structure of the model's family, after its split was verified on a small copy. Raises SplitError.
 
-    A second on a CPU, once per small copy and process. `model` itself is not run and may be on the meta device.
+    Takes a second on a CPU, once per small copy and process. `model` itself is not run and may be on the meta device.
     """
     small = _small(type(model), model.config)
     key = (type(model), small.to_json_string(), ready)
@@ -43,7 +43,7 @@ def check_split(model: PreTrainedModel, ready: Ready = PATCHED) -> ModelStructur
 
 
 def probe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:
-    """`check_split` for a class and its config, uncached."""
+    """Run `check_split` for a class and its config, without the cache."""
     return _probe(model_class, _small(model_class, config))
 
 
@@ -56,12 +56,12 @@ def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig, ready: R
     def build(config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = model_class._from_config(
             config, attn_implementation="eager"
-        )  # what every Auto class calls
+        )  # The constructor that all Auto classes use.
         transformers_compat.settle_names(model)
         return model
 
     with _unknown_unless_refused(model_class):
-        model = build_small(small, build).eval()  # no dropout, no noise in routers
+        model = build_small(small, build).eval()  # Without dropout and router noise.
     anatomy = observe(model)
     compare_split(ModelPart(model, HeadKind("generic")), anatomy, ready)
     return anatomy
@@ -69,7 +69,9 @@ def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig, ready: R
 
 @contextmanager
 def _unknown_unless_refused(model_class: type[PreTrainedModel]) -> Iterator[None]:
-    """What a small copy is refused for is said of the model; one that cannot be built has shown nothing."""
+    """Convert errors of a small copy: rejected models raise SplitError, copies that cannot be built raise
+    NotMeasuredError.
+    """
     try:
         yield
     except ConfigError as error:
@@ -81,11 +83,11 @@ def _unknown_unless_refused(model_class: type[PreTrainedModel]) -> Iterator[None
 
 
 def compare_split(part: ModelPart, anatomy: ModelStructure, ready: Ready = PATCHED) -> None:
-    """Run `part` whole and as three uneven stages; raise SplitError where outputs or gradients differ."""
+    """Run `part` unsplit and as three uneven stages. Raises SplitError if outputs or gradients differ."""
     count = len(list(part.model.get_submodule(anatomy.layers).children()))
     cuts = (0, max(count // 2, 1), max(count - 1, 1), count)
     try:
-        stages = [  # before anything runs: some layers keep what they computed
+        stages = [  # Before any forward, because some layers store results.
             cut_stage(part, anatomy, layers=range(a, b), is_first=s == 0, is_last=s == 2, ready=ready)
             for s, (a, b) in enumerate(pairwise(cuts))
         ]
@@ -117,8 +119,10 @@ def _agree(got: Tensor | None, want: Tensor) -> bool:
 
 
 def _run(parts: Sequence[ModelPart], anatomy: ModelStructure) -> dict[str, Tensor]:
-    """One forward and backward through consecutive parts. The results by name, in the order in which a difference is
-    reported: the output of each layer, the log-probs, the gradients (tied copies added up)."""
+    """Run one forward and backward through consecutive parts, and return the results by name.
+
+    The order is that of reported differences: output of each layer, log-probs, gradients (summed over tied copies).
+    """
     results: dict[str, Tensor] = {}
     handles = [
         layer.register_forward_hook(_keeper(results, f"the output of {anatomy.layers}.{i}"))
@@ -148,7 +152,7 @@ def _keeper(results: dict[str, Tensor], name: str) -> Callable[..., None]:
 
 
 def _forward_backward(parts: Sequence[ModelPart]) -> Tensor:
-    """Log-probs of a fixed random row; gradients of their sum are left on the parts."""
+    """Return the log-probs of a fixed random sequence. Gradients of their sum are left on the parts."""
     ids_BT = torch.randint(3, 100, (1, _TOKENS), generator=torch.Generator().manual_seed(7))
     inputs = {"labels": ids_BT.roll(-1, 1), "input_ids": ids_BT, "position_ids": torch.arange(_TOKENS)[None]}
     boundaries: list[tuple[Tensor, Tensor]] = []

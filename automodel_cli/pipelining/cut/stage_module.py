@@ -1,14 +1,24 @@
-"""A pipeline stage cut out of an unmodified Hugging Face causal LM.
+"""Build a pipeline stage from an unmodified Hugging Face causal LM.
 
-Every slot of the decoder list stays. Slots that a stage does not own hold parameter-free stand-ins, so the model's own
-loop over its layers, its `config.layer_types[i]` lookups, its rotary and its mask code keep working, and parameter
-names stay those of the hub. The stand-in just before the first owned layer returns the hidden states received from the
-previous stage, whatever the model computed from its (zero) embeddings; the one just after the last owned layer captures
-the result. Every stage receives the same batch keywords.
+Every slot of the decoder list stays. Slots of other stages contain stand-ins without parameters. So the model's own
+loop
+over layers, its `config.layer_types[i]` lookups, its rotary and mask code keep working, and parameter names are those
+of
+the hub.
 
-What runs before the decoder (embedding, position table, its norm) belongs to the first stage and what runs after it
-(final norm, head) to the last one; which modules those are is observed on a small copy (`anatomy.py`), not guessed from
-names.
+Example: stage 1 of 6 layers with the layers 2 and 3::
+
+    slot    0         1        2      3      4        5
+            StandIn   enter    layer  layer  leave    StandIn
+                      received               captured
+                      hidden                 hidden
+
+The "enter" stand-in returns the hidden states of the previous stage, whatever the model computed from its (zero)
+embeddings. The "leave" stand-in captures the result. Every stage receives the same batch keywords.
+
+Modules before the decoder (embedding, position table, its norm) belong to the first stage, modules after it (final
+norm,
+head) to the last one. They are observed on a small copy (`model_structure`), not derived from names.
 """
 
 from __future__ import annotations
@@ -30,27 +40,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ready:
-    """Which forwards of a model take and return hidden states by themselves, so that they need no stand-ins.
+    """Forwards of a model that take and return hidden states themselves, so that they need no stand-ins.
 
-    `inner` is the base model's forward, `outer` that of the causal LM around it. A ready forward gets the hidden states
-    `[B, T, D]` in place of `input_ids` where its embedding is None, and returns hidden states where its head is None.
-    The decoder list of a ready `inner` is a ModuleDict of the stage's layers by their index in the whole model.
+    `inner` is the forward of the base model, `outer` that of the causal LM around it. A ready forward receives hidden
+    states
+    `[B, T, D]` in place of `input_ids` if its embedding is None, and returns hidden states if its head is None. The
+    decoder
+    list of a ready `inner` is a ModuleDict of the layers of the stage by their index in the model.
     """
 
     inner: bool = False
     outer: bool = False
 
     def reaches(self, name: str, base: str) -> bool:
-        """Return whether the module `name` is called by a ready forward. `base` is the name of the base model."""
+        """Return whether a ready forward calls the module `name`. `base` is the name of the base model."""
         return self.inner if name.startswith(base + ".") else self.outer
 
 
 PATCHED = Ready()
-"""A model of the library: neither forward knows of stages."""
+"""A model of transformers, whose forwards do not support stages."""
 
 
 class Boundary:
-    """The hidden states in flight through one stage's forward: what it received, then what it will send."""
+    """The hidden states during the forward of one stage: first the received ones, then the ones to send."""
 
     def __init__(self) -> None:
         self.hidden_BTD: Tensor | None = None
@@ -62,10 +74,9 @@ class Boundary:
 
 
 class StandIn(nn.Module):
-    """In a decoder slot that the stage does not own. Keeps the plain attributes and properties that a model's loop may
-    read.
+    """Replaces a decoder layer of another stage. Keeps the attributes and properties that the loop of a model may read.
 
-    `role`: "enter" returns the received hidden states, "leave" captures the result, None passes on what it is given.
+    `role`: "enter" returns the received hidden states, "leave" captures the result, None returns its input.
     """
 
     def __init__(self, original: nn.Module, boundary: Boundary, role: str | None, arity: int | None):
@@ -76,7 +87,7 @@ class StandIn(nn.Module):
                 self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
-        # Class attributes and properties of the layer (`attention_type`, `block_type`) are read by some loops.
+        # Some loops read class attributes and properties of the layer (`attention_type`, `block_type`).
         found = getattr(vars(self).get("original_class"), name, None)
         if isinstance(found, property) and found.fget:
             return found.fget(self)
@@ -92,7 +103,7 @@ class StandIn(nn.Module):
 
 
 class ZeroOutput(nn.Module):
-    """In place of an embedding or projection whose result this stage throws away: zeros of the right shape."""
+    """Replaces an embedding or projection whose result this stage does not use. Returns zeros of the same shape."""
 
     def __init__(self, width: int, boundary: Boundary, dtype: torch.dtype):
         super().__init__()
@@ -104,26 +115,25 @@ class ZeroOutput(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Empty: for models that ask their embedding where and in which dtype it is."""
-        # The received tensor has the dtype of the computation (mixed precision casts it), which masks and rotary tables
-        # follow.
+        """An empty tensor, for models that read the device and dtype of their embedding."""
+        # The received tensor has the compute dtype (mixed precision casts it), which masks and rotary tables use.
         hidden_BTD = self.boundary.hidden_BTD
         return torch.empty(0, dtype=self.dtype) if hidden_BTD is None else hidden_BTD.new_empty(0)
 
 
 class PassThrough(nn.Module):
-    """In place of a norm, a head, or anything else whose result this stage throws away."""
+    """Replaces a norm, a head, or another module whose result this stage does not use."""
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return inputs
 
 
 class StagePart(ModelPart):
-    """Some consecutive decoder layers of a `ModelPart`, with the embedding on the first stage and the head on the last
-    one.
+    """Consecutive decoder layers of a `ModelPart`, with the embedding on the first stage and the head on the last one.
 
-    `forward(hidden_BTD, labels=..., **model_inputs)`: `hidden_BTD` comes from the previous stage (None on the first).
-    Returns hidden states, or the `HeadOutput` on the last stage. Made by `cut_stage` only.
+    Created by `cut_stage` only. `forward(hidden_BTD, labels=..., **model_inputs)` takes the hidden states of the
+    previous
+    stage (None on the first one). It returns hidden states, or the `HeadOutput` on the last stage.
     """
 
     boundary: Boundary
@@ -131,16 +141,17 @@ class StagePart(ModelPart):
     is_first: bool
     is_last: bool
     streams: tuple[int, ...] = ()
-    """See `ModelStructure`. Between stages they lie side by side, `[B, T, streams * D]`."""
+    """See `ModelStructure`. Streams are concatenated between stages, `[B, T, streams * D]`."""
     holds_depths: bool = False
-    """Whether it has the layers for multi-token prediction, and then the last norm before them."""
+    """Whether the stage has the layers for multi-token prediction, and the last norm before them."""
     follows_depths: bool = False
-    """Whether an earlier stage has them, and sends their hidden states beside the model's."""
+    """Whether an earlier stage has them. It sends their hidden states in addition to the model's."""
     shared: frozenset[str] = frozenset()
-    """Name of the table that the first stage (which embeds with it) holds, and others: the last one (whose head it is),
-    and one with layers for multi-token prediction (which embed with it)."""
+    """Names of embedding tables that several stages have: the first one for its input, the last one if its head is
+    tied, and the one with layers for multi-token prediction.
+    """
     held_elsewhere: frozenset[str] = frozenset()
-    """The same on all but the first stage: the gradient norm counts a shared table there."""
+    """The same names on all but the first stage, so that the gradient norm counts a shared table once."""
     ready: Ready = PATCHED
 
     def forward(  # type: ignore[override]
@@ -155,7 +166,7 @@ class StagePart(ModelPart):
     ) -> HeadOutput | Tensor:
         if not (self.is_first or self.is_last or self.layers or self.holds_depths):
             assert hidden_BTD is not None, "a stage without layers passes on what it receives"
-            return hidden_BTD.clone()  # the backward needs an output that is neither the input leaf nor a view of it
+            return hidden_BTD.clone()  # The backward needs an output that is neither the input leaf nor a view of it.
         if hidden_BTD is not None and self.streams:
             hidden_BTD = hidden_BTD.unflatten(-1, (*self.streams, -1))
         self.boundary.hidden_BTD = hidden_BTD
@@ -179,7 +190,10 @@ class StagePart(ModelPart):
         return self.boundary.take().flatten(2)
 
     def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
-        """See `ModelPart.hidden`; a ready forward gets what the previous stage sent in place of `input_ids`."""
+        """See `ModelPart.hidden`.
+
+        A ready forward receives the hidden states of the previous stage in place of `input_ids`.
+        """
         if self.ready == PATCHED:
             return super().hidden(local_inputs)
         if self.ready.inner and not self.is_first:
@@ -198,7 +212,7 @@ class StagePart(ModelPart):
 
 
 def num_streams(part: ModelPart, further: bool) -> int:
-    """How many hidden states side by side leave a stage with layers for multi-token prediction."""
+    """Return how many hidden states leave a stage with layers for multi-token prediction, concatenated."""
     return 1 + (len(part.depth_names.depths) if further and part.depth_names is not None else 0)
 
 
@@ -213,9 +227,9 @@ def cut_stage(
     follows_depths: bool = False,
     ready: Ready = PATCHED,
 ) -> StagePart:
-    """Stage `layers` of `part`, which is left as it is: the stage shares the tensors that it keeps, meta or not."""
+    """Build the stage with `layers` of `part`. The part is not changed. The stage shares its tensors, meta or not."""
     slots = part.model.get_submodule(anatomy.layers).children()
-    others = (slot for i, slot in enumerate(slots) if i not in layers)  # stand-ins will take their places
+    others = (slot for i, slot in enumerate(slots) if i not in layers)  # Replaced by stand-ins below.
     stage = copy.deepcopy(part, {id(kept): kept for kept in (*part.parameters(), *part.buffers(), *others)})
     stage.__class__ = StagePart
     assert isinstance(stage, StagePart)
@@ -238,12 +252,13 @@ def cut_stage(
         _copy_table(model, table)
     if not is_first:
         for name in anatomy.before:
-            if not (keeps_table and name == table):  # the head's weight, or what depths embed with
+            # The weight of the head, or the embedding of multi-token prediction.
+            if not (keeps_table and name == table):
                 absent = _discard_output(model.get_submodule(name), stage.boundary, dtype)
                 _replace(model, name, None if ready.reaches(name, base) else absent)
     if not is_last:
         stage.value_head = None
-        model.all_tied_weights_keys = {}  # else the library's tie step would tie the head to a stand-in
+        model.all_tied_weights_keys = {}  # Otherwise transformers would tie the head to a stand-in.
     head = model.get_output_embeddings()
     for name in anatomy.after:
         kept = is_last if not (holds_depths or follows_depths) or model.get_submodule(name) is head else holds_depths
@@ -256,7 +271,7 @@ def cut_stage(
 
 
 def _is_shared(part: ModelPart, *, is_first: bool, is_last: bool, holds_depths: bool) -> bool:
-    """Whether another stage has the table too, of a stage that has it."""
+    """Return whether another stage also has the table of this stage."""
     if not is_first:
         return True
     tied_elsewhere = tied_embedding(part.model) is not None and not is_last
@@ -264,7 +279,7 @@ def _is_shared(part: ModelPart, *, is_first: bool, is_last: bool, holds_depths: 
 
 
 def _table(model: PreTrainedModel) -> tuple[str, bool]:
-    """Name of the input embedding ("" where the library names none), and whether its table is the head's too."""
+    """Return the name of the input embedding (empty if there is none), and whether it is tied to the head."""
     tied = tied_embedding(model)
     if tied is not None:
         return tied, True
@@ -273,9 +288,9 @@ def _table(model: PreTrainedModel) -> tuple[str, bool]:
 
 
 def _copy_table(model: PreTrainedModel, embedding: str) -> None:
-    """Give the stage a table of its own: under a V placement the first stage, on the same rank, has the other."""
+    """Give the stage its own copy of the table. With a V placement, the first stage on the same rank has the other."""
     table, head = model.get_submodule(embedding), model.get_output_embeddings()
-    head = getattr(head, "base_layer", head)  # an adapter around it only shows its weight
+    head = getattr(head, "base_layer", head)  # An adapter around it exposes the weight only.
     weight = table.weight
     assert isinstance(weight, nn.Parameter)
     table.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
@@ -307,7 +322,7 @@ def _fill_slots(stage: StagePart, anatomy: ModelStructure) -> None:
                 else None
             )
             slots[i] = StandIn(layer, stage.boundary, role, anatomy.arity)
-    # At the ends of the list no stand-in precedes or follows the stage's layers.
+    # At the ends of the list, no stand-in precedes or follows the layers of the stage.
     enters, leaves = first == 0 and not stage.is_first, end == len(slots) and not _ends_decoder(stage)
     for i in stage.layers:
         if (enters and i == first) or (leaves and i == end - 1):
@@ -315,15 +330,16 @@ def _fill_slots(stage: StagePart, anatomy: ModelStructure) -> None:
 
 
 def _ends_decoder(stage: StagePart) -> bool:
-    """Whether what follows the layers is run here."""
+    """Return whether the modules after the layers run in this stage."""
     return stage.is_last or stage.holds_depths
 
 
 def _attach(layer: nn.Module, boundary: Boundary, enters: bool, leaves: bool) -> None:
-    """Make a real layer read the received hidden states, or hand over its own.
+    """Make a layer read the received hidden states, or capture its output.
 
-    Its class gets a subclass of the same name with its own `__call__`, outside of any recomputation (a hook on the
-    layer would run inside it on some versions of transformers).
+    Its class is replaced by a subclass of the same name with another `__call__`, which is outside any recomputation. A
+    hook
+    would run inside it on some versions of transformers.
     """
     original = type(layer)
 
@@ -337,7 +353,7 @@ def _attach(layer: nn.Module, boundary: Boundary, enters: bool, leaves: bool) ->
 
 
 def _discard_output(module: nn.Module, boundary: Boundary, dtype: torch.dtype) -> nn.Module:
-    module = getattr(module, "base_layer", module)  # an adapter around it has the same shape
+    module = getattr(module, "base_layer", module)  # An adapter around it has the same shape.
     if isinstance(module, nn.Embedding):
         return ZeroOutput(module.embedding_dim, boundary, dtype)
     if isinstance(module, nn.Linear):

@@ -1,4 +1,4 @@
-"""From the options of a pipeline to its stages: which layers each holds and which rank runs it."""
+"""Plan the stages of a pipeline: the layers of each stage and its rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ from automodel_cli.pipelining.schedule.stage_ranks import stage_owners
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The stages of a running pipeline. `layers[s]` are the decoder layers of stage s, `owner[s]` its rank; `depths` is
-    the stage with the layers for multi-token prediction, of a model that has them."""
+    """The stages of a running pipeline.
+
+    Attributes:
+        layers: decoder layers of each stage.
+        owner: rank of each stage.
+        depths: stage with the layers for multi-token prediction, if the model has them.
+    """
 
     layers: tuple[range, ...]
     owner: tuple[int, ...]
@@ -36,11 +41,11 @@ class StagePlan:
     depths: int | None = None
 
     def follows_depths(self, stage: int) -> bool:
-        """Whether the hidden states of depths come to this stage beside the model's."""
+        """Return whether this stage receives hidden states of multi-token prediction in addition to the model's."""
         return self.depths is not None and stage > self.depths
 
     def role_of_depths(self, stage: int) -> int:
-        """1 for the stage with those layers, 2 for one that follows it, else 0."""
+        """Return 1 for the stage with layers for multi-token prediction, 2 for later stages, else 0."""
         return 1 if stage == self.depths else 2 if self.follows_depths(stage) else 0
 
     @property
@@ -52,7 +57,7 @@ class StagePlan:
         return len(self.owner)
 
     def of_rank(self, rank: int) -> list[int]:
-        """Stage indices of a rank, in pipeline order."""
+        """Return the stages of a rank, in pipeline order."""
         return [stage for stage, owner in enumerate(self.owner) if owner == rank]
 
     @property
@@ -64,7 +69,7 @@ class StagePlan:
         return self.config.named_schedule.splits_backward
 
     def check(self, num_microbatches: int) -> None:
-        """Raises ConfigError, with the rule, for a number of microbatches that a step cannot have."""
+        """Raise ConfigError if a step cannot have this number of microbatches."""
         if self.csv_program is not None:
             if num_microbatches != self.csv_program.num_microbatches:
                 raise ConfigError(
@@ -78,7 +83,7 @@ class StagePlan:
         self.config.check(self.pp_size, num_microbatches, self.num_stages // self.pp_size)
 
     def program(self, num_microbatches: int) -> Program:
-        """One training step. Raises ConfigError as `check` does."""
+        """Return the program of one training step. Raises ConfigError as `check` does."""
         self.check(num_microbatches)
         if self.csv_program is not None:
             return self.csv_program
@@ -92,13 +97,13 @@ class StagePlan:
         )
 
     def forward_program(self, num_microbatches: int) -> Program:
-        """A forward pass over any number of microbatches, on any placement."""
+        """Return a program of forwards over any number of microbatches, on any placement."""
         empty: tuple[tuple, ...] = ((),) * self.pp_size
         return forward_only_program(Program("forward", num_microbatches, self.owner, empty))
 
 
 def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure, pp_size: int) -> StagePlan:
-    """Cut `part` (not touched here) for `pp_size` ranks. Raises ConfigError for what does not fit together."""
+    """Plan the stages of `part` on `pp_size` ranks. The part is not changed. Raises ConfigError."""
     csv_program = config.read_program()
     if csv_program is not None and csv_program.pp_size != pp_size:
         raise ConfigError(
@@ -133,7 +138,7 @@ def _owned(
 
 
 def _stage_of_depths(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure, num_stages: int) -> int | None:
-    """Where a layout places `m`; else with the head."""
+    """Return the stage of `m` in the layout. Without a layout, it is the stage of the head."""
     if part.multi_token is None:
         return None
     if config.layout is None:
@@ -150,8 +155,12 @@ def _stage_of_depths(config: PipelineConfig, part: ModelPart, anatomy: ModelStru
 
 
 def _check_uses_of_table(plan: StagePlan, part: ModelPart) -> None:
-    """torch finds the weight gradients of a split backward where weights meet the path of the inputs, and counts one
-    that meets it twice in a row too often."""
+    """Raise ConfigError if a split backward would compute a wrong gradient of the embedding.
+
+    torch finds weight gradients of a split backward where weights meet the path of the inputs. It counts a weight that
+    meets
+    this path twice in a row too often.
+    """
     is_head = plan.depths == plan.num_stages - 1 and tied_embedding(part.model) is not None
     uses = len(part.multi_token or ()) + is_head
     if plan.splits_backward and uses > 1:
@@ -220,16 +229,16 @@ def _sizes(balance: str, count: int, num_layers: int, part: ModelPart, anatomy: 
     if balance == "even":
         return even_sizes(count, num_layers)
     if count > num_layers:
-        even_sizes(count, num_layers)  # raises, with the fix
+        even_sizes(count, num_layers)  # Raises the error with its fix.
     layers = part.model.get_submodule(anatomy.layers)
     head = sum(used_weights(part.model.get_submodule(name)) for name in anatomy.after)
     return balanced_sizes([used_weights(layer) for layer in layers.children()], count, head_cost=head)
 
 
 def used_weights(module: nn.Module) -> float:
-    """Weights that a token is multiplied with, which its floating-point operations are proportional to.
+    """Return the number of weights that a token is multiplied with, which is proportional to its FLOPs.
 
-    Fused experts (`[experts, ...]`) count by the share that a token is sent to; an embedding is a look-up and costs
+    Fused experts (`[experts, ...]`) count by the fraction that a token uses. An embedding is a lookup and counts
     nothing.
     """
     total = 0.0
@@ -239,7 +248,8 @@ def used_weights(module: nn.Module) -> float:
         if isinstance(child, NF4Linear):
             total += child.num_weights
         for param in child.parameters(recurse=False):
-            experts = getattr(child, "num_experts", None)  # the library's decorator sets it on fused experts
+            # The experts decorator of transformers sets it on fused experts.
+            experts = getattr(child, "num_experts", None)
             if experts and param.dim() == 3:
                 total += param.numel() * float(child.config.num_experts_per_tok) / experts  # type: ignore
             else:

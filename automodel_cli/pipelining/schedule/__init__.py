@@ -1,1 +1,1 @@
-"""What runs when: schedules, their rules and programs. Torch-free."""
+"""Pipeline schedules, their rules and their programs. Torch-free."""

@@ -1,7 +1,8 @@
-"""The one module that touches private names of `torch.distributed.pipelining`'s schedules (torch 2.11 to 2.13).
+"""Read the order of actions from torch's pipeline schedules. The only module with their private names (torch 2.11 to
+2.13).
 
-Schedule objects are built here without a process group, on stand-ins for stages, only to read the order of actions they
-will execute. So what the simulator times and the drawing shows is what runs.
+Schedule objects are created without a process group, with substitutes for stages. So the simulator and the drawing use
+the order that the runtime executes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _TORCH_KINDS = {kind: torch_kind for torch_kind, kind in _KINDS.items()}
 
 
 def rank_programs(torch_class: str, pp_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[Step, ...]]:
-    """The compute actions of every rank, in the order torch's runtime executes them. Multi-stage schedules only.
+    """Return the compute actions of every rank, in the order of torch's runtime. Multi-stage schedules only.
 
-    (torch's single-stage schedules are loops in code; their published order is wrong on 1F1B's last rank.)
+    torch's single-stage schedules are loops in code. Their published order is wrong on the last rank of 1F1B.
     """
     num_stages = pp_size * num_chunks
     stages = [
@@ -41,7 +42,7 @@ def rank_programs(torch_class: str, pp_size: int, num_microbatches: int, num_chu
         for chunk in range(num_chunks)
     ]
     schedule_class: Any = torch_schedules.get_schedule_class(torch_class)
-    # The constructor also adds sends and receives, 80% of its time for large programs and of no interest here.
+    # The constructor also adds sends and receives, 80% of its time for large programs. They are not needed here.
     order_only = type(schedule_class.__name__, (schedule_class,), {"_prepare_schedule_with_comms": _no_lowering})
     schedule = order_only(stages, num_microbatches, loss_fn=None, scale_grads=False)
     return [from_torch(schedule.pipeline_order[rank]) for rank in range(pp_size)]
@@ -52,7 +53,7 @@ def _no_lowering(self: Any, actions: Any) -> None:
 
 
 def from_torch(actions: list[Any]) -> tuple[Step, ...]:
-    """torch's compute actions as ours; idle slots (None) are only decoration and disappear."""
+    """Convert torch's compute actions. Idle slots (None) are dropped."""
     return tuple(_step(action) for action in actions if action is not None)
 
 
@@ -65,7 +66,7 @@ def _step(action: Any) -> Step:
 
 
 def to_torch(steps: tuple[Step, ...]) -> list[Any]:
-    """Our steps as torch's compute actions, for programs torch has no class for."""
+    """Convert steps to torch's compute actions, for programs without a class in torch."""
     return [_torch_action(step) for step in steps]
 
 

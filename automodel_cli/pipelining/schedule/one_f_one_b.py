@@ -1,8 +1,12 @@
-"""The order in which a rank computes under 1F1B and its interleaved form: warm-up counts, the table, the order.
+"""Order of computation under 1F1B and interleaved 1F1B.
 
-Pure functions on integers under Megatron-core's names, Megatron-LM 2104.04473. Where Megatron-core reads global state
-(the pipeline rank and size), these functions take a communicator, as the newer Megatron-core does, or the three numbers
-by keyword.
+Pure functions on integers with the names of Megatron-core (Megatron-LM, arXiv 2104.04473). Megatron-core reads pipeline
+rank and size from global state. These functions take a communicator, as newer versions of Megatron-core do, or the
+numbers as keywords.
+
+Example: p=4 ranks, m=8 microbatches. Rank 0 runs 3 forwards, then 5 pairs of forward and backward, then 3 backwards.
+Rank
+3 runs 8 pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ class _Communicator(Protocol):
 
 
 class RankMicrobatches(NamedTuple):
-    """Virtual microbatches (one per chunk) of one rank: unpacks as Megatron-core's 4-tuple."""
+    """Virtual microbatches (one per microbatch and chunk) of one rank. Unpacks as Megatron-core's 4-tuple."""
 
     total: int
     all_in_warmup: bool
@@ -41,11 +45,16 @@ def get_pp_rank_microbatches(
     pipeline_parallel_rank: int | None = None,
     virtual_pipeline_parallel_size: int | None = None,
 ) -> RankMicrobatches:
-    """How many virtual microbatches a rank has, runs before its first backward, and runs after that.
+    """Return how many virtual microbatches a rank has, how many it runs before its first backward, and how many remain.
 
-    Warm-up: everything when `forward_only`; none without pipelining; `p - r - 1` without interleaving (virtual size
-    None); else `2 (p - r - 1) + (v - 1) g`, plus one with the overlapped expert all-to-all. Warm-up that covers the
-    total, also exactly, is `all_in_warmup`.
+    Warm-up, with p ranks, rank r, v chunks and groups of g microbatches:
+
+    - all if `forward_only`,
+    - none without pipelining,
+    - `p - r - 1` without interleaving (virtual size None),
+    - `2 (p - r - 1) + (v - 1) g` otherwise, plus one with the overlapped expert all-to-all.
+
+    `all_in_warmup` is True if the warm-up covers the total.
     """
     if p2p_communicator is not None:
         pipeline_parallel_size = p2p_communicator.pp_group.size()
@@ -70,7 +79,7 @@ def get_pp_rank_microbatches(
 
 
 def check_microbatch_group_size(num_microbatches: int, pipeline_parallel_size: int, group_size: int) -> None:
-    """Legal groups: `p <= g <= m`, else ValueError; last group full or at least p, else RuntimeError."""
+    """Raise ValueError unless `p <= g <= m`, and RuntimeError if the last group is smaller than both g and p."""
     p, m, g = pipeline_parallel_size, num_microbatches, group_size
     if not p <= g <= m:
         raise ValueError(
@@ -86,9 +95,12 @@ def check_microbatch_group_size(num_microbatches: int, pipeline_parallel_size: i
 def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
 ) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of every virtual forward: groups of microbatches, chunk-major inside a group.
+    """Return (microbatch, chunk) of every virtual forward: groups of microbatches, chunk-major inside a group.
 
-    The last group takes the rest. The k-th backward is microbatch `table[k][0]` on chunk `v - 1 - table[k][1]`.
+    The last group has the remaining microbatches. Backward k is microbatch `table[k][0]` on chunk `v - 1 -
+    table[k][1]`.
+
+    Example: 4 microbatches, 2 chunks, groups of 2: (0,0) (1,0) (0,1) (1,1) (2,0) (3,0) (2,1) (3,1).
     """
     group = microbatch_group_size_per_vp_stage
     return [
@@ -100,7 +112,7 @@ def get_schedule_table(
 
 
 class Compute(NamedTuple):
-    """One virtual microbatch on one rank: `F3.1` is the forward of microbatch 3 on chunk 1."""
+    """One virtual microbatch on one rank. `F3.1` is the forward of microbatch 3 on chunk 1."""
 
     kind: Literal["F", "B"]
     microbatch: int
@@ -120,10 +132,14 @@ def compute_order(
     forward_only: bool = False,
     extra_warmup: int = 0,
 ) -> list[Compute]:
-    """What one rank computes, in order. `num_model_chunks` None is 1F1B; a number, even 1, the interleaved schedule.
+    """Return the computations of one rank in order.
 
-    `group_size` defaults to the pipeline size. `extra_warmup` 1 is the order under the overlapped expert all-to-all.
-    Raises ValueError and RuntimeError for an illegal group, as Megatron-core does.
+    Args:
+        num_model_chunks: None selects 1F1B. A number, even 1, selects the interleaved schedule.
+        group_size: microbatches per chunk and round. Defaults to the pipeline size.
+        extra_warmup: 1 with the overlapped expert all-to-all.
+
+    Raises ValueError or RuntimeError for an invalid group size, as Megatron-core does.
     """
     p, chunks = pipeline_parallel_size, num_model_chunks or 1
     group = num_microbatches if num_model_chunks is None else (group_size or p)

@@ -1,7 +1,7 @@
-"""Schedule programs: per rank, the ordered list of forwards and backwards it executes. Torch-free.
+"""Schedule programs: the ordered forwards and backwards of every rank. Torch-free.
 
-A `Program` is what the simulator times, the drawing shows and the runtime executes; `programs.build_program` makes it
-from a schedule, `read_csv` from a file.
+A `Program` is timed by the simulator, drawn, and executed by the runtime. `programs.build_program` creates it from a
+schedule, `read_csv` from a file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from automodel_cli.config.errors import ConfigError
 
 
 class Action(NamedTuple):
-    """One unit of work.
+    """One unit of work. Printed as in torch's CSV format, for example `2F0`.
 
-    Kinds: F forward, I input gradients, W weight gradients, B both. Prints as torch's CSV does: `2F0`.
+    Kinds: F forward, I input gradients, W weight gradients, B both.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Action(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A forward and a backward of different microbatches that may run at the same time (DualPipeV)."""
+    """A forward and a backward of different microbatches that may run concurrently (DualPipeV)."""
 
     forward: Action
     backward: Action
@@ -44,7 +44,7 @@ Step = Action | Overlap
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of every rank for one optimizer step of `num_microbatches`. `owner[s]` is the rank of stage s."""
+    """The steps of every rank for one optimizer step. `owner[s]` is the rank of stage s."""
 
     schedule: str
     num_microbatches: int
@@ -66,26 +66,30 @@ class Program:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart anywhere."""
+        """Whether input and weight gradients are separate actions anywhere."""
         return any(action.kind == "W" for rank in range(self.pp_size) for action in self.actions(rank))
 
     def chunk_of(self, stage: int) -> int:
-        """Which of its rank's stages this is, in pipeline order."""
+        """Return the index of a stage among the stages of its rank, in pipeline order."""
         return self.owner[:stage].count(self.owner[stage])
 
     def actions(self, rank: int) -> list[Action]:
-        """The steps of a rank with pairs taken apart, forward first (torch runs them that way)."""
+        """Return the actions of a rank. Pairs are split, forward first, as torch runs them."""
         return [action for step in self.ranks[rank] for action in (step if isinstance(step, Overlap) else (step,))]
 
     def to_csv(self, path: Path) -> None:
-        """One row per rank in torch's compute-only format."""
+        """Write one row per rank in torch's compute-only format."""
         with path.open("w", newline="") as file:
             csv.writer(file).writerows([str(step) for step in steps] for steps in self.ranks)
 
 
 def forward_only_program(program: Program) -> Program:
-    """The forwards alone: a validation pass. In rounds of p microbatches, one stage of the rank after another, so
-    that a rank has work while its microbatches are on other ranks."""
+    """Return a program of forwards only, for validation.
+
+    Runs rounds of p microbatches, one stage of the rank after another. A rank then has work while its microbatches are
+    on
+    other ranks.
+    """
     p, m = program.pp_size, program.num_microbatches
     stages = [[s for s, owner in enumerate(program.owner) if owner == rank] for rank in range(p)]
     rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
@@ -98,9 +102,10 @@ _OVERLAP = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 
 
 def read_csv(path: Path | str) -> Program:
-    """A program from a file in torch's compute-only CSV format: one row per rank, empty cells are ignored.
+    """Read a program in torch's compute-only CSV format: one row per rank. Empty cells are ignored.
 
-    The ranks' stages define the placement. Raises ConfigError, naming row and cell, for what is no action, and for an
+    The stages in the rows determine the placement. Raises ConfigError with row and cell of an invalid action, and for
+    an
     incomplete program.
     """
     path = Path(path)
@@ -153,10 +158,7 @@ def _parse(cell: str, where: str) -> Step:
 
 
 def check_complete(program: Program) -> None:
-    """Every stage runs every microbatch exactly once forward, and once backward as B or as I then W.
-
-    Raises ConfigError with the action.
-    """
+    """Raise ConfigError unless every stage runs each microbatch once forward, and once backward as B or as I then W."""
     for rank in range(program.pp_size):
         done: set[Action] = set()
         for action in program.actions(rank):

@@ -1,6 +1,6 @@
-"""From a schedule to its program.
+"""Build the program of a schedule.
 
-Torch's multi-stage schedules are read off torch's own objects, the only reason to import torch here; GPipe, 1F1B,
+Multi-stage schedules of torch are read from torch's own objects, the only reason to import torch here. GPipe, 1F1B,
 grouped interleaving, ZB-H1 and ZB-H2 are generated.
 """
 
@@ -24,11 +24,13 @@ def build_program(
     group_size: int | None = None,
     extra_warmup: int = 0,
 ) -> Program:
-    """The program of a schedule. Raises ConfigError for what `check_schedule` refuses.
+    """Return the program of a schedule. Raises ConfigError as `check_schedule` does.
 
-    `group_size` (Interleaved1F1B): microbatches per chunk and round; None is torch's grouping, m // max(1, m // p).
-    `extra_warmup` 1 (with `group_size`) runs one more forward before the first backward, as the overlapped expert
-    all-to-all does.
+    Args:
+        group_size: microbatches per chunk and round of Interleaved1F1B. None: torch's grouping, m // max(1, m // p).
+        extra_warmup: with 1 (and `group_size`), run one more forward before the first backward, as the overlapped
+            expert
+            all-to-all does.
     """
     schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
     p, m, v = pp_size, num_microbatches, num_chunks
@@ -66,7 +68,11 @@ def _from_megatron(order: Sequence[tuple[str, int, int]], p: int, rank: int) -> 
 
 
 def _zero_bubble(stage: int, m: int, *, warmup: int, delay: int) -> tuple[Step, ...]:
-    """1F1B with split backwards: a weight gradient runs once more than `delay` of them wait (2401.10241)."""
+    """Return 1F1B with split backwards. Weight gradients run as soon as more than `delay` are pending (arXiv
+    2401.10241).
+
+    Example: stage 1 of p=2, m=3 (warmup 0, delay 1): F0 I0 F1 I1 W0 F2 I2 W1 W2.
+    """
     steps = [Action("F", stage, k) for k in range(min(warmup, m))]
     forwards, weights = len(steps), 0
     for k in range(m):

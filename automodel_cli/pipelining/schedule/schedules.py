@@ -1,8 +1,9 @@
-"""The schedules by name, and the rules that refuse a combination before anything is launched. Torch-free.
+"""Pipeline schedules by name, and the rules that they impose. Torch-free.
 
-Sources: GPipe 1811.06965; 1F1B and interleaving 2104.04473; breadth-first 2211.05953; zero bubble (ZB-H1, ZB-H2, ZBV)
-2401.10241; DualPipe 2412.19437. What runs is torch's own schedule where there is one (`torch_class`), else our program
-on torch's runtime.
+Sources (arXiv): GPipe 1811.06965; 1F1B and interleaving 2104.04473; breadth-first 2211.05953; zero bubble (ZB-H1,
+ZB-H2,
+ZBV) 2401.10241; DualPipe 2412.19437. Schedules with a `torch_class` run as torch's own. The others are programs of this
+package on torch's runtime.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from automodel_cli.pipelining.schedule.stage_ranks import ScheduleKind, Style
 class Schedule:
     """One schedule.
 
-    `name` is torch's where torch has it, `option` the name of the config group; names compare without case. `kind`
-    single: one stage per rank; multi: several (exactly two where `style` is "v"). `splits_backward`: input and weight
-    gradients are separate actions, which fills the bubble and forbids what hooks the end of a backward.
+    Attributes:
+        name: torch's name if torch has the schedule. Names are case-insensitive.
+        option: name in the config group.
+        kind: "single" has one stage per rank, "multi" several.
+        style: placement of stages. "v" needs exactly two stages per rank.
+        splits_backward: input and weight gradients are separate actions. This fills the bubble, but is incompatible
+            with
+            hooks at the end of a backward.
     """
 
     name: str
@@ -103,10 +109,7 @@ _BY_NAME = {key.lower(): s for s in SCHEDULES for key in (s.name, s.option)}
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of a torch or config-group name, any case.
-
-    Raises ConfigError with the valid names and the nearest one.
-    """
+    """Return the schedule with a name of torch or of the config group. Raises ConfigError with the valid names."""
     found = _BY_NAME.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.5)
@@ -122,10 +125,11 @@ def find_schedule(name: str) -> Schedule:
 def check_schedule(
     schedule: Schedule, pp_size: int, num_microbatches: int, num_chunks: int, group_size: int | None = None
 ) -> None:
-    """Refuse what the schedule cannot run, with the rule in numbers and a fix.
+    """Raise ConfigError if the schedule does not support these numbers.
 
-    `num_chunks` stages per rank; `group_size` microbatches per chunk and round, Interleaved1F1B only (None: torch's own
-    grouping).
+    Args:
+        num_chunks: stages per rank.
+        group_size: microbatches per chunk and round of Interleaved1F1B. None: torch's grouping.
     """
     name, p, m, v = schedule.name, pp_size, num_microbatches, num_chunks
     if p < 1 or m < 1 or v < 1:

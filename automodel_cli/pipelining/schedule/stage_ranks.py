@@ -1,4 +1,4 @@
-"""Which rank runs which stage. Torch-free."""
+"""Placement of stages on ranks. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ Style = Literal["loop", "v"]
 
 
 def stages_of_rank(rank: int, pp_size: int, num_stages: int, style: Style = "loop") -> tuple[int, ...]:
-    """Stage indices on a rank: loop `r, r+p, r+2p, ...`; V (exactly two per rank) `r, S-1-r`."""
+    """Return the stages of a rank: loop `r, r+p, r+2p, ...`, or V (exactly two per rank) `r, S-1-r`.
+
+    Example: 8 stages on 4 ranks. Rank 1 has the stages (1, 5) in a loop, and (1, 6) on a V.
+    """
     if num_stages % pp_size:
         raise ConfigError(
             f"{num_stages} stages must be a multiple of pp_size={pp_size} ranks ({num_stages} % {pp_size} != 0)",
@@ -34,6 +37,6 @@ def stages_of_rank(rank: int, pp_size: int, num_stages: int, style: Style = "loo
 
 
 def stage_owners(pp_size: int, num_stages: int, style: Style = "loop") -> tuple[int, ...]:
-    """The rank of every stage."""
+    """Return the rank of every stage."""
     owner = {s: r for r in range(pp_size) for s in stages_of_rank(r, pp_size, num_stages, style)}
     return tuple(owner[s] for s in range(num_stages))

@@ -1,1 +1,1 @@
-"""How long a schedule takes and what it looks like: simulator and pictures."""
+"""Duration and drawing of a schedule."""

@@ -1,8 +1,8 @@
-"""What a schedule costs: a timeline of every rank from its program and its stages' costs, idle time, memory peaks.
+"""Simulate a schedule: timeline, idle time and activation peak of every rank, from a program and the costs of its
+stages.
 
-Event-driven and exact: an action starts when its rank is free and what it needs has arrived, `start = max(rank free,
-end of the dependency + hop if it crosses ranks)`. Nothing else delays it: sends cost the sender nothing, links do not
-queue. Torch-free but for programs that torch generates.
+Exact event-driven simulation. An action starts at `max(rank is free, end of the dependency + hop if it crosses ranks)`.
+Sends take no time on the sender, and links do not queue. Torch-free, except for programs that torch generates.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from automodel_cli.pipelining.schedule.program import Action, Overlap, Program, 
 class Costs:
     """Time per microbatch of forward, input gradients and weight gradients of every stage, and of one hop.
 
-    `overlap` is for paired actions (DualPipeV): None runs them one after the other, as torch does; x runs them as one
-    block of x * (F + B) that ends together.
+    `overlap` is for paired actions (DualPipeV). None runs them one after the other, as torch does. A factor x runs them
+    as
+    one block of x * (F + B).
     """
 
     forward: tuple[float, ...]
@@ -30,12 +31,12 @@ class Costs:
     overlap: float | None = None
 
     def of(self, action: Action) -> float:
-        """Duration of one action."""
+        """Return the duration of one action."""
         i, w = self.backward_input[action.stage], self.backward_weight[action.stage]
         return {"F": self.forward[action.stage], "I": i, "W": w, "B": i + w}[action.kind]
 
     def of_rank(self, program: Program, rank: int) -> float:
-        """Work of a rank in one step."""
+        """Return the work of a rank in one step."""
         return sum(self.of(action) for action in program.actions(rank))
 
 
@@ -49,11 +50,13 @@ def even_costs(
     overlap: float | None = None,
     first_stage_needs_no_input_gradient: bool = False,
 ) -> Costs:
-    """Costs of equal stages.
+    """Return the costs of equal stages.
 
-    The three times are for one microbatch through all layers of one *rank*; a stage costs that over v.
-    `first_stage_needs_no_input_gradient`: stage 0 computes all of its backward in W (what torch does with token
-    inputs).
+    Args:
+        forward, backward_input, backward_weight: time of one microbatch through all layers of one rank. A stage takes 1
+            / v
+            of it.
+        first_stage_needs_no_input_gradient: stage 0 computes its whole backward in W, as torch does with token inputs.
     """
     stages, v = program.num_stages, program.num_chunks
     f, i, w = ([x / v] * stages for x in (forward, backward_input, backward_weight))
@@ -74,7 +77,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything runs, and what follows from it. Times in the unit of the costs."""
+    """Start and end of all actions, and derived values. Times are in the unit of the costs."""
 
     program: Program
     costs: Costs
@@ -83,7 +86,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first action to the end of the last one on any rank."""
+        """Time from the first action to the end of the last one on any rank."""
         return max((span.end for rank in self.spans for span in rank), default=0.0)
 
     @property
@@ -97,12 +100,12 @@ class Timeline:
 
     @property
     def idle_fraction(self) -> float:
-        """Mean over the ranks of idle / makespan."""
+        """Mean of idle / makespan over the ranks."""
         return sum(self.idle_per_rank) / len(self.busy) / self.makespan
 
     @property
     def lower_bound(self) -> float | None:
-        """No order of the same work can be faster: a rank cannot start before its first stage's input exists.
+        """Lower bound of any order of the same work: a rank cannot start before the input of its first stage exists.
 
         None with overlap. With equal stages: m (F + I + W) + (p - 1)(F / v + hop).
         """
@@ -115,7 +118,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Per rank, in microbatches through all of the rank's layers; see `peak_activations`."""
+        """Peak per rank, in microbatches through all layers of the rank. See the function `peak_activations`."""
         return peak_activations(self.program)
 
 
@@ -129,10 +132,12 @@ def _lower_bound(program: Program, costs: Costs) -> float:
 
 
 def peak_activations(program: Program, per_stage: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Largest amount of live activations per rank: a forward adds its stage's amount, the end of B or W takes it away.
+    """Return the largest amount of live activations per rank.
 
-    `per_stage` is the amount of one microbatch on each stage (bytes, say); by default 1 / v. It depends only on the
-    order of actions.
+    A forward adds the amount of its stage. The end of B or W removes it. Depends only on the order of actions.
+
+    Args:
+        per_stage: amount of one microbatch on each stage, for example in bytes. Defaults to 1 / v.
     """
     amounts = per_stage or [1 / program.num_chunks] * program.num_stages
     change = {"F": 1, "I": 0, "W": -1, "B": -1}
@@ -143,7 +148,7 @@ def peak_activations(program: Program, per_stage: Sequence[float] | None = None)
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
-    """Run the program on paper. Raises ConfigError when ranks wait for each other, with what each one waits for."""
+    """Simulate a program. Raises ConfigError if ranks deadlock, with the pending action of each."""
     ends: dict[tuple[str, int, int], float] = {}
     spans: list[list[Span]] = [[] for _ in program.ranks]
     queue: list[list[Step]] = [list(steps) for steps in program.ranks]
@@ -179,7 +184,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
 def _block(
     step: Step, rank: int, program: Program, costs: Costs, ends: dict[tuple[str, int, int], float]
 ) -> tuple[float, float, tuple[Action, ...]] | None:
-    """(when its inputs are there, duration, actions) of a step, or None while an input does not exist yet."""
+    """Return (time when the inputs exist, duration, actions) of a step, or None while an input does not exist yet."""
     actions = tuple(step) if isinstance(step, Overlap) else (step,)
     ready = 0.0
     for action in actions:
@@ -194,7 +199,7 @@ def _block(
 
 
 def _result(action: Action) -> tuple[str, int, int]:
-    """What an action produces: activations F, gradients of the stage's input G (by I or B), weight gradients W."""
+    """Return the result of an action: activations F, input gradients G (by I or B), or weight gradients W."""
     return ({"F": "F", "I": "G", "B": "G", "W": "W"}[action.kind], action.stage, action.microbatch)
 
 

@@ -1,4 +1,4 @@
-"""A timeline as SVG for files and as plain text for the terminal. Nothing to install; torch-free."""
+"""Draw a timeline as SVG, or as plain text for the terminal. Torch-free, without dependencies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _line(
 
 
 def cell_colour(kind: str, chunk: int, num_chunks: int) -> str:
-    """Hue says what the work is, lightness which chunk of the rank: the first is the lightest."""
+    """Return a color: the hue is the kind of work, the lightness the chunk of the rank, from light to dark."""
     depth = 0.5 if num_chunks == 1 else chunk / (num_chunks - 1)
     light = 0.74 - 0.30 * depth
     rgb = colorsys.hls_to_rgb(_HUES[kind], light, _SATURATION[kind])
@@ -52,10 +52,12 @@ def _text_colour(fill: str) -> str:
 
 
 def draw_svg(timeline: Timeline, *, title: str | None = None, unit: str = "") -> str:
-    """Draw a lane per rank, a box per action with its microbatch; time axis, legend, idle share and activation peak.
+    """Draw a lane per rank and a box per action, with time axis, legend, idle fraction and activation peak.
 
-    Paired actions share their box: forward above, backward below. `unit` labels the axis ("ms", say); without it the
-    unit is that of the costs.
+    Paired actions share a box, forward above and backward below.
+
+    Args:
+        unit: label of the axis, for example "ms". Defaults to the unit of the costs.
     """
     scale = _pixels_per_unit(timeline)
     width = max(LEFT + timeline.makespan * scale + RIGHT, 760.0)
@@ -81,7 +83,7 @@ def _shortest(timeline: Timeline) -> float:
 
 
 def _pixels_per_unit(timeline: Timeline) -> float:
-    """Wide enough for two digits in the shortest box, within one to two screens."""
+    """Return a scale with space for two digits in the shortest box, and a width of one to two screens."""
     return max(1040 / timeline.makespan, min(20 / _shortest(timeline), 2600 / timeline.makespan))
 
 
@@ -120,7 +122,7 @@ def _axis(timeline: Timeline, scale: float, bottom: float, unit: str) -> list[st
 
 
 def _tick(span: float, pixels: float) -> float:
-    """A round step that puts a label about every 70 pixels."""
+    """Return a round step with a label about every 70 pixels."""
     raw = span / max(pixels / 70, 1)
     magnitude = 10 ** math.floor(math.log10(raw))
     return next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw)
@@ -155,7 +157,7 @@ def _cell(timeline: Timeline, span: Span, y: float, scale: float, size: float) -
     tip = f"{KIND_NAMES[action.kind]}, microbatch {action.microbatch}, stage {action.stage}: {when}"
     box = _box(x, y, width, height, fill, stroke=_PAPER, radius=2, tip=tip)
     label = str(action.microbatch)
-    if size < 7:  # too dense for all labels: the wide boxes keep theirs
+    if size < 7:  # Too dense for all labels. Wide boxes keep theirs.
         size = min(11.0, (width - 3) / (0.64 * len(label)))
     size = round(min(size, height * 0.62), 1)
     if size < 7:
@@ -165,7 +167,7 @@ def _cell(timeline: Timeline, span: Span, y: float, scale: float, size: float) -
 
 
 def _label_size(timeline: Timeline, scale: float) -> float:
-    """One font size for all boxes: the longest number fits into the narrowest box."""
+    """Return one font size for all boxes: the longest number fits into the narrowest box."""
     digits = len(str(timeline.program.num_microbatches - 1))
     return min(13.0, (_shortest(timeline) * scale - 3) / (0.64 * digits))
 
@@ -188,11 +190,11 @@ def _legend(timeline: Timeline, y: float) -> list[str]:
 
 
 def draw_text(timeline: Timeline, *, width: int = 120, ascii_only: bool = False) -> str:
-    """The timeline for a terminal: a line per rank, boxes `F0`, `B0`, ... cut to `width` columns of time.
+    """Draw the timeline as text: a line per rank with boxes `F0`, `B0`, ... and `width` columns.
 
-    Letters say the kind (F forward, B backward, I input gradients, W weight gradients), numbers the microbatch; the
-    chunk of the rank is in the case (chunk 0 capital, later ones small). A box too narrow for its number shows the
-    letter only.
+    Letters are the kind (F forward, B backward, I input gradients, W weight gradients), numbers the microbatch.
+    Capitals are
+    chunk 0 of the rank, small letters later chunks. A box that is too narrow for its number shows the letter only.
     """
     idle, mark = (".", "|") if ascii_only else ("·", "▏")
     head = f"rank {len(timeline.spans) - 1} "
@@ -221,7 +223,7 @@ def draw_text(timeline: Timeline, *, width: int = 120, ascii_only: bool = False)
 
 
 def _columns(timeline: Timeline, available: int) -> int:
-    """As many as let the shortest box show its label, at most `available`; whole columns per shortest box."""
+    """Return the number of columns: enough for the label of the shortest box if possible, and at most `available`."""
     shortest = min((s.end - s.start for rank in timeline.spans for s in rank if s.end > s.start), default=1.0)
     label = 2 + len(str(timeline.program.num_microbatches - 1))
     for per_box in range(label, 0, -1):
@@ -232,7 +234,7 @@ def _columns(timeline: Timeline, available: int) -> int:
 
 
 def _label(timeline: Timeline, span: Span, room: int, mark: str) -> list[str]:
-    """Exactly `room` characters."""
+    """Return exactly `room` characters."""
     if room <= 0:
         return []
     action = span.action

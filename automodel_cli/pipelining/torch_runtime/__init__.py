@@ -1,1 +1,1 @@
-"""Executing a program on torch.distributed.pipelining."""
+"""Execute programs on torch.distributed.pipelining."""

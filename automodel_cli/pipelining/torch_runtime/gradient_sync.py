@@ -1,7 +1,9 @@
-"""Gradient sums that neither autograd nor FSDP does: over data-parallel ranks of plain parameters, and over the
-copies of a table that several stages hold.
+"""Gradient sums that neither autograd nor FSDP computes.
 
-Both act on what one step adds, not on what has accumulated before it, so two accumulated steps are exact.
+These are sums of unsharded parameters over data-parallel ranks, and sums over the copies of an embedding table on
+several
+stages. Both apply to the gradients of one step only, and not to earlier accumulated ones. So two accumulated steps are
+exact.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_BUCKET_ELEMENTS = 2**23  # 32 MiB of fp32 per all-reduce
+_BUCKET_ELEMENTS = 2**23  # 32 MiB of float32 per all-reduce.
 
 
 @contextmanager
 def only_this_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, `.grad` of these parameters holds what this step adds; after it, the sum with what was there before."""
-    before = {param: param.grad for param in parameters}  # a tied table may be named twice
+    """Collect the gradients of this step only in `.grad` inside this context. After it, earlier gradients are added."""
+    before = {param: param.grad for param in parameters}  # A dict, because a tied table may occur twice.
     for param in before:
         param.grad = None
     try:
@@ -33,7 +35,7 @@ def only_this_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @torch.no_grad()
 def sum_over_groups(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Sum gradients of whole (plain) parameters over every rank reached through `groups`, in buckets. Collective."""
+    """Sum gradients of unsharded parameters over all ranks reached through `groups`, in buckets. Collective."""
     if not groups:
         return
     for param in parameters:
@@ -63,10 +65,13 @@ def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def sum_tied(copies: Sequence[nn.Parameter], ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Make the gradients of a table's copies their sum, the same bits on every rank.
+    """Replace the gradients of all copies of a table by their sum, bitwise equal on every rank.
 
-    `copies`: those of this rank; `ranks` in `group` have some, this one among them. Others do not call this. Shards are
-    summed as shards: all copies are laid out alike.
+    Shards are summed as shards, because all copies have the same placement. Called by `ranks` only.
+
+    Args:
+        copies: copies on this rank.
+        ranks: ranks in `group` with copies, including this one.
     """
     local = [_local(_gradient(param)) for param in copies]
     mine = sum(local[1:], local[0]).contiguous()

@@ -1,16 +1,17 @@
-"""The stage and the runtime that execute a `Program`: every private name of `torch.distributed.pipelining` that
-execution needs.
+"""Stage and runtime that execute a `Program`. Contains all private names of `torch.distributed.pipelining` for
+execution.
 
-One runtime runs all schedules. What differs from torch's own classes, and why:
+One runtime executes all schedules. Differences to torch's own classes:
 
-* Shapes are static and known on every rank per microbatch, so microbatches of one step may differ in length. No
-  metadata is inferred (torch would run an extra microbatch at every switch between training and evaluation), and
-  nothing is cleaned up after inferring it (torch 2.13 would set the gradients of FSDP parameters to None).
+* Shapes are static and known on every rank per microbatch, so microbatches of a step may differ in length. No metadata
+  is
+  inferred. torch would run an extra microbatch at every switch between training and evaluation. The cleanup after
+  inference is skipped too, because in torch 2.13 it sets gradients of FSDP parameters to None.
 * Receive buffers live from the receive to the end of the microbatch, not for the whole run.
-* Forward-only programs work for every placement and under no_grad; torch's `eval()` asserts on V placements.
-* Losses are kept by microbatch, so a program may run forwards in any order.
+* Forward-only programs work for every placement and under no_grad. torch's `eval()` fails on V placements.
+* Losses are stored by microbatch, so a program may run forwards in any order.
 
-Supported: torch 2.11 to 2.13.
+Supports torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -37,20 +38,24 @@ from automodel_cli.pipelining.schedule.program import Program
 
 HAS_STAGE_META = hasattr(
     PipelineStage, "_setup_forward_recv_info"
-)  # torch 2.13; before it, recv infos carry no metadata
+)  # torch 2.13. Earlier receive infos have no metadata.
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """When FSDP sums gradients over ranks. `in_backward`: by its own hooks, in the stage's last backward or, with
-    `every_microbatch`, in each; else after the step's last one."""
+    """When FSDP reduces gradients.
+
+    Attributes:
+        in_backward: by its own hooks, in the last backward of the stage. Otherwise after the last backward of the step.
+        every_microbatch: by its own hooks, in each backward.
+    """
 
     in_backward: bool = False
     every_microbatch: bool = False
 
 
 class Stage(PipelineStage):
-    """One stage of the running pipeline around a `StagePart`. Call `begin` before every step."""
+    """One stage of a running pipeline around a `StagePart`. Call `begin` before every step."""
 
     def __init__(
         self,
@@ -68,13 +73,16 @@ class Stage(PipelineStage):
         further_arrives: bool = False,
         further_leaves: bool = False,
     ):
-        """`boundary_dtype` travels between ranks, `compute_dtype` is what the part computes its residual stream in.
-
-        `num_further` hidden states of multi-token prediction arrive or leave beside the model's, in the runs that
-        `further` is set for.
-
-        `defer_nested_sync`: where FSDP wraps modules inside the part but not the part itself, reduce their gradients
-        once per step.
+        """Args:
+        hidden_size: width of the hidden states between stages.
+        boundary_dtype: dtype of the tensors between ranks.
+        compute_dtype: dtype of the residual stream of the part.
+        defer_nested_sync: if FSDP wraps modules inside the part but not the part itself, reduce their gradients
+            once per
+            step.
+        num_further: hidden states of multi-token prediction that arrive or leave in addition to the model's, in
+            runs with
+            `further` set.
         """
         self.shapes: list[tuple[int, int]] = [(1, 1)]
         self.hidden_size, self.boundary_dtype, self.compute_dtype = hidden_size, boundary_dtype, compute_dtype
@@ -97,7 +105,7 @@ class Stage(PipelineStage):
         )
 
     def begin(self, shapes: Sequence[tuple[int, int]], train: bool) -> None:
-        """Prepare a step of microbatches with these `(rows, tokens)`; the same list on every rank of the pipeline."""
+        """Prepare a step of microbatches with these `(rows, tokens)`, the same list on every rank of the pipeline."""
         self.shapes, self.has_backward = list(shapes), train
         self.args_recv_info.clear()
         self.grad_recv_info.clear()
@@ -111,16 +119,16 @@ class Stage(PipelineStage):
             self._prepare_backward_infra(len(shapes))
 
     def meta(self, microbatch: int, *, leaving: bool) -> Tensor:
-        """The hidden states of one microbatch as they travel, on the meta device."""
+        """Return the hidden states of one microbatch between stages, on the meta device."""
         shape = self._shape(microbatch, leaving=leaving)
         return torch.empty(*shape, dtype=self.boundary_dtype, device="meta", requires_grad=True)
 
     def _shape(self, microbatch: int, *, leaving: bool) -> tuple[int, int, int]:
-        """Of what arrives at this stage, or leaves it."""
+        """Return the shape of the tensor that arrives at this stage, or leaves it."""
         more = self._more_out if leaving else self._more_in
         return *self.shapes[microbatch], self.hidden_size * (1 + (more if self.further else 0))
 
-    # Receive buffers: described when a step begins, allocated when the receive is posted, dropped after use.
+    # Receive buffers: described at the start of a step, allocated when the receive is posted, freed after use.
 
     def _infos(self, name: str, source: int, microbatch: int, gradient: bool) -> tuple[Any, ...]:
         if not HAS_STAGE_META:
@@ -151,7 +159,7 @@ class Stage(PipelineStage):
             info.buffer = torch.empty(shape, dtype=self.boundary_dtype, device=self.device)
             info.buffer.requires_grad_(
                 requires_grad and not HAS_STAGE_META
-            )  # 2.13 sets it on the received tensor itself
+            )  # torch 2.13 sets it on the received tensor itself.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id, self.has_backward, leaving=False)
@@ -168,7 +176,7 @@ class Stage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
-            # torch fills in a missing gradient with zeros shaped like microbatch 0
+            # torch replaces a missing gradient by zeros with the shape of microbatch 0.
             self.bwd_cache[bwd_chunk_id] = tuple(
                 self._zeros(bwd_chunk_id, leaving=False) if g is None else g for g in self.bwd_cache[bwd_chunk_id]
             )
@@ -177,7 +185,7 @@ class Stage(PipelineStage):
     def _zeros(self, microbatch: int, *, leaving: bool) -> Tensor:
         return torch.zeros(self._shape(microbatch, leaving=leaving), dtype=self.boundary_dtype, device=self.device)
 
-    # Compute.
+    # Compute
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> HeadOutput | Tensor:
         hidden_BTD = args[0].to(self.compute_dtype) if args else None
@@ -188,9 +196,9 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         for info in self.args_recv_info[fwd_chunk_id]:
-            info.buffer = None  # the forward cache holds it until the backward
+            info.buffer = None  # The forward cache keeps it until the backward.
         if self.is_last:
-            # The loss holds the graph of what it reads. torch would detach every tensor of the output, and keep them.
+            # The loss keeps the graph of its inputs. torch would detach and keep every output tensor.
             self.output_chunks.clear()
             _, inputs = self.fwd_cache.pop(fwd_chunk_id)
             if self.has_backward:
@@ -202,8 +210,8 @@ class Stage(PipelineStage):
         for info in self.grad_recv_info[bwd_chunk_id]:
             info.buffer = None
 
-    # Gradient reduction: in the stage's last backward, layer by layer, or in each. FSDP's hooks come before the
-    # gradients of weights where a program makes them apart: there it is made to reduce after the last of them.
+    # Gradient reduction: in the last backward of the stage, layer by layer, or in each backward. If a program computes
+    # weight gradients separately, FSDP's hooks run too early. Reduction is then started after the last weight gradient.
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         in_backward = backward_type == "full" and self.reduction.in_backward
@@ -211,10 +219,10 @@ class Stage(PipelineStage):
             is_last, every = in_backward and last_backward, in_backward and self.reduction.every_microbatch
             root.set_reshard_after_backward(is_last)
             reduce_in_backward(root, self._alone, is_last=is_last, every_microbatch=every)
-        if backward_type == "full":  # torch's version would switch reduction off
+        if backward_type == "full":  # torch's version would disable reduction.
             stage_backward: Callable[..., Any] = torch_stage.stage_backward
             names = ("stage_output", "output_grads", "input_values")
-            with single_backward(self.reduction.in_backward):  # layers that are recomputed run again
+            with single_backward(self.reduction.in_backward):  # Recomputed layers run again.
                 return stage_backward(*(bwd_kwargs[name] for name in names)), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
@@ -228,7 +236,7 @@ class Stage(PipelineStage):
                     param_group.post_backward()
             state._root_post_backward_final_callback()
 
-    # Hooks of torch's set-up. 2.13 calls the first three, 2.11 the two after them.
+    # Setup hooks of torch. 2.13 calls the first three, 2.11 the two after them.
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         self._describe_inputs(num_microbatches)
@@ -237,7 +245,7 @@ class Stage(PipelineStage):
         self._describe_gradients(num_microbatches)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing to clean: no inference ran. torch's version drops the gradients of FSDP parameters."""
+        """Skip the cleanup, because no metadata was inferred. torch's version drops gradients of FSDP parameters."""
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
@@ -252,23 +260,23 @@ class Stage(PipelineStage):
         return result
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # 2.11's handshake sends to its own rank at the bend of a V, which aborts gloo.
+        # The handshake of torch 2.11 sends to its own rank at the bend of a V, which aborts gloo.
         ops = super()._get_init_p2p_neighbors_ops()
         return ops if HAS_STAGE_META else [op for op in ops if op.group_peer != dist.get_rank(self.group)]
 
     def _validate_fwd_outputs(self, *args: Any, **kwargs: Any) -> None:
-        """2.11 compares every microbatch with one static shape; ours differ."""
+        """Skip the check of torch 2.11, which compares every microbatch with one static shape."""
 
 
 def fsdp_roots(part: nn.Module) -> list[FSDPModule]:
-    """The outermost FSDP modules of a part; the part itself where FSDP wraps it."""
+    """Return the outermost FSDP modules of a part, or the part itself if FSDP wraps it."""
     if isinstance(part, FSDPModule):
         return [part]
     return [root for child in part.children() for root in fsdp_roots(child)]
 
 
 def fsdp_dtype(part: nn.Module) -> torch.dtype | None:
-    """What a part's outputs have under FSDP's mixed precision; None where no policy says."""
+    """Return the output dtype of a part under FSDP's mixed precision, or None without a policy."""
     if not isinstance(part, FSDPModule):
         return None
     policy = fully_shard.state(part)._mp_policy  # type: ignore[attr-defined]
@@ -276,15 +284,17 @@ def fsdp_dtype(part: nn.Module) -> torch.dtype | None:
 
 
 def reshards_after_forward(module: FSDPModule) -> bool:
-    """Whether this FSDP module frees its gathered parameters between forward and backward."""
+    """Return whether this FSDP module frees its gathered parameters between forward and backward."""
     groups = _param_groups(fully_shard.state(module))  # type: ignore[attr-defined]
     return any(group.post_forward_mesh_info is not None for group in groups)
 
 
 @contextmanager
 def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
-    """Inside, a forward of what has all of its parameters gathered launches nothing but the model: the root does not
-    make the streams of gathers wait, as if it ran inside of another one's forward."""
+    """Skip the stream synchronization of FSDP roots in forwards inside this context, as in a nested forward.
+
+    For modules whose parameters are all gathered. A forward then launches only the kernels of the model.
+    """
     contexts = [fully_shard.state(root)._state_ctx for root in roots]  # type: ignore[attr-defined]
     before = [context.iter_forward_root for context in contexts]
     for context in contexts:
@@ -297,20 +307,20 @@ def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """2.13 has several groups per state, 2.11 at most one."""
+    """torch 2.13 has several groups per state, 2.11 at most one."""
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def set_sync(root: FSDPModule, enabled: bool) -> None:
-    """Whether the following backwards reduce gradients and free gathered parameters."""
+    """Set whether the next backwards reduce gradients and free gathered parameters."""
     root.set_is_last_backward(enabled)
     root.set_reshard_after_backward(enabled)
     root.set_requires_gradient_sync(enabled)
 
 
 class Runtime(torch_schedules._PipelineScheduleRuntime):
-    """Executes one `Program` on this rank's stages, for any number of steps with its number of microbatches."""
+    """Execute a `Program` on the stages of this rank, for any number of steps with its number of microbatches."""
 
     def __init__(self, stages: list[Stage], program: Program, *, train: bool, reduce_every_microbatch: bool = False):
         super().__init__(
@@ -335,10 +345,11 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         keywords: list[dict[str, Any]],
         on_result: Callable[[HeadOutput, int], Tensor],
     ) -> dict[int, Tensor]:
-        """One step. `on_result(output, microbatch)` is the loss, or what a forward pass keeps, on the rank of the
-        last stage.
+        """Run one step and return the values of `on_result` by microbatch, detached. Empty on other ranks than the last
+        stage's.
 
-        Returns its values by microbatch (detached), empty on the other ranks.
+        Args:
+            on_result: `on_result(output, microbatch)`, the loss, or the value that a forward pass returns.
         """
         stages: list[Stage] = self._stages  # type: ignore[assignment]
         for stage in stages:
@@ -355,7 +366,7 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
             self.on_result, self.results = _no_step, {}
 
     def warm_up(self) -> None:
-        """Open the connections between neighbours, in an order that cannot deadlock. Once per process group."""
+        """Open the connections between neighbors in an order that cannot deadlock. Call once per process group."""
         for stage in self._stages:
             stage.begin([(1, 1)], False)  # type: ignore[attr-defined]
         if HAS_STAGE_META:
@@ -379,7 +390,7 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         return loss
 
     def _update_losses(self, stages: Any, losses: Any) -> None:
-        """Results stay where `run` returns them from."""
+        """Keep the results, which `run` returns."""
 
 
 def _no_step(output: HeadOutput, microbatch: int) -> Tensor:
@@ -387,8 +398,7 @@ def _no_step(output: HeadOutput, microbatch: int) -> Tensor:
 
 
 def _lower(program: Program, train: bool) -> dict[int, list[Any]]:
-    """The program with communication, FSDP gathers (each stage once per step) and, where backwards do not do it
-    themselves, gradient reductions."""
+    """Add communication, FSDP gathers (each stage once per step), and reductions outside backward if needed."""
     owner, count = program.owner, program.num_microbatches
     ranks: dict[int, list[Any]] = {}
     for rank, steps in enumerate(program.ranks):
