@@ -2,12 +2,10 @@
 
 Gradients are sums: the loss is divided once, by the weight of the whole step, before backward. Reductions therefore sum
 and never average or rescale by a number of ranks. torch averages by default. Each strategy disables that when it wraps
-a
-part.
+a part.
 
 Example: 2 ranks with 3 and 5 trained tokens. Both divide their loss by 8, and the summed gradient is that of one
-process
-with 8 tokens. An average over ranks of per-rank means would weight the tokens 1/6 and 1/10.
+process with 8 tokens. An average over ranks of per-rank means would weight the tokens 1/6 and 1/10.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ def grad_norm(parts: Sequence[nn.Module], mesh: Mesh) -> Tensor:
     """Return the global 2-norm of all gradients, a float64 scalar on the device of the mesh, equal on every rank.
 
     Counts each parameter once: shards are summed over the axes that shard them, parts over `pp`, and a shared parameter
-    of a
-    rank counts once. In float64 squares do not overflow: a gradient of 6e31 gives a finite norm, and only inf or nan
-    give
-    inf or nan. Collective over all ranks of the parts.
+    of a rank counts once. In float64 squares do not overflow: a gradient of 6e31 gives a finite norm, and only inf or
+    nan give inf or nan. Collective over all ranks of the parts.
     """
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for (device_mesh, axes), local_grads in _groups(_gradients(parts, count_once=True)).items():
@@ -50,8 +46,7 @@ def clip_grad_norm_(parts: Sequence[nn.Module], max_norm: float | None, mesh: Me
     """Scale all gradients in place to a global norm of at most `max_norm`. None only measures.
 
     Returns the norm before clipping (see `grad_norm`). torch's own function rejects gradients on several meshes, and
-    DTensors
-    together with plain tensors. No host synchronization: the factor is applied even if it is 1.
+    DTensors together with plain tensors. No host synchronization: the factor is applied even if it is 1.
     """
     norm = grad_norm(parts, mesh)
     if max_norm is not None:

@@ -127,8 +127,7 @@ class MeshConfig:
         """Return the number of ranks to start on this machine.
 
         If `dp_size` is set, it determines the number. Otherwise it is the number of GPUs, or without GPUs the smallest
-        valid
-        number. Raises ConfigError if there are too few GPUs, or if the sizes do not fit.
+        valid number. Raises ConfigError if there are too few GPUs, or if the sizes do not fit.
         """
         if self.dp_size is not None:
             wanted = self.dp_size * self.ranks_per_replica

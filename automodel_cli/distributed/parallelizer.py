@@ -48,8 +48,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
 
     The result is `part` itself or a wrapper around it (`sharded_module.handle_of`). Gradients are sums over ranks. Load
     parameters afterwards. Collective over the ranks of this part. Raises ConfigError if the strategy does not support
-    the
-    mesh.
+    the mesh.
     """
     strategy.check_mesh(mesh.layout.to_config())
     strategy.check_installed()
@@ -95,8 +94,7 @@ def to_cpu(value: object) -> object:
     """Copy a tensor to host memory. Return any other value unchanged.
 
     A DTensor on CUDA or CPU is gathered to the full tensor on every rank (collective). Raises ValueError for a DTensor
-    on
-    another device.
+    on another device.
     """
     if isinstance(value, DTensor):
         if value.device.type not in ("cuda", "cpu"):

@@ -27,14 +27,12 @@ def init_process_group(backend: str = "nccl", *, timeout_minutes: float = 30.0) 
     """Initialize the default group and return the device of this rank. Collective. Must be called once.
 
     Rank and size come from RANK, WORLD_SIZE and LOCAL_RANK, which torchrun and the Slurm launcher set. Without them, or
-    with
-    one rank, the group is in memory and needs no network.
+    with one rank, the group is in memory and needs no network.
 
     Args:
         backend: "nccl" selects CUDA if available, else gloo on the CPU. "gloo" always selects the CPU.
         timeout_minutes: timeout of all groups of the mesh (`hold_timeout`). A rank waits so long for a stuck rank. It
-            must
-            exceed the longest delay between ranks, for example of a slow checkpoint file system.
+            must exceed the longest delay between ranks, for example of a slow checkpoint file system.
     """
     global _timeout
     assert not dist.is_initialized(), "the process group was started twice"
@@ -65,8 +63,7 @@ def process_group(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> It
     """Initialize the default group, and destroy it after success. See `init_process_group`.
 
     NCCL's shutdown is collective. A single failed rank would wait in it for the others, which wait for that rank, and
-    its
-    error would never be printed. Therefore a failed rank keeps its group, prints the error and ends with `os._exit`
+    its error would never be printed. Therefore a failed rank keeps its group, prints the error and ends with `os._exit`
     (`launch.worker.leave`).
     """
     device = init_process_group(backend, timeout_minutes=timeout_minutes)
@@ -103,8 +100,7 @@ def group_beside(store: dist.Store, name: str, size: int, backend: str, limit: t
     """Create a group with this process as rank 0 and `size` - 1 processes outside this job, such as SGLang servers.
 
     The processes meet at `store` under `name`. Blocks until all are connected, or raises after `limit`. The public
-    interface
-    of torch creates groups of ranks of the world only, so this uses the function that creates the world.
+    interface of torch creates groups of ranks of the world only, so this uses the function that creates the world.
     """
     keys, named, kind = dist.PrefixStore(name, store), cast(Any, name), distributed_c10d.Backend(backend)
     group, _ = distributed_c10d._new_process_group_helper(size, 0, [], kind, keys, group_name=named, timeout=limit)
@@ -174,9 +170,8 @@ def wait_for_each_collective() -> None:
     """Make DTensor wait for each collective immediately, on the CPU, for the rest of the process.
 
     DTensor starts collectives and waits when their result is used, so that several of a group are in flight. gloo does
-    not
-    separate them reliably: with tensor, sequence and context parallelism, about every second run of 100 microbatches
-    deadlocked. There is nothing to overlap on the CPU, and waiting immediately is a third faster. `_maybe_wrap_tensor`
-    decides in torch 2.11 to 2.13 whether to wait.
+    not separate them reliably: with tensor, sequence and context parallelism, about every second run of 100
+    microbatches deadlocked. There is nothing to overlap on the CPU, and waiting immediately is a third faster.
+    `_maybe_wrap_tensor` decides in torch 2.11 to 2.13 whether to wait.
     """
     functional._maybe_wrap_tensor = functional.wait_tensor

@@ -152,8 +152,7 @@ def _choose_interface(rank: int, everyone: Mapping[int, Mapping[str, Any]]) -> N
     """Set the interface of gloo to the one that reaches the other hosts, unless the user has set one.
 
     gloo uses the address of the host name, which is 127.0.1.1 on many clusters. On the host of MASTER_ADDR that name
-    may also
-    resolve to a loopback address. The address of another host then determines the interface.
+    may also resolve to a loopback address. The address of another host then determines the interface.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == len(everyone):
         return

@@ -17,8 +17,7 @@ class StoreTalk:
     """A thread that sends requests to `store`, one at a time.
 
     TCPStore waits without a limit if the host of the store is stopped or unreachable, and holds a lock meanwhile. All
-    other
-    requests on this connection would wait too.
+    other requests on this connection would wait too.
     """
 
     def __init__(self, store: dist.Store):

@@ -42,37 +42,30 @@ class AutoPipeline(PipelineStages):  # Public: docs/api.md
 
     Args:
         world_mesh: the mesh with the axis `pp_axis_name` between stages. `dp_axis_names` and `cp_axis_name` are the
-            axes
-            over which gradients of parameters without FSDP are summed after each step. All axis names and
-            `moe_mesh` are
-            also passed to `parallelize_fn`. "dp" means (dp_replicate, dp_shard) on a mesh with these axes.
+            axes over which gradients of parameters without FSDP are summed after each step. All axis names and
+            `moe_mesh` are also passed to `parallelize_fn`. "dp" means (dp_replicate, dp_shard) on a mesh with these
+            axes.
         pp_schedule: name of a schedule.
         pp_schedule_csv: a program in torch's compute-only CSV format, which overrides `pp_schedule`.
         pp_microbatch_size: sequences per microbatch.
-        pp_batch_size: sequences per step and data-parallel rank. Divided by `pp_microbatch_size` it is the number
-            of
+        pp_batch_size: sequences per step and data-parallel rank. Divided by `pp_microbatch_size` it is the number of
             microbatches that `build` checks, and that `info.schedule` is made for. A step may have another number,
-            which is
-            checked then.
+            which is checked then.
         layers_per_stage: see `PipelineConfig`, as for `round_virtual_stages_to_pp_multiple`,
             `module_fqns_per_model_part`, `layout`, `balance` and `microbatch_group_size`.
         runtime: only the default is supported, as for `overlap_p2p_comm` and
             `num_microbatches_with_partial_activation_checkpoints`. The functions of `pipelining.megatron_core` have
-            these
-            options.
-        patch_inner_model: make stages of the base model with stand-ins for layers of other stages. False: its
-            forward takes
-            and returns hidden states itself (`cut.stage_module.Ready`), which `build` checks on a small copy.
+            these options.
+        patch_inner_model: make stages of the base model with stand-ins for layers of other stages. False: its forward
+            takes and returns hidden states itself (`cut.stage_module.Ready`), which `build` checks on a small copy.
         patch_causal_lm_model: the same for the causal LM around the base model.
         patch_stage_backward_maybe_with_nosync: also reduce gradients of FSDP modules inside a part without FSDP
-            (experts on
-            their own mesh) once per step.
+            (experts on their own mesh) once per step.
         defer_fsdp_grad_sync: reduce FSDP gradients once per step. False reduces after every backward.
         device: device of the stages. Defaults to the current accelerator, else the CPU.
         dtype: dtype of the tensors between stages. Defaults to the compute dtype of the parts.
-        scale_grads_in_schedule: divide the gradients of a step by its number of microbatches, for losses that are
-            means over
-            their microbatch. The returned loss stays the sum. Losses that are divided by the global weight need
+        scale_grads_in_schedule: divide the gradients of a step by its number of microbatches, for losses that are means
+            over their microbatch. The returned loss stays the sum. Losses that are divided by the global weight need
             False.
         pp_seq_len: tokens per sequence of the first buffers. Every step describes its own microbatches.
     """

@@ -60,14 +60,15 @@ class PipelineStages:
         spelling: Callable[[], AbstractContextManager[None]] = as_yaml,
         ready: Ready = PATCHED,
     ):
-        """Args:
-        num_microbatches: checked by `build`, which makes `info.schedule` for it. A step may have another number,
-            which is
-            checked then.
-        defer_sync: FSDP reduces gradients once per step.
-        defer_nested: the same for FSDP modules inside a part without FSDP.
-        spelling: context that translates the keys of errors.
-        ready: forwards of the model that need no stand-ins.
+        """Create a pipeline that is not built yet.
+
+        Args:
+            num_microbatches: checked by `build`, which makes `info.schedule` for it. A step may have another number,
+                which is checked then.
+            defer_sync: FSDP reduces gradients once per step.
+            defer_nested: the same for FSDP modules inside a part without FSDP.
+            spelling: context that translates the keys of errors.
+            ready: forwards of the model that need no stand-ins.
         """
         self._config, self._axes, self._num_microbatches = config, axes, num_microbatches
         self.device = device or default_device()
@@ -95,12 +96,10 @@ class PipelineStages:
         Args:
             loss_fn: `loss_fn(output, batch)`, the default loss of `forward_backward`.
             parallelize_fn: `parallelize_fn(part, world_mesh=, moe_mesh=, dp_axis_names=, ...)`, applied to each local
-                part in
-                place.
+                part in place.
 
         Raises ConfigError for a wrong model or loss, a model whose split is not exact (with the layer that differs),
-        stages that
-        do not fit the ranks or the schedule, and wrappers that would compute wrong gradients.
+        stages that do not fit the ranks or the schedule, and wrappers that would compute wrong gradients.
         """
         part = _as_part(model, self._ready)
         if loss_fn is not None and not callable(loss_fn):

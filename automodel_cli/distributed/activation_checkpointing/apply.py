@@ -98,8 +98,7 @@ def _compiled_inside(
     """Keep the checkpoint outside graphs. A graph around it must not break, or nothing is compiled.
 
     `run` is a partial of transformers around the layer's forward. Its arguments are passed separately, so that all
-    layers
-    share graphs.
+    layers share graphs.
     """
     return recompute(compiled, run.func, *run.args, *args, **run.keywords)
 

@@ -3,10 +3,8 @@ communication.
 
 `recomputed()` returns the two contexts of one call of a checkpointed layer. In the first one, `save_or_replay` computes
 and saves a result. In the second one, it returns the saved results in the same order, for each recomputation.
-Zero-bubble
-schedules recompute a layer twice. Outside both contexts it only computes. No operators are intercepted, so other
-results
-have no overhead.
+Zero-bubble schedules recompute a layer twice. Outside both contexts it only computes. No operators are intercepted, so
+other results have no overhead.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ def apply_expert_parallel(
     """Distribute the experts of a part over `mesh.ep`, in place.
 
     A pipeline stage without experts is not changed. Parameters may be on the meta device, or have the same values on
-    every
-    rank.
+    every rank.
 
     Args:
         part: a module whose child `model` is a transformers model.
@@ -73,8 +72,7 @@ def apply_expert_parallel(
         beside: compute shared experts while tokens are in transit. Ignored with tensor parallelism.
 
     Raises ConfigError for a model without experts, for experts without the experts interface, and if the number of
-    experts
-    is not a multiple of the size of `mesh.ep`.
+    experts is not a multiple of the size of `mesh.ep`.
     """
     assert mesh.ep is not None, "this layout distributes no experts"
     blocks = [(block, child) for block in part.modules() for child in block.children() if is_experts(child)]

@@ -194,9 +194,8 @@ def parameters_of(experts: nn.Module) -> list[Tensor]:
 class _Sorted:
     """Received rows, sorted by local expert.
 
-    Example: 2 ranks send rows for local experts [0, 1 | 0, 0, 1]. `order_N` is [0, 2, 3, 1, 4], `expert_N` is
-    [0, 0, 0, 1, 1] and `ends_L` is [3, 5]. `place_N` is the inverse of `order_N`. Both are None if the rows are sorted
-    on
+    Example: 2 ranks send rows for local experts [0, 1 | 0, 0, 1]. `order_N` is [0, 2, 3, 1, 4], `expert_N` is [0, 0, 0,
+    1, 1] and `ends_L` is [3, 5]. `place_N` is the inverse of `order_N`. Both are None if the rows are sorted on
     arrival.
     """
 

@@ -20,8 +20,7 @@ def permute_pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: 
     """Return the token of each sorted pair `[P]`, the inverse of the sort `[P]`, and the pairs per expert `[E]`, int64.
 
     Example: experts (2, 0) of token 0 and (0, 1) of token 1 give `expert_P` = [0, 0, 1, 2] and `order_P` = [1, 2, 3,
-    0].
-    The result is tokens [0, 1, 1, 0], inverse [3, 0, 1, 2] and counts [2, 1, 1].
+    0]. The result is tokens [0, 1, 1, 0], inverse [3, 0, 1, 2] and counts [2, 1, 1].
 
     Args:
         expert_P: expert of each pair, sorted in ascending order.
@@ -60,8 +59,7 @@ def permute_arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor
         num_rows: their sum N. Passed to avoid a host synchronization.
 
     Returns the permutation `[N]`, its inverse `[N]`, the local expert of each sorted row `[N]`, and the end of each
-    expert,
-    int32 `[L]`.
+    expert, int32 `[L]`.
     """
     if has_permute_kernels(received_RL.device.type):
         from automodel_cli.distributed.expert_parallel import permute_triton

@@ -79,8 +79,7 @@ class Arriving:
         """Wait before the memory of `rows` is released.
 
         A recomputed layer stops as soon as backward has its tensors, so nobody may call this object. Without the wait,
-        the
-        allocator could reuse memory that is still being written.
+        the allocator could reuse memory that is still being written.
         """
         self()
 

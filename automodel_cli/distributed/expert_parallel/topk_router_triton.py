@@ -102,8 +102,7 @@ def back(grad_NK: Tensor, logits_NE: Tensor, index_NK: Tensor, sigmoid: bool, no
     """Compute the backward of `topk_router.route` on CUDA.
 
     With g = grad * scale and total = sum of selected scores s, normalized weights give d/ds = (g - sum(g s) / total) /
-    total
-    for selected experts. The softmax then gives s (d - sum(d s)), the sigmoid d s (1 - s).
+    total for selected experts. The softmax then gives s (d - sum(d s)), the sigmoid d s (1 - s).
     """
     num_rows, num_experts = logits_NE.shape
     result_NE = torch.empty_like(logits_NE)

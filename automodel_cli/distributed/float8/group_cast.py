@@ -1,8 +1,7 @@
 """Cast the tokens of several experts to float8 with one scale per expert and feature.
 
 On CUDA, a Triton kernel (`group_cast_triton`) computes it. It has not run on a GPU yet. On first use it is compared
-with
-the definition. If it differs, it is disabled with a warning.
+with the definition. If it differs, it is disabled with a warning.
 
 Shapes: N rows of F features, sorted by L experts. P rows after padding the rows of each expert to a multiple of 16.
 """
@@ -23,15 +22,13 @@ def cast_groups(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast and transpose the rows of each expert, with zero padding.
 
     Example: 2 experts with 3 and 17 rows have `ends_L` = [3, 20]. The result has their rows at 0-2 and 16-32, and
-    padded
-    ends [16, 48].
+    padded ends [16, 48].
 
     Args:
         ends_L: end of the rows of each expert, int32.
 
     Returns e4m3 `[F, P]`, contiguous; the inverse scales, powers of two, float32 `[L, F]`; and the end of each expert
-    after
-    padding, int32 `[L]`. P is an upper bound, which avoids a host synchronization.
+    after padding, int32 `[L]`. P is an upper bound, which avoids a host synchronization.
     """
     if _usable(x_NF.device.type):
         from automodel_cli.distributed.float8 import group_cast_triton

@@ -6,14 +6,13 @@ Operands are cast along the contracted dimension (`quantization`)::
 
 Scales: one per row of x and dy, one per output of each expert, and one per feature and expert for the last GEMM. The
 last GEMM contracts tokens. Tensor cores need the rows of each expert to start at a multiple of 16, so the cast pads
-them
-with zeros (`group_cast`).
+them with zeros (`group_cast`).
 
 Recipes and numbers are those of torchao for mixtures of experts (BSD-3-Clause; `torchao.prototype.moe_training`). One
 difference: only forward GEMMs may accumulate in less than float32, as in linear layers.
 
-Shapes: N rows sorted by expert with ends `ends_L` (int32), L local experts, K contracted, O other features. I and O
-of a weight gradient. P padded rows.
+Shapes: N rows sorted by expert with ends `ends_L` (int32), L local experts, K contracted, O other features. I and O of
+a weight gradient. P padded rows.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionComp
     """Exclude sharded layers whose local size does not divide, and compile the casts with `fuser`.
 
     Call after tensor parallelism. Raises ConfigError if the device does not support the float8 GEMMs of linear layers
-    or
-    experts.
+    or experts.
     """
     layers = [module for module in part.modules() if isinstance(module, Fp8Linear)]
     left: Counter[str] = Counter()

@@ -50,8 +50,7 @@ class Float8Recipe:
         gradient: dtype of output gradients. All other operands are e4m3.
         power_of_two: round scales down to powers of two.
         exact_weight_gradient: compute the weight gradient in the original precision. The input-gradient GEMM then has
-            one
-            scale per weight.
+            one scale per weight.
         blocks: one scale per 32 values of a row (MXFP8).
     """
 

@@ -38,8 +38,7 @@ class FusibleRegion:
         function: takes tensors whose leading dimensions count tokens, and constants of the compiler (modules,
             functions).
         kept: indices of the tensors that backward needs. Parameters of modules come after all arguments. None if the
-            region
-            has no backward.
+            region has no backward.
         sample: returns arguments with so many rows, for a test.
     """
 

@@ -34,8 +34,7 @@ class MemoryTraits:
 
     Attributes:
         shards: which of "parameters", "gradients" and "optimizer" are sharded over the data-parallel and
-            context-parallel
-            ranks. The others are replicated.
+            context-parallel ranks. The others are replicated.
         compute_dtype: dtype of gathered parameters. None: as stored.
         reduce_dtype: dtype of gradients in reductions. None: as stored.
         defers: gradients accumulate unsharded until the last microbatch.
@@ -98,24 +97,18 @@ class ParallelizerConfig:
     """Base class of all strategies.
 
     `supports` lists the features that can be combined with the strategy: the axes "pp", "tp", "cp" and "ep", hybrid
-    sharding
-    "hsdp", 4-bit layers "nf4", float8 layers "fp8", multi-token-prediction layers "mtp", and "sampler" (generation with
-    the
-    trained parts). Other combinations are rejected by `check_mesh`.
+    sharding "hsdp", 4-bit layers "nf4", float8 layers "fp8", multi-token-prediction layers "mtp", and "sampler"
+    (generation with the trained parts). Other combinations are rejected by `check_mesh`.
 
     `activation_checkpointing`: false, "full" (or true), "selective" (save GEMMs and attention), "minimal", n (every
-    n-th
-    layer) or "auto". All modes except "minimal" save received tokens of experts, and "minimal" sends them again. "auto"
-    selects the first of none, "selective", "full" and "minimal" that fits the estimate of `automodel plan` on the GPUs
-    of
-    the run. The startup summary shows it. On a CPU, "auto" selects none.
+    n-th layer) or "auto". All modes except "minimal" save received tokens of experts, and "minimal" sends them again.
+    "auto" selects the first of none, "selective", "full" and "minimal" that fits the estimate of `automodel plan` on
+    the GPUs of the run. The startup summary shows it. On a CPU, "auto" selects none.
 
     `enable_compile`: "fused_ops" compiles norms, gates of MLPs and experts, rotary embeddings and the sum over experts
-    into
-    one kernel each. "auto" is "fused_ops" on CUDA, limited to regions that compile and pass a small test, and nothing
-    on a
-    CPU. true compiles whole layers in place. With activation_checkpointing=selective, layers must compile without graph
-    breaks. On a CPU, packed attention does not.
+    into one kernel each. "auto" is "fused_ops" on CUDA, limited to regions that compile and pass a small test, and
+    nothing on a CPU. true compiles whole layers in place. With activation_checkpointing=selective, layers must compile
+    without graph breaks. On a CPU, packed attention does not.
 
     `compile_backend`: "inductor", or for example "aot_eager", which compiles in a second and is used by tests.
     """

@@ -60,8 +60,7 @@ def apply_tensor_parallel(
     """Shard a part (its child `model`), or a transformers model, over `tp_mesh`, in place.
 
     Parameters may be on the meta device. Modules without an entry in the plan are replicated, and their gradients are
-    equal
-    on all ranks.
+    equal on all ranks.
 
     Args:
         shard_experts: False leaves experts unsharded, for expert parallelism.
@@ -196,8 +195,7 @@ def _is_uniform(model: nn.Module, block: nn.Module, plan: Plan) -> bool:
     """Return whether every parameter of the block follows the plan.
 
     Such a block has column-parallel layers on its input (and norms of their heads), and one row-parallel layer that
-    computes
-    its output.
+    computes its output.
     """
     prefix = name_of(model, block)
     num_outputs = 0

@@ -11,9 +11,8 @@ is sharded at the input of the first layer and not at the embedding, because mod
 the embedding output.
 
 If all layers of a block follow the plan, the block gathers into a DTensor. Its column-parallel layers leave the
-gradient
-partial, so that one reduce-scatter is enough for all of them. Any other block gathers a plain tensor, whose gradient is
-complete on every rank.
+gradient partial, so that one reduce-scatter is enough for all of them. Any other block gathers a plain tensor, whose
+gradient is complete on every rank.
 """
 
 from __future__ import annotations

@@ -158,8 +158,7 @@ class ExpertsOverTP(ParallelStyle):
     """Each tp rank owns complete experts and computes them for the tokens that all tp ranks have.
 
     Plans shard the features of every expert instead. Complete experts give the same sums and have contiguous shards,
-    which
-    checkpoints can describe. Transposed, interleaved and biased experts need no special case.
+    which checkpoints can describe. Transposed, interleaved and biased experts need no special case.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -33,8 +33,7 @@ _GROUPED = ((512, 0.54), (1024, 0.57), (2048, 0.61), (128_000, 0.71))
 
 525 and 545 TFLOP/s on 16 uneven groups of 8,192 x 5,120 x 8,192 on an H100 (pytorch/ao pull request 2490). 569 and 608
 on 32 groups, 6,144 x 2,048, on an H200, which has the same tensor cores (pytorch issue 163425, assuming that its
-seconds
-are for 1,000 calls). 705 on groups of 128,000 (pytorch pull request 156203).
+seconds are for 1,000 calls). 705 on groups of 128,000 (pytorch pull request 156203).
 """
 _NOT_BESIDE = 0.5
 """Fraction of the shorter one of compute and memory time that does not overlap if a GEMM adds to a float32 sum.
@@ -63,8 +62,7 @@ def adds_faster(rows: float, weights: int) -> bool:
     """Return whether one GEMM per expert that accumulates in float32 is faster than a grouped GEMM plus an addition.
 
     The accumulating GEMM reads and writes 8 bytes per weight. The grouped GEMM writes a bfloat16 gradient that is then
-    read
-    and added, 10 bytes per weight. The difference must exceed one kernel launch.
+    read and added, 10 bytes per weight. The difference must exceed one kernel launch.
 
     Args:
         rows: average rows per expert.

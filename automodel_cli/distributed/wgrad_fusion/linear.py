@@ -104,8 +104,7 @@ def single_backward(yes: bool = True) -> Iterator[None]:
     """Enable accumulation in the forward and backward of a microbatch.
 
     Backward must run once over the complete graph. Schedules that split the backward into input and weight gradients
-    would
-    run nodes, and accumulate, twice.
+    would run nodes, and accumulate, twice.
     """
     global _is_whole
     before, _is_whole = _is_whole, yes

@@ -5,8 +5,7 @@ and head. Every stage builds the rotary tables that it needs. A split is even, b
 explicit names.
 
 Example: 10 layers on 4 stages are 3, 3, 2 and 2 layers. With a head that costs as much as 3 layers, 16 layers on 4
-stages
-are 4, 5, 5 and 2 layers.
+stages are 4, 5, 5 and 2 layers.
 """
 
 from __future__ import annotations
@@ -140,8 +139,7 @@ def ranges_from_names(
     """Return the layer ranges of an explicit split, `module_fqns_per_model_part`.
 
     Raises ConfigError for unknown names, a module in two stages, a layer in none, layers out of order, and an embedding
-    or
-    head in another stage. Other modules (rotary tables) may be in any number of stages.
+    or head in another stage. Other modules (rotary tables) may be in any number of stages.
 
     Args:
         layers_prefix: the decoder list, for example `model.layers`.
@@ -219,8 +217,7 @@ def balanced_sizes(
     """Return layers per stage of the contiguous split with the smallest maximum stage cost, exactly.
 
     Stage 0 also has `embedding_cost`, the last stage `head_cost`. Ties are resolved by the smallest sum of squared
-    stage
-    costs, then by small early stages, which have the most activations. Dynamic programming over (stages, layers),
+    stage costs, then by small early stages, which have the most activations. Dynamic programming over (stages, layers),
     O(num_stages * num_layers**2).
     """
     num_layers = len(layer_costs)
@@ -257,8 +254,7 @@ def _best_split(
     """Return (value, sizes) of the split that minimizes `combine` (max or +) over the stage costs.
 
     `best[end]` is the value of the best split of the first `end` layers into the stages so far. `cuts[stage][end]` is
-    the
-    start of the last stage in it.
+    the start of the last stage in it.
     """
     best = [float("inf")] * (num_layers + 1)
     best[0] = 0.0

@@ -1,8 +1,7 @@
 """Layout strings: the layers of every pipeline stage. Torch-free.
 
 Letters: `E` embedding, `t` decoder layer, `m` multi-token-prediction (MTP) layer, `L` final norm, head and loss. `|`
-ends
-a stage. `*n` repeats the letter, separator or group before it. Commas are ignored.
+ends a stage. `*n` repeats the letter, separator or group before it. Commas are ignored.
 
 Example: `Et*3|(tt|)*29,m|L` is `Ettt`, 29 stages of `tt`, a stage with an MTP layer, and a stage with the loss.
 
@@ -235,8 +234,7 @@ def validate_layout(layout: StageLayout, pp_size: int, num_layers: int, mtp_num_
     """Raise LayoutError with the first violated rule.
 
     Order: bad-pp, stage-count, no/duplicate-embedding, no/duplicate-loss, embedding-not-first, loss-not-last,
-    layer-count,
-    mtp-count, decoder-after-mtp, mtp-split, mtp-not-last-chunk, mtp-on-first-rank.
+    layer-count, mtp-count, decoder-after-mtp, mtp-split, mtp-not-last-chunk, mtp-on-first-rank.
     """
     chunks = num_chunks(layout, pp_size)
     _check_ends(layout)

@@ -95,8 +95,7 @@ def place_layers(
 
     Set at most one of: `layout`, `layers_per_virtual_stage`, counts of the first and last rank, or
     `account_for_embedding` and `account_for_loss`, which count as one layer each. Without them the split is even. The
-    layers
-    of a rank are split evenly into `vpp_size` chunks.
+    layers of a rank are split evenly into `vpp_size` chunks.
     """
     fixed_ends = first_stage_layers is not None or last_stage_layers is not None
     ways = {

@@ -1,10 +1,8 @@
 """Build a pipeline stage from an unmodified Hugging Face causal LM.
 
 Every slot of the decoder list stays. Slots of other stages contain stand-ins without parameters. So the model's own
-loop
-over layers, its `config.layer_types[i]` lookups, its rotary and mask code keep working, and parameter names are those
-of
-the hub.
+loop over layers, its `config.layer_types[i]` lookups, its rotary and mask code keep working, and parameter names are
+those of the hub.
 
 Example: stage 1 of 6 layers with the layers 2 and 3::
 
@@ -17,8 +15,7 @@ The "enter" stand-in returns the hidden states of the previous stage, whatever t
 embeddings. The "leave" stand-in captures the result. Every stage receives the same batch keywords.
 
 Modules before the decoder (embedding, position table, its norm) belong to the first stage, modules after it (final
-norm,
-head) to the last one. They are observed on a small copy (`model_structure`), not derived from names.
+norm, head) to the last one. They are observed on a small copy (`model_structure`), not derived from names.
 """
 
 from __future__ import annotations
@@ -43,10 +40,8 @@ class Ready:
     """Forwards of a model that take and return hidden states themselves, so that they need no stand-ins.
 
     `inner` is the forward of the base model, `outer` that of the causal LM around it. A ready forward receives hidden
-    states
-    `[B, T, D]` in place of `input_ids` if its embedding is None, and returns hidden states if its head is None. The
-    decoder
-    list of a ready `inner` is a ModuleDict of the layers of the stage by their index in the model.
+    states `[B, T, D]` in place of `input_ids` if its embedding is None, and returns hidden states if its head is None.
+    The decoder list of a ready `inner` is a ModuleDict of the layers of the stage by their index in the model.
     """
 
     inner: bool = False
@@ -132,8 +127,7 @@ class StagePart(ModelPart):
     """Consecutive decoder layers of a `ModelPart`, with the embedding on the first stage and the head on the last one.
 
     Created by `cut_stage` only. `forward(hidden_BTD, labels=..., **model_inputs)` takes the hidden states of the
-    previous
-    stage (None on the first one). It returns hidden states, or the `HeadOutput` on the last stage.
+    previous stage (None on the first one). It returns hidden states, or the `HeadOutput` on the last stage.
     """
 
     boundary: Boundary
@@ -338,8 +332,7 @@ def _attach(layer: nn.Module, boundary: Boundary, enters: bool, leaves: bool) ->
     """Make a layer read the received hidden states, or capture its output.
 
     Its class is replaced by a subclass of the same name with another `__call__`, which is outside any recomputation. A
-    hook
-    would run inside it on some versions of transformers.
+    hook would run inside it on some versions of transformers.
     """
     original = type(layer)
 

@@ -158,8 +158,7 @@ def _check_uses_of_table(plan: StagePlan, part: ModelPart) -> None:
     """Raise ConfigError if a split backward would compute a wrong gradient of the embedding.
 
     torch finds weight gradients of a split backward where weights meet the path of the inputs. It counts a weight that
-    meets
-    this path twice in a row too often.
+    meets this path twice in a row too often.
     """
     is_head = plan.depths == plan.num_stages - 1 and tied_embedding(part.model) is not None
     uses = len(part.multi_token or ()) + is_head

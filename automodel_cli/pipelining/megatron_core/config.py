@@ -26,14 +26,14 @@ class ModelParallelConfig:
     batch_p2p_comm: the operations of one call are posted together; without it one by one, which is what overlapping
         needs. overlap_p2p_comm (interleaved only): receives are posted early and waited for when used.
         overlap_p2p_comm_warmup_flush: also outside of the steady phase.
-    deallocate_pipeline_outputs: free an output's values once they are sent.
-    microbatch_group_size_per_vp_stage: microbatches per chunk and round, interleaved only; None is the pipeline size.
+    deallocate_pipeline_outputs: free an output's values once they are sent. microbatch_group_size_per_vp_stage:
+    microbatches per chunk and round, interleaved only; None is the pipeline size.
     num_microbatches_with_partial_activation_checkpoints: of as many microbatches as are alive at once, this many keep
         their activations; the others are recomputed. None leaves it to the model.
     calculate_per_token_loss: losses are sums; gradients are divided by the global token count after the step.
-    grad_scale_func: applied to the loss before its backward.
-    enable_autocast, autocast_dtype: run `forward_step_func` under torch.autocast of this device.
-    defer_embedding_wgrad_compute: the output layer keeps its inputs and the gradients of its outputs in buffers; its
+    grad_scale_func: applied to the loss before its backward. enable_autocast, autocast_dtype: run `forward_step_func`
+    under torch.autocast of this device. defer_embedding_wgrad_compute: the output layer keeps its inputs and the
+    gradients of its outputs in buffers; its
         weight gradient is computed after the last backward (`embedding.finish_embedding_wgrad_compute`).
     no_sync_func: context in which backwards do not reduce gradients over data-parallel ranks (interleaved: one for all
         chunks, or a list). grad_sync_func, param_sync_func: launch reductions and gathers (interleaved: one for all

@@ -2,8 +2,8 @@
 
 `forward_step_func(iterator, model[, recompute]) -> (output, loss_func)` runs one microbatch of one chunk, which got the
 previous stage's output through `model.set_input_tensor`. On the last stage `loss_func(output)` returns `(loss, data)`
-or `(loss, num_tokens, data)`; `tensors.forward_step_calc_loss` says how each is scaled. Every function returns
-the list of `data` of the last stage's microbatches in their order, empty on other ranks. `model.config` is a
+or `(loss, num_tokens, data)`; `tensors.forward_step_calc_loss` says how each is scaled. Every function returns the list
+of `data` of the last stage's microbatches in their order, empty on other ranks. `model.config` is a
 `ModelParallelConfig`.
 """
 

@@ -1,7 +1,7 @@
 """When an interleaved rank reduces gradients and gathers parameters, so that all ranks do it together.
 
-Torch-free. Megatron-core's alignment: rank r runs r virtual steps behind, so it launches the collective
-of a chunk r steps late.
+Torch-free. Megatron-core's alignment: rank r runs r virtual steps behind, so it launches the collective of a chunk r
+steps late.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def plan_sync(
     """The plan of one rank, from `get_schedule_table`.
 
     Every chunk reduces at the backward of its last microbatch, `pipeline_parallel_rank` steps later with a
-    `grad_sync_func`. Chunks 0 and 1 gather their parameters at the start, chunk c + 1 when chunk c starts, `rank`
-    steps earlier.
+    `grad_sync_func`. Chunks 0 and 1 gather their parameters at the start, chunk c + 1 when chunk c starts, `rank` steps
+    earlier.
     """
     v, rank = num_model_chunks, pipeline_parallel_rank
     first_forward = {chunk: k for k, (_, chunk) in reversed(list(enumerate(schedule_table)))}

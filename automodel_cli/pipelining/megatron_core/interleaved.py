@@ -134,8 +134,8 @@ class _Interleaved:
     def _next_arrival(self, k: int, forward: bool) -> int | None:
         """The chunk that a tensor arrives for while virtual microbatch k runs; None if nothing arrives.
 
-        The rank where a direction starts (the first one in forwards) gets what the last one of that direction made
-        `p - 1` virtual steps earlier, for the following chunk.
+        The rank where a direction starts (the first one in forwards) gets what the last one of that direction made `p -
+        1` virtual steps earlier, for the following chunk.
         """
         if k == self.total - 1:
             return None

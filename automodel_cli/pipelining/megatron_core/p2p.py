@@ -51,8 +51,8 @@ class _Operation:
 class P2PCommunicator:
     """Sends and receives of one pipeline rank. Collective in the sense that the neighbour must make the matching call.
 
-    A single shape gives a tensor, a list of shapes a list. Receives raise RuntimeError without
-    `config.pipeline_dtype` or a shape. Buffers require grad.
+    A single shape gives a tensor, a list of shapes a list. Receives raise RuntimeError without `config.pipeline_dtype`
+    or a shape. Buffers require grad.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig):

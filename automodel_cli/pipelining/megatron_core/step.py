@@ -68,9 +68,9 @@ def forward_step(
 
     Args:
         forward_step_func: `(iterator, model[, recompute])` -> `(output, loss_func)`. On the last stage
-            `loss_func(output)` returns `(loss, data)`, which is divided by the number of microbatches,
-            `(loss, num_tokens, data)`, which is divided by its tokens too, or with `collect_non_loss_data` anything:
-            it is then called as `loss_func(output, non_loss_data=True)`.
+            `loss_func(output)` returns `(loss, data)`, which is divided by the number of microbatches, `(loss,
+            num_tokens, data)`, which is divided by its tokens too, or with `collect_non_loss_data` anything: it is then
+            called as `loss_func(output, non_loss_data=True)`.
         input_tensor: what the previous stage sent, or a list of it; None on the first stage.
         forward_data_store: `data` of a last stage is appended to it.
         checkpoint_activations_microbatch: third argument of `forward_step_func`; None: there is none.

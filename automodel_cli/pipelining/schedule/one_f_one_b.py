@@ -5,8 +5,7 @@ rank and size from global state. These functions take a communicator, as newer v
 numbers as keywords.
 
 Example: p=4 ranks, m=8 microbatches. Rank 0 runs 3 forwards, then 5 pairs of forward and backward, then 3 backwards.
-Rank
-3 runs 8 pairs.
+Rank 3 runs 8 pairs.
 """
 
 from __future__ import annotations

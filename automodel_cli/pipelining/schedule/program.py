@@ -87,8 +87,7 @@ def forward_only_program(program: Program) -> Program:
     """Return a program of forwards only, for validation.
 
     Runs rounds of p microbatches, one stage of the rank after another. A rank then has work while its microbatches are
-    on
-    other ranks.
+    on other ranks.
     """
     p, m = program.pp_size, program.num_microbatches
     stages = [[s for s, owner in enumerate(program.owner) if owner == rank] for rank in range(p)]
@@ -105,8 +104,7 @@ def read_csv(path: Path | str) -> Program:
     """Read a program in torch's compute-only CSV format: one row per rank. Empty cells are ignored.
 
     The stages in the rows determine the placement. Raises ConfigError with row and cell of an invalid action, and for
-    an
-    incomplete program.
+    an incomplete program.
     """
     path = Path(path)
     if not path.is_file():

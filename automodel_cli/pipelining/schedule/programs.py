@@ -29,8 +29,7 @@ def build_program(
     Args:
         group_size: microbatches per chunk and round of Interleaved1F1B. None: torch's grouping, m // max(1, m // p).
         extra_warmup: with 1 (and `group_size`), run one more forward before the first backward, as the overlapped
-            expert
-            all-to-all does.
+            expert all-to-all does.
     """
     schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
     p, m, v = pp_size, num_microbatches, num_chunks

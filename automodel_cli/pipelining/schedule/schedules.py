@@ -1,9 +1,8 @@
 """Pipeline schedules by name, and the rules that they impose. Torch-free.
 
 Sources (arXiv): GPipe 1811.06965; 1F1B and interleaving 2104.04473; breadth-first 2211.05953; zero bubble (ZB-H1,
-ZB-H2,
-ZBV) 2401.10241; DualPipe 2412.19437. Schedules with a `torch_class` run as torch's own. The others are programs of this
-package on torch's runtime.
+ZB-H2, ZBV) 2401.10241; DualPipe 2412.19437. Schedules with a `torch_class` run as torch's own. The others are programs
+of this package on torch's runtime.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class Schedule:
         kind: "single" has one stage per rank, "multi" several.
         style: placement of stages. "v" needs exactly two stages per rank.
         splits_backward: input and weight gradients are separate actions. This fills the bubble, but is incompatible
-            with
-            hooks at the end of a backward.
+            with hooks at the end of a backward.
     """
 
     name: str

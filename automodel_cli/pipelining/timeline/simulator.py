@@ -20,8 +20,7 @@ class Costs:
     """Time per microbatch of forward, input gradients and weight gradients of every stage, and of one hop.
 
     `overlap` is for paired actions (DualPipeV). None runs them one after the other, as torch does. A factor x runs them
-    as
-    one block of x * (F + B).
+    as one block of x * (F + B).
     """
 
     forward: tuple[float, ...]
@@ -54,8 +53,7 @@ def even_costs(
 
     Args:
         forward, backward_input, backward_weight: time of one microbatch through all layers of one rank. A stage takes 1
-            / v
-            of it.
+            / v of it.
         first_stage_needs_no_input_gradient: stage 0 computes its whole backward in W, as torch does with token inputs.
     """
     stages, v = program.num_stages, program.num_chunks

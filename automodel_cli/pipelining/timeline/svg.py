@@ -193,8 +193,8 @@ def draw_text(timeline: Timeline, *, width: int = 120, ascii_only: bool = False)
     """Draw the timeline as text: a line per rank with boxes `F0`, `B0`, ... and `width` columns.
 
     Letters are the kind (F forward, B backward, I input gradients, W weight gradients), numbers the microbatch.
-    Capitals are
-    chunk 0 of the rank, small letters later chunks. A box that is too narrow for its number shows the letter only.
+    Capitals are chunk 0 of the rank, small letters later chunks. A box that is too narrow for its number shows the
+    letter only.
     """
     idle, mark = (".", "|") if ascii_only else ("·", "▏")
     head = f"rank {len(timeline.spans) - 1} "

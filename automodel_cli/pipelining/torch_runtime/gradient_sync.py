@@ -1,9 +1,8 @@
 """Gradient sums that neither autograd nor FSDP computes.
 
 These are sums of unsharded parameters over data-parallel ranks, and sums over the copies of an embedding table on
-several
-stages. Both apply to the gradients of one step only, and not to earlier accumulated ones. So two accumulated steps are
-exact.
+several stages. Both apply to the gradients of one step only, and not to earlier accumulated ones. So two accumulated
+steps are exact.
 """
 
 from __future__ import annotations

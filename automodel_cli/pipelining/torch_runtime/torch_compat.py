@@ -4,8 +4,7 @@ execution.
 One runtime executes all schedules. Differences to torch's own classes:
 
 * Shapes are static and known on every rank per microbatch, so microbatches of a step may differ in length. No metadata
-  is
-  inferred. torch would run an extra microbatch at every switch between training and evaluation. The cleanup after
+  is inferred. torch would run an extra microbatch at every switch between training and evaluation. The cleanup after
   inference is skipped too, because in torch 2.13 it sets gradients of FSDP parameters to None.
 * Receive buffers live from the receive to the end of the microbatch, not for the whole run.
 * Forward-only programs work for every placement and under no_grad. torch's `eval()` fails on V placements.
@@ -73,16 +72,16 @@ class Stage(PipelineStage):
         further_arrives: bool = False,
         further_leaves: bool = False,
     ):
-        """Args:
-        hidden_size: width of the hidden states between stages.
-        boundary_dtype: dtype of the tensors between ranks.
-        compute_dtype: dtype of the residual stream of the part.
-        defer_nested_sync: if FSDP wraps modules inside the part but not the part itself, reduce their gradients
-            once per
-            step.
-        num_further: hidden states of multi-token prediction that arrive or leave in addition to the model's, in
-            runs with
-            `further` set.
+        """Create a stage.
+
+        Args:
+            hidden_size: width of the hidden states between stages.
+            boundary_dtype: dtype of the tensors between ranks.
+            compute_dtype: dtype of the residual stream of the part.
+            defer_nested_sync: if FSDP wraps modules inside the part but not the part itself, reduce their gradients
+                once per step.
+            num_further: hidden states of multi-token prediction that arrive or leave in addition to the model's, in
+                runs with `further` set.
         """
         self.shapes: list[tuple[int, int]] = [(1, 1)]
         self.hidden_size, self.boundary_dtype, self.compute_dtype = hidden_size, boundary_dtype, compute_dtype

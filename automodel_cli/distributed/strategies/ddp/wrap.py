@@ -79,8 +79,7 @@ def prepare_ddp_stage(part: nn.Module, mesh: Mesh, config: DDPConfig) -> None:
     """Prepare one pipeline stage in place.
 
     The reducer of DDP cannot detect the last backward of a step. Therefore the stage is not wrapped, and the pipeline
-    sums
-    the gradients.
+    sums the gradients.
     """
     config.check_mesh(mesh.layout.to_config())
     prepare_layers(part, config, mesh.device.type)

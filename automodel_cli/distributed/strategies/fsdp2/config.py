@@ -34,8 +34,7 @@ class MixedPrecision:
     """Dtypes of FSDP2. null: the dtype of the parameters (`model.dtype`), which the optimizer updates.
 
     `output_dtype` applies to the output of the whole part, never to single layers. null sends hidden states between
-    pipeline
-    stages as computed. Log-probs are always float32.
+    pipeline stages as computed. Log-probs are always float32.
     """
 
     param_dtype: str | None = "bfloat16"
@@ -98,8 +97,7 @@ class FSDP2Config(BuiltInStrategy):
     - `sequence_parallel`, `tp_plan` and `enable_async_tensor_parallel` need mesh.tp_size > 1.
     - `patch_is_packed_sequence` is for unpacked data only. `model.attn_implementation=packed` never searches batches.
     - `mp_policy` is null, MixedPrecision, or torch's MixedPrecisionPolicy. `offload_policy` is null, CPUOffload, or
-      torch's
-      CPUOffloadPolicy.
+      torch's CPUOffloadPolicy.
     - `autocast_dtype` needs an `mp_policy` that keeps parameters in float32, because autocast casts float32 only.
     - `defer_fsdp_grad_sync=false` gives the same sums. They are stored in `model.dtype` between microbatches.
     - `context_parallel`: both values give the same results. "ring" is for sequences whose keys do not fit into memory.

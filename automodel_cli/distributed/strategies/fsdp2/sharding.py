@@ -33,9 +33,11 @@ class FSDP2Sharded(Sharded):
     """Handle of a part under FSDP2, which works in place."""
 
     def __init__(self, part: nn.Module, *, every_microbatch: bool, kept: Sequence[FSDPModule] = ()):
-        """Args:
-        every_microbatch: reduce gradients after each microbatch.
-        kept: units that stay gathered from their first use to the end of the last microbatch.
+        """Create the handle of a sharded part.
+
+        Args:
+            every_microbatch: reduce gradients after each microbatch.
+            kept: units that stay gathered from their first use to the end of the last microbatch.
         """
         super().__init__(part)
         self._every_microbatch, self._kept = every_microbatch, kept
@@ -66,8 +68,7 @@ class FSDP2Sharded(Sharded):
         """Free gathered parameters.
 
         Until then, the module contains gathered plain tensors, but optimizer, checkpoint and export need shards.
-        Gathered tensors
-        are outdated after an update of the shards.
+        Gathered tensors are outdated after an update of the shards.
         """
         for module in fsdp_modules(self.part):
             module.reshard()
@@ -172,15 +173,12 @@ def fsdp2_strategy_parallelize(
     """Shard `model` in place. Every layer is one FSDP2 unit. Embedding, last norm and head belong to the root.
 
     Parameters are resharded after forward, with two exceptions. The last layer and the root stay gathered, because
-    backward
-    needs them first. Under a pipeline all stay gathered: otherwise every microbatch would gather them again, and
-    zero-bubble
-    schedules would compute wrong gradients.
+    backward needs them first. Under a pipeline all stay gathered: otherwise every microbatch would gather them again,
+    and zero-bubble schedules would compute wrong gradients.
 
     Args:
         device_mesh: `(shard,)`, `(replicate, shard)`, or the root mesh with its five axes. With the root mesh, layers
-            are
-            first sharded over its tp axis.
+            are first sharded over its tp axis.
         mp_policy: None means bfloat16 compute with float32 reduction.
         tp_shard_plan: tensor-parallel plan. None: the plan of `config` or of the model.
         config: the options that are not policies.

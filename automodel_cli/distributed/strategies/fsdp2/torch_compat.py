@@ -4,8 +4,7 @@ Used for units on one rank, and for GEMMs that accumulate into the sum over micr
 
 - Gathering on one rank copies `all_gather_inputs` into `all_gather_outputs`, which are allocated once. Reduction on one
   rank copies one buffer of `ReduceScatter.allocate` into the next. Otherwise torch copies more.
-  tests/dist/test_alone.py
-  counts the copies.
+  tests/dist/test_alone.py counts the copies.
 - A gathered parameter and its buffers are created in `param_dtype` if they are missing (tests/dist/test_precision.py).
 - A unit sums gradients over microbatches in `unsharded_accumulated_grad` before it reduces them, if `reduce_dtype`
   differs from the dtype of gradients (tests/dist/test_added.py).

@@ -82,8 +82,7 @@ def correct_tensor_parallel_shards() -> None:
     """Give shards of a tensor-parallel DTensor the width of the local part.
 
     Version 0.6.1 uses the width of the whole parameter. This is wrong for row-parallel layers, whose columns are
-    sharded, and
-    it rejects replicated parameters because they have too few elements.
+    sharded, and it rejects replicated parameters because they have too few elements.
     """
     from megatron_fsdp import param_and_grad_buffer as package
 

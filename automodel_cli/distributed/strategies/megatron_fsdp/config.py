@@ -33,8 +33,7 @@ class MegatronFSDPConfig(BuiltInStrategy):
     - `calculate_per_token_loss` has no effect: gradients are sums, and the loss is divided by the tokens of the whole
       step.
     - Rejected values: `sequence_parallel`, `activation_checkpointing`, `average_in_collective`,
-      `keep_fp8_transpose_cache`
-      and whole-layer compilation, and `check_for_nan_in_grad=false`.
+      `keep_fp8_transpose_cache` and whole-layer compilation, and `check_for_nan_in_grad=false`.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"tp", "cp"})

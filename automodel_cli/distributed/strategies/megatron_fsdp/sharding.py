@@ -12,8 +12,7 @@ the optimizer, and swaps them in the modules. Differences to its own examples:
 - Parameters without local rows get an empty gradient instead of None, so that every rank has state for the same ones.
 
 Needs CUDA. Tests run on a CPU with a substitute for `torch.cuda`. Overlap, double buffers and NCCL user buffers have
-NOT
-run on a GPU yet.
+NOT run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -165,12 +164,10 @@ def megatron_fsdp_strategy_parallelize(
             ValueError.
         calculate_per_token_loss: no effect. Gradients are always sums.
         optimizer: an optimizer of the model's parameters, which is changed to the sharded ones. For an optimizer that
-            is
-            created later, see `sharded_module.follow_optimizer`.
+            is created later, see `sharded_module.follow_optimizer`.
 
     Raises ConfigError without the package or CUDA, and for hybrid sharding, `average_in_collective`, or unit modules
-    that
-    the model does not have.
+    that the model does not have.
     """
     del calculate_per_token_loss
     require_megatron_fsdp()
@@ -377,8 +374,7 @@ def megatron_parallelize(part: nn.Module, mesh: Mesh, config: MegatronFSDPConfig
     """Shard a part with Megatron-FSDP.
 
     Parameters on the meta device are allocated without values first, unless the package shards them on meta: it copies
-    them
-    into its buffers.
+    them into its buffers.
     """
     prepare_layers(part, config, mesh.device.type)
     if not config.init_fsdp_with_meta_device:
