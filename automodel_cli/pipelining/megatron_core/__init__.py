@@ -1,1 +1,1 @@
-"""Megatron-core's documented pipeline interface, kept by name for programs written against it."""
+"""Megatron-core's documented pipeline interface, under its names, for programs written for it."""

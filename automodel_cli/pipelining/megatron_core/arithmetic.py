@@ -1,7 +1,7 @@
-"""More of Megatron-core's schedule arithmetic, under its names: orders as signed chunks and layers, flags, shapes.
+"""Schedule arithmetic of Megatron-core under its names: orders as signed chunks and layers, flags and shapes.
 
-Pure functions on integers; nothing here communicates or imports torch. What our own schedules share with it stands in
-`schedule/orders.py`.
+Pure functions on integers, without communication and without torch. `schedule/one_f_one_b.py` has the functions that
+our own schedules use too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """The table as signed chunks: +c is a forward of chunk c - 1, -c its backward.
+    """Return the table as signed chunks: +c is a forward of chunk c - 1, -c its backward.
 
-    Warm-up forwards first, then one forward and one backward in turn, then the remaining backwards.
+    Warm-up forwards come first, then forwards and backwards alternate, then the remaining backwards.
     """
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
@@ -26,10 +26,11 @@ def convert_schedule_table_to_order(
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """Layers in the order they run.
+    """Layers in execution order.
 
-    `layers`: +l is the forward and -l the backward of global layer l (from 1), -l - 0.5 its weight gradient.
-    `chunk_layer`: (chunk, layer in chunk), both from 0, for forwards; None for the others.
+    Attributes:
+        layers: +l is the forward and -l the backward of global layer l (from 1), -l - 0.5 its weight gradient.
+        chunk_layer: (chunk, layer in chunk) of forwards, both from 0. None for backwards.
     """
 
     layers: list[float]
@@ -39,11 +40,11 @@ class LayerOrder:
 def get_overlap_moe_expert_parallel_comm_order(
     order: Sequence[int], num_layers_per_chunk: Sequence[int], capture_wgrad_graph: bool
 ) -> LayerOrder:
-    """Expand a chunk order into layers as they run under the overlapped expert all-to-all.
+    """Expand a chunk order into layers, as they run under the overlapped expert all-to-all.
 
-    Between the first backward and the last forward every (backward, forward) pair runs layer by layer, the forward
-    first. With split weight gradients each backward layer is followed by its weight gradient; in a pair the last one
-    moves to the pair's end.
+    Between the first backward and the last forward, every (backward, forward) pair runs layer by layer, forward first.
+    With split weight gradients, each backward layer is followed by its weight gradient. In a pair, the last weight
+    gradient moves to the end of the pair.
     """
     first = [sum(num_layers_per_chunk[:c]) for c in range(len(num_layers_per_chunk))]
 
@@ -72,7 +73,7 @@ def get_overlap_moe_expert_parallel_comm_order(
 
 
 def _interleave(forward: list[float], backward: list[list[float]], split: bool) -> list[float]:
-    """One pair, layer by layer, forward first; the longer one's tail follows; the last weight gradient ends it."""
+    """Merge one pair layer by layer, forward first, then the rest of the longer one, then the last weight gradient."""
     last_weight = [backward[-1].pop()] if split and backward else []
     merged: list[float] = []
     for k in range(max(len(forward), len(backward))):
@@ -84,10 +85,10 @@ def _interleave(forward: list[float], backward: list[list[float]], split: bool) 
 def checkpoint_activations_microbatch(
     virtual_microbatch: int, num_warmup: int, num_microbatches_with_partial_activation_checkpoints: int | None
 ) -> bool | None:
-    """Whether a forward recomputes all its layers in the backward; None leaves it to the model's own setting.
+    """Return whether a forward recomputes all its layers in the backward. None uses the setting of the model.
 
-    Of every window of `warm-up + 1` forwards (that many are alive at once) the first N keep their activations.
-    `virtual_microbatch` counts forwards of the rank: the microbatch without interleaving.
+    Of every window of `num_warmup + 1` forwards (so many are alive at once), the first N keep their activations.
+    `virtual_microbatch` counts the forwards of the rank.
     """
     if num_microbatches_with_partial_activation_checkpoints is None:
         return None
@@ -95,14 +96,14 @@ def checkpoint_activations_microbatch(
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
-    """`cond`, switched off in validation passes after the first one (when the caller tells which one is the first)."""
+    """Return `cond`, but False in validation passes after the first one, if `first_val_step` is set."""
     if first_val_step is not None and forward_only:
         return first_val_step and cond
     return cond
 
 
 def forward_backward_func_name(pipeline_parallel_size: int, virtual_pipeline_parallel_size: int | None) -> str:
-    """Which of the three functions `get_forward_backward_func` returns."""
+    """Return the name of the function that `get_forward_backward_func` returns."""
     if pipeline_parallel_size == 1:
         return "forward_backward_no_pipelining"
     if virtual_pipeline_parallel_size is None:
@@ -121,10 +122,10 @@ def get_tensor_shapes(
     context_parallel_size: int = 1,
     variable_seq_lengths: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Shapes of what crosses a stage boundary: `[(tokens, rows, hidden)]`, or `[()]` for variable lengths.
+    """Return the shapes of tensors between stages: `[(tokens, rows, hidden)]`, or `[()]` for variable lengths.
 
-    Raises ValueError when context or sequence parallelism does not divide the sequence (Megatron-core floors, and hangs
-    later).
+    Raises ValueError if context or sequence parallelism does not divide the sequence. Megatron-core rounds down, and
+    deadlocks later.
     """
     if variable_seq_lengths:
         return [()]

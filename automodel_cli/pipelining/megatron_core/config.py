@@ -1,4 +1,4 @@
-"""Flags and process groups of the eager runtime, under Megatron-core's names."""
+"""Options and process groups of the schedule functions, under Megatron-core's names."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ NoSyncFunc = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class ModelParallelConfig:
-    """What the communicator and the three schedule functions read from `model.config`.
+    """Options that the communicator and the schedule functions read from `model.config`.
 
-    hidden_size, sequence_parallel, *_parallel_size: with the lengths of a call, the shape between stages.
-    pipeline_dtype: of the tensors between stages; receives need it. variable_seq_lengths: each tensor is preceded by a
-        message with its shape. device: of receive buffers.
-    batch_p2p_comm: the operations of one call are posted together; without it one by one, which is what overlapping
-        needs. overlap_p2p_comm (interleaved only): receives are posted early and waited for when used.
-        overlap_p2p_comm_warmup_flush: also outside of the steady phase.
-    deallocate_pipeline_outputs: free an output's values once they are sent. microbatch_group_size_per_vp_stage:
-    microbatches per chunk and round, interleaved only; None is the pipeline size.
-    num_microbatches_with_partial_activation_checkpoints: of as many microbatches as are alive at once, this many keep
-        their activations; the others are recomputed. None leaves it to the model.
-    calculate_per_token_loss: losses are sums; gradients are divided by the global token count after the step.
-    grad_scale_func: applied to the loss before its backward. enable_autocast, autocast_dtype: run `forward_step_func`
-    under torch.autocast of this device. defer_embedding_wgrad_compute: the output layer keeps its inputs and the
-    gradients of its outputs in buffers; its
-        weight gradient is computed after the last backward (`embedding.finish_embedding_wgrad_compute`).
-    no_sync_func: context in which backwards do not reduce gradients over data-parallel ranks (interleaved: one for all
-        chunks, or a list). grad_sync_func, param_sync_func: launch reductions and gathers (interleaved: one for all
-        chunks, or a list). finalize_model_grads_func(models, num_tokens): called after the last backward; `num_tokens`
-        is None unless calculate_per_token_loss.
+    Attributes:
+        hidden_size: with `sequence_parallel`, the `*_parallel_size` options and the lengths of a call, it determines
+            the shape between stages.
+        pipeline_dtype: dtype of the tensors between stages. Required for receives.
+        variable_seq_lengths: send a message with the shape before each tensor.
+        device: device of receive buffers.
+        batch_p2p_comm: post the operations of one call together. False posts them one by one, which overlap needs.
+        overlap_p2p_comm: post receives early and wait when they are used. Interleaved schedules only.
+        overlap_p2p_comm_warmup_flush: overlap outside the steady phase too.
+        deallocate_pipeline_outputs: free the values of an output after it was sent.
+        microbatch_group_size_per_vp_stage: microbatches per chunk and round, interleaved only. None: the pipeline size.
+        num_microbatches_with_partial_activation_checkpoints: of the microbatches that are alive at once, so many keep
+            their activations, and the others are recomputed. None uses the setting of the model.
+        calculate_per_token_loss: losses are sums. Gradients are divided by the global number of tokens after the step.
+        grad_scale_func: applied to the loss before its backward.
+        enable_autocast: run `forward_step_func` under torch.autocast with `autocast_dtype` on this device.
+        defer_embedding_wgrad_compute: the output layer stores its inputs and output gradients. Its weight gradient is
+            computed after the last backward (`embedding.finish_embedding_wgrad_compute`).
+        no_sync_func: context in which backwards do not reduce gradients over data-parallel ranks. Interleaved schedules
+            take one for all chunks, or a list. The same holds for `grad_sync_func` and `param_sync_func`.
+        grad_sync_func: launches gradient reductions.
+        param_sync_func: launches parameter gathers.
+        finalize_model_grads_func: called as `(models, num_tokens)` after the last backward. `num_tokens` is None unless
+            `calculate_per_token_loss`.
     """
 
     hidden_size: int
@@ -78,10 +83,13 @@ class ModelParallelConfig:
 
 @dataclass(frozen=True)
 class ProcessGroupCollection:
-    """Groups by role; None is one rank.
+    """Process groups by role. None means one rank.
 
-    pp: between stages. dp_cp: ranks whose losses add up. embd: ranks that hold a copy of a tied table. tp: ranks of
-    tensor parallelism.
+    Attributes:
+        pp: between stages.
+        dp_cp: ranks whose losses are summed.
+        embd: ranks with a copy of a tied embedding table.
+        tp: ranks of tensor parallelism.
     """
 
     pp: dist.ProcessGroup | None = None
@@ -91,30 +99,30 @@ class ProcessGroupCollection:
 
 
 class PipelineModel(Protocol):
-    """What the schedule functions ask of a model (chunk).
+    """Interface of a model (chunk).
 
-    It may also have `set_is_first_microbatch()`, called before the first microbatch of a step; the functions look for
-    it, as Megatron-core's do, since few models have it.
+    A model may also have `set_is_first_microbatch()`, which is called before the first microbatch of a step. It is
+    optional, as in Megatron-core, because few models have it.
     """
 
     config: ModelParallelConfig
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Keep what the previous stage sent (`[None]` on the first stage) for the next forward."""
+        """Store the tensors of the previous stage (`[None]` on the first stage) for the next forward."""
         ...
 
     def parameters(self) -> Any: ...
 
 
 def get_model_config(model: Any) -> ModelParallelConfig:
-    """The config of a model, through wrappers that keep it as `.module`."""
+    """Return the config of a model, also inside wrappers with a `.module`."""
     config = unwrapped(model).config
     assert isinstance(config, ModelParallelConfig), f"model.config is a {type(config).__name__}"
     return config
 
 
 def unwrapped(model: Any) -> Any:
-    """Return what wrappers such as DDP keep as `.module`."""
+    """Return the model inside wrappers with a `.module`, such as DDP."""
     while isinstance(model, nn.Module) and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model

@@ -1,7 +1,7 @@
-"""The deferred weight gradient of an output layer, with Megatron-core's functions.
+"""Deferred weight gradient of an output layer, with Megatron-core's functions.
 
-The output layer computes no weight gradient in its backward. It keeps its inputs and the gradients of its outputs, and
-the GEMMs run after the last backward, when the pipeline drains anyway.
+The backward of the output layer computes no weight gradient. It stores the inputs and the output gradients. The GEMMs
+run after the last backward, during the pipeline flush.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, u
 
 
 def clear_embedding_activation_buffer(config: ModelParallelConfig, model: Any, is_last_stage: bool) -> Any:
-    """Empty the buffers of the chunk with the output layer, and return it. None where nothing is deferred.
+    """Empty the buffers of the chunk with the output layer and return it, or None if nothing is deferred.
 
-    `model` is a chunk or the list of a rank's chunks, of which the last one has the output layer:
-    `embedding_activation_buffer` and `grad_output_buffer` are its lists.
+    Args:
+        model: a chunk, or the list of the chunks of a rank, of which the last one has the output layer. Its attributes
+            `embedding_activation_buffer` and `grad_output_buffer` are lists.
     """
     if not (is_last_stage and config.defer_embedding_wgrad_compute):
         return None
@@ -33,11 +34,11 @@ def clear_embedding_activation_buffer(config: ModelParallelConfig, model: Any, i
 def finish_embedding_wgrad_compute(
     config: ModelParallelConfig, embedding_module: Any, is_last_stage: bool, tp_group: dist.ProcessGroup | None
 ) -> None:
-    """Add the deferred weight gradients of all microbatches to the output layer's weight, and empty the buffers.
+    """Add the deferred weight gradients of all microbatches to the weight of the output layer, and empty the buffers.
 
-    Inputs are `[S, B, H]` and gradients of outputs `[S, B, V]`. Under `config.sequence_parallel` each rank of
-    `tp_group` has a slice of S of the inputs, which are gathered first. The sum goes to `weight.main_grad` if the
-    weight has one, else to `weight.grad`. Collective over `tp_group` under sequence parallelism.
+    Inputs are `[S, B, H]` and output gradients `[S, B, V]`. With `config.sequence_parallel`, each rank of `tp_group`
+    has a slice of S of the inputs, which are gathered first (collective). The sum is added to `weight.main_grad` if it
+    exists, else to `weight.grad`.
     """
     if not (is_last_stage and config.defer_embedding_wgrad_compute):
         return

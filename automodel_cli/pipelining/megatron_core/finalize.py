@@ -1,4 +1,4 @@
-"""What gradients need between the last backward and the optimizer, with Megatron-core's `finalize_model_grads`."""
+"""Final gradient reductions between the last backward and the optimizer: Megatron-core's `finalize_model_grads`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ def finalize_model_grads(
     pg_collection: ProcessGroupCollection,
     shared_embedding: nn.Parameter | None = None,
 ) -> None:
-    """Complete the gradients of one step, in this order: copies of a tied table are summed, then tokens divide.
+    """Complete the gradients of one step: sum copies of a tied table, then divide by the number of tokens.
 
-    Data-parallel reduction is over by now; the wrapper of each model chunk has done it. `shared_embedding` is this
-    rank's copy of a table that several stages hold, summed over `pg_collection.embd`; None on ranks without one.
-    `num_tokens` (with calculate_per_token_loss) is known on the last stage: it is sent to the other stages and summed
-    over `dp_cp`, and every gradient is divided by it (by 1 when it is 0), once. Collective over all three groups.
+    The wrapper of each model chunk has already reduced the gradients over data-parallel ranks. Collective over all
+    three groups.
+
+    Args:
+        num_tokens: number of tokens on the last stage, with `calculate_per_token_loss`. It is broadcast to the other
+            stages and summed over `dp_cp`. Every gradient is divided by it once (by 1 if it is 0).
+        shared_embedding: the local copy of a table that several stages have, whose gradient is summed over
+            `pg_collection.embd`. None on ranks without a copy.
     """
     if shared_embedding is not None and pg_collection.embd is not None:
         if shared_embedding.grad is None:

@@ -1,9 +1,9 @@
-"""The eager pipeline schedules, with Megatron-core's names and keyword contract.
+"""Pipeline schedules as functions, with Megatron-core's names and keyword arguments.
 
-`forward_step_func(iterator, model[, recompute]) -> (output, loss_func)` runs one microbatch of one chunk, which got the
-previous stage's output through `model.set_input_tensor`. On the last stage `loss_func(output)` returns `(loss, data)`
-or `(loss, num_tokens, data)`; `tensors.forward_step_calc_loss` says how each is scaled. Every function returns the list
-of `data` of the last stage's microbatches in their order, empty on other ranks. `model.config` is a
+`forward_step_func(iterator, model[, recompute]) -> (output, loss_func)` runs one microbatch of one chunk, after
+`model.set_input_tensor` with the output of the previous stage. On the last stage, `loss_func(output)` returns `(loss,
+data)` or `(loss, num_tokens, data)`. `tensors.forward_step_calc_loss` describes the scaling. Every function returns the
+list of `data` of all microbatches in order on the last stage, and an empty list on other ranks. `model.config` is a
 `ModelParallelConfig`.
 """
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def get_forward_backward_func(pp_size: int, vp_size: int | None = None) -> Callable[..., list[Any]]:
-    """The function for a pipeline of `pp_size` ranks; any `vp_size`, even 1, is interleaved."""
+    """Return the function for a pipeline of `pp_size` ranks. Any `vp_size`, even 1, selects the interleaved one."""
     functions = (
         forward_backward_no_pipelining,
         forward_backward_pipelining_without_interleaving,
@@ -54,9 +54,9 @@ def forward_backward_no_pipelining(
     p2p_communicator: P2PCommunicator | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[Any]:
-    """Every microbatch forward and backward on one rank; the last one outside of no_sync, so that it reduces.
+    """Run all microbatches on one rank. Only the last one runs outside no_sync, and reduces the gradients.
 
-    The lengths and the communicator belong to the common contract; without stages nothing reads them.
+    The lengths and the communicator belong to the common signature and are not used.
     """
     if adjust_tensor_shapes_fn is not None:
         raise ValueError("adjust_tensor_shapes_fn: no tensors travel without a pipeline")
@@ -97,11 +97,13 @@ def forward_backward_pipelining_without_interleaving(
     p2p_communicator: P2PCommunicator | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[Any]:
-    """1F1B: `p - r - 1` forwards, then one forward and one backward in turn, then the remaining backwards.
+    """Run 1F1B: `p - r - 1` forwards, then alternating forwards and backwards, then the remaining backwards.
 
-    `adjust_tensor_shapes_fn(receive_shapes, send_shapes)` returns both, changed, where stages differ in what they
-    exchange. Gradients reduce with the last backward; with `grad_sync_func`, ranks after the first call it at the end
-    instead, while the ranks before them still run backwards. Collective over the pipeline.
+    Gradients are reduced in the last backward. With `grad_sync_func`, ranks after the first call it at the end instead,
+    while earlier ranks still run backwards. Collective over the pipeline.
+
+    Args:
+        adjust_tensor_shapes_fn: `(receive_shapes, send_shapes)` -> both, for stages that exchange different shapes.
     """
     model = alone(model, "model")
     config = get_model_config(model)
@@ -138,14 +140,14 @@ def forward_backward_pipelining_without_interleaving(
 
 
 def make_communicator(groups: ProcessGroupCollection | None, config: ModelParallelConfig) -> P2PCommunicator:
-    """The communicator of `groups.pp`. Raises ValueError without one."""
+    """Return the communicator of `groups.pp`. Raises ValueError without one."""
     if groups is None or groups.pp is None:
         raise ValueError("a pipeline needs p2p_communicator, or pg_collection with pp")
     return P2PCommunicator(groups.pp, config)
 
 
 class _OneForwardOneBackward:
-    """The loop of one rank. `held` are (inputs, outputs) of microbatches whose backward has not run."""
+    """The loop of one rank. `held` contains (inputs, outputs) of microbatches whose backward has not run."""
 
     def __init__(
         self, runner: StepRunner, communicator: P2PCommunicator, receive_shapes: list[Any], send_shapes: list[Any]
@@ -157,7 +159,7 @@ class _OneForwardOneBackward:
             runner.num_microbatches,
             1,
             None,
-            # Not runner.forward_only: Megatron-core runs a forward pass through the same two loops.
+            # Not runner.forward_only, because Megatron-core runs a forward pass through the same two loops.
             pipeline_parallel_size=communicator.size,
             pipeline_parallel_rank=communicator.rank,
         ).warmup
@@ -182,7 +184,7 @@ class _OneForwardOneBackward:
         self._finish_sync()
 
     def _steady(self, k: int, inputs: Any, is_last: bool) -> Any:
-        """One forward, one backward; returns the inputs of the next forward."""
+        """Run one forward and one backward. Return the inputs of the next forward."""
         p2p = self.p2p
         output = self._forward(k, inputs)
         if self.runner.forward_only:

@@ -1,7 +1,7 @@
-"""When an interleaved rank reduces gradients and gathers parameters, so that all ranks do it together.
+"""Steps at which an interleaved rank reduces gradients and gathers parameters, so that all ranks do it together.
 
-Torch-free. Megatron-core's alignment: rank r runs r virtual steps behind, so it launches the collective of a chunk r
-steps late.
+Torch-free. Follows Megatron-core's alignment: rank r runs r virtual steps behind, so it launches the collective of a
+chunk r steps late.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Keys are virtual steps of one rank, counted from 0 separately for forwards and backwards; values are chunks.
+    """Collectives of one rank. Keys are virtual steps, counted from 0 for forwards and backwards. Values are chunks.
 
-    `params_at_start`, then `params_before_forward` call `param_sync_func`. Gradients: with a `grad_sync_func`,
-    `grads_after_backward` and, for chunks still waiting, `grads_at_end`; without one, the backward steps of
-    `grads_in_backward` run outside no_sync and the data-parallel wrapper reduces by itself.
+    `param_sync_func` is called at `params_at_start`, then at `params_before_forward`. With a `grad_sync_func`, it is
+    called at `grads_after_backward`, and at `grads_at_end` for the other chunks. Without one, the backward steps
+    `grads_in_backward` run outside no_sync, and the data-parallel wrapper reduces.
     """
 
     params_at_start: tuple[int, ...]
@@ -33,10 +33,10 @@ def plan_sync(
     *,
     grad_sync_func: bool,
 ) -> SyncPlan:
-    """The plan of one rank, from `get_schedule_table`.
+    """Return the plan of one rank, from `get_schedule_table`.
 
-    Every chunk reduces at the backward of its last microbatch, `pipeline_parallel_rank` steps later with a
-    `grad_sync_func`. Chunks 0 and 1 gather their parameters at the start, chunk c + 1 when chunk c starts, `rank` steps
+    Every chunk reduces at the backward of its last microbatch, or with a `grad_sync_func`, `pipeline_parallel_rank`
+    steps later. Chunks 0 and 1 gather their parameters at the start, chunk c + 1 at the start of chunk c, `rank` steps
     earlier.
     """
     v, rank = num_model_chunks, pipeline_parallel_rank

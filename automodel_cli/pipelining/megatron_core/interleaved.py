@@ -1,4 +1,4 @@
-"""The interleaved 1F1B schedule: several chunks per rank, with Megatron-core's contract."""
+"""Interleaved 1F1B schedule with several chunks per rank, with Megatron-core's signature."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def forward_backward_pipelining_with_interleaving(
     p2p_communicator: P2PCommunicator | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[Any]:
-    """Interleaved 1F1B over the chunks in the list `model`, each with its iterator in the list `data_iterator`.
+    """Run interleaved 1F1B over the chunks in the list `model`, each with its iterator in the list `data_iterator`.
 
-    The order is that of `schedule.orders`; gradient and parameter collectives are those of `grad_sync.plan_sync`.
-    Raises ValueError and RuntimeError for an illegal group of microbatches. Collective over the pipeline.
+    The order is that of `schedule.one_f_one_b`, the collectives those of `grad_sync.plan_sync`. Raises ValueError or
+    RuntimeError for an invalid group of microbatches. Collective over the pipeline.
     """
     if not isinstance(model, list) or not isinstance(data_iterator, list) or len(model) != len(data_iterator):
         raise ValueError("interleaving takes a list of chunks and a list of as many iterators")
@@ -74,13 +74,13 @@ def forward_backward_pipelining_with_interleaving(
             raise ValueError("a pipeline needs p2p_communicator, or pg_collection with pp")
         p2p_communicator = P2PCommunicator(pg_collection.pp, config)
     runner.defer_embedding(is_last_stage=p2p_communicator.is_pp_last_stage)
-    # As torch.Size an unknown shape, (), is one shape too, and not an empty list of them.
+    # As torch.Size, an unknown shape () is one shape and not an empty list of shapes.
     _Interleaved(runner, p2p_communicator, torch.Size(shape)).run()
     return runner.finish()
 
 
 class _Arrival(NamedTuple):
-    """A received tensor, or one still on its way."""
+    """A received tensor, or a receive in progress."""
 
     tensor: Tensor
     handle: dist.Work | None
@@ -94,8 +94,8 @@ class _Arrival(NamedTuple):
 class _Interleaved:
     """The loop of one rank.
 
-    Virtual microbatch k is the k-th forward (or backward) of the rank. Microbatches of one chunk come and go in order,
-    so queues per chunk say which tensor belongs to which.
+    Virtual microbatch k is the k-th forward (or backward) of the rank. Microbatches of a chunk are processed in order,
+    so a queue per chunk assigns tensors to them.
     """
 
     def __init__(self, runner: StepRunner, p2p: P2PCommunicator, shape: Shape):
@@ -119,7 +119,7 @@ class _Interleaved:
         self.held: list[deque[tuple[Tensor | None, Tensor]]] = [deque() for _ in range(self.v)]
         self.sending: dict[str, tuple[dist.Work, Tensor | None]] = {}
 
-    # Where a virtual microbatch runs.
+    # Location of a virtual microbatch.
 
     def _chunk(self, k: int, forward: bool) -> int:
         chunk = self.table[k][1]
@@ -132,48 +132,48 @@ class _Interleaved:
         return self.p2p.is_pp_last_stage and chunk == self.v - 1
 
     def _next_arrival(self, k: int, forward: bool) -> int | None:
-        """The chunk that a tensor arrives for while virtual microbatch k runs; None if nothing arrives.
+        """Return the chunk for which a tensor arrives while virtual microbatch k runs, or None.
 
-        The rank where a direction starts (the first one in forwards) gets what the last one of that direction made `p -
-        1` virtual steps earlier, for the following chunk.
+        The first rank of a direction receives the tensor that the last rank of this direction computed `p - 1` virtual
+        steps earlier, for the following chunk.
         """
         if k == self.total - 1:
             return None
         leads = self.p2p.is_pp_first_stage if forward else self.p2p.is_pp_last_stage
-        # the rank before works on the same chunk, one step ahead
+        # The previous rank works on the same chunk, one step ahead.
         if not leads:
             return self._chunk(k + 1, forward)
         if k < self.p2p.size - 1:
             return None
-        # the last rank of the direction sends here: its chunk c feeds our chunk c + 1 (in backwards c - 1)
+        # The last rank of the direction sends to this rank. Its chunk c feeds chunk c + 1 here (c - 1 in backwards).
         made_by = self._chunk(k - (self.p2p.size - 1), forward)
         following = made_by + 1 if forward else made_by - 1
         return following if 0 <= following < self.v else None
 
-    # The phases.
+    # Phases
 
     def run(self) -> None:
         runner, config = self.runner, self.config
-        # 1. before the first forward: no gradient reduction yet, first parameters, first input
+        # 1. Before the first forward: disable gradient reduction, gather first parameters, receive first input.
         runner.sync.disable()
         for chunk in self.plan.params_at_start:
             self._launch(config.param_sync_func, chunk)
         if not self._is_first_stage(0):
             self.inputs[0].append(_Arrival(self.p2p.recv_forward(self.shape, False), None))  # type: ignore[arg-type]
-        # 2. forwards fill the pipeline, 3. each further forward is followed by a backward
+        # 2. Forwards fill the pipeline. 3. Each further forward is followed by a backward.
         for k in range(self.warmup):
             self._warmup_step(k)
         for k in range(self.remaining):
             self._steady_step(k)
-        self._wait_for_send("send_next")  # the backward of that output starts from a released tensor
+        self._wait_for_send("send_next")  # The backward of that output starts from a released tensor.
         if not runner.forward_only:
             if self.all_in_warmup and not self._is_last_stage(self.v - 1):
                 first = self.p2p.recv_backward(self.shape, False)
                 self.grads[self.v - 1].append(_Arrival(first, None))  # type: ignore[arg-type]
-            # 4. backwards drain it
+            # 4. Backwards drain the pipeline.
             for k in range(self.remaining, self.total):
                 self._cooldown_step(k)
-        # 5. nothing is under way any more: reduce what no backward has reduced
+        # 5. All transfers are complete. Reduce the gradients that no backward has reduced.
         self._wait_for_send("send_prev")
         runner.sync.enable()
         if not runner.forward_only:
@@ -215,7 +215,7 @@ class _Interleaved:
         grad = self._backward(k)
         self._move_backward(grad, None if prefetch else arriving, overlap=flush)
 
-    # Compute. What these return is what travels: None at the ends of the pipeline.
+    # Compute. Returns the tensor to send, or None at the ends of the pipeline.
 
     def _forward(self, k: int) -> Tensor | None:
         microbatch, chunk = self.table[k]
@@ -251,7 +251,7 @@ class _Interleaved:
             function = functions[chunk] if isinstance(functions, Sequence) else functions
             function(self.runner.models[chunk].parameters())
 
-    # Communication: send what there is, and queue what arrives for a chunk.
+    # Communication: send the given tensors, and queue the tensors that arrive for a chunk.
 
     def _move_forward(self, output: Tensor | None, arriving: int | None, overlap: bool) -> None:
         got: Any = self.p2p.send_forward_recv_forward(output, arriving is not None, self.shape, overlap)
@@ -280,7 +280,7 @@ class _Interleaved:
             self.grads[grad_for].append(_Arrival(output_grad, None))  # type: ignore[arg-type]
 
     def _sent(self, name: str, handles: dict[str, dist.Work], output: Tensor | None) -> None:
-        """Release an output that has left; one still leaving is released when the next one follows it."""
+        """Release an output after it was sent. If the transfer is in progress, the next send releases it."""
         if name not in handles:
             self._release(output)
             return

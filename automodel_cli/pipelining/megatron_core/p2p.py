@@ -1,8 +1,8 @@
-"""Point-to-point communication between pipeline ranks, with Megatron-core's `P2PCommunicator` interface.
+"""Point-to-point communication between pipeline ranks, with the interface of Megatron-core's `P2PCommunicator`.
 
-Several messages may travel between the same two ranks at once (with two ranks, "next" and "previous" are one peer), and
-neither NCCL nor this module tags them. They match by order: every call posts its operations in the order of `_ORDER`,
-on even ranks the mirror image of the order on odd ones.
+Several messages may be in flight between the same two ranks. With two ranks, "next" and "previous" are one peer.
+Messages have no tags in NCCL or in this module, and match by order. Every call posts its operations in the order of
+`_ORDER`, which is mirrored between even and odd ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Tensors = Tensor | None | list[Tensor | None]
 Name = Literal["send_next", "recv_prev", "send_prev", "recv_next"]
 Handles = dict[str, dist.Work]
 
-# By rank parity. A send meets its receive at the same position on the other side, so rendezvous sends cannot deadlock.
+# Indexed by rank parity. A send has the same position as its receive on the other side, so rendezvous sends cannot
+# deadlock.
 _ORDER: tuple[tuple[Name, ...], tuple[Name, ...]] = (
     ("send_next", "recv_prev", "send_prev", "recv_next"),
     ("recv_prev", "send_next", "recv_next", "send_prev"),
@@ -33,7 +34,7 @@ _ORDER: tuple[tuple[Name, ...], tuple[Name, ...]] = (
 
 
 class Exchange(NamedTuple):
-    """What one call received, and the operations still under way by name."""
+    """Received tensors of one call, and operations in progress by name."""
 
     from_prev: Tensor | None
     from_next: Tensor | None
@@ -49,7 +50,7 @@ class _Operation:
 
 
 class P2PCommunicator:
-    """Sends and receives of one pipeline rank. Collective in the sense that the neighbour must make the matching call.
+    """Sends and receives of one pipeline rank. The neighbor must make the matching call.
 
     A single shape gives a tensor, a list of shapes a list. Receives raise RuntimeError without `config.pipeline_dtype`
     or a shape. Buffers require grad.
@@ -62,51 +63,52 @@ class P2PCommunicator:
         self.next_rank = dist.get_global_rank(pp_group, (self.rank + 1) % self.size)
         self.prev_rank = dist.get_global_rank(pp_group, (self.rank - 1) % self.size)
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
-        # One queue per direction where both go between the same two ranks: else a send waits behind a receive.
+        # One queue per direction if both directions are between the same two ranks. Otherwise a send waits behind a
+        # receive.
         self._odd_group = pp_group
         if self.size == 2 and not config.batch_p2p_comm:
             self._odd_group = _same_ranks_again(pp_group)
 
     @property
     def is_pp_first_stage(self) -> bool:
-        """Whether this rank is the first of the pipeline (with chunks, only its chunk 0 is the first stage)."""
+        """Whether this rank is the first of the pipeline. With several chunks, only its chunk 0 is the first stage."""
         return self.rank == 0
 
     @property
     def is_pp_last_stage(self) -> bool:
-        """Whether this rank is the last of the pipeline (with chunks, only its last chunk is the last stage)."""
+        """Whether this rank is the last of the pipeline. With several chunks, only its last chunk is the last stage."""
         return self.rank == self.size - 1
 
     # One direction at a time, one operation per shape.
 
     def recv_forward(self, tensor_shapes: Shapes, is_first_stage: bool) -> Tensors:
-        """Input from the previous rank; None (per shape) on the first stage."""
+        """Receive the input from the previous rank. None (per shape) on the first stage."""
         if is_first_stage:
             return _for_each(tensor_shapes, lambda shape: None)
         return _for_each(tensor_shapes, lambda shape: self._communicate(recv_prev=True, shape=shape).from_prev)
 
     def recv_backward(self, tensor_shapes: Shapes, is_last_stage: bool) -> Tensors:
-        """Gradient of the output from the next rank; None (per shape) on the last stage."""
+        """Receive the output gradient from the next rank. None (per shape) on the last stage."""
         if is_last_stage:
             return _for_each(tensor_shapes, lambda shape: None)
         return _for_each(tensor_shapes, lambda shape: self._communicate(recv_next=True, shape=shape).from_next)
 
     def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
-        """Output to the next rank; nothing on the last stage."""
+        """Send the output to the next rank. No effect on the last stage."""
         for output in _listed(output_tensors) if not is_last_stage else ():
             self._communicate(send_next=output)
 
     def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
-        """Gradient of the input to the previous rank; nothing on the first stage."""
+        """Send the input gradient to the previous rank. No effect on the first stage."""
         for grad in _listed(input_tensor_grads) if not is_first_stage else ():
             self._communicate(send_prev=grad)
 
-    # Both directions with one neighbour.
+    # Both directions with one neighbor.
 
     def send_forward_recv_backward(
         self, output_tensors: Tensors, tensor_shapes: Shapes, is_last_stage: bool
     ) -> Tensors:
-        """Output to the next rank, gradient from it; None on the last stage."""
+        """Send the output to the next rank and receive its gradient. None on the last stage."""
         if is_last_stage:
             return _for_each(tensor_shapes, lambda shape: None)
         outputs = iter(_listed(output_tensors))
@@ -118,7 +120,7 @@ class P2PCommunicator:
     def send_backward_recv_forward(
         self, input_tensor_grads: Tensors, tensor_shapes: Shapes, is_first_stage: bool
     ) -> Tensors:
-        """Gradient to the previous rank, input from it; None on the first stage."""
+        """Send the gradient to the previous rank and receive its output. None on the first stage."""
         if is_first_stage:
             return _for_each(tensor_shapes, lambda shape: None)
         grads = iter(_listed(input_tensor_grads))
@@ -127,14 +129,14 @@ class P2PCommunicator:
             lambda shape: self._communicate(send_prev=next(grads), recv_prev=True, shape=shape).from_prev,
         )
 
-    # One direction with both neighbours, and everything: the interleaved schedule.
+    # One direction with both neighbors, and all four operations, for the interleaved schedule.
 
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Output to the next rank if there is one, input from the previous one if asked for.
+        """Send an output to the next rank if given, and receive an input from the previous rank if `recv_prev`.
 
-        Returns the input; with `overlap_p2p_comm` (input, handles), nothing waited for.
+        Returns the input. With `overlap_p2p_comm`, returns (input, handles) without waiting.
         """
         done = self._communicate(output_tensor, None, recv_prev, False, tensor_shape, wait=not overlap_p2p_comm)
         return (done.from_prev, done.handles) if overlap_p2p_comm else done.from_prev
@@ -142,9 +144,9 @@ class P2PCommunicator:
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Gradient to the previous rank if there is one, gradient from the next one if asked for.
+        """Send a gradient to the previous rank if given, and receive a gradient from the next rank if `recv_next`.
 
-        Returns the gradient; with `overlap_p2p_comm` (gradient, handles), nothing waited for.
+        Returns the gradient. With `overlap_p2p_comm`, returns (gradient, handles) without waiting.
         """
         done = self._communicate(None, input_tensor_grad, False, recv_next, tensor_shape, wait=not overlap_p2p_comm)
         return (done.from_next, done.handles) if overlap_p2p_comm else done.from_next
@@ -157,11 +159,11 @@ class P2PCommunicator:
         recv_next: bool,
         tensor_shape: Shape,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """All four at once. Returns (input, gradient of an output)."""
+        """Send and receive in both directions. Returns (input, gradient of an output)."""
         done = self._communicate(output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape)
         return done.from_prev, done.from_next
 
-    # The exchange itself.
+    # Implementation
 
     def _communicate(
         self,
@@ -173,7 +175,7 @@ class P2PCommunicator:
         *,
         wait: bool = True,
     ) -> Exchange:
-        """Send the given tensors, receive from the named sides, wait for all of it unless told not to."""
+        """Send the given tensors and receive from the selected sides. Waits unless `wait` is False."""
         if self.config.variable_seq_lengths:
             return self._communicate_variable(send_next, send_prev, recv_prev, recv_next)
         from_prev = self._buffer(shape, "recv_prev") if recv_prev else None
@@ -187,17 +189,17 @@ class P2PCommunicator:
     def _communicate_variable(
         self, send_next: Tensor | None, send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> Exchange:
-        """Shape messages (three int64 per tensor), then the tensors; activations first, then gradients.
+        """Exchange shapes (three int64 per tensor), then tensors, for activations first, then gradients.
 
-        One direction after the other, because a peer may serve the two in separate calls: in one exchange of all shapes
-        it would wait for our tensor, and we for its second shape.
+        One direction after the other, because a peer may use separate calls for them. If all shapes were exchanged
+        first, the peer would wait for our tensor, and we for its second shape.
         """
         from_prev = self._exchange_described("recv_prev", send_next, recv_prev)
         from_next = self._exchange_described("recv_next", send_prev, recv_next)
         return Exchange(from_prev, from_next, {})
 
     def _exchange_described(self, side: Name, sent: Tensor | None, receives: bool) -> Tensor | None:
-        """One direction: send a tensor with its shape on one side, receive one with its shape on the other `side`."""
+        """Run one direction: send a tensor with its shape, and receive one with its shape from `side`."""
         device, length = self.config.device, None
         if sent is not None:
             if sent.dim() != 3:
@@ -225,7 +227,7 @@ class P2PCommunicator:
         self, send_next: Tensor | None, send_prev: Tensor | None, from_prev: Tensor | None, from_next: Tensor | None
     ) -> Handles:
         even, odd = self.pp_group, self._odd_group
-        own, other = (even, odd) if self.rank % 2 == 0 else (odd, even)  # by the parity of the sender
+        own, other = (even, odd) if self.rank % 2 == 0 else (odd, even)  # By the parity of the sender.
         wanted: dict[Name, tuple[bool, Tensor | None, int, dist.ProcessGroup]] = {
             "send_next": (True, send_next, self.next_rank, own),
             "recv_prev": (False, from_prev, self.prev_rank, other),
@@ -245,13 +247,14 @@ class P2PCommunicator:
         ops = [
             dist.P2POp(dist.isend if o.sends else dist.irecv, o.tensor, o.peer, o.group) for o in operations.values()
         ]
-        # NCCL returns one handle for the whole batch, gloo one per operation.
+        # NCCL returns one handle for the batch, gloo one per operation.
         return {f"batch_{i}": work for i, work in enumerate(dist.batch_isend_irecv(ops))}
 
 
 def _same_ranks_again(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same ranks. Collective over all ranks, each in one such group: where a device is bound to
-    the default group, NCCL splits it, and those who are no members must take part.
+    """Create a second group of the same ranks. Collective over all ranks, each in one such group.
+
+    If a device is bound to the default group, NCCL splits it, and ranks outside the new group must take part too.
     """
     ranks = dist.get_process_group_ranks(group)
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]

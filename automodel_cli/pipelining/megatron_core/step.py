@@ -1,4 +1,4 @@
-"""What the eager schedules share: one forward, one backward, the no_sync context, and the end of a step."""
+"""Code that the schedules share: forward, backward, no_sync context, and the end of a step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from automodel_cli.pipelining.megatron_core.embedding import (
 from automodel_cli.pipelining.megatron_core.tensors import backward_step, forward_step_calc_loss
 
 ForwardStepFunc = Callable[..., tuple[Any, Callable[..., Any] | None]]
-"""(iterator, model[, recompute]) -> (output, loss_func); the third argument comes with partial checkpointing only."""
+"""(iterator, model[, recompute]) -> (output, loss_func).
+
+The third argument is passed with partial checkpointing only.
+"""
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list as it is, one thing as a list of it."""
+    """Return a list unchanged, and any other value as a list with one element."""
     return value if isinstance(value, list) else [value]
 
 
 def set_current_microbatch(model: Any, microbatch_id: int) -> None:
-    """Set `current_microbatch` on each layer of `model.decoder`, and of `model.mtp` around its transformer layers.
+    """Set `current_microbatch` on each layer of `model.decoder`, and on the transformer layers of `model.mtp`.
 
-    A model without a decoder stays as it is.
+    A model without a decoder is not changed.
     """
     model = unwrapped(model)
     decoder = getattr(model, "decoder", None)
@@ -67,21 +70,22 @@ def forward_step(
     """Run the forward of one microbatch on one model chunk. Megatron-core's `forward_step`.
 
     Args:
-        forward_step_func: `(iterator, model[, recompute])` -> `(output, loss_func)`. On the last stage
-            `loss_func(output)` returns `(loss, data)`, which is divided by the number of microbatches, `(loss,
-            num_tokens, data)`, which is divided by its tokens too, or with `collect_non_loss_data` anything: it is then
-            called as `loss_func(output, non_loss_data=True)`.
-        input_tensor: what the previous stage sent, or a list of it; None on the first stage.
+        forward_step_func: `(iterator, model[, recompute])` -> `(output, loss_func)`. On the last stage,
+            `loss_func(output)` returns `(loss, data)`, which is divided by the number of microbatches, or `(loss,
+            num_tokens, data)`, which is also divided by its tokens. With `collect_non_loss_data` it is called as
+            `loss_func(output, non_loss_data=True)` and may return anything.
+        input_tensor: the tensor of the previous stage, or a list. None on the first stage.
         forward_data_store: `data` of a last stage is appended to it.
-        checkpoint_activations_microbatch: third argument of `forward_step_func`; None: there is none.
+        checkpoint_activations_microbatch: third argument of `forward_step_func`. None passes none.
         current_microbatch: see `set_current_microbatch`.
-        vp_stage: the chunk that `model` must be, if it has a `vp_stage` itself.
+        vp_stage: expected chunk, checked if `model` has a `vp_stage`.
 
     Returns:
-        The output, or the scaled loss on the last stage; a list for a list. The number of tokens, 0 if unknown.
+        The output, or the scaled loss on the last stage, as a list if `input_tensor` is one. The number of tokens, 0 if
+        unknown.
 
     Raises:
-        ValueError: `vp_stage` is not that of the model.
+        ValueError: `vp_stage` differs from that of the model.
     """
     own_stage = getattr(model, "vp_stage", None)
     if vp_stage is not None and own_stage is not None and vp_stage != own_stage:
@@ -110,7 +114,7 @@ def forward_step(
 
 
 class GradientSync:
-    """The no_sync context of a step: entered by `disable`, left by `enable`; both may be called in either state."""
+    """The no_sync context of a step. `disable` enters it and `enable` leaves it. Both may be called in any state."""
 
     def __init__(self, no_sync_func: NoSyncFunc | Sequence[NoSyncFunc] | None):
         functions: Sequence[Any] = no_sync_func if isinstance(no_sync_func, Sequence) else [no_sync_func]
@@ -118,21 +122,21 @@ class GradientSync:
         self._contexts: ExitStack | None = None
 
     def disable(self) -> None:
-        """Backwards from here on accumulate without reducing."""
+        """Accumulate gradients without reduction in the next backwards."""
         if self._contexts is None:
             self._contexts = ExitStack()
             for function in self._functions:
                 self._contexts.enter_context(function())
 
     def enable(self) -> None:
-        """The next backward reduces."""
+        """Reduce gradients in the next backward."""
         if self._contexts is not None:
             self._contexts.close()
             self._contexts = None
 
 
 class StepRunner:
-    """One step of one rank: runs forwards and backwards of its chunks and collects what they return."""
+    """One step of one rank: runs forwards and backwards of its chunks and collects the results."""
 
     def __init__(
         self,
@@ -154,22 +158,22 @@ class StepRunner:
         self._forward_step_func, self._iterators = forward_step_func, data_iterators
         self._collect, self._first_val_step = collect_non_loss_data, first_val_step
         self._num_tokens: Tensor | int = 0
-        self._output_layer: Any = None  # whose weight gradient is deferred
+        self._output_layer: Any = None  # The output layer with a deferred weight gradient.
         self._tp_group = None if pg_collection is None else pg_collection.tp
 
     def defer_embedding(self, *, is_last_stage: bool) -> None:
-        """Empty the output layer's buffers before the first forward, where its weight gradient is deferred."""
+        """Empty the buffers of the output layer before the first forward, if its weight gradient is deferred."""
         self._output_layer = clear_embedding_activation_buffer(self.config, self.models, is_last_stage)
 
     def recompute(self, virtual_microbatch: int, num_warmup: int) -> bool | None:
-        """Whether this forward recomputes its activations; None without partial checkpointing."""
+        """Return whether this forward recomputes its activations. None without partial checkpointing."""
         partial = self.config.num_microbatches_with_partial_activation_checkpoints
         return checkpoint_activations_microbatch(virtual_microbatch, num_warmup, partial)
 
     def forward(
         self, chunk: int, microbatch: int, input_tensor: Any, *, is_last_stage: bool, recompute: bool | None = None
     ) -> Any:
-        """The output, or the loss on the last stage; a list when the input is one."""
+        """Return the output, or the loss on the last stage. A list if the input is one."""
         output, num_tokens = forward_step(
             self._forward_step_func,
             self._iterators[chunk],
@@ -189,10 +193,10 @@ class StepRunner:
         return output
 
     def backward(self, input_tensor: Any, output: Any, output_grad: Any, *, is_last_stage: bool) -> Any:
-        """Gradient of the input; None on the first stage. A list when the input is one.
+        """Return the gradient of the input, or None on the first stage. A list if the input is one.
 
-        Zeros where the output does not depend on the input (a microbatch without labels): the previous rank waits for
-        something.
+        Zeros if the output does not depend on the input (a microbatch without labels), because the previous rank waits
+        for a tensor.
         """
         grads = backward_step(input_tensor, output, output_grad, None, self.config)
         filled = [
@@ -202,7 +206,7 @@ class StepRunner:
         return filled if isinstance(input_tensor, list) else filled[0]
 
     def finish(self) -> list[Any]:
-        """After the last backward: finalise gradients. Returns what the microbatches stored."""
+        """Finalize the gradients after the last backward. Returns the stored data of the microbatches."""
         deferred = self._output_layer is not None and not self.forward_only
         finish_embedding_wgrad_compute(self.config, self._output_layer, deferred, self._tp_group)
         finalize = self.config.finalize_model_grads_func
@@ -219,7 +223,7 @@ def _nothing() -> None:
 
 
 def alone(value: Any, name: str) -> Any:
-    """The one element of a list of length 1, or the value. Without interleaving a rank has one chunk."""
+    """Return the element of a list of length 1, or the value. Without interleaving, a rank has one chunk."""
     if not isinstance(value, list):
         return value
     if len(value) != 1:

@@ -1,4 +1,4 @@
-"""Megatron-core's tensor helpers of a pipeline step: release of sent outputs, backward without them, loss scaling."""
+"""Tensor helpers of Megatron-core: release of sent outputs, backward without them, loss scaling."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig
 
 
 def is_single_shape(shape: object) -> bool:
-    """True for one shape: a torch.Size (even empty), or a non-empty list or tuple of ints."""
+    """Return whether `shape` is a single shape: a torch.Size (even empty), or a non-empty list or tuple of ints."""
     if isinstance(shape, torch.Size):
         return True
     return isinstance(shape, (list, tuple)) and len(shape) > 0 and all(isinstance(n, int) for n in shape)
 
 
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool | None = False) -> None:
-    """Free the values of an output that was sent, and keep its graph: `.data` becomes one element, `grad_fn` stays.
+    """Free the values of a sent output and keep its graph: `.data` becomes one element, `grad_fn` stays.
 
-    Nothing happens for None or without the flag; lists and dicts are walked. A view is refused (its base would stay
-    alive and the memory with it), and so is anything that is no tensor. Only `custom_backward` can start from the
-    result.
+    No effect for None or without the flag. Lists and dicts are traversed. Rejects views, whose base would keep the
+    memory, and objects that are not tensors. Only `custom_backward` can start from the result.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
@@ -40,17 +39,20 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool | None 
 
 
 def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
-    """Backward from a deallocated output: autograd's engine without the shape check of `autograd.backward`.
+    """Run backward from a deallocated output, without the shape check of `autograd.backward`.
 
-    `output` must hold one element (deallocated, or a loss); `grad_output` None means ones. Gradients equal autograd's
-    bit for bit.
+    Gradients are bitwise equal to autograd's.
+
+    Args:
+        output: a tensor with one element, deallocated or a loss.
+        grad_output: None means ones.
     """
     assert output.numel() == 1, f"output has {output.numel()} elements; deallocate_output_tensor must have run"
     assert isinstance(output, Tensor), f"output is {type(output).__name__}"
     assert grad_output is None or isinstance(grad_output, Tensor), f"grad_output is {type(grad_output).__name__}"
     if grad_output is None:
         grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
-    # The one engine entry that does not compare shapes; autograd.backward would refuse the one-element output.
+    # The only entry of the engine that does not compare shapes. autograd.backward would reject the one-element output.
     torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
         tensors=(output,),
         grad_tensors=(grad_output,),
@@ -64,7 +66,7 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
 
 @dataclass
 class StepLoss:
-    """What a forward step hands on: loss or output to send, its token count, what the caller collects."""
+    """Result of a forward step: loss or output to send, number of tokens, and collected data."""
 
     output: Tensor
     num_tokens: Tensor | int = 0
@@ -81,12 +83,14 @@ def forward_step_calc_loss(
     calculate_per_token_loss: bool = False,
     collect_non_loss_data: bool = False,
 ) -> StepLoss:
-    """Turn the last stage's output into the loss of one microbatch, scaled as `loss_func`'s result asks for.
+    """Return the loss of one microbatch on the last stage, scaled by the number of values that `loss_func` returns.
 
-    `(loss, data)`: `loss * cp / m`, also with `calculate_per_token_loss` (return a 3-tuple for a true token mean).
-    `(loss, num_tokens, data)`: `loss / max(num_tokens, 1) / m`, or unchanged with `calculate_per_token_loss`, where
-    gradients are scaled once by the global token count after the step. No loss_func, or `collect_non_loss_data`: the
-    output unchanged. Other stages: nothing.
+    - `(loss, data)`: `loss * cp / m`, also with `calculate_per_token_loss`. Return three values for a true token mean.
+    - `(loss, num_tokens, data)`: `loss / max(num_tokens, 1) / m`. Unchanged with `calculate_per_token_loss`, which
+      scales gradients once by the global number of tokens after the step.
+    - No `loss_func`, or `collect_non_loss_data`: the output, unchanged.
+
+    On other stages the output is not changed.
     """
     if not is_last_stage:
         return StepLoss(output_tensor)
@@ -114,9 +118,9 @@ def aux_loss_scales(
     grad_scale_func: Callable[[Tensor], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """(MoE auxiliary loss scale, MTP loss scale): `scale * cp / m` and `scale / m`.
+    """Return the scales of MoE auxiliary losses, `scale * cp / m`, and of MTP losses, `scale / m`.
 
-    With per-token losses `scale` for both. Raises ValueError when `grad_scale_func` returns more than one element.
+    With per-token losses both are `scale`. Raises ValueError if `grad_scale_func` returns more than one element.
     """
     scale = torch.ones(1, device=device)
     if grad_scale_func is not None:
@@ -135,11 +139,11 @@ def backward_step(
     model_type: Any,
     config: ModelParallelConfig,
 ) -> Any:
-    """Run the backward of one stage and microbatch. Return the gradient of its input: a list for a list.
+    """Run the backward of one stage and microbatch. Return the gradient of its input, as a list if the input is one.
 
-    On the last stage `output_tensor_grad` is None and `config.grad_scale_func` scales the loss. Nothing runs when the
-    output needs no gradient. On the first stage the input and its gradient are None. `model_type` is part of
-    Megatron-core's signature; nothing reads it, there or here.
+    On the last stage, `output_tensor_grad` is None and `config.grad_scale_func` scales the loss. Nothing runs if the
+    output needs no gradient. On the first stage, the input and its gradient are None. `model_type` is part of
+    Megatron-core's signature and not used.
     """
     single = not isinstance(input_tensor, list)
     inputs, outputs, grads = (
