@@ -85,9 +85,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, sums):  # type: ignore[no-untyped-def]
         ctx.group, ctx.sums = group, sums
-        whole = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-        return whole
+        gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]

@@ -103,9 +103,9 @@ def _norm(local_grad: Tensor) -> Tensor:
         # Conversion to float64 takes 6 times as long as the norm on a CPU. Norms of short blocks in float32, summed in
         # float64, take as long as one norm. The check of the result is free.
         flat = local_grad.reshape(-1)
-        whole = flat.numel() // _NORM_BLOCK * _NORM_BLOCK
-        blocks = torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_BLOCK), dim=1, dtype=torch.float32)
-        rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
+        num_blocked = flat.numel() // _NORM_BLOCK * _NORM_BLOCK
+        blocks = torch.linalg.vector_norm(flat[:num_blocked].view(-1, _NORM_BLOCK), dim=1, dtype=torch.float32)
+        rest = torch.linalg.vector_norm(flat[num_blocked:], dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.cat([blocks, rest[None]]).double())
         if bool(norm.isfinite()):
             return norm

@@ -17,9 +17,9 @@ def _import_class(path: str) -> type:
         raise ConfigError(f"{path!r} must be the import path of a class: package.module.Class", code="invalid_value")
     module_name, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        value = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # A module may raise any error while it is imported.
         raise ConfigError(f"{path} cannot be imported: {error}", code="import_failed") from error
-    if not isinstance(found, type):
-        raise ConfigError(f"{path} must be a class, not {type(found).__name__}", code="wrong_type")
-    return found
+    if not isinstance(value, type):
+        raise ConfigError(f"{path} must be a class, not {type(value).__name__}", code="wrong_type")
+    return value

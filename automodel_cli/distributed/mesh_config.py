@@ -130,20 +130,20 @@ class MeshConfig:
         valid number. Raises ConfigError if there are too few GPUs, or if the sizes do not fit.
         """
         if self.dp_size is not None:
-            wanted = self.dp_size * self.ranks_per_replica
+            requested = self.dp_size * self.ranks_per_replica
         elif num_gpus > 0:
-            wanted = num_gpus
+            requested = num_gpus
         else:
-            wanted = next(self._fitting_ranks(start=1), self.ranks_per_replica)
-        self.resolve(wanted)
-        if 0 < num_gpus < wanted:
+            requested = next(self._fitting_ranks(start=1), self.ranks_per_replica)
+        self.resolve(requested)
+        if 0 < num_gpus < requested:
             raise ConfigError(
-                f"mesh does not fit: {self._product()} needs {wanted} ranks, but this machine has {num_gpus} GPUs",
+                f"mesh does not fit: {self._product()} needs {requested} ranks, but this machine has {num_gpus} GPUs",
                 code="mesh_size",
                 keys=self._set_sizes(),
                 fix=self._advice(num_gpus, self._set_sizes()),
             )
-        return wanted
+        return requested
 
     def _problem(self, world_size: int) -> tuple[str, tuple[str, ...]] | None:
         """Return the first violated rule on this many ranks and the fields that it involves."""
@@ -190,12 +190,12 @@ class MeshConfig:
 
     def _valid_values(self, name: str, world_size: int) -> Iterator[tuple[float, str]]:
         """Yield (distance, assignment) for valid values of one field, nearest first."""
-        asked = getattr(self, name) or 1
-        found = []
+        current = getattr(self, name) or 1
+        options = []
         for size in range(1, world_size + 1):
-            if size != asked and replace(self, **{name: size})._problem(world_size) is None:
-                found.append((abs(math.log(size / asked)), f"mesh.{name}={size}"))
-        yield from sorted(found)
+            if size != current and replace(self, **{name: size})._problem(world_size) is None:
+                options.append((abs(math.log(size / current)), f"mesh.{name}={size}"))
+        yield from sorted(options)
 
     def _fitting_ranks(self, start: int) -> Iterator[int]:
         """Yield valid rank counts for these sizes, in ascending order from `start`."""

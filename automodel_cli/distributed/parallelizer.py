@@ -69,7 +69,9 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
     float8_linear.exclude_indivisible(part, mesh.device, fuser)
     if mesh.ep is not None:
         # Compiled layers have their own order of operations.
-        apply_expert_parallel(part, mesh, options.expert_dispatch, fuser, beside=strategy.enable_compile is not True)
+        apply_expert_parallel(
+            part, mesh, options.expert_dispatch, fuser, overlap_shared_experts=strategy.enable_compile is not True
+        )
     else:
         multiply_in_fp8(part, mesh, fuser)
     if isinstance(fuser, compiled_regions.Compiled):

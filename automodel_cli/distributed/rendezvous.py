@@ -21,7 +21,7 @@ import torch.distributed as dist
 from automodel_cli.config.errors import RunError
 from automodel_cli.launch import environment, network_interfaces, signals
 
-TELL_SECONDS = 30.0
+REPORT_SECONDS = 30.0
 """Seconds until a rank first prints its wait."""
 RESOLVE_SECONDS = 60.0
 """A host name may resolve late (a pod with a new service)."""
@@ -95,7 +95,7 @@ def _wait_for_server(rank: int, host: str, port: int, timeout: timedelta) -> Non
                 ) from None
             wait.on(f"{host} does not resolve: {error.strerror}")
         except OSError as error:
-            wait.on(error.strerror or "no answer")
+            wait.on(error.strerror or "no response")
 
 
 def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dict[int, dict[str, Any]]:
@@ -111,17 +111,17 @@ def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
         everyone = {other: json.loads(store.get(f"rank-{other}")) for other in range(world_size)}
         store.set("everyone", json.dumps(everyone))
         if any(about["problem"] for about in everyone.values()):
-            _until_all_have_heard(store, world_size)
+            _wait_until_all_have_read(store, world_size)
         return everyone
-    wait = _Wait(f"rank {rank} on {_host()} waits until rank 0 has heard of all ranks", timeout)
+    wait = _Wait(f"rank {rank} on {_host()} waits until all ranks have connected to rank 0", timeout)
     while not store.check(["everyone"]):
-        wait.on("some have not started; rank 0 prints which")
+        wait.on("some ranks have not started. Rank 0 prints which")
     everyone = {int(other): about for other, about in json.loads(store.get("everyone")).items()}
     store.add("heard", 1)
     return everyone
 
 
-def _until_all_have_heard(store: dist.Store, world_size: int) -> None:
+def _wait_until_all_have_read(store: dist.Store, world_size: int) -> None:
     """Keep the store of this process alive until the others have read the error."""
     deadline = time.monotonic() + 5.0
     while store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline:
@@ -132,19 +132,19 @@ def _missing(ranks: Sequence[int], world_size: int) -> str:
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     where = f" (nodes of the job: {nodes})" if nodes else ""
-    return f"{len(ranks)} of {world_size} ranks have not come: {shown}{where}"
+    return f"{len(ranks)} of {world_size} ranks have not connected: {shown}{where}"
 
 
 def _wrong_interface() -> tuple[str, str]:
     """Return why GLOO_SOCKET_IFNAME is invalid here, and a fix. Empty texts if it is valid."""
-    asked = [name for name in os.environ.get(_IFNAME, "").split(",") if name]
-    known = network_interfaces.interface_names()
-    wrong = [name for name in asked if name not in known]
+    requested = [name for name in os.environ.get(_IFNAME, "").split(",") if name]
+    available = network_interfaces.interface_names()
+    wrong = [name for name in requested if name not in available]
     if not wrong:
         return "", ""
     return (
-        f"{_IFNAME}={wrong[0]} is no interface of {_host()}, which has {', '.join(known)}",
-        f"unset {_IFNAME}   (the interface that reaches MASTER_ADDR is used), or export {_IFNAME}={known[-1]}",
+        f"{_IFNAME}={wrong[0]} is not an interface of {_host()}, which has {', '.join(available)}",
+        f"unset {_IFNAME}   (the interface that reaches MASTER_ADDR is used), or export {_IFNAME}={available[-1]}",
     )
 
 
@@ -173,8 +173,8 @@ class _Wait:
     """A wait that is printed after a while, and ends at the timeout or at a signal."""
 
     def __init__(self, what: str, timeout: timedelta):
-        self._what, self._timeout = what, timeout.total_seconds()
-        self._began, self._tell_at = time.monotonic(), TELL_SECONDS
+        self._label, self._timeout = what, timeout.total_seconds()
+        self._began, self._report_at = time.monotonic(), REPORT_SECONDS
 
     def seconds(self) -> float:
         """Return the seconds since the start of the wait."""
@@ -182,7 +182,7 @@ class _Wait:
 
     def on(self, reason: str) -> None:
         """Wait for a moment. Raises RunError at the timeout or at a signal."""
-        text = f"{self._what} since {self.seconds():.0f} s: {reason}"
+        text = f"{self._label} since {self.seconds():.0f} s: {reason}"
         if (signum := signals.requested()) is not None:
             error = RunError(
                 f"{signum.name} while {text}. Nothing was trained", code="interrupted", fix="run the same command again"
@@ -195,8 +195,8 @@ class _Wait:
                 code="timeout",
                 fix="read logs/rank-N.log, or the output of the other host, to find why they do not start",
             )
-        if self.seconds() > self._tell_at:
-            self._tell_at *= 4
+        if self.seconds() > self._report_at:
+            self._report_at *= 4
             if int(os.environ.get("LOCAL_RANK", "0")) == 0 or os.environ.get("RANK") == "0":
                 print(text, file=sys.stderr, flush=True)
         time.sleep(_POLL)

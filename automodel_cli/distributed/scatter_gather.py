@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def scatter_to_group(whole: Tensor, group: dist.ProcessGroup, dim: int = 0, *, padded: bool = False) -> Tensor:
+def scatter_to_group(full: Tensor, group: dist.ProcessGroup, dim: int = 0, *, padded: bool = False) -> Tensor:
     """Return the local ceil(n / ranks) of the n entries along `dim`. The backward gathers the gradient.
 
     The last shares are shorter if n does not divide, or `padded` with zeros.
     """
-    share: Tensor = _ShareOf.apply(whole, group, dim, padded)
+    share: Tensor = _ShareOf.apply(full, group, dim, padded)
     return share
 
 
@@ -30,8 +30,8 @@ def gather_from_group(share: Tensor, num: int, group: dist.ProcessGroup, dim: in
 
     The gradient is equal on every rank, so the backward takes the local share.
     """
-    whole: Tensor = _AllOf.apply(share, num, group, dim)
-    return whole
+    full: Tensor = _AllOf.apply(share, num, group, dim)
+    return full
 
 
 def padding(tensor: Tensor, length: int, dim: int) -> Tensor:
@@ -42,11 +42,11 @@ def padding(tensor: Tensor, length: int, dim: int) -> Tensor:
 
 class _ShareOf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, dim: int, padded: bool) -> Tensor:
-        num = whole.shape[dim]
+    def forward(ctx: Any, full: Tensor, group: dist.ProcessGroup, dim: int, padded: bool) -> Tensor:
+        num = full.shape[dim]
         ctx.sizes = (num, group, dim)
         size = _size(num, group)
-        return _cut(whole, size if padded else min(size, max(0, num - size * dist.get_rank(group))), group, dim)
+        return _cut(full, size if padded else min(size, max(0, num - size * dist.get_rank(group))), group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -67,11 +67,11 @@ class _AllOf(torch.autograd.Function):
 # Both return new tensors and not views, which autograd functions must not return and of which FSDP2 warns.
 
 
-def _cut(whole: Tensor, length: int, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Return `length` entries from the start of the local share, with zeros after the end of `whole`."""
-    num = whole.shape[dim]
+def _cut(full: Tensor, length: int, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Return `length` entries from the start of the local share, with zeros after the end of `full`."""
+    num = full.shape[dim]
     first = min(num, _size(num, group) * dist.get_rank(group))
-    own = whole.narrow(dim, first, min(length, num - first))
+    own = full.narrow(dim, first, min(length, num - first))
     return padding(own, length, dim).clone(memory_format=torch.contiguous_format)
 
 
@@ -80,8 +80,8 @@ def _gathered(share: Tensor, num: int, group: dist.ProcessGroup, dim: int) -> Te
     share = padding(share, _size(num, group), dim).contiguous()
     of_ranks = share.new_empty(ranks * share.shape[0], *share.shape[1:])
     dist.all_gather_into_tensor(of_ranks, share, group=group)
-    whole = of_ranks if dim == 0 else torch.cat(of_ranks.chunk(ranks), dim)
-    return whole if whole.shape[dim] == num else whole.narrow(dim, 0, num).clone()
+    full = of_ranks if dim == 0 else torch.cat(of_ranks.chunk(ranks), dim)
+    return full if full.shape[dim] == num else full.narrow(dim, 0, num).clone()
 
 
 def _size(num: int, group: dist.ProcessGroup) -> int:

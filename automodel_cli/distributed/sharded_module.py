@@ -64,8 +64,8 @@ def register_handle(handle: Sharded, *modules: nn.Module) -> None:
 
 def handle_of(module: nn.Module) -> Sharded:
     """Return the handle of a part or of its wrapper."""
-    found = _registered.get(module)
-    return Sharded(module) if found is None else found
+    handle = _registered.get(module)
+    return Sharded(module) if handle is None else handle
 
 
 def weights_changed(parts: Sequence[nn.Module]) -> None:

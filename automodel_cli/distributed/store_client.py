@@ -21,33 +21,33 @@ class StoreTalk:
     """
 
     def __init__(self, store: dist.Store):
-        self._questions: SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]]] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]]] = SimpleQueue()
         self._last: Future[Any] | None = None
         threading.Thread(target=self._work, args=(store,), name="store-talk", daemon=True).start()
 
-    def post(self, question: Callable[[dist.Store], object]) -> None:
+    def post(self, request: Callable[[dist.Store], object]) -> None:
         """Send a request without waiting. Skipped while an earlier request is pending."""
         if self._last is None or self._last.done():
-            self._put(question)
+            self._put(request)
 
-    def ask(self, question: Callable[[dist.Store], T], seconds: float) -> T | None:
+    def ask(self, request: Callable[[dist.Store], T], seconds: float) -> T | None:
         """Return the response, or None if the store does not respond within `seconds`."""
         try:
-            answer: T = self._put(question).result(seconds)
+            response: T = self._put(request).result(seconds)
         except (TimeoutError, RuntimeError, ValueError):  # torch's DistError is a RuntimeError.
             return None
-        return answer
+        return response
 
-    def _put(self, question: Callable[[dist.Store], Any]) -> Future[Any]:
-        answer: Future[Any] = Future()
-        self._last = answer
-        self._questions.put((question, answer))
-        return answer
+    def _put(self, request: Callable[[dist.Store], Any]) -> Future[Any]:
+        response: Future[Any] = Future()
+        self._last = response
+        self._requests.put((request, response))
+        return response
 
     def _work(self, store: dist.Store) -> None:
         while True:
-            question, answer = self._questions.get()
+            request, response = self._requests.get()
             try:
-                answer.set_result(question(store))
+                response.set_result(request(store))
             except Exception as error:
-                answer.set_exception(error)
+                response.set_exception(error)

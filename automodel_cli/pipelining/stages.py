@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.model_structure import tied_embedding
 from automodel_cli.pipelining.cut.split_check import check_split
-from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StagePart, cut_stage, num_streams
+from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StagePart, as_model_part, cut_stage, num_streams
 from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
 from automodel_cli.pipelining.error_keys import as_yaml
 from automodel_cli.pipelining.mesh_axes import Axes, default_device
@@ -31,8 +31,8 @@ from automodel_cli.pipelining.schedule.schedules import check_composition
 from automodel_cli.pipelining.summary import PipelineInfo
 from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 from automodel_cli.pipelining.timeline.svg import draw_svg
-from automodel_cli.pipelining.torch_runtime import gradient_sync
-from automodel_cli.pipelining.torch_runtime import torch_compat as torch_compat
+from automodel_cli.pipelining.torch_runtime import fsdp_compat, gradient_sync
+from automodel_cli.pipelining.torch_runtime.broadcast import broadcast_tensors
 from automodel_cli.pipelining.torch_runtime.torch_compat import Runtime, Stage
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class PipelineStages:
         Raises ConfigError for a wrong model or loss, a model whose split is not exact (with the layer that differs),
         stages that do not fit the ranks or the schedule, and wrappers that would compute wrong gradients.
         """
-        part = _as_part(model, self._ready)
+        part = as_model_part(model, self._ready)
         if loss_fn is not None and not callable(loss_fn):
             raise ConfigError(
                 f"loss_fn must be callable as loss_fn(output, batch), not {type(loss_fn).__name__}",
@@ -163,10 +163,8 @@ class PipelineStages:
                 fix="leave the part unwrapped: AutoPipeline sums plain gradients over dp_axis_names once per step",
             )
         assert result is None or result is part, "parallelize_fn must work in place"
-        resharding = any(torch_compat.reshards_after_forward(m) for m in part.modules() if isinstance(m, FSDPModule))
-        nested_sync = (
-            not isinstance(part, FSDPModule) and bool(torch_compat.fsdp_roots(part)) and not self._defer_nested
-        )
+        resharding = any(fsdp_compat.reshards_after_forward(m) for m in part.modules() if isinstance(m, FSDPModule))
+        nested_sync = not isinstance(part, FSDPModule) and bool(fsdp_compat.fsdp_roots(part)) and not self._defer_nested
         if plan.splits_backward and (not self._defer_sync or nested_sync):
             switch = "patch_stage_backward_maybe_with_nosync" if nested_sync else "defer_fsdp_grad_sync"
             raise ConfigError(
@@ -187,16 +185,16 @@ class PipelineStages:
             )
         return part
 
-    def _make_stages(self, whole: ModelPart, parts: list[nn.Module], plan: StagePlan, streams: int) -> list[Stage]:
-        hidden_size = getattr(whole.model.config.get_text_config(), "hidden_size", None)
+    def _make_stages(self, model_part: ModelPart, parts: list[nn.Module], plan: StagePlan, streams: int) -> list[Stage]:
+        hidden_size = getattr(model_part.model.config.get_text_config(), "hidden_size", None)
         if hidden_size is None:
             raise ConfigError(
-                f"{type(whole.model).__name__} is not supported because its config has no hidden_size, the width "
+                f"{type(model_part.model).__name__} is not supported because its config has no hidden_size, the width "
                 "between stages",
                 code="not_supported_by_model",
                 keys=("model",),
             )
-        compute_dtype = self._agreed_dtype(whole, parts)
+        compute_dtype = self._agreed_dtype(model_part, parts)
         if self._dtype not in (None, compute_dtype):
             warn(
                 "precision_loss",
@@ -215,21 +213,21 @@ class PipelineStages:
                 boundary_dtype=self._dtype or compute_dtype,
                 compute_dtype=compute_dtype,
                 defer_nested_sync=self._defer_nested,
-                num_further=num_streams(whole, True) - 1,
+                num_further=num_streams(model_part, True) - 1,
                 further_arrives=plan.follows_depths(index),
                 further_leaves=plan.follows_depths(index + 1),
             )
             for index, part in zip(plan.of_rank(self._axes.group.rank()), parts, strict=True)
         ]
 
-    def _agreed_dtype(self, whole: ModelPart, parts: Sequence[nn.Module]) -> torch.dtype:
+    def _agreed_dtype(self, model_part: ModelPart, parts: Sequence[nn.Module]) -> torch.dtype:
         """Return the dtype of the residual stream, as determined by the rank of the first stage.
 
         Stages may be empty.
         """
-        first = next(whole.parameters(), None)
+        first = next(model_part.parameters(), None)
         own = next(
-            (d for part in parts if (d := torch_compat.fsdp_dtype(part))),
+            (d for part in parts if (d := fsdp_compat.fsdp_dtype(part))),
             first.dtype if first is not None else torch.bfloat16,
         )
         agreed = [own]
@@ -317,16 +315,9 @@ class PipelineStages:
         return self._runtimes[key]
 
     def _share(self, values: list[Tensor]) -> list[Tensor]:
-        """Broadcast the tensors of the last stage to all ranks of the pipeline, after their shapes and dtypes."""
-        assert self._plan is not None
-        source = dist.get_global_rank(self._axes.group, self._plan.owner[-1])
-        described: list[Any] = [[(tuple(v.shape), v.dtype) for v in values]]
-        dist.broadcast_object_list(described, src=source, group=self._axes.group, device=self.device)
-        if not self._info.has_last_stage:
-            values = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in described[0]]
-        for value in values:
-            dist.broadcast(value, src=source, group=self._axes.group)
-        return values
+        """Broadcast the tensors of the last stage to all ranks of the pipeline."""
+        source = dist.get_global_rank(self._axes.group, self._planned().owner[-1])
+        return broadcast_tensors(values if self._info.has_last_stage else None, source, self._axes.group, self.device)
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
@@ -413,20 +404,3 @@ class PipelineStages:
         """Return the ranks of the group with such copies."""
         owner = self._planned().owner
         return sorted({owner[stage] for stage in self._table_stages})
-
-
-def _as_part(model: Any, ready: Ready) -> ModelPart:
-    from transformers import PreTrainedModel
-
-    if isinstance(model, ModelPart):
-        return model
-    if isinstance(model, PreTrainedModel):
-        from automodel_cli.models.lm_head.head import HeadKind, detect_head
-
-        # The forward of a ready causal LM returns its own logits.
-        return ModelPart(model, HeadKind("generic") if ready.outer else detect_head(model.config))
-    raise ConfigError(
-        f"model must be a ModelPart or a Hugging Face model, not {type(model).__name__}",
-        code="wrong_type",
-        keys=("model",),
-    )

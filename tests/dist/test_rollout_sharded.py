@@ -28,7 +28,7 @@ from automodel_cli.models.model_part import ModelPart
 from automodel_cli.parity.cases import FP32
 from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.torch_runtime.torch_compat import fsdp_roots
+from automodel_cli.pipelining.torch_runtime.fsdp_compat import fsdp_roots
 from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.engines.policy_engine import build_sampler
 from automodel_cli.rollout.engines.sampler import cuda_graphs

@@ -41,8 +41,8 @@ class _Current(threading.local):
 class _Call:
     """One call of one layer. Freed together with its graph."""
 
-    def __init__(self, most: SaveLevel):
-        self.most = most
+    def __init__(self, max_level: SaveLevel):
+        self.max_level = max_level
         self.results: list[Any] = []
         self.next: int | None = None  # Index of the next result to return, or None while results are computed.
 
@@ -62,32 +62,32 @@ _current = _Current()
 _keeping: WeakSet[nn.Module] = WeakSet()
 
 
-def save_or_replay(make: Callable[[], T], what: SaveLevel = SaveLevel.EXCHANGES) -> T:
+def save_or_replay(make: Callable[[], T], level: SaveLevel = SaveLevel.EXCHANGES) -> T:
     """Return the result of `make`, or the saved result during recomputation.
 
     The result must not be changed in place.
     """
     call = _current.call
-    if call is None or what > call.most:
+    if call is None or level > call.max_level:
         return make()
     result: T = call.keep(make)
     return result
 
 
-def is_keeping(what: SaveLevel = SaveLevel.EXCHANGES) -> bool:
+def is_keeping(level: SaveLevel = SaveLevel.EXCHANGES) -> bool:
     """Return whether `save_or_replay` saves or replays results of this level."""
-    return _current.call is not None and what <= _current.call.most
+    return _current.call is not None and level <= _current.call.max_level
 
 
-def is_repeating(what: SaveLevel = SaveLevel.EXCHANGES) -> bool:
+def is_repeating(level: SaveLevel = SaveLevel.EXCHANGES) -> bool:
     """Return whether `save_or_replay` returns saved results of this level."""
     call = _current.call
-    return call is not None and what <= call.most and call.next is not None
+    return call is not None and level <= call.max_level and call.next is not None
 
 
-def recomputed(most: SaveLevel) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def recomputed(max_level: SaveLevel) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of the first run and the recomputations of a layer, for `checkpoint(context_fn=...)`."""
-    call = _Call(most)
+    call = _Call(max_level)
     return _within(call, None), _Repeatedly(call)
 
 

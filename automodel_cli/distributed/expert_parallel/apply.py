@@ -36,7 +36,7 @@ from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.scatter_gather import gather_from_group, scatter_to_group
 
 _Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-_LIBRARYS_CHOICE = "grouped_mm"
+_DEFAULT_IMPLEMENTATION = "grouped_mm"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -58,7 +58,7 @@ def apply_expert_parallel(
     dispatch: str = "all_to_all",
     fuser: RegionCompiler | None = None,
     *,
-    beside: bool = True,
+    overlap_shared_experts: bool = True,
 ) -> None:
     """Distribute the experts of a part over `mesh.ep`, in place.
 
@@ -69,7 +69,7 @@ def apply_expert_parallel(
         part: a module whose child `model` is a transformers model.
         dispatch: `all_to_all` or `deepep`.
         fuser: compiles the fused ops between the GEMMs of the experts.
-        beside: compute shared experts while tokens are in transit. Ignored with tensor parallelism.
+        overlap_shared_experts: compute shared experts while tokens are in transit. Ignored with tensor parallelism.
 
     Raises ConfigError for a model without experts, for experts without the experts interface, and if the number of
     experts is not a multiple of the size of `mesh.ep`.
@@ -77,7 +77,7 @@ def apply_expert_parallel(
     assert mesh.ep is not None, "this layout distributes no experts"
     blocks = [(block, child) for block in part.modules() for child in block.children() if is_experts(child)]
     if not blocks:
-        _check_whole_model(part, mesh)
+        _check_has_experts(part, mesh)
     for block, experts in blocks:
         _check(experts, mesh)
         num_local = int(experts.num_experts) // mesh.ep.size()  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def apply_expert_parallel(
             shard = distribute_tensor(param.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
             experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
         experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
-        around = block if beside and mesh.tp.size() == 1 else None
+        around = block if overlap_shared_experts and mesh.tp.size() == 1 else None
         experts.forward = _dispatched(experts, dispatch, num_local, mesh, fuser, around)
         register_saver(experts)
 
@@ -145,20 +145,20 @@ def _sorted_once(
 
     Return None if the arithmetic of the experts is unknown, or if the user selected another experts implementation.
     """
-    if experts.config._experts_implementation != _LIBRARYS_CHOICE:  # type: ignore[union-attr]
+    if experts.config._experts_implementation != _DEFAULT_IMPLEMENTATION:  # type: ignore[union-attr]
         return None
-    known = GatedExperts.of(experts, num_local, mesh.ep_group, fuser, arithmetic_of(experts))
-    if known is None:
+    gated = GatedExperts.of(experts, num_local, mesh.ep_group, fuser, arithmetic_of(experts))
+    if gated is None:
         return None
     shared = None if block is None else SharedExperts.of(block, experts)
-    beside = None if shared is None else shared.run
+    overlap_shared_experts = None if shared is None else shared.run
 
     def compute(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         parameters = parameters_of(experts)
-        sums = main_grads_of(experts) if autocast_dtype(hidden_TD.device) is None else []
-        if not sums:
+        main_grads = main_grads_of(experts) if autocast_dtype(hidden_TD.device) is None else []
+        if not main_grads:
             parameters = [_local(param) for param in parameters]
-        return known(hidden_TD, index_TK, weight_TK, parameters, sums, beside)
+        return gated(hidden_TD, index_TK, weight_TK, parameters, main_grads, overlap_shared_experts)
 
     return compute
 
@@ -210,16 +210,18 @@ def _check(experts: nn.Module, mesh: Mesh) -> None:
         )
 
 
-def _check_whole_model(part: nn.Module, mesh: Mesh) -> None:
+def _check_has_experts(part: nn.Module, mesh: Mesh) -> None:
     """Raise ConfigError if the full model has no experts. A single pipeline stage may have none."""
     model: Any = part.model
     with torch.device("meta"):
-        whole = type(model)(copy.deepcopy(model.config))
-    if experts_modules(whole):
+        full_model = type(model)(copy.deepcopy(model.config))
+    if experts_modules(full_model):
         return
     ep, name = mesh.layout.ep, type(model).__name__
     own = [
-        m for path, m in whole.named_modules() if path.rpartition(".")[2] == "experts" or "Experts" in type(m).__name__
+        m
+        for path, m in full_model.named_modules()
+        if path.rpartition(".")[2] == "experts" or "Experts" in type(m).__name__
     ]
     if own:
         reason = f"{name} calls its experts ({type(own[0]).__name__}) without the experts interface of transformers"

@@ -56,13 +56,13 @@ def leaves_garbage(product: Product, device: torch.device, dtype: torch.dtype, n
     if device.type != "cuda":
         return False
     key = (device, dtype, name)
-    if key not in _known:
+    if key not in _results:
         # Run in another thread, which has no graph capture, recomputation, hooks or modes of the caller.
         with threads_on_this_device(1) as thread:
-            _known[key] = thread.submit(_tried, product, device, dtype).result()
-        if _known[key]:
-            logger.info("grouped products (%s) leave empty groups unwritten here: they are set to zero", name)
-    return _known[key]
+            _results[key] = thread.submit(_tried, product, device, dtype).result()
+        if _results[key]:
+            logger.info("grouped GEMM %s leaves empty groups unwritten on this device. They are set to zero", name)
+    return _results[key]
 
 
 def torch_leaves_garbage(device: torch.device, dtype: torch.dtype) -> bool:
@@ -70,7 +70,7 @@ def torch_leaves_garbage(device: torch.device, dtype: torch.dtype) -> bool:
     return leaves_garbage(_of_torch, device, dtype)
 
 
-_known: dict[tuple[torch.device, torch.dtype, str], bool] = {}
+_results: dict[tuple[torch.device, torch.dtype, str], bool] = {}
 
 
 def _tried(product: Product, device: torch.device, dtype: torch.dtype) -> bool:

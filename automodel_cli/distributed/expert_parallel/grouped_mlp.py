@@ -39,10 +39,11 @@ from automodel_cli.distributed.activation_checkpointing.saved_results import (
     save_or_replay,
 )
 from automodel_cli.distributed.expert_parallel import empty_groups, permute
+from automodel_cli.distributed.expert_parallel.grouped_mlp_regions import add_expert_bias, fusible_regions
 from automodel_cli.distributed.expert_parallel.token_dispatcher import Arriving, Routes, find_routes
 from automodel_cli.distributed.float8 import grouped_gemm
 from automodel_cli.distributed.float8.quantization import Arithmetic
-from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
+from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.torch_compat import wanted
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
 from automodel_cli.distributed.wgrad_fusion import grouped as wgrad_fusion_grouped
@@ -75,9 +76,10 @@ class GatedExperts:
         # Each region runs uncompiled, or compiled by `fuser`.
         biased = set(_BIASES) <= set(experts._parameters)
         self._gate, self._through_gate, self.sum_of_pairs, *add_bias = (
-            (None if fuser is None else fuser(glue)) or glue.function for glue in _glue(self._family, biased)
+            (None if fuser is None else fuser(region)) or region.function
+            for region in fusible_regions(self._family, biased)
         )
-        self.add_bias = add_bias[0] if biased else _biased
+        self.add_bias = add_bias[0] if biased else add_expert_bias
 
     @classmethod
     def of(
@@ -106,20 +108,20 @@ class GatedExperts:
         return result
 
     def through_gate(
-        self, inner_NF: Tensor, of_gated_NI: Tensor, weight_N1: Tensor, *bias: Tensor
+        self, inner_NF: Tensor, grad_gated_NI: Tensor, weight_N1: Tensor, *bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Recompute the gate and return its backward.
 
         Args:
             inner_NF: result of the first GEMM, before the bias.
-            of_gated_NI: gradient of the unweighted result of the gate. Overwritten.
+            grad_gated_NI: gradient of the unweighted result of the gate. Overwritten.
             weight_N1: routing weight of each row.
 
         Returns the weighted result of the gate `[N, I]`, the gradient of the routing weights `[N]` and the gradient of
         `inner_NF`.
         """
         result: tuple[Tensor, Tensor, Tensor]
-        result = self._through_gate(self._family, inner_NF, of_gated_NI, weight_N1, *bias)
+        result = self._through_gate(self._family, inner_NF, grad_gated_NI, weight_N1, *bias)
         return result
 
     def __call__(
@@ -128,21 +130,21 @@ class GatedExperts:
         index_TK: Tensor,
         weight_TK: Tensor,
         parameters: Sequence[Tensor],
-        sums: Sequence[MainGrad] = (),
-        beside: Callable[[], None] | None = None,
+        main_grads: Sequence[MainGrad] = (),
+        overlapped: Callable[[], None] | None = None,
     ) -> Tensor:
         """Compute the experts of all tokens, `[T, D]`. Collective over the group, also in backward.
 
         Args:
             parameters: first weight, second weight, and both biases if the family has them, of the local experts.
-            sums: main gradients of the two weights. Weight gradients may accumulate into them directly.
-            beside: called while results are in transit.
+            main_grads: main gradients of the two weights. Weight gradients may accumulate into them directly.
+            overlapped: called while results are in transit.
         """
         call = _Call(self, weight_TK.detach())
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            sent_ND = _Multiply.apply(call, index_TK, sums, hidden_TD, weight_TK, *parameters)
-        if beside is not None:
-            beside()
+            sent_ND = _Multiply.apply(call, index_TK, main_grads, hidden_TD, weight_TK, *parameters)
+        if overlapped is not None:
+            overlapped()
         with torch.autocast(hidden_TD.device.type, enabled=False):
             result: Tensor = _Sum.apply(call, sent_ND, hidden_TD.dtype)
         return result
@@ -150,8 +152,10 @@ class GatedExperts:
     def product(self, rows_ND: Tensor, weight_LDF: Tensor, ends_L: Tensor, *, back: bool = False) -> Tensor:
         """Multiply every row by the weight of its expert. `back`: by the transposed weight, as backward needs."""
         if self._fp8 is not None and not self._fp8.paused:
-            turned = self.transposed is not back
-            return grouped_gemm.grouped_gemm(self._fp8, rows_ND, weight_LDF, ends_L, turned=turned, fast=not back)
+            transposed = self.transposed is not back
+            return grouped_gemm.grouped_gemm(
+                self._fp8, rows_ND, weight_LDF, ends_L, transposed=transposed, fast=not back
+            )
         weight = weight_LDF if self.transposed is not back else weight_LDF.transpose(-2, -1)
         return grouped_mm(rows_ND, weight, offs=ends_L)
 
@@ -161,7 +165,7 @@ class GatedExperts:
             return grouped_gemm.weight_gradient(self._fp8, first, second, ends_L)
         return empty_groups.weight_gradient(first, second, ends_L)
 
-    def add_weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, count_L: list[int], weight_sum: MainGrad) -> bool:
+    def add_weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, count_L: list[int], main_grad: MainGrad) -> bool:
         """Accumulate the weight gradient into the main gradient, and return whether it was done.
 
         Done only if the main gradient supports it and one GEMM per expert is faster than a grouped one. Never with
@@ -172,7 +176,7 @@ class GatedExperts:
         weights = rows_NI.shape[1] * grad_NO.shape[1]
         if not gemm_timings.adds_faster(len(rows_NI) / len(count_L), weights):
             return False
-        place = weight_sum.place(rows_NI.dtype)
+        place = main_grad.place(rows_NI.dtype)
         if place is not None:
             first, second = (rows_NI, grad_NO) if self.transposed else (grad_NO, rows_NI)
             wgrad_fusion_grouped.add_grouped_(place[0], first, second, count_L, place[1])
@@ -265,7 +269,7 @@ class _Multiply(torch.autograd.Function):
         ctx: Any,
         call: _Call,
         index_TK: Tensor,
-        sums: Sequence[MainGrad],
+        main_grads: Sequence[MainGrad],
         hidden_TD: Tensor,
         weight_TK: Tensor,
         *parameters: Tensor,
@@ -293,7 +297,7 @@ class _Multiply(torch.autograd.Function):
                 result_ND = experts.add_bias(result_ND, biases[1], rows.expert_N)
             call.results = rows.back(result_ND)
         ctx.save_for_backward(rows_ND, inner_NF, weight_TK, *local)
-        ctx.call, ctx.sums, ctx.parameters = call, sums, parameters
+        ctx.call, ctx.main_grads, ctx.parameters = call, main_grads, parameters
         return rows_ND.new_empty(()).expand(rows.routes.num_arrivals, rows_ND.shape[1])
 
     @staticmethod
@@ -310,34 +314,39 @@ class _Multiply(torch.autograd.Function):
                 call.gradients()
                 call.gradients = None
             grad_ND = rows.by_expert(grads[0])
-            of_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
+            grad_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
             weight_N1 = rows.by_expert(weights_arriving())[:, None]
-            weighted_NI, grad_weight_N, of_inner_NF = experts.through_gate(
-                inner_NF, of_gated_NI, weight_N1, *rows.bias(biases)
+            weighted_NI, grad_weight_N, grad_inner_NF = experts.through_gate(
+                inner_NF, grad_gated_NI, weight_N1, *rows.bias(biases)
             )
             if wants_tokens:
-                of_tokens_arriving = rows.back(experts.product(of_inner_NF, first, ends_L, back=True))
+                token_grads_arriving = rows.back(experts.product(grad_inner_NF, first, ends_L, back=True))
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
             if wants_weight:
                 if biases:
                     grad_weight_N += ((grad_ND @ biases[1].t()) * is_of_NL).sum(-1, dtype=weight_TK.dtype)
-                of_weights_arriving = rows.back(grad_weight_N)
-            found: list[Tensor | None] = []
-            for i, factors in enumerate(((rows_ND, of_inner_NF), (weighted_NI, grad_ND))):
-                is_added = wants[i] and ctx.sums and experts.add_weight_gradient(*factors, rows.count_L, ctx.sums[i])
-                found.append(experts.weight_gradient(*factors, ends_L) if wants[i] and not is_added else None)
+                weight_grads_arriving = rows.back(grad_weight_N)
+            param_grads: list[Tensor | None] = []
+            for i, factors in enumerate(((rows_ND, grad_inner_NF), (weighted_NI, grad_ND))):
+                is_added = (
+                    wants[i]
+                    and ctx.main_grads
+                    and experts.add_weight_gradient(*factors, rows.count_L, ctx.main_grads[i])
+                )
+                param_grads.append(experts.weight_gradient(*factors, ends_L) if wants[i] and not is_added else None)
             if is_of_NL is not None:
-                found.append(is_of_NL.t() @ of_inner_NF if wants[2] else None)
-                found.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
+                param_grads.append(is_of_NL.t() @ grad_inner_NF if wants[2] else None)
+                param_grads.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
             grad_TD, grad_weight_TK = None, None
             if wants_tokens:
-                grad_TD = embedding_bag(routes.place_P.view_as(weight_TK), of_tokens_arriving(), mode="sum")
+                grad_TD = embedding_bag(routes.place_P.view_as(weight_TK), token_grads_arriving(), mode="sum")
             if wants_weight:
-                grad_weight_TK = of_weights_arriving().index_select(0, routes.place_P).view_as(weight_TK)
-        of_parameters = [
-            None if grad is None else of_local(grad, param) for grad, param in zip(found, ctx.parameters, strict=True)
+                grad_weight_TK = weight_grads_arriving().index_select(0, routes.place_P).view_as(weight_TK)
+        converted = [
+            None if grad is None else of_local(grad, param)
+            for grad, param in zip(param_grads, ctx.parameters, strict=True)
         ]
-        return None, None, None, grad_TD, grad_weight_TK, *of_parameters
+        return None, None, None, grad_TD, grad_weight_TK, *converted
 
 
 class _Sum(torch.autograd.Function):
@@ -365,64 +374,6 @@ class _Sum(torch.autograd.Function):
         return None, ctx.call.gradients.rows, None
 
 
-def _biased(rows_NF: Tensor, bias_LF: Tensor, expert_N: Tensor) -> Tensor:
-    return rows_NF + bias_LF.index_select(0, expert_N)
-
-
-def _gate(family: Any, inner_NF: Tensor, *bias: Tensor) -> Tensor:
-    gated_NI: Tensor = family._apply_gate(_biased(inner_NF, *bias) if bias else inner_NF)
-    return gated_NI
-
-
-def _through_gate(
-    family: Any, inner_NF: Tensor, of_gated_NI: Tensor, weight_N1: Tensor, *bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    if bias:
-        inner_NF = _biased(inner_NF, *bias)
-    gated_NI, back = torch.func.vjp(family._apply_gate, inner_NF)  # type: ignore[misc]  # two, without `has_aux`
-    grad_weight_N = (of_gated_NI * gated_NI).sum(-1, dtype=weight_N1.dtype)
-    weighted_NI = torch.mul(gated_NI, weight_N1, out=torch.empty_like(gated_NI))
-    (of_inner_NF,) = back(of_gated_NI.mul_(weight_N1))
-    return weighted_NI, grad_weight_N, of_inner_NF
-
-
-def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum weighted results of sorted pairs by token, `[T, D]`. Rounds as transformers does."""
-    result_TKD = result_PD.index_select(0, place_P).view(*weight_TK.shape, -1)
-    return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(dtype)
-
-
-def _glue(family: Any, biased: bool) -> list[FusibleRegion]:
-    """Return the regions that can be fused: gate, backward of the gate, weighted sum, and bias."""
-    kind, width, generator = type(family).__name__, 16, torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    def bias(rows: int) -> tuple[Tensor, ...]:
-        return numbers(3, width), torch.arange(rows) % 3
-
-    def gate_sample(rows: int) -> tuple[Any, ...]:
-        return family, numbers(rows, width), *(bias(rows) if biased else ())
-
-    def through_sample(rows: int) -> tuple[Any, ...]:
-        inner_NF = numbers(rows, width)
-        of_gated_NI = numbers(*family._apply_gate(inner_NF).shape)
-        return family, inner_NF, of_gated_NI, numbers(rows, 1).abs(), *(bias(rows) if biased else ())
-
-    def sum_sample(rows: int) -> tuple[Any, ...]:
-        place_P = torch.randperm(2 * rows, generator=generator)
-        return numbers(2 * rows, width), place_P, numbers(rows, 2).abs(), torch.float32
-
-    always = [
-        FusibleRegion(f"gate {kind}", _gate, None, gate_sample),
-        FusibleRegion(f"backward of gate {kind}", _through_gate, None, through_sample),
-        FusibleRegion("sum over experts", _sum_of_pairs, None, sum_sample),
-    ]
-    of_bias = FusibleRegion("bias of experts", _biased, None, lambda rows: (numbers(rows, width), *bias(rows)))
-    return [*always, of_bias] if biased else always
-
-
 def _is_standard(experts: nn.Module) -> bool:
     """Return whether results and gradients equal those of the family's own loop over experts, on a small copy."""
     # The original forward, below the dispatch to an experts implementation of transformers.
@@ -434,11 +385,11 @@ def _is_standard(experts: nn.Module) -> bool:
     hidden_TD = torch.randn(_PROBE["tokens"], _PROBE["hidden"], generator=generator)
     index_TK = torch.stack([torch.randperm(_PROBE["experts"], generator=generator)[:2] for _ in hidden_TD])
     weight_TK = torch.rand(index_TK.shape, generator=generator)
-    given = [hidden_TD, weight_TK, *parameters_of(tiny)]
+    inputs = [hidden_TD, weight_TK, *parameters_of(tiny)]
     arithmetic = GatedExperts(tiny, _PROBE["experts"], None)
     try:
-        want = _with_gradients(lambda: loop(tiny, hidden_TD, index_TK, weight_TK), given)
-        got = _with_gradients(lambda: arithmetic(hidden_TD, index_TK, weight_TK, given[2:]), given)
+        want = _with_gradients(lambda: loop(tiny, hidden_TD, index_TK, weight_TK), inputs)
+        got = _with_gradients(lambda: arithmetic(hidden_TD, index_TK, weight_TK, inputs[2:]), inputs)
     except Exception:  # The code of a family may fail with the sizes of the small copy.
         return False
     return all(bool((a - b).abs().max() <= _TOLERANCE * a.abs().max()) for a, b in zip(want, got, strict=True))
@@ -460,9 +411,9 @@ def _shrunk(experts: nn.Module) -> nn.Module:
     return tiny
 
 
-def _with_gradients(compute: Callable[[], Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+def _with_gradients(compute: Callable[[], Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     with torch.enable_grad():
-        for tensor in given:
+        for tensor in inputs:
             tensor.requires_grad_()
         result = compute()
-        return [result.detach(), *torch.autograd.grad(result.square().sum(), given)]
+        return [result.detach(), *torch.autograd.grad(result.square().sum(), inputs)]

@@ -116,5 +116,5 @@ def agree(device: torch.device) -> bool:
     return True
 
 
-def _same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def _same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

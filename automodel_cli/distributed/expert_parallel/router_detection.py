@@ -56,7 +56,7 @@ def fuse_routers(part: nn.Module, device_type: str) -> None:
     for router, rule in rules:
         if rule is not None:
             router.forward = _with(router, *rule)  # type: ignore[method-assign]
-    logger.info("routers: %d of %d by Triton kernels", sum(rule is not None for _, rule in rules), len(rules))
+    logger.info("%d of %d routers use Triton kernels", sum(rule is not None for _, rule in rules), len(rules))
 
 
 def rule_of(router: nn.Module) -> tuple[RouterRule, bool] | None:
@@ -83,8 +83,8 @@ def _with(router: nn.Module, rule: RouterRule, in_float32: bool) -> Any:
         weight, bias = router._parameters["weight"], router._parameters.get("bias")
         correction = _correction(router, len(weight))  # type: ignore[arg-type]
         correction_E = None if correction is None else correction[1]
-        given = [tensor for tensor in (hidden, weight, bias, correction_E) if tensor is not None]
-        if is_choosing() or any(isinstance(tensor, DTensor) for tensor in given):
+        inputs = [tensor for tensor in (hidden, weight, bias, correction_E) if tensor is not None]
+        if is_choosing() or any(isinstance(tensor, DTensor) for tensor in inputs):
             return own(hidden)  # The original calls topk, which replay needs, and supports DTensors.
         logits_NE = _logits(hidden, weight, bias, in_float32)
         return logits_NE, *rule(logits_NE, correction_E)
@@ -107,14 +107,14 @@ def _correction(router: nn.Module, num_experts: int) -> tuple[str, Tensor] | Non
 
 def _on_numbers(router: nn.Module) -> nn.Module:
     """Return a copy of the router with random float32 weights. The original is not changed."""
-    like = copy.copy(router)
+    clone = copy.copy(router)
     generator = torch.Generator().manual_seed(2)
-    like._parameters = {
+    clone._parameters = {
         name: param if param is None else nn.Parameter(torch.randn(param.shape, generator=generator))
         for name, param in router._parameters.items()
     }
-    like._buffers = {name: torch.randn(b.shape, generator=generator) for name, b in router.named_buffers()}
-    return like
+    clone._buffers = {name: torch.randn(b.shape, generator=generator) for name, b in router.named_buffers()}
+    return clone
 
 
 def _measured(router: nn.Module, correction: str | None) -> tuple[RouterRule, bool] | None:

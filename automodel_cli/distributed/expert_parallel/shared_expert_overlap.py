@@ -28,9 +28,9 @@ class SharedExperts:
 
     def __init__(self, block: nn.Module, module: nn.Module):
         self._own = module.forward
-        self._given: Tensor | None = None  # Input of the block.
-        self._done: tuple[Tensor, Any] | None = None
-        module.forward = self._handed_out
+        self._input: Tensor | None = None  # Input of the block.
+        self._result: tuple[Tensor, Any] | None = None
+        module.forward = self._forward
         block.register_forward_pre_hook(self._enter)
 
     @classmethod
@@ -41,17 +41,17 @@ class SharedExperts:
 
     def run(self) -> None:
         """Compute the shared expert for the current input of the block."""
-        given, self._given = self._given, None
-        if given is not None:
-            self._done = given, self._own(given)
+        block_input, self._input = self._input, None
+        if block_input is not None:
+            self._result = block_input, self._own(block_input)
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        self._given, self._done = args[0] if args else None, None
+        self._input, self._result = args[0] if args else None, None
 
-    def _handed_out(self, *args: Any, **kwargs: Any) -> Any:
-        done, self._done = self._done, None
-        if done is not None and len(args) == 1 and args[0] is done[0] and not kwargs:
-            return done[1]
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        stored, self._result = self._result, None
+        if stored is not None and len(args) == 1 and args[0] is stored[0] and not kwargs:
+            return stored[1]
         return self._own(*args, **kwargs)
 
 
@@ -61,12 +61,12 @@ def find_shared_expert(block: nn.Module, experts: nn.Module) -> nn.Module | None
     Return None if there is no such child, or if the block does not run on the meta device. Does not change the block.
     """
     name_of = {child: name for name, child in block.named_children()}
-    like = _on_meta(block)
+    clone = _on_meta(block)
     of_experts = next(param for param in experts.parameters() if param.ndim == 3)
     width = of_experts.shape[1 if experts.is_transposed else 2]
-    given = torch.empty(1, _TOKENS, width, dtype=of_experts.dtype, device="meta")
+    block_input = torch.empty(1, _TOKENS, width, dtype=of_experts.dtype, device="meta")
     called: list[str] = []
-    beside: list[str] = []
+    candidates: list[str] = []
 
     def watch(name: str, child: nn.Module) -> None:
         own = child.forward
@@ -75,39 +75,41 @@ def find_shared_expert(block: nn.Module, experts: nn.Module) -> nn.Module | None
             called.append(name)
             if name == name_of[experts]:
                 return torch.empty_like(args[0])
-            if name_of[experts] in called and len(args) == 1 and args[0] is given and not kwargs:
-                beside.append(name)
-                return torch.empty_like(given)
+            if name_of[experts] in called and len(args) == 1 and args[0] is block_input and not kwargs:
+                candidates.append(name)
+                return torch.empty_like(block_input)
             return own(*args, **kwargs)
 
         child.forward = forward
 
-    for name, child in like.named_children():
+    for name, child in clone.named_children():
         watch(name, child)
     try:
         with torch.no_grad():
-            like(given)
+            clone(block_input)
     except Exception as error:  # The code of a family may read values of a tensor.
         logger.info(
-            "%s: nothing runs beside its experts, it has no run on the meta device: %s", type(block).__name__, error
+            "%s: shared experts are not overlapped, because the block does not run on the meta device: %s",
+            type(block).__name__,
+            error,
         )
         return None
-    if len(beside) != 1 or called.count(beside[0]) != 1 or called.count(name_of[experts]) != 1:
+    if len(candidates) != 1 or called.count(candidates[0]) != 1 or called.count(name_of[experts]) != 1:
         return None
-    return block.get_submodule(beside[0])
+    return block.get_submodule(candidates[0])
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
     """Return a copy with meta parameters, the original forward and no hooks. The original is not changed."""
-    like = copy.copy(module)
-    vars(like).pop("forward", None)
+    clone = copy.copy(module)
+    vars(clone).pop("forward", None)
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-        setattr(like, hooks, OrderedDict())
+        setattr(clone, hooks, OrderedDict())
     for store in ("_parameters", "_buffers"):
         tensors = vars(module)[store]
-        setattr(like, store, {k: None if t is None else _empty(t) for k, t in tensors.items()})
-    like._modules = {name: None if child is None else _on_meta(child) for name, child in module._modules.items()}
-    return like
+        setattr(clone, store, {k: None if t is None else _empty(t) for k, t in tensors.items()})
+    clone._modules = {name: None if child is None else _on_meta(child) for name, child in module._modules.items()}
+    return clone
 
 
 def _empty(tensor: Tensor) -> Tensor:

@@ -52,10 +52,10 @@ def num_places(num_rows: int, num_experts: int) -> int:
 def _cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (num_rows, num_features), num_experts, device = x_NF.shape, len(ends_L), x_NF.device
     count_L = ends_L.diff(prepend=ends_L.new_zeros(1))
-    room_L = (count_L + MULTIPLE - 1) // MULTIPLE * MULTIPLE
-    padded_ends_L = room_L.cumsum(0, dtype=torch.int32)
+    padded_count_L = (count_L + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    padded_ends_L = padded_count_L.cumsum(0, dtype=torch.int32)
     expert_N = torch.arange(num_experts, device=device).repeat_interleave(count_L, output_size=num_rows)
-    shift_L = (padded_ends_L - room_L) - (ends_L - count_L)
+    shift_L = (padded_ends_L - padded_count_L) - (ends_L - count_L)
     place_N = torch.arange(num_rows, device=device) + shift_L[expert_N]
     largest_LF = x_NF.new_zeros(num_experts, num_features)
     largest_LF.scatter_reduce_(0, expert_N[:, None].expand_as(x_NF), x_NF.abs(), "amax")
@@ -70,7 +70,7 @@ def _cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _usable(device_type: str) -> bool:
     return kernel_verification.trusted(
         device_type,
-        "rows of experts are cast to 8 bits without a Triton kernel",
+        "expert tokens are cast to float8 without a Triton kernel",
         lambda device: group_cast_difference(device),
     )
 
@@ -85,9 +85,9 @@ def group_cast_difference(device: torch.device) -> str:
         x_NF = torch.randn(sum(counts), features, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
         x_NF *= torch.logspace(-6, 3, features, device=device).bfloat16()
         stored = E4M3 if device.type == "cuda" else torch.float32
-        ours = group_cast_triton.cast(x_NF, ends_L, num_places(len(x_NF), len(counts)), stored)
-        theirs, used = _cast(x_NF, ends_L), sum(-(-count // MULTIPLE) * MULTIPLE for count in counts)
-        values, expected = (of[0][:, :used].to(E4M3).view(torch.uint8) for of in (ours, theirs))
-        if not (torch.equal(values, expected) and all(map(torch.equal, ours[1:], theirs[1:]))):
+        actual = group_cast_triton.cast(x_NF, ends_L, num_places(len(x_NF), len(counts)), stored)
+        reference, used = _cast(x_NF, ends_L), sum(-(-count // MULTIPLE) * MULTIPLE for count in counts)
+        values, expected = (of[0][:, :used].to(E4M3).view(torch.uint8) for of in (actual, reference))
+        if not (torch.equal(values, expected) and all(map(torch.equal, actual[1:], reference[1:]))):
             return "it differs from the definition"
     return ""

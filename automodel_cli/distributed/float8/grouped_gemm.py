@@ -69,15 +69,15 @@ def require_grouped(device: torch.device, recipe: Float8Recipe) -> None:
 
 
 def grouped_gemm(
-    fp8: Arithmetic, rows_NK: Tensor, weight: Tensor, ends_L: Tensor, *, turned: bool, fast: bool = False
+    fp8: Arithmetic, rows_NK: Tensor, weight: Tensor, ends_L: Tensor, *, transposed: bool, fast: bool = False
 ) -> Tensor:
     """Multiply every row by the weight of its expert, `[N, O]`.
 
     Args:
-        weight: `[L, O, K]`, or `[L, K, O]` if `turned`.
+        weight: `[L, O, K]`, or `[L, K, O]` if `transposed`.
         fast: see `quantization.Arithmetic.product`.
     """
-    rows, weights = fp8.operand(rows_NK), fp8.operand(weight, turned=turned)
+    rows, weights = fp8.operand(rows_NK), fp8.operand(weight, transposed=transposed)
     if fp8.emulate:
         a_NK, b_LOK = dequantize_operand(rows, torch.float32), dequantize_operand(weights, torch.float32)
         return grouped_mm(a_NK, b_LOK.transpose(-2, -1), offs=ends_L).to(rows_NK.dtype)

@@ -43,7 +43,7 @@ class Fp8Linear(nn.Linear):
         dtype = autocast_dtype(x.device)
         if dtype is not None:
             x, weight = x.to(dtype), cast(nn.Parameter, weight.to(dtype))
-        y = _over_tp(x, weight, self.fp8) if isinstance(weight, DTensor) else _product(x, weight, self.fp8, _WHOLE)
+        y = _over_tp(x, weight, self.fp8) if isinstance(weight, DTensor) else _matmul(x, weight, self.fp8, _UNSHARDED)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
@@ -63,7 +63,7 @@ def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionComp
     or experts.
     """
     layers = [module for module in part.modules() if isinstance(module, Fp8Linear)]
-    left: Counter[str] = Counter()
+    excluded: Counter[str] = Counter()
     for module in part.modules():
         if (fp8 := vars(module).get("fp8")) is not None and not fp8.emulate:
             (require_float8 if isinstance(module, Fp8Linear) else require_grouped)(device, fp8.recipe)
@@ -71,12 +71,12 @@ def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionComp
         shape = layer.weight.to_local().shape if isinstance(layer.weight, DTensor) else layer.weight.shape
         if any(size % layer.fp8.recipe.multiple for size in shape):
             layer.__class__ = nn.Linear  # type: ignore[assignment]
-            left[f"{shape[1]} x {shape[0]}"] += 1
+            excluded[f"{shape[1]} x {shape[0]}"] += 1
     if fuser is not None:
         for arithmetic in _arithmetics([part]):
             arithmetic.fuse(fuser)
-    if left:
-        sizes = ", ".join(f"{count} of {size}" for size, count in left.items())
+    if excluded:
+        sizes = ", ".join(f"{count} of {size}" for size, count in excluded.items())
         warn(
             "precision_loss",
             "Linear layers whose local size is not a multiple of %d do not compute in float8 (%s). Results differ from "
@@ -101,27 +101,27 @@ def paused(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 def _arithmetics(parts: Sequence[nn.Module]) -> list[Arithmetic]:
     """Return the arithmetics of linear layers and experts. Many layers share one."""
-    found = [vars(module).get("fp8") for part in parts for module in part.modules()]
-    return list({id(fp8): fp8 for fp8 in found if isinstance(fp8, Arithmetic)}.values())
+    candidates = [vars(module).get("fp8") for part in parts for module in part.modules()]
+    return list({id(fp8): fp8 for fp8 in candidates if isinstance(fp8, Arithmetic)}.values())
 
 
-class _Cut(NamedTuple):
+class _Sharding(NamedTuple):
     """Weight dimension that tensor parallelism shards (0 outputs, 1 inputs), or None."""
 
     dim: int | None = None
     group: dist.ProcessGroup | None = None
 
-    def of_weight(self, by_row: bool, *, turned: bool) -> dist.ProcessGroup | None:
+    def of_weight(self, by_row: bool, *, transposed: bool) -> dist.ProcessGroup | None:
         """Return the group over which the dimension of a weight scale is sharded."""
-        shared = 0 if turned else 1
+        shared = 0 if transposed else 1
         return self.group if not by_row or self.dim == shared else None
 
-    def of_features(self, dim: int, by_row: bool, *, turned: bool) -> dist.ProcessGroup | None:
+    def of_features(self, dim: int, by_row: bool, *, transposed: bool) -> dist.ProcessGroup | None:
         """Return the same for inputs of tokens (`dim` 1) or gradients of outputs (`dim` 0)."""
-        return self.group if self.dim == dim and not (by_row and turned) else None
+        return self.group if self.dim == dim and not (by_row and transposed) else None
 
 
-_WHOLE = _Cut()
+_UNSHARDED = _Sharding()
 
 
 def _over_tp(x: Tensor, weight: DTensor, fp8: Arithmetic) -> Tensor:
@@ -135,12 +135,12 @@ def _over_tp(x: Tensor, weight: DTensor, fp8: Arithmetic) -> Tensor:
     by_outputs = placement.dim == 0
     local_x = x.to_local(grad_placements=[Partial()] if by_outputs else x.placements)
     local_w = weight.to_local(grad_placements=[placement])
-    local_y = _product(local_x, local_w, fp8, _Cut(placement.dim, mesh.get_group()))
+    local_y = _matmul(local_x, local_w, fp8, _Sharding(placement.dim, mesh.get_group()))
     return DTensor.from_local(local_y, mesh, [Shard(-1) if by_outputs else Partial()], run_check=False)
 
 
-def _product(x: Tensor, weight_OI: Tensor, fp8: Arithmetic, cut: _Cut) -> Tensor:
-    y_TO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, fp8, cut)
+def _matmul(x: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding) -> Tensor:
+    y_TO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, fp8, sharding)
     return y_TO.view(*x.shape[:-1], len(weight_OI))
 
 
@@ -150,33 +150,35 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, fp8: Arithmetic, cut: _Cut) -> Tensor:
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding) -> Tensor:
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x_TI if wants_weight else None, weight_OI if wants_x else None)
-        ctx.fp8, ctx.cut, ctx.dtype = fp8, cut, weight_OI.dtype
+        ctx.fp8, ctx.sharding, ctx.dtype = fp8, sharding, weight_OI.dtype
         by_row = fp8.recipe.by_row
-        x = fp8.operand(x_TI, group=cut.of_features(1, by_row, turned=False))
-        weight = fp8.operand(weight_OI, group=cut.of_weight(by_row, turned=False))
+        x = fp8.operand(x_TI, group=sharding.of_features(1, by_row, transposed=False))
+        weight = fp8.operand(weight_OI, group=sharding.of_weight(by_row, transposed=False))
         return fp8.product(x, weight, x_TI.dtype, fast=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI = ctx.saved_tensors
-        fp8, cut, recipe = ctx.fp8, ctx.cut, ctx.fp8.recipe
+        fp8, sharding, recipe = ctx.fp8, ctx.sharding, ctx.fp8.recipe
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if wants_x:
             by_row = recipe.by_row and not recipe.exact_weight_gradient
-            weight = fp8.operand(weight_OI, turned=True, by_row=by_row, group=cut.of_weight(by_row, turned=True))
-            grad = fp8.operand(grad_TO, recipe.gradient, group=cut.of_features(0, recipe.by_row, turned=False))
+            weight = fp8.operand(
+                weight_OI, transposed=True, by_row=by_row, group=sharding.of_weight(by_row, transposed=True)
+            )
+            grad = fp8.operand(grad_TO, recipe.gradient, group=sharding.of_features(0, recipe.by_row, transposed=False))
             grad_x = fp8.product(grad, weight, grad_TO.dtype)
         if wants_weight and recipe.exact_weight_gradient:
             grad_weight = grad_TO.t() @ x_TI
         elif wants_weight:
             grad = fp8.operand(
-                grad_TO, recipe.gradient, turned=True, group=cut.of_features(0, recipe.by_row, turned=True)
+                grad_TO, recipe.gradient, transposed=True, group=sharding.of_features(0, recipe.by_row, transposed=True)
             )
-            x = fp8.operand(x_TI, turned=True, group=cut.of_features(1, recipe.by_row, turned=True))
+            x = fp8.operand(x_TI, transposed=True, group=sharding.of_features(1, recipe.by_row, transposed=True))
             grad_weight = fp8.product(grad, x, ctx.dtype)
         return grad_x, grad_weight, None, None

@@ -29,12 +29,12 @@ _MANTISSA, _BITS = 0x7FFFFF, 23
 _ROWS, _COLUMNS = 128, 4  # Size of a tile.
 
 
-def cast_mxfp8(x_TF: Tensor, turned: bool, tiled: bool) -> tuple[Tensor, Tensor]:
-    """Cast to e4m3 `[T, F]`, or `[F, T]` if `turned`, contiguous, with e8m0 exponents.
+def cast_mxfp8(x_TF: Tensor, transposed: bool, tiled: bool) -> tuple[Tensor, Tensor]:
+    """Cast to e4m3 `[T, F]`, or `[F, T]` if `transposed`, contiguous, with e8m0 exponents.
 
     The exponents are `[M, G]`, or flat in the layout of tensor cores if `tiled`.
     """
-    x_MK = x_TF.transpose(-2, -1) if turned else x_TF
+    x_MK = x_TF.transpose(-2, -1) if transposed else x_TF
     x_MGB = x_MK.float().unflatten(-1, (-1, BLOCK))
     bits_MG = (x_MGB.abs().amax(-1) / _MOST).view(torch.int32)
     exponent, mantissa = bits_MG >> _BITS, bits_MG & _MANTISSA

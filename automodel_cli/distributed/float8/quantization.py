@@ -121,18 +121,18 @@ class Arithmetic:
         if self.recipe.blocks:
             self.cast_blocks = fuser(mxfp8.FUSED_OPS) or mxfp8.cast_mxfp8
             return
-        self.cast, self.cast_to, self.largest = (fuser(glue) or glue.function for glue in _glue(self.recipe))
+        self.cast, self.cast_to, self.largest = (fuser(region) or region.function for region in _regions(self.recipe))
 
     def operand(
         self,
         x_TF: Tensor,
         dtype: torch.dtype = E4M3,
         *,
-        turned: bool = False,
+        transposed: bool = False,
         by_row: bool | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Operand:
-        """Cast `x_TF` for a GEMM that contracts F, or T if `turned`.
+        """Cast `x_TF` for a GEMM that contracts F, or T if `transposed`.
 
         Args:
             dtype: float8 dtype.
@@ -141,16 +141,16 @@ class Arithmetic:
         """
         by_row = self.recipe.by_row if by_row is None else by_row
         multiple = self.recipe.multiple
-        if turned and x_TF.shape[-2] % multiple:
+        if transposed and x_TF.shape[-2] % multiple:
             x_TF = torch.nn.functional.pad(x_TF, (0, 0, 0, -x_TF.shape[-2] % multiple))
         x_TF = x_TF.detach().contiguous()  # Contiguous, so that all casts share one graph.
         if self.recipe.blocks:  # Blocks are never split between ranks.
-            return Operand(*self.cast_blocks(x_TF, turned, not self.emulate))
+            return Operand(*self.cast_blocks(x_TF, transposed, not self.emulate))
         if group is None:
-            return Operand(*self.cast(x_TF, dtype, self.recipe.power_of_two, by_row, turned))
-        largest = self.largest(x_TF, by_row, turned)
+            return Operand(*self.cast(x_TF, dtype, self.recipe.power_of_two, by_row, transposed))
+        largest = self.largest(x_TF, by_row, transposed)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return Operand(*self.cast_to(x_TF, largest, dtype, self.recipe.power_of_two, turned))
+        return Operand(*self.cast_to(x_TF, largest, dtype, self.recipe.power_of_two, transposed))
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         """Multiply two operands, `[M, N]` in `dtype`.
@@ -235,27 +235,29 @@ def scale_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
     return scale
 
 
-def _cast(x_TF: Tensor, dtype: torch.dtype, power_of_two: bool, by_row: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    return _cast_to(x_TF, _largest(x_TF, by_row, turned), dtype, power_of_two, turned)
+def _cast(
+    x_TF: Tensor, dtype: torch.dtype, power_of_two: bool, by_row: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    return _cast_to(x_TF, _largest(x_TF, by_row, transposed), dtype, power_of_two, transposed)
 
 
-def _largest(x_TF: Tensor, by_row: bool, turned: bool) -> Tensor:
+def _largest(x_TF: Tensor, by_row: bool, transposed: bool) -> Tensor:
     """Return the maximum of each row `[M, 1]`, or of the tensor `[]`."""
     if not by_row:
         return x_TF.abs().amax()
-    return x_TF.abs().amax(-2).unsqueeze(-1) if turned else x_TF.abs().amax(-1, keepdim=True)
+    return x_TF.abs().amax(-2).unsqueeze(-1) if transposed else x_TF.abs().amax(-1, keepdim=True)
 
 
 def _cast_to(
-    x_TF: Tensor, largest: Tensor, dtype: torch.dtype, power_of_two: bool, turned: bool
+    x_TF: Tensor, largest: Tensor, dtype: torch.dtype, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    most, scale = torch.finfo(dtype).max, scale_of(largest, dtype, power_of_two)
-    x_MK = x_TF.transpose(-2, -1) if turned else x_TF
-    values_MK = (x_MK.float() * scale).clamp(-most, most).to(dtype).contiguous()
+    limit, scale = torch.finfo(dtype).max, scale_of(largest, dtype, power_of_two)
+    x_MK = x_TF.transpose(-2, -1) if transposed else x_TF
+    values_MK = (x_MK.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
     return values_MK, scale.reciprocal()
 
 
-def _glue(recipe: Float8Recipe) -> list[FusibleRegion]:
+def _regions(recipe: Float8Recipe) -> list[FusibleRegion]:
     """Return the regions of `cast`, `cast_to` and `largest`. Their graphs contain constants of the recipe."""
 
     def numbers(rows: int) -> Tensor:

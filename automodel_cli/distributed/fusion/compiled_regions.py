@@ -53,44 +53,44 @@ class FusibleRegion:
 class RegionCompiler(Protocol):
     """Return a function that computes the region, or None to run `function` uncompiled."""
 
-    def __call__(self, glue: FusibleRegion) -> Callable[..., Any] | None: ...
+    def __call__(self, region: FusibleRegion) -> Callable[..., Any] | None: ...
 
 
 class Compiled:
     """Compile with torch.compile.
 
-    Regions that do not compile on `device`, or whose results differ, run uncompiled. `refused` maps their names to
+    Regions that do not compile on `device`, or whose results differ, run uncompiled. `rejected` maps their names to
     reasons.
     """
 
     def __init__(self, backend: str, device: torch.device, dtype: torch.dtype):
         self.backend, self.device, self.dtype = backend, device, dtype
-        self.found: Counter[str] = Counter()
-        self.refused: dict[str, str] = {}
+        self.compiled: Counter[str] = Counter()
+        self.rejected: dict[str, str] = {}
         self._known: dict[tuple[str, Any], Callable[..., Any] | None] = {}
 
-    def __call__(self, glue: FusibleRegion) -> Callable[..., Any] | None:
-        key = (glue.name, glue.function)
+    def __call__(self, region: FusibleRegion) -> Callable[..., Any] | None:
+        key = (region.name, region.function)
         if key not in self._known:
-            compiled = _function_of(glue, self.backend)
-            reason = region_difference(glue, compiled, self.device, self.dtype)
+            compiled = _function_of(region, self.backend)
+            reason = region_difference(region, compiled, self.device, self.dtype)
             if reason:
-                self.refused[glue.name] = reason
-            self._known[key] = None if reason else _or_as_written(glue, compiled)
+                self.rejected[region.name] = reason
+            self._known[key] = None if reason else _or_uncompiled(region, compiled)
         run = self._known[key]
         if run is not None:
-            self.found[glue.name] += 1
+            self.compiled[region.name] += 1
         return run
 
     def settle(self, *, by_name: bool) -> None:
         """Log the result after all regions of a part are known. Raises ConfigError if `by_name` and a region is not
         compiled.
         """
-        global _last
-        _last = str(self)
-        logger.info("glue: %s", _last)
-        if by_name and self.refused:
-            name, reason = next(iter(self.refused.items()))
+        global _report
+        _report = str(self)
+        logger.info("fused ops: %s", _report)
+        if by_name and self.rejected:
+            name, reason = next(iter(self.rejected.items()))
             raise ConfigError(
                 f"enable_compile=fused_ops is not supported because {self.backend} cannot compile {name!r} on "
                 f"{self.device.type}: {reason}",
@@ -100,36 +100,36 @@ class Compiled:
             )
 
     def __str__(self) -> str:
-        found = ", ".join(f"{count} {name}" for name, count in self.found.items()) or "nothing"
-        left = "".join(f"; not {name}: {reason}" for name, reason in self.refused.items())
-        return f"{found} by {self.backend}{left}"
+        compiled = ", ".join(f"{count} {name}" for name, count in self.compiled.items()) or "nothing"
+        skipped = "".join(f"; not {name}: {reason}" for name, reason in self.rejected.items())
+        return f"{compiled} by {self.backend}{skipped}"
 
 
-_stand_in: RegionCompiler | None = None
-_last = ""
+_substitute: RegionCompiler | None = None
+_report = ""
 _functions: dict[tuple[str, Any, str], Callable[..., Any]] = {}
 compilations: list[str] = []
 """Names of the regions of all graphs compiled in this process, in order."""
 
 
-def _function_of(glue: FusibleRegion, backend: str) -> Callable[..., Any]:
-    key = (glue.name, glue.function, backend)
+def _function_of(region: FusibleRegion, backend: str) -> Callable[..., Any]:
+    key = (region.name, region.function, backend)
     if key not in _functions:
-        compiled = torch_compat.compiled(glue.function, backend, lambda: compilations.append(glue.name))
+        compiled = torch_compat.compiled(region.function, backend, lambda: compilations.append(region.name))
 
         def run(*args: Any) -> Any:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
-                return glue.function(*args)  # Sharded by tensor parallelism.
+                return region.function(*args)  # Sharded by tensor parallelism.
             for tensor in tensors:
-                torch_compat.mark_dynamic(tensor, _token_dims(tensor, glue.by_element))
+                torch_compat.mark_dynamic(tensor, _token_dims(tensor, region.by_element))
             return compiled(*args)
 
         _functions[key] = run
     return _functions[key]
 
 
-def _or_as_written(glue: FusibleRegion, run: Callable[..., Any]) -> Callable[..., Any]:
+def _or_uncompiled(region: FusibleRegion, run: Callable[..., Any]) -> Callable[..., Any]:
     """Call `run` until the compiler fails for other sizes than the sample's. Then warn once and call the function."""
     now = run
 
@@ -138,8 +138,8 @@ def _or_as_written(glue: FusibleRegion, run: Callable[..., Any]) -> Callable[...
         try:
             return now(*args)
         except torch_compat.CompilerError as failure:
-            warn("kernel_unavailable", "Fused ops %r run uncompiled from now on: %s", glue.name, _said(failure))
-            now = glue.function
+            warn("kernel_unavailable", "Fused ops %r run uncompiled from now on: %s", region.name, _summary(failure))
+            now = region.function
             return now(*args)
 
     return either
@@ -155,35 +155,35 @@ def _token_dims(tensor: Tensor, by_element: bool) -> tuple[int, ...]:
     return {0: (), 2: (0,), 3: (0, 1)}.get(tensor.ndim, (0, 2))
 
 
-def region_difference(glue: FusibleRegion, run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
+def region_difference(region: FusibleRegion, run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
     """Return why `run` cannot replace `region.function`: its error, or its difference on two samples.
 
     Empty if it can.
     """
     try:
         for rows in (5, 12):
-            args = [_placed(arg, device, dtype, grad=glue.kept is not None) for arg in glue.sample(rows)]
-            with torch.set_grad_enabled(glue.kept is not None):
-                want, got = _with_gradients(glue.function, args), _with_gradients(run, args)
+            args = [_to_device(arg, device, dtype, grad=region.kept is not None) for arg in region.sample(rows)]
+            with torch.set_grad_enabled(region.kept is not None):
+                want, got = _with_gradients(region.function, args), _with_gradients(run, args)
             for a, b in zip(want, got, strict=True):
                 ulps = _REDUCED_ULPS if a.dtype.itemsize > 1 else 1.0  # 8-bit values are only cast, not computed with.
                 a, b, relative = a.double(), b.double(), _FLOATS.get(a.dtype, ulps * torch.finfo(a.dtype).eps)
                 limit, error = relative * float(a.abs().max()), float((a - b).abs().max())
                 if not error <= limit:
-                    return f"compiled code differs by {error:.1e} where {limit:.1e} is rounding"
+                    return f"compiled code differs by {error:.1e}, more than rounding ({limit:.1e})"
             with torch.no_grad():
                 run(*_copies(args))
     except Exception as failure:  # Compiler errors have no common class.
-        return _said(failure)
+        return _summary(failure)
     return ""
 
 
-def _said(failure: Exception) -> str:
+def _summary(failure: Exception) -> str:
     """Return class, message and first line of the cause of a compiler error."""
     return " ".join(f"{type(failure).__name__}: {failure}".split("\n")[:2])
 
 
-def _placed(arg: Any, device: torch.device, dtype: torch.dtype, *, grad: bool) -> Any:
+def _to_device(arg: Any, device: torch.device, dtype: torch.dtype, *, grad: bool) -> Any:
     if isinstance(arg, nn.Module):
         return arg.to(device, dtype)
     if isinstance(arg, Tensor):
@@ -201,32 +201,32 @@ def _with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[T
     results = list(result) if isinstance(result, tuple) else [result]
     if not any(tensor.requires_grad for tensor in results):
         return results
-    wanted = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
-    wanted += [param for arg in args if isinstance(arg, nn.Module) for param in arg.parameters()]
+    needed = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    needed += [param for arg in args if isinstance(arg, nn.Module) for param in arg.parameters()]
     total = torch.stack([tensor.float().square().sum() for tensor in results]).sum()
-    grads = torch.autograd.grad(total, wanted, allow_unused=True)
+    grads = torch.autograd.grad(total, needed, allow_unused=True)
     return [*(tensor.detach() for tensor in results), *(grad for grad in grads if grad is not None)]
 
 
-Ran = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
+OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 
 
-def as_one(aside: Callable[[], Any], ran: Ran) -> RegionCompiler:
+def as_one(shape_context: Callable[[], Any], on_kernel: OnKernel) -> RegionCompiler:
     """Return a region compiler for fake tensors. Every region saves only the tensors that its backward needs.
 
     Args:
-        aside: context in which the operators of a region run to infer shapes.
-        ran: called as `ran(name, read, written)` for each kernel.
+        shape_context: context in which the operators of a region run to infer shapes.
+        on_kernel: called as `ran(name, read, written)` for each kernel.
     """
 
-    def fuse(glue: FusibleRegion) -> Callable[..., Any]:
+    def fuse(region: FusibleRegion) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             modules = [arg for arg in args if isinstance(arg, nn.Module)]
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             if any(torch_compat.is_dtensor(tensor) for tensor in tensors):
-                return glue.function(*args)
+                return region.function(*args)
             parameters = [param for module in modules for param in module._parameters.values() if param is not None]
-            return _AsOne.apply(glue, aside, ran, args, *tensors, *parameters)
+            return _AsOne.apply(region, shape_context, on_kernel, args, *tensors, *parameters)
 
         return run
 
@@ -235,28 +235,30 @@ def as_one(aside: Callable[[], Any], ran: Ran) -> RegionCompiler:
 
 class _AsOne(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, glue: FusibleRegion, aside: Any, ran: Ran, args: Sequence[Any], *tensors: Tensor) -> Any:
-        with aside():
-            result = glue.function(*args)
-        ran(glue.name, tensors, result if isinstance(result, tuple) else (result,))
-        ctx.save_for_backward(*(tensors[i] for i in glue.kept or ()))
-        ctx.glue, ctx.ran = glue, ran
+    def forward(
+        ctx: Any, region: FusibleRegion, shape_context: Any, on_kernel: OnKernel, args: Sequence[Any], *tensors: Tensor
+    ) -> Any:
+        with shape_context():
+            result = region.function(*args)
+        on_kernel(region.name, tensors, result if isinstance(result, tuple) else (result,))
+        ctx.save_for_backward(*(tensors[i] for i in region.kept or ()))
+        ctx.region, ctx.on_kernel = region, on_kernel
         ctx.inputs = [(t.shape, t.dtype, t.device) for t in tensors]
         ctx.of_tokens = [t.ndim > 1 for t in tensors]
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[4:]
         made = [
             torch.empty(shape, dtype=dtype, device=device) if wants else None
-            for (shape, dtype, device), wants in zip(ctx.inputs, wanted, strict=True)
+            for (shape, dtype, device), wants in zip(ctx.inputs, needed, strict=True)
         ]
         read = [*ctx.saved_tensors, *grads]
         for many in (True, False):  # Gradients of weights are sums over tokens, in a separate kernel.
             written = [g for g, is_many in zip(made, ctx.of_tokens, strict=True) if g is not None and is_many is many]
             if written:
-                ctx.ran(f"{ctx.glue.name}, backward", read, written)
+                ctx.on_kernel(f"{ctx.region.name}, backward", read, written)
         return None, None, None, None, *made
 
 
@@ -267,8 +269,8 @@ def region_compiler_for(
 
     Regions are compiled for `fused_ops`, and for `auto` on CUDA.
     """
-    global _last
-    _last = ""
+    global _report
+    _report = ""
     if mode != FUSED_OPS and not (mode == AUTO and device.type == "cuda"):
         return None
     return by_compiler(backend, device, dtype)
@@ -276,15 +278,15 @@ def region_compiler_for(
 
 def by_compiler(backend: str, device: torch.device, dtype: torch.dtype) -> RegionCompiler:
     """Return a compiler, or its substitute in a process with fake tensors."""
-    return Compiled(backend, device, dtype) if _stand_in is None else _stand_in
+    return Compiled(backend, device, dtype) if _substitute is None else _substitute
 
 
 def use_region_substitute(fuser: RegionCompiler) -> None:
     """Use `fuser` instead of torch.compile in this process, which computes with fake tensors."""
-    global _stand_in
-    _stand_in = fuser
+    global _substitute
+    _substitute = fuser
 
 
 def last() -> str:
     """Return the compiled regions of the latest part and the reasons for the others. Empty if none were requested."""
-    return _last
+    return _report

@@ -122,12 +122,12 @@ def _fuse_mlp(module: nn.Module, fuser: RegionCompiler) -> None:
         return
     *first, down, act_name = names
     act = getattr(module, act_name)
-    glue_of = _gated if len(first) == 2 else _gated_halves
+    region_function = _gated if len(first) == 2 else _gated_halves
 
     def sample(rows: int) -> tuple[Any, ...]:
         return act, *(_numbers(rows, 32, seed) for seed in range(len(first)))
 
-    run = fuser(FusibleRegion(f"gate {_name_of(act)}", glue_of, tuple(range(len(first))), sample))
+    run = fuser(FusibleRegion(f"gate {_name_of(act)}", region_function, tuple(range(len(first))), sample))
     if run is None:
         return
 

@@ -84,8 +84,8 @@ def apply_tensor_parallel(
         _apply_plan(model, plan, tp_mesh, shard_experts=shard_experts)
         for block in uniform:
             share_input(block, tp_mesh)
-    whole = sorted(set(_whole_modules(model)))
-    logger.info("tensor parallel over %d ranks; whole on each: %s", tp_mesh.size(), ", ".join(whole) or "nothing")
+    replicated = sorted(set(_replicated_modules(model)))
+    logger.info("tensor parallelism over %d ranks. Replicated: %s", tp_mesh.size(), ", ".join(replicated) or "nothing")
 
 
 def _apply_plan(
@@ -131,8 +131,8 @@ def cut_parameters(
             continue
         for leaf, param in module.named_parameters(recurse=False):
             in_style = style if not isinstance(style, LocalParameters) else _style_of(plan, f"{name}.{leaf}")
-            whole_bias = isinstance(in_style, RowwiseParallel) and leaf == "bias"
-            if isinstance(in_style, (ColwiseParallel, RowwiseParallel, PackedColwise)) and not whole_bias:
+            replicated_bias = isinstance(in_style, RowwiseParallel) and leaf == "bias"
+            if isinstance(in_style, (ColwiseParallel, RowwiseParallel, PackedColwise)) and not replicated_bias:
                 yield param
 
 
@@ -141,7 +141,7 @@ def _checked_plan(model: PreTrainedModel, options: AxisOptions, tp_size: int) ->
     plan = get_hf_tp_shard_plan(model) if options.tp_plan is None else custom_plan(options.tp_plan, model)
     check_heads(model.config, plan, tp_size)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        _keep_odd_vocabulary_whole(model, module, plan, tp_size)
+        _replicate_indivisible_vocabulary(model, module, plan, tp_size)
     return plan
 
 
@@ -217,12 +217,12 @@ def _style_of(plan: Plan, name: str) -> ParallelStyle | None:
     return plan.get(name) or plan.get(wildcard(name))
 
 
-def _keep_odd_vocabulary_whole(model: nn.Module, module: nn.Module | None, plan: Plan, tp_size: int) -> None:
+def _replicate_indivisible_vocabulary(model: nn.Module, module: nn.Module | None, plan: Plan, tp_size: int) -> None:
     """Replicate an embedding or head whose rows tp does not divide, because FSDP2 does not support uneven shards."""
     weight = getattr(module, "weight", None)  # A pipeline stage may have neither embedding nor head.
     name = name_of(model, module)
     if weight is not None and name in plan and weight.shape[0] % tp_size:
-        logger.info("%s stays whole: its %d rows do not divide over tp_size=%d", name, weight.shape[0], tp_size)
+        logger.info("%s is replicated, because tp_size=%d does not divide its %d rows", name, tp_size, weight.shape[0])
         del plan[name]
 
 
@@ -317,7 +317,7 @@ def _count_local_heads(attention: nn.Module, tp_size: int) -> None:
             setattr(attention, name, count // tp_size)
 
 
-def _whole_modules(model: nn.Module) -> Iterator[str]:
+def _replicated_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own and not any(isinstance(param, DTensor) for param in own):

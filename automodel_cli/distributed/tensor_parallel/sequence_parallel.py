@@ -138,11 +138,11 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
     def gather(block: nn.Module, args: Any, kwargs: Any) -> Any:
-        def whole(own_BtD: Tensor) -> Tensor:
+        def gathered(own_BtD: Tensor) -> Tensor:
             num_tokens = _num_tokens(kwargs, own_BtD, mesh)
             return (_gather_partial if is_uniform else gather_tokens)(own_BtD, mesh, num_tokens)
 
-        return _with_hidden(args, kwargs, whole)
+        return _with_hidden(args, kwargs, gathered)
 
     def scatter(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not is_uniform:
@@ -159,11 +159,11 @@ def _gather_partial(own_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tenso
     # One sequence is gathered along the first dimension, which needs no copy to reorder the shards.
     if len(own_BtD) == 1:
         rows_tD = DTensor.from_local(own_BtD[0], mesh, [Shard(0)], run_check=False)
-        whole = rows_tD.redistribute(placements=[Replicate()]).unsqueeze(0)
+        gathered = rows_tD.redistribute(placements=[Replicate()]).unsqueeze(0)
     else:
         own = DTensor.from_local(own_BtD, mesh, [Shard(_TOKENS)], run_check=False)
-        whole = own.redistribute(placements=[Replicate()])
-    return whole if whole.shape[_TOKENS] == num_tokens else whole.narrow(_TOKENS, 0, num_tokens)
+        gathered = own.redistribute(placements=[Replicate()])
+    return gathered if gathered.shape[_TOKENS] == num_tokens else gathered.narrow(_TOKENS, 0, num_tokens)
 
 
 def _num_tokens(kwargs: dict[str, Any], own_BtD: Tensor, mesh: DeviceMesh) -> int:

@@ -139,8 +139,8 @@ class PackedColwise(ParallelStyle):
         size, rank = device_mesh.size(), device_mesh.get_local_rank()
 
         def own_part(module: nn.Module, args: Any, out_BTF: Tensor) -> Tensor:
-            whole = sum_gradient(out_BTF, device_mesh)
-            return torch.cat([block.chunk(size, -1)[rank] for block in whole.chunk(self.num_packed, -1)], dim=-1)
+            full = sum_gradient(out_BTF, device_mesh)
+            return torch.cat([block.chunk(size, -1)[rank] for block in full.chunk(self.num_packed, -1)], dim=-1)
 
         module.register_forward_hook(own_part)
         return module

@@ -52,7 +52,7 @@ class WgradFusedLinear(nn.Linear):
     weight_sum: MainGrad | None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _is_whole or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        if not _is_single or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         weight, bias = self.weight, self.bias
         if not isinstance(weight, DTensor):
@@ -83,7 +83,7 @@ def set_main_grad(module: nn.Module, sums: dict[str, MainGrad]) -> None:
 
 def main_grad_of(module: nn.Module) -> dict[str, MainGrad]:
     """Return the registered main gradients. Empty outside `single_backward`."""
-    return _sums.get(module, {}) if _is_whole else {}
+    return _sums.get(module, {}) if _is_single else {}
 
 
 _sums: weakref.WeakKeyDictionary[nn.Module, dict[str, MainGrad]] = weakref.WeakKeyDictionary()
@@ -91,12 +91,12 @@ _sums: weakref.WeakKeyDictionary[nn.Module, dict[str, MainGrad]] = weakref.WeakK
 
 def weight_sum_of(linear: nn.Module) -> MainGrad | None:
     """Return the main gradient of a layer whose computation is replaced, if its weight is not sharded."""
-    if not _is_whole or not isinstance(linear, WgradFusedLinear) or isinstance(linear.weight, DTensor):
+    if not _is_single or not isinstance(linear, WgradFusedLinear) or isinstance(linear.weight, DTensor):
         return None
     return linear.weight_sum
 
 
-_is_whole = False  # A global and not thread-local, because backward recomputes layers in other threads.
+_is_single = False  # A global and not thread-local, because backward recomputes layers in other threads.
 
 
 @contextmanager
@@ -106,12 +106,12 @@ def single_backward(yes: bool = True) -> Iterator[None]:
     Backward must run once over the complete graph. Schedules that split the backward into input and weight gradients
     would run nodes, and accumulate, twice.
     """
-    global _is_whole
-    before, _is_whole = _is_whole, yes
+    global _is_single
+    before, _is_single = _is_single, yes
     try:
         yield
     finally:
-        _is_whole = before
+        _is_single = before
 
 
 def of_local(local: Tensor, param: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ class _InputGradient:
             self.sum_TI.addmm_(grad_TO, weight_OI)
 
     def take(self) -> Tensor | None:
-        found, self.sum_TI = self.sum_TI, None
-        return found
+        result, self.sum_TI = self.sum_TI, None
+        return result
 
 
 class _Alias(torch.autograd.Function):
@@ -153,9 +153,9 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        found = ctx.gradient.take()
+        result = ctx.gradient.take()
         assert grads[0] is None, "an alias has no other reader"
-        return None if found is None else found.view(ctx.shape), None
+        return None if result is None else result.view(ctx.shape), None
 
 
 @dataclass(frozen=True)

@@ -250,20 +250,20 @@ def validate_layout(layout: StageLayout, pp_size: int, num_layers: int, mtp_num_
 
 def _check_ends(layout: StageLayout) -> None:
     flat = [(s, i, item) for s, stage in enumerate(layout.stages) for i, item in enumerate(stage)]
-    places = {letter: [entry for entry in flat if entry[2].letter == letter] for letter in "EL"}
+    occurrences = {letter: [entry for entry in flat if entry[2].letter == letter] for letter in "EL"}
     for letter, name in (("E", "embedding"), ("L", "loss")):
-        if not places[letter]:
+        if not occurrences[letter]:
             raise layout.error(f"one stage must contain {letter}, the {name}", f"no-{name}")
-        if len(places[letter]) > 1:
+        if len(occurrences[letter]) > 1:
             raise layout.error(
                 f"exactly one stage must contain {letter}, the {name}",
                 f"duplicate-{name}",
-                places[letter][1][2].position,
+                occurrences[letter][1][2].position,
             )
-    stage, index, item = places["E"][0]
+    stage, index, item = occurrences["E"][0]
     if (stage, index) != (0, 0):
         raise layout.error("E must be the first item of the first stage", "embedding-not-first", item.position)
-    stage, index, item = places["L"][0]
+    stage, index, item = occurrences["L"][0]
     if (stage, index) != (len(layout.stages) - 1, len(layout.stages[-1]) - 1):
         raise layout.error("L must be the last item of the last stage", "loss-not-last", item.position)
 

@@ -94,14 +94,14 @@ def compare_split(part: ModelPart, anatomy: ModelStructure, ready: Ready = PATCH
     except Exception as error:
         raise SplitError(part.model, f"its stages cannot be built: {error!r}") from error
     try:
-        whole = _run([part], anatomy)
+        unsplit = _run([part], anatomy)
     except Exception as error:
         raise NotMeasuredError(part.model, f"a small copy of the model does not train: {error!r}") from error
     try:
         split = _run(stages, anatomy)
     except Exception as error:
         raise SplitError(part.model, f"its stages do not run: {_why(error)}") from error
-    for name, want in whole.items():
+    for name, want in unsplit.items():
         if not _agree(split.get(name), want):
             raise SplitError(part.model, f"{name} differs between its stages and the unsplit model")
 

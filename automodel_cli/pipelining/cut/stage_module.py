@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.cut.model_structure import ModelStructure, SplitError, tied_embedding
@@ -203,6 +204,24 @@ class StagePart(ModelPart):
         if not self.follows_depths:
             return super().with_depths(model_inputs, local_inputs, request)
         return list(self.hidden(local_inputs).chunk(num_streams(self, request.further), -1))
+
+
+def as_model_part(model: Any, ready: Ready) -> ModelPart:
+    """Return `model`, or the part of a transformers model. Raises ConfigError for other types."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, ModelPart):
+        return model
+    if isinstance(model, PreTrainedModel):
+        from automodel_cli.models.lm_head.head import HeadKind, detect_head
+
+        # The forward of a ready causal LM returns its own logits.
+        return ModelPart(model, HeadKind("generic") if ready.outer else detect_head(model.config))
+    raise ConfigError(
+        f"model must be a ModelPart or a Hugging Face model, not {type(model).__name__}",
+        code="wrong_type",
+        keys=("model",),
+    )
 
 
 def num_streams(part: ModelPart, further: bool) -> int:

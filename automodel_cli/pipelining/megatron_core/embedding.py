@@ -49,9 +49,9 @@ def finish_embedding_wgrad_compute(
     while inputs:
         input_SBH, grad_SBV = inputs.pop(0), grads.pop(0)
         if config.sequence_parallel and tp_group is not None:
-            whole = [torch.empty_like(input_SBH) for _ in range(tp_group.size())]
-            dist.all_gather(whole, input_SBH.contiguous(), group=tp_group)
-            input_SBH = torch.cat(whole)
+            gathered = [torch.empty_like(input_SBH) for _ in range(tp_group.size())]
+            dist.all_gather(gathered, input_SBH.contiguous(), group=tp_group)
+            input_SBH = torch.cat(gathered)
         _add(weight, grad_SBV.flatten(0, -2).t() @ input_SBH.flatten(0, -2))
 
 

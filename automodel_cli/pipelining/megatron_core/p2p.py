@@ -228,7 +228,7 @@ class P2PCommunicator:
     ) -> Handles:
         even, odd = self.pp_group, self._odd_group
         own, other = (even, odd) if self.rank % 2 == 0 else (odd, even)  # By the parity of the sender.
-        wanted: dict[Name, tuple[bool, Tensor | None, int, dist.ProcessGroup]] = {
+        requested: dict[Name, tuple[bool, Tensor | None, int, dist.ProcessGroup]] = {
             "send_next": (True, send_next, self.next_rank, own),
             "recv_prev": (False, from_prev, self.prev_rank, other),
             "send_prev": (True, send_prev, self.prev_rank, own),
@@ -236,7 +236,7 @@ class P2PCommunicator:
         }
         operations: dict[str, _Operation] = {}
         for name in _ORDER[self.rank % 2]:
-            sends, tensor, peer, group = wanted[name]
+            sends, tensor, peer, group = requested[name]
             if tensor is not None:
                 operations[name] = _Operation(sends, tensor.detach().contiguous(), peer, group)
         return self._post_batch(operations) if self.config.batch_p2p_comm else _post_each(operations)

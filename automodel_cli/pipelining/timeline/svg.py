@@ -227,9 +227,9 @@ def _columns(timeline: Timeline, available: int) -> int:
     shortest = min((s.end - s.start for rank in timeline.spans for s in rank if s.end > s.start), default=1.0)
     label = 2 + len(str(timeline.program.num_microbatches - 1))
     for per_box in range(label, 0, -1):
-        wanted = round(timeline.makespan / shortest * per_box)
-        if wanted <= available:
-            return wanted
+        needed = round(timeline.makespan / shortest * per_box)
+        if needed <= available:
+            return needed
     return available
 
 

@@ -73,16 +73,19 @@ def sum_tied(copies: Sequence[nn.Parameter], ranks: Sequence[int], group: dist.P
         ranks: ranks in `group` with copies, including this one.
     """
     local = [_local(_gradient(param)) for param in copies]
-    mine = sum(local[1:], local[0]).contiguous()
-    of_ranks = {rank: torch.empty_like(mine) for rank in ranks if rank != dist.get_rank(group)}
+    local_sum = sum(local[1:], local[0]).contiguous()
+    sum_of_rank = {rank: torch.empty_like(local_sum) for rank in ranks if rank != dist.get_rank(group)}
     operations = []
-    for rank, theirs in of_ranks.items():
+    for rank, remote_sum in sum_of_rank.items():
         other = dist.get_global_rank(group, rank)
-        operations += [dist.P2POp(dist.isend, mine, other, group), dist.P2POp(dist.irecv, theirs, other, group)]
+        operations += [
+            dist.P2POp(dist.isend, local_sum, other, group),
+            dist.P2POp(dist.irecv, remote_sum, other, group),
+        ]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    of_ranks[dist.get_rank(group)] = mine
-    first, *others = (of_ranks[rank] for rank in ranks)
+    sum_of_rank[dist.get_rank(group)] = local_sum
+    first, *others = (sum_of_rank[rank] for rank in ranks)
     total = sum(others, first)
     for gradient in local:
         gradient.copy_(total)

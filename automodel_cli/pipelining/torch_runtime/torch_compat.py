@@ -16,8 +16,7 @@ Supports torch 2.11 to 2.13.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +33,7 @@ from automodel_cli.distributed.strategies.fsdp2.sharding import reduce_in_backwa
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 from automodel_cli.pipelining.schedule.actions import to_torch
 from automodel_cli.pipelining.schedule.program import Program
+from automodel_cli.pipelining.torch_runtime.fsdp_compat import fsdp_roots, param_groups, set_sync
 
 HAS_STAGE_META = hasattr(
     PipelineStage, "_setup_forward_recv_info"
@@ -231,7 +231,7 @@ class Stage(PipelineStage):
             set_sync(root, True)
             state = fully_shard.state(root)  # type: ignore[attr-defined]
             for nested in state._state_ctx.all_states:
-                for param_group in _param_groups(nested):
+                for param_group in param_groups(nested):
                     param_group.post_backward()
             state._root_post_backward_final_callback()
 
@@ -265,57 +265,6 @@ class Stage(PipelineStage):
 
     def _validate_fwd_outputs(self, *args: Any, **kwargs: Any) -> None:
         """Skip the check of torch 2.11, which compares every microbatch with one static shape."""
-
-
-def fsdp_roots(part: nn.Module) -> list[FSDPModule]:
-    """Return the outermost FSDP modules of a part, or the part itself if FSDP wraps it."""
-    if isinstance(part, FSDPModule):
-        return [part]
-    return [root for child in part.children() for root in fsdp_roots(child)]
-
-
-def fsdp_dtype(part: nn.Module) -> torch.dtype | None:
-    """Return the output dtype of a part under FSDP's mixed precision, or None without a policy."""
-    if not isinstance(part, FSDPModule):
-        return None
-    policy = fully_shard.state(part)._mp_policy  # type: ignore[attr-defined]
-    return policy.output_dtype or policy.param_dtype
-
-
-def reshards_after_forward(module: FSDPModule) -> bool:
-    """Return whether this FSDP module frees its gathered parameters between forward and backward."""
-    groups = _param_groups(fully_shard.state(module))  # type: ignore[attr-defined]
-    return any(group.post_forward_mesh_info is not None for group in groups)
-
-
-@contextmanager
-def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
-    """Skip the stream synchronization of FSDP roots in forwards inside this context, as in a nested forward.
-
-    For modules whose parameters are all gathered. A forward then launches only the kernels of the model.
-    """
-    contexts = [fully_shard.state(root)._state_ctx for root in roots]  # type: ignore[attr-defined]
-    before = [context.iter_forward_root for context in contexts]
-    for context in contexts:
-        context.iter_forward_root = context
-    try:
-        yield
-    finally:
-        for context, root in zip(contexts, before, strict=True):
-            context.iter_forward_root = root
-
-
-def _param_groups(state: Any) -> list[Any]:
-    """torch 2.13 has several groups per state, 2.11 at most one."""
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def set_sync(root: FSDPModule, enabled: bool) -> None:
-    """Set whether the next backwards reduce gradients and free gathered parameters."""
-    root.set_is_last_backward(enabled)
-    root.set_reshard_after_backward(enabled)
-    root.set_requires_gradient_sync(enabled)
 
 
 class Runtime(torch_schedules._PipelineScheduleRuntime):

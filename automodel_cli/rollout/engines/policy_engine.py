@@ -23,7 +23,7 @@ from automodel_cli.models.hub.source import stop_ids
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes import isolation
 from automodel_cli.models.probes.tiny_model import build_small, shrink
-from automodel_cli.pipelining.torch_runtime.torch_compat import reshards_after_forward
+from automodel_cli.pipelining.torch_runtime.fsdp_compat import reshards_after_forward
 from automodel_cli.rollout.engines.base import Capabilities, Engine, Joins, resolve_seeds
 from automodel_cli.rollout.engines.sampler.decoder import Decoder, DecoderStage, fsdp_gathered
 from automodel_cli.rollout.engines.sampler.sampler import Sampler

@@ -91,9 +91,9 @@ class UnreducedSum:
             return _local(param.unsharded_accumulated_grad), False
         if self._group.reduce_grads or param.reduce_dtype in (None, gradient_dtype):
             return None  # Nothing is summed over microbatches, or the sum has the dtype of the gradient.
-        whole = param._unsharded_param
-        total = torch.empty_like(_local(whole), dtype=param.reduce_dtype, requires_grad=False)
-        param.unsharded_accumulated_grad = of_local(total, whole)
+        unsharded = param._unsharded_param
+        total = torch.empty_like(_local(unsharded), dtype=param.reduce_dtype, requires_grad=False)
+        param.unsharded_accumulated_grad = of_local(total, unsharded)
         return total, True
 
 

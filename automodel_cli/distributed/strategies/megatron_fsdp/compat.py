@@ -107,9 +107,9 @@ def _make_fsdp_dtensor(
     mesh, placements = package._get_fsdp_tensor_spec(
         param, dist_index, is_sharded_param=is_sharded_param, is_expert_param=is_expert_param
     )
-    mine, local_tensor = (x.to_local() if isinstance(x, DTensor) else x for x in (param, local_tensor))
+    local_param, local_tensor = (x.to_local() if isinstance(x, DTensor) else x for x in (param, local_tensor))
     sharded = DTensor.from_local(
-        local_tensor.view(-1, *mine.shape[1:]),
+        local_tensor.view(-1, *local_param.shape[1:]),
         mesh,
         placements,
         run_check=False,

@@ -265,16 +265,16 @@ def nvfsdp_strategy_parallelize(
     return wrapped
 
 
-def unit_modules(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | None) -> list[type[nn.Module]]:
-    """Return the classes that are gathered as one unit: `wanted`, or the classes that the model declares as
+def unit_modules(model: nn.Module, requested: Sequence[str | type[nn.Module]] | None) -> list[type[nn.Module]]:
+    """Return the classes that are gathered as one unit: `requested`, or the classes that the model declares as
     unsplittable.
 
     Raises ConfigError for a class that the model does not contain.
     """
     inside = {type(module) for module in model.modules()}
-    if wanted:
-        paths = [entry for entry in wanted if isinstance(entry, str)]
-        classes = [*import_classes_from_paths(paths), *(entry for entry in wanted if not isinstance(entry, str))]
+    if requested:
+        paths = [entry for entry in requested if isinstance(entry, str)]
+        classes = [*import_classes_from_paths(paths), *(entry for entry in requested if not isinstance(entry, str))]
         absent = [kind.__name__ for kind in classes if not any(issubclass(other, kind) for other in inside)]
     else:
         # The declaration of transformers (a list or set of class names), on the model and its inner models.

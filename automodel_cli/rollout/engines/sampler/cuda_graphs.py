@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.document_masking.recurrent_layers import StateLayer
-from automodel_cli.pipelining.torch_runtime.torch_compat import forwards_of_gathered, fsdp_roots
+from automodel_cli.pipelining.torch_runtime.fsdp_compat import forwards_of_gathered, fsdp_roots
 from automodel_cli.rollout.engines.sampler.sampling import sample_tokens, shaping_of
 from automodel_cli.rollout.types import SamplingParams
 

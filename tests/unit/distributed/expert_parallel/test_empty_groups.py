@@ -97,4 +97,4 @@ def test_a_cpu_is_not_tried() -> None:
     ends_L = torch.tensor([0, 4], dtype=torch.int32)
     got = empty_groups.weight_gradient(first_NI, second_NO, ends_L)
     assert torch.equal(got, grouped_mm(first_NI.t(), second_NO, offs=ends_L))
-    assert not empty_groups._known
+    assert not empty_groups._results

@@ -52,11 +52,11 @@ def groups() -> list[slice]:
     return [slice(end - count, end) for end, count in zip(ENDS.tolist(), COUNTS, strict=True)]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_rows_times_weights_are_those_of_the_definition(turned: bool) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_times_weights_are_those_of_the_definition(transposed: bool) -> None:
     rows, weights = numbers(ROWS, INPUTS, seed=0), numbers(len(COUNTS), OUTPUTS, INPUTS, seed=1)
-    given = weights.transpose(-2, -1).contiguous() if turned else weights
-    got = grouped_gemm.grouped_gemm(Arithmetic(RECIPES["rowwise"], True), rows, given, ENDS, turned=turned)
+    given = weights.transpose(-2, -1).contiguous() if transposed else weights
+    got = grouped_gemm.grouped_gemm(Arithmetic(RECIPES["rowwise"], True), rows, given, ENDS, transposed=transposed)
     pairs = [(rows[at], w) for at, w in zip(groups(), weights, strict=True) if len(rows[at])]
     want = torch.cat([cast_rows(x) @ cast_rows(w).t() for x, w in pairs])
     assert error(got, want) < 1e-6 and error(got[:6], want[:6]) < 1e-6, "small rows too"
@@ -136,7 +136,7 @@ def test_casts_are_torchaos() -> None:
     assert torch.equal(inverse_LF, scales.view(3, -1).reciprocal())
     weights = numbers(3, OUTPUTS, INPUTS, seed=6)
     theirs, scale = utils.torch_to_3d_rowwise_float8_transpose_rhs(weights.transpose(-2, -1), E4M3, True)
-    operand = Arithmetic(RECIPES["rowwise"], True).operand(weights, turned=True)
+    operand = Arithmetic(RECIPES["rowwise"], True).operand(weights, transposed=True)
     assert torch.equal(operand.values_MK.float(), theirs.float().transpose(-2, -1))
     assert torch.equal(operand.inverse, scale.transpose(-2, -1).reciprocal())
 
@@ -163,9 +163,9 @@ def test_a_layer_of_experts_has_these_products_and_nothing_else(family: str, mon
     assert all(torch.equal(a, b) for a, b in zip(layer(None, paused), exact, strict=True))
     asked: list = []
 
-    def product(fp8, rows, weights, ends, *, turned, fast=False):
-        asked.append((turned, fast))
-        return grouped_mm(rows, weights if turned else weights.transpose(-2, -1), offs=ends)
+    def product(fp8, rows, weights, ends, *, transposed, fast=False):
+        asked.append((transposed, fast))
+        return grouped_mm(rows, weights if transposed else weights.transpose(-2, -1), offs=ends)
 
     def weight_gradient(fp8, first, second, ends):
         asked.append("gradient")
@@ -174,8 +174,8 @@ def test_a_layer_of_experts_has_these_products_and_nothing_else(family: str, mon
     monkeypatch.setattr(grouped_gemm, "grouped_gemm", product)
     monkeypatch.setattr(grouped_gemm, "weight_gradient", weight_gradient)
     assert all(torch.equal(a, b) for a, b in zip(layer("rowwise"), exact, strict=True))
-    turned = bool(experts.is_transposed)
-    assert asked == [(turned, True)] * 2 + [(not turned, False)] * 2 + ["gradient"] * 2
+    transposed = bool(experts.is_transposed)
+    assert asked == [(transposed, True)] * 2 + [(not transposed, False)] * 2 + ["gradient"] * 2
 
 
 def test_gpus_without_grouped_products_are_refused_by_name(monkeypatch) -> None:

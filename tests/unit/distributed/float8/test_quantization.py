@@ -212,7 +212,7 @@ def test_casts_are_glue_and_compile_to_the_same_bits(recipe):
     linear = layer(recipe)
     fuser = compiled_regions.Compiled("aot_eager", torch.device("cpu"), torch.float32)
     float8_linear.exclude_indivisible(linear, torch.device("cpu"), fuser)
-    assert not fuser.refused, str(fuser)
+    assert not fuser.rejected, str(fuser)
     for tokens in (TOKENS, 21):
         before = len(compiled_regions.compilations)
         got = run(linear, *(t[:tokens] for t in (x, grad)))

@@ -50,7 +50,7 @@ def test_glue_is_found_computes_the_same_and_is_compiled_for_any_number_of_token
     layers = model.config.num_hidden_layers
     in_layers = {name: count * layers for name, count in FAMILIES[family].items()}
     last = {name: 1 for name in in_layers if name.startswith("norm")}
-    assert fuser.found == Counter(in_layers) + Counter(last), str(fuser)
+    assert fuser.compiled == Counter(in_layers) + Counter(last), str(fuser)
     for step, (rows, tokens) in enumerate([(2, 12), (2, 17), (3, 9)]):
         before = len(compiled_regions.compilations)
         error = tiny.gradient_error(gradients(plain, rows, tokens), gradients(model, rows, tokens))
@@ -76,7 +76,7 @@ def test_gates_in_one_product_are_found_and_other_formulas_left_alone() -> None:
     x = torch.randn(2, 5, 8)
     want = [part(x) for part in model]
     fuse_layers(model, fuser)
-    assert fuser.found == {"gate SiLU": 1} and "forward" not in vars(model[1])
+    assert fuser.compiled == {"gate SiLU": 1} and "forward" not in vars(model[1])
     assert all(torch.allclose(part(x), result, atol=1e-6) for part, result in zip(model, want, strict=True))
 
 
@@ -84,7 +84,7 @@ def test_the_glue_of_experts_computes_the_same_compiled() -> None:
     experts = next(m for m in tiny.build_hf("gpt_oss").modules() if hasattr(m, "is_transposed"))
     fuser = Compiled("aot_eager", CPU, torch.float32)
     plain, compiled = (GatedExperts.of(experts, experts.num_experts, None, f) for f in (None, fuser))
-    assert sum(fuser.found.values()) == 4 and not fuser.refused
+    assert sum(fuser.compiled.values()) == 4 and not fuser.rejected
     generator = torch.Generator().manual_seed(0)
     for tokens in (7, 20):
         given = [torch.randn(tokens, experts.config.hidden_size, generator=generator), torch.rand(tokens, 2)]
@@ -119,7 +119,7 @@ def test_what_does_not_compile_or_computes_otherwise_stays_as_written(backend: s
     fuser = Compiled(backend, CPU, torch.float32)
     assert fuser(SCALED) is None
     fuser.settle(by_name=False)
-    assert reason in fuser.refused["scaled"] and "not scaled" in compiled_regions.last()
+    assert reason in fuser.rejected["scaled"] and "not scaled" in compiled_regions.last()
     keys = ("parallelizer.enable_compile", "parallelizer.compile_backend")
     with raises(ConfigError, "kernel_unavailable", keys=keys, values=("scaled", backend)):
         fuser.settle(by_name=True)

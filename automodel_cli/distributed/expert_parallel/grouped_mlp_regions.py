@@ -1,0 +1,74 @@
+"""Fusible regions of gated MLP experts: gate, backward of the gate, bias, and weighted sum over experts.
+
+Shapes as in `grouped_mlp`: T tokens, K experts per token, P = T x K pairs, N rows, L local experts, D hidden size, F
+columns of the first GEMM, I columns after the gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion
+
+
+def add_expert_bias(rows_NF: Tensor, bias_LF: Tensor, expert_N: Tensor) -> Tensor:
+    """Add the bias of its expert to each row."""
+    return rows_NF + bias_LF.index_select(0, expert_N)
+
+
+def _gate(family: Any, inner_NF: Tensor, *bias: Tensor) -> Tensor:
+    gated_NI: Tensor = family._apply_gate(add_expert_bias(inner_NF, *bias) if bias else inner_NF)
+    return gated_NI
+
+
+def _through_gate(
+    family: Any, inner_NF: Tensor, grad_gated_NI: Tensor, weight_N1: Tensor, *bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    # y = w down g(x) gives dw = <down^T dy, g(x)> and dx = g'(x) (w down^T dy), with grad_gated_NI = down^T dy.
+    if bias:
+        inner_NF = add_expert_bias(inner_NF, *bias)
+    gated_NI, back = torch.func.vjp(family._apply_gate, inner_NF)  # type: ignore[misc]  # two, without `has_aux`
+    grad_weight_N = (grad_gated_NI * gated_NI).sum(-1, dtype=weight_N1.dtype)
+    weighted_NI = torch.mul(gated_NI, weight_N1, out=torch.empty_like(gated_NI))
+    (grad_inner_NF,) = back(grad_gated_NI.mul_(weight_N1))
+    return weighted_NI, grad_weight_N, grad_inner_NF
+
+
+def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum weighted results of sorted pairs by token, `[T, D]`. Rounds as transformers does."""
+    result_TKD = result_PD.index_select(0, place_P).view(*weight_TK.shape, -1)
+    return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(dtype)
+
+
+def fusible_regions(family: Any, biased: bool) -> list[FusibleRegion]:
+    """Return the regions that can be fused: gate, backward of the gate, weighted sum, and bias."""
+    kind, width, generator = type(family).__name__, 16, torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def bias(rows: int) -> tuple[Tensor, ...]:
+        return numbers(3, width), torch.arange(rows) % 3
+
+    def gate_sample(rows: int) -> tuple[Any, ...]:
+        return family, numbers(rows, width), *(bias(rows) if biased else ())
+
+    def through_sample(rows: int) -> tuple[Any, ...]:
+        inner_NF = numbers(rows, width)
+        grad_gated_NI = numbers(*family._apply_gate(inner_NF).shape)
+        return family, inner_NF, grad_gated_NI, numbers(rows, 1).abs(), *(bias(rows) if biased else ())
+
+    def sum_sample(rows: int) -> tuple[Any, ...]:
+        place_P = torch.randperm(2 * rows, generator=generator)
+        return numbers(2 * rows, width), place_P, numbers(rows, 2).abs(), torch.float32
+
+    always = [
+        FusibleRegion(f"gate {kind}", _gate, None, gate_sample),
+        FusibleRegion(f"backward of gate {kind}", _through_gate, None, through_sample),
+        FusibleRegion("sum over experts", _sum_of_pairs, None, sum_sample),
+    ]
+    of_bias = FusibleRegion("bias of experts", add_expert_bias, None, lambda rows: (numbers(rows, width), *bias(rows)))
+    return [*always, of_bias] if biased else always
