@@ -109,7 +109,8 @@ def _norm(local_grad: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(torch.cat([blocks, rest[None]]).double())
         if bool(norm.isfinite()):
             return norm
-    return torch.linalg.vector_norm(local_grad, dtype=torch.float64)
+    exact: Tensor = torch.linalg.vector_norm(local_grad, dtype=torch.float64)
+    return exact
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def prepare_layers(model: nn.Module, config: LayerOptions, device_type: str) -> 
                 layer.compile(backend=backend, fullgraph=whole)
     if config.autocast_dtype is not None:
         autocast = torch.autocast(device_type, getattr(torch, config.autocast_dtype))
-        model.forward = autocast(model.forward)  # type: ignore[method-assign]  # the whole part, whoever calls it
+        model.forward = autocast(model.forward)  # the whole part, whoever calls it
     return layers
 
 

@@ -129,7 +129,8 @@ def _own_group(axis: DeviceMesh) -> dist.ProcessGroup:
     """
     if axis.size() < dist.get_world_size():
         return axis.get_group()
-    return dist.new_group(group_desc="experts")
+    group: dist.ProcessGroup = dist.new_group(group_desc="experts")
+    return group
 
 
 def fsdp_mesh(root: DeviceMesh) -> DeviceMesh:

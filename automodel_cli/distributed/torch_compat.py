@@ -32,7 +32,7 @@ def compiled(function: Callable[..., Any], backend: str, began: Callable[[], Non
 
 def counted_backend(backend: str, began: Callable[[], None]) -> Callable[..., Any]:
     """Return the compiler backend of this name. `began()` is called for every graph."""
-    make = torch._dynamo.lookup_backend(backend)  # type: ignore[attr-defined]
+    make = torch._dynamo.lookup_backend(backend)
 
     def counted(graph: Any, inputs: Any, **options: Any) -> Any:
         began()
@@ -42,7 +42,7 @@ def counted_backend(backend: str, began: Callable[[], None]) -> Callable[..., An
 
 
 def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
-    torch._dynamo.maybe_mark_dynamic(tensor, list(dims))  # type: ignore[attr-defined, no-untyped-call]
+    torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
 
 def wanted(ctx: Any) -> tuple[bool, ...]:
@@ -57,7 +57,7 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
 
 def _will_run(node: Any) -> bool:
     try:
-        will: bool = torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        will: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # A leaf whose gradient `autograd.grad` returns.
         return True
     return will

@@ -55,7 +55,7 @@ def fuse_routers(part: nn.Module, device_type: str) -> None:
         rules = [(router, rule_of(router)) for router in routers]
     for router, rule in rules:
         if rule is not None:
-            router.forward = _with(router, *rule)  # type: ignore[method-assign]
+            router.forward = _with(router, *rule)
     logger.info("%d of %d routers use Triton kernels", sum(rule is not None for _, rule in rules), len(rules))
 
 

@@ -53,7 +53,8 @@ class AllToAll:
         result_ND = at_least_one_row(experts, hidden_ND, routes.experts_of_arrivals())
         result_PD = _Exchange.apply(result_ND, routes, False)
         result_TKD = result_PD[routes.place_P].view(*index_TK.shape, -1)
-        return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
+        result_TD: Tensor = (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
+        return result_TD
 
 
 @dataclass(eq=False)

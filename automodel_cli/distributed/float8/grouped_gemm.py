@@ -98,7 +98,8 @@ def _weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_
     second_OP, inverse_LO, _ = group_cast.cast_groups(second_NO, ends_L)
     if fp8.emulate:
         sums_LIO = grouped_mm(first_IP.float(), second_OP.float().t(), offs=padded_ends_L)
-        return (sums_LIO * inverse_LI[:, :, None] * inverse_LO[:, None, :]).to(first_NI.dtype)
+        grad_LIO: Tensor = (sums_LIO * inverse_LI[:, :, None] * inverse_LO[:, None, :]).to(first_NI.dtype)
+        return grad_LIO
     first, second = Operand(first_IP, inverse_LI.flatten()), Operand(second_OP, inverse_LO.flatten())
     return _scaled(first, second, padded_ends_L, fast=False).to(first_NI.dtype)
 

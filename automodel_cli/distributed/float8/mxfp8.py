@@ -52,7 +52,8 @@ def cast_mxfp8(x_TF: Tensor, transposed: bool, tiled: bool) -> tuple[Tensor, Ten
 
 def dequantize_mxfp8(values_MK: Tensor, scale_MG: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of a cast without tiles."""
-    return (values_MK.to(dtype).unflatten(-1, (-1, BLOCK)) * scale_MG.to(dtype)[..., None]).flatten(-2)
+    values: Tensor = (values_MK.to(dtype).unflatten(-1, (-1, BLOCK)) * scale_MG.to(dtype)[..., None]).flatten(-2)
+    return values
 
 
 def mxfp8_gemm(a_MK: Tensor, scale_a: Tensor, b_NK: Tensor, scale_b: Tensor) -> Tensor:
@@ -69,7 +70,8 @@ def _tiles(scale_MG: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(scale_MG, (0, -columns % _COLUMNS, 0, -rows % _ROWS))
     # Dimensions: row of tiles, i, j, tile, 4.
     tiles = padded.unflatten(-1, (-1, _COLUMNS)).unflatten(0, (-1, 4, _ROWS // 4))
-    return tiles.permute(0, 3, 2, 1, 4).flatten()
+    flat: Tensor = tiles.permute(0, 3, 2, 1, 4).flatten()
+    return flat
 
 
 def _sample(rows: int) -> tuple[Any, ...]:

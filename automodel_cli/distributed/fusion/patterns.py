@@ -67,7 +67,7 @@ def _fuse_norm(module: nn.Module, fuser: RegionCompiler) -> None:
             return run(module, x.flatten(0, -2)).view(x.shape)
         return run(module, x)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -138,7 +138,7 @@ def _fuse_mlp(module: nn.Module, fuser: RegionCompiler) -> None:
             return getattr(module, down)(flat.view(*parts[0].shape[:-1], -1))  # type: ignore[no-any-return]
         return getattr(module, down)(run(act, *parts))  # type: ignore[no-any-return]
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _as_gated_mlp(module: nn.Module, linear: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -184,7 +184,7 @@ def _fuse_rotary(module: nn.Module, fuser: RegionCompiler) -> None:
     for name, function in _rotations(forward):
         run = fuser(FusibleRegion("rotary", function, (2, 3), _rotary_sample_of(function)))
         if run is not None:
-            module.forward = MethodType(_calling(forward, name, run, function), module)  # type: ignore[method-assign]
+            module.forward = MethodType(_calling(forward, name, run, function), module)
             return
 
 

@@ -126,7 +126,7 @@ def cut_parameters(
     for name, module in model.named_modules():
         style = _style_of(plan, name)
         if is_experts(module):
-            divides = int(module.num_experts) % tp_size == 0  # type: ignore[arg-type]
+            divides = int(module.num_experts) % tp_size == 0
             yield from module.parameters() if style is not None and shard_experts and divides else ()
             continue
         for leaf, param in module.named_parameters(recurse=False):

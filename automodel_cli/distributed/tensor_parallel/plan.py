@@ -141,7 +141,7 @@ def published_plan(model: PreTrainedModel) -> dict[str, str]:
     for prefix, module in model.named_modules():
         own = getattr(module, "_tp_plan", None) or {}  # Only model classes of transformers have it.
         is_base = getattr(module, "base_model", None) is module
-        of_config = (module.config.base_model_tp_plan or {}) if is_base else {}  # type: ignore[union-attr]
+        of_config = (module.config.base_model_tp_plan or {}) if is_base else {}
         plan |= {f"{prefix}.{name}".lstrip("."): style for name, style in {**own, **of_config}.items()}
     return plan
 

@@ -76,7 +76,7 @@ def swap_parameters(module: nn.Module, swap: Callable[[Tensor], Tensor]) -> None
         finally:
             module._parameters.update(own)
 
-    module.forward = swapped  # type: ignore[method-assign]
+    module.forward = swapped
 
 
 def to_local(param: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class ExpertsOverTP(ParallelStyle):
             out_ND = torch.zeros_like(hidden_ND).index_add(0, token_P, out_PD.to(hidden_ND.dtype))
             return sum_value(out_ND, device_mesh)
 
-        module.forward = own_experts  # type: ignore[method-assign]
+        module.forward = own_experts
         return module
 
 

@@ -249,7 +249,7 @@ def add_product_(total_VD: Tensor, left_Vs: Tensor, right_sD: Tensor, *, first: 
         if first:
             torch.mm(left_Vs, right_sD, out_dtype=torch.float32, out=total_VD)
         else:
-            torch.addmm(total_VD, left_Vs, right_sD, out_dtype=torch.float32, out=total_VD)  # type: ignore[call-overload]
+            torch.addmm(total_VD, left_Vs, right_sD, out_dtype=torch.float32, out=total_VD)
     elif first:
         total_VD.copy_(left_Vs @ right_sD)
     else:
@@ -264,7 +264,7 @@ def _products_add_in_float32(device: str, dtype: torch.dtype) -> bool:
     total, ones = torch.full((16, 16), 1000.0, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
         torch.mm(ones, ones, out_dtype=torch.float32, out=torch.empty_like(total))
-        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return bool((total == 1016).all())

@@ -160,4 +160,5 @@ def tied_embedding(model: PreTrainedModel) -> str | None:
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is not table.weight:
         return None
-    return next(name for name, module in model.named_modules() if module is table)
+    name: str = next(name for name, module in model.named_modules() if module is table)
+    return name

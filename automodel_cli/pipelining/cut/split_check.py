@@ -164,4 +164,5 @@ def _forward_backward(parts: Sequence[ModelPart]) -> Tensor:
     output.logprobs_BT.sum().backward()
     for sent, received in reversed(boundaries):
         sent.backward(received.grad)
-    return output.logprobs_BT.detach()
+    logprobs_BT: Tensor = output.logprobs_BT.detach()
+    return logprobs_BT

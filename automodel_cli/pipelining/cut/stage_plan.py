@@ -19,7 +19,7 @@ from automodel_cli.pipelining.cut.layer_ranges import (
 )
 from automodel_cli.pipelining.cut.layout_string import parse_layout, validate_layout
 from automodel_cli.pipelining.cut.model_structure import ModelStructure, tied_embedding
-from automodel_cli.pipelining.schedule.program import Program, forward_only_program
+from automodel_cli.pipelining.schedule.program import Program, Step, forward_only_program
 from automodel_cli.pipelining.schedule.programs import build_program
 from automodel_cli.pipelining.schedule.stage_ranks import stage_owners
 
@@ -98,7 +98,7 @@ class StagePlan:
 
     def forward_program(self, num_microbatches: int) -> Program:
         """Return a program of forwards over any number of microbatches, on any placement."""
-        empty: tuple[tuple, ...] = ((),) * self.pp_size
+        empty: tuple[tuple[Step, ...], ...] = ((),) * self.pp_size
         return forward_only_program(Program("forward", num_microbatches, self.owner, empty))
 
 
@@ -208,7 +208,7 @@ def _layers(
     else:
         assert kind is not None
         rounding = config.round_virtual_stages_to_pp_multiple
-        count, _ = stage_count(num_layers, config.layers_per_stage, pp_size, kind, rounding)  # type: ignore[arg-type]
+        count, _ = stage_count(num_layers, config.layers_per_stage, pp_size, kind, rounding)
     return layer_ranges(_sizes(config.balance, count, num_layers, part, anatomy))
 
 

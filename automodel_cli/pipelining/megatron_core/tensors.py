@@ -53,7 +53,7 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
     if grad_output is None:
         grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
     # The only entry of the engine that does not compare shapes. autograd.backward would reject the one-element output.
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         tensors=(output,),
         grad_tensors=(grad_output,),
         keep_graph=False,

@@ -125,7 +125,8 @@ def _tick(span: float, pixels: float) -> float:
     """Return a round step with a label about every 70 pixels."""
     raw = span / max(pixels / 70, 1)
     magnitude = 10 ** math.floor(math.log10(raw))
-    return next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw)
+    step: float = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw)
+    return step
 
 
 def _lane(timeline: Timeline, rank: int, spans: Sequence[Span], scale: float) -> list[str]:

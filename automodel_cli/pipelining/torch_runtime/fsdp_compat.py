@@ -23,7 +23,8 @@ def fsdp_dtype(part: nn.Module) -> torch.dtype | None:
     if not isinstance(part, FSDPModule):
         return None
     policy = fully_shard.state(part)._mp_policy  # type: ignore[attr-defined]
-    return policy.output_dtype or policy.param_dtype
+    dtype: torch.dtype | None = policy.output_dtype or policy.param_dtype
+    return dtype
 
 
 def reshards_after_forward(module: FSDPModule) -> bool:

@@ -212,7 +212,9 @@ class Stage(PipelineStage):
     # Gradient reduction: in the last backward of the stage, layer by layer, or in each backward. If a program computes
     # weight gradients separately, FSDP's hooks run too early. Reduction is then started after the last weight gradient.
 
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
         in_backward = backward_type == "full" and self.reduction.in_backward
         for root in self.fsdp_roots:
             is_last, every = in_backward and last_backward, in_backward and self.reduction.every_microbatch
