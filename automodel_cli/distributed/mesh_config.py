@@ -69,8 +69,7 @@ class Layout:
 class MeshConfig:
     """Mesh sizes. null: `dp_size` takes the remaining ranks, every other size is 1.
 
-    `dp_size` counts all data-parallel ranks; `dp_replicate_size` of them hold whole copies of the sharded model (hybrid
-    sharding). `ep_size` splits the experts over ranks that the other axes already use, so it adds no ranks.
+    `dp_size` includes the replicas of `dp_replicate_size` (hybrid sharding). `ep_size` reuses the ranks of other axes.
     """
 
     dp_size: int | None = None
