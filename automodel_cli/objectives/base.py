@@ -1,29 +1,28 @@
-"""What the step asks of an objective. An objective sees what the head gives for each token (`HeadOutput`),
-returns sums, and never divides.
+"""Interfaces of objectives. An objective reads `HeadOutput` per token, returns sums, and does not divide.
 
-Columns of `Batch.extra` that objectives read, and recipes fill (a document of the batch is a sequence: a response with
-its prompt; tokens whose label is ignored are not read):
+Recipes fill the columns of `Batch.extra` that objectives read. A document of the batch is a sequence: a prompt with its
+response. Tokens with an ignored label are not read.
 
-- `pairs_P2` int64 (DPO, BradleyTerry, OnlineDPO): documents of the chosen and the rejected response of each pair
-- `partners_P2` fp32 (DPO with `aot`, `aot_unpaired`): what the sorted values of each pair are compared with
-- `sharpened_logprobs_BT` fp32 (DPO with `wpo`): log-probs of the labels at temperature 1/2
-- `margins_P` fp32 (BradleyTerry): how much better the chosen response of each pair is; 0 where the data does not say
-- `desirable_S` int64 (KTO): per document 1 for a desirable response, 0 for an undesirable one, -1 for neither
-- `kl_baseline_1` fp32 (KTO): the reference point of the step, the same in all its microbatches
-- `ref_logprobs_BT` fp32 (DPO, KTO, GRPO): log-probs of the labels under the reference model
-- `advantages_BT` fp32 (GRPO): the advantage of each label token
-- `sampler_logprobs_BT` fp32 (GRPO): log-probs under the distribution that the tokens were drawn from
-- `old_logprobs_BT` fp32 (GRPO): log-probs under the trainer's weights at the time of the rollout; left out of the only
-  update of a rollout, whose own log-probs they are
-- `uncertain_BT` fp32 (GRPO with `top_entropy_fraction`): 1 for the tokens that the policy loss is of, 0 for the others
-- `old_values_BT`, `returns_BT` fp32 (PPO): what the critic made of each label token at the time of the rollout, and
-  what it should have made of it
-- `teacher_ids_BTN` int64, `teacher_logprobs_BTN` fp32 (Distillation): the tokens that a teacher thinks likeliest in
-  each label's place, largest first, and their log-probs
-- `rewards_BT` fp32 (GRPO with `positive_nll_coef`): the reward of the token's document
-- `positive_scale_1` fp32 (GRPO with `positive_nll_coef`; the step fills it): the step's `weight` over its label
-tokens with
-  a reward above 0, and 0 without any
+| column | dtype | objective | content |
+|---|---|---|---|
+| `pairs_P2` | int64 | DPO, BradleyTerry, OnlineDPO | documents of the chosen and rejected response of each pair |
+| `partners_P2` | fp32 | DPO with `aot`, `aot_unpaired` | values that the sorted values of each pair are compared with |
+| `sharpened_logprobs_BT` | fp32 | DPO with WPO weighting | log-probs of the labels at temperature 1/2 |
+| `margins_P` | fp32 | BradleyTerry | margin of each pair; 0 if the data has none |
+| `desirable_S` | int64 | KTO | 1 for a desirable response, 0 for an undesirable one, -1 for neither |
+| `kl_baseline_1` | fp32 | KTO | reference point of the step, equal in all microbatches |
+| `ref_logprobs_BT` | fp32 | DPO, KTO, GRPO | log-probs of the labels under the reference model |
+| `advantages_BT` | fp32 | GRPO | advantage of each label token |
+| `sampler_logprobs_BT` | fp32 | GRPO | log-probs under the sampling distribution |
+| `old_logprobs_BT` | fp32 | GRPO | log-probs under the weights before the first update; absent if a rollout has one
+    update |
+| `uncertain_BT` | fp32 | GRPO with `top_entropy_fraction` | 1 for tokens with a policy loss, 0 for the others |
+| `old_values_BT`, `returns_BT` | fp32 | PPO | values of the critic at the rollout, and their targets |
+| `teacher_ids_BTN` | int64 | Distillation | the teacher's most likely tokens, in descending order |
+| `teacher_logprobs_BTN` | fp32 | Distillation | log-probs of these tokens |
+| `rewards_BT` | fp32 | GRPO with `positive_nll_coef` | reward of the token's document |
+| `positive_scale_1` | fp32 | GRPO with `positive_nll_coef` | `weight` of the step / its label tokens with a positive
+    reward, 0 without any; filled by the step |
 """
 
 from __future__ import annotations
@@ -42,56 +41,65 @@ if TYPE_CHECKING:
     from automodel_cli.data.head_output import HeadOutput
 
 ReferenceSource = Literal["auto", "precomputed", "disable_adapter", "frozen_copy"]
-"""Where the log-probs of the reference model come from: see `automodel_cli/run/frozen_models/reference_logprobs.py`."""
+"""Source of the reference log-probs: see `automodel_cli/run/frozen_models/reference_logprobs.py`."""
 
 
 class Objective(Protocol):
-    """`objective(output, batch)` summed over all microbatches and ranks, divided by the sum of `weight(batch)`,
-    is the loss. Both are sums over the batch, so neither the number of ranks nor that of microbatches changes the
-    gradient.
+    """Loss of a recipe.
+
+    The loss is the sum of `objective(output, batch)` over all microbatches and ranks, divided by the sum of
+    `weight(batch)`. Both are sums over the batch, so the gradient does not depend on the number of ranks or
+    microbatches.
     """
 
     def weight(self, batch: Batch) -> Tensor:
-        """What this batch adds to the denominator (label tokens, pairs, sequences): scalar on the batch's device."""
+        """Return what this batch adds to the denominator (label tokens, pairs, sequences): a scalar on the batch's
+        device."""
         ...
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
-        """fp32 scalar with gradient: the batch's SUM, to be minimised."""
+        """Return the SUM over the batch, to be minimized: an fp32 scalar with gradient."""
         ...
 
 
 class TermWeights(Objective, Protocol):
-    """An objective with terms that have denominators of their own: one that has `term_weights`."""
+    """Objective with `term_weights`: some terms have their own denominators."""
 
     def term_weights(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Column of `Batch.extra` -> what this batch adds to that term's denominator: a scalar, the same names in every
-        batch. The step fills each column with the sum of `weight` over the sum of the term (0 where that is 0), so a
-        term's sum times its column, divided by `weight`, is a mean over the term's own tokens.
+        """Return what this batch adds to the denominator of each term, by column of `Batch.extra`.
+
+        Scalars, with the same names in every batch. The step fills each column with the sum of `weight` divided by the
+        sum of the term (0 if that is 0). The sum of a term times its column, divided by `weight`, is then a mean over
+        the term's own tokens.
         """
         ...
 
 
 def term_weights_of(objective: Objective, batch: Batch) -> Mapping[str, Tensor]:
-    """What `TermWeights` says; nothing for an objective without, which need not have it."""
-    ask: Callable[[Batch], Mapping[str, Tensor]] | None = getattr(objective, "term_weights", None)
-    return {} if ask is None else ask(batch)
+    """Return `term_weights` of the objective, empty if it does not define them."""
+    term_weights: Callable[[Batch], Mapping[str, Tensor]] | None = getattr(objective, "term_weights", None)
+    return {} if term_weights is None else term_weights(batch)
 
 
 class PreferenceObjective(Objective, Protocol):
-    """An objective on pairs or judged responses, for recipes of kind dpo."""
+    """Objective on pairs or labeled responses, for recipes of kind dpo."""
 
     @property
     def columns(self) -> frozenset[str]:
-        """What it reads of `Batch.extra`, by the names above: `pairs_P2` or `desirable_S` says which rows it is for,
-        `ref_logprobs_BT` that there is a reference model, `kl_baseline_1` that each step measures the reference
-        point."""
+        """Columns of `Batch.extra` that the objective reads.
+
+        `pairs_P2` or `desirable_S` selects the kind of data. `ref_logprobs_BT` requires a reference model.
+        `kl_baseline_1` requires that each step measures the reference point.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class RewardKL:
-    """A KL to the reference that is taken off each sample's reward: `coef` x estimate `kl_type`, summed over tokens.
-    The clamps are those of `GRPO` (None: no clamp)."""
+    """KL to the reference that is subtracted from the reward: `coef` x estimate `kl_type`, summed over tokens.
+
+    The clamps are those of `GRPO` (None: no clamp).
+    """
 
     coef: float
     kl_type: KLType
@@ -99,7 +107,7 @@ class RewardKL:
     output_clamp: float | None = 10.0
 
     def of(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """What is taken off at each token; float64."""
+        """Return the penalty per token, float64."""
         return self.coef * kl_penalty(
             logprobs.double(),
             ref_logprobs.double(),
@@ -110,49 +118,61 @@ class RewardKL:
 
 
 class PolicyObjective(Objective, Protocol):
-    """An objective on sampled responses, for recipes of kind grpo."""
+    """Objective on sampled responses, for recipes of kind grpo."""
 
     @property
     def columns(self) -> frozenset[str]:
-        """What it reads of `Batch.extra`, by the names above. Without `old_logprobs_BT` it is right for one update per
-        rollout only; `ref_logprobs_BT` says that there is a reference model."""
+        """Columns of `Batch.extra` that the objective reads.
+
+        Without `old_logprobs_BT`, it supports one update per rollout. `ref_logprobs_BT` requires a reference model.
+        """
         ...
 
     @property
     def reward_kl(self) -> RewardKL | None:
-        """The KL that the recipe takes off the rewards; None for none."""
+        """The KL that the recipe subtracts from rewards, None for none."""
         ...
 
     @property
     def corrects_staleness(self) -> bool:
-        """Whether samples of older weights are weighed, so that `rollout.max_off_policy_steps` may be above 0."""
+        """Whether samples of older weights are corrected, which `rollout.max_off_policy_steps` above 0 requires."""
         ...
 
 
 class SelectingObjective(PolicyObjective, Protocol):
-    """A policy objective that trains on some samples of each group, with the log-probs of the model as it is (whatever
-    `rollout.temperature` samples were drawn at): one that has `select`."""
+    """Policy objective with `select`: trains on some samples of each group.
+
+    Log-probs are those of the model at temperature 1, independent of `rollout.temperature`.
+    """
 
     @property
     def samples_of_group(self) -> int:
-        """The most that it takes of a group."""
+        """Maximum number of selected samples of a group."""
         ...
 
     def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
-        """Numbers of the samples to train on; those of one tuple share a row. `rewards_N` float64, `groups_N` int64
-        (equal for the samples of one prompt), `valid_N` bool: the others are not to be taken."""
+        """Return the indices of the samples to train on. Samples of one tuple share a row.
+
+        Args:
+            rewards_N: float64.
+            groups_N: int64, equal for the samples of one prompt.
+            valid_N: bool. Other samples must not be selected.
+        """
         ...
 
 
 def selection_of(objective: PolicyObjective) -> SelectingObjective | None:
-    """The objective itself where it chooses samples."""
+    """Return the objective if it selects samples, else None."""
     return cast(SelectingObjective, objective) if hasattr(objective, "select") else None
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How the values of microbatches become one number of the step: combined over all microbatches and ranks, and
-    then, where `per` names another metric (a count), divided by that one's sum. `shown`: also on the step line.
+    """How values of microbatches are combined to one value of the step.
+
+    combine: over all microbatches and ranks.
+    per: name of another metric (a count) by whose sum the result is divided.
+    shown: also printed on the step line.
     """
 
     per: str | None = None
@@ -161,36 +181,37 @@ class Metric:
 
 
 class RequestingObjective(Objective, Protocol):
-    """An objective that reads more of `HeadOutput` than the log-probs of labels: one that has `needs`."""
+    """Objective with `needs`: reads more of `HeadOutput` than log-probs of labels."""
 
     @property
     def needs(self) -> HeadRequest:
-        """Which other fields."""
+        """The other fields that it reads."""
         ...
 
 
 def request_of(objective: Objective) -> HeadRequest:
-    """What the head must give for this objective."""
+    """Return what the head must compute for this objective."""
     needs: HeadRequest = getattr(objective, "needs", LOGPROBS)
     return needs
 
 
 class MeasuredObjective(Objective, Protocol):
-    """An objective that reports more than its loss: one that has `metrics`."""
+    """Objective with `metrics`: reports more than its loss."""
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """Every name that `measure` returns, the same on all ranks, known before anything runs."""
+        """All names that `measure` returns. Equal on all ranks and known before the run."""
         ...
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
-        """fp32 scalars of this batch, by the names in `metrics`: sums (never means), smallest or largest values.
+        """Return fp32 scalars of this batch by the names in `metrics`: sums (never means), minima or maxima.
+
         Called without gradient.
         """
         ...
 
 
 def metrics_of(objective: Objective) -> Mapping[str, Metric]:
-    """What an objective reports besides its loss; nothing for one without `metrics`, which need not have them."""
+    """Return the metrics of the objective, empty if it does not define any."""
     declared: Mapping[str, Metric] = getattr(objective, "metrics", {})
     return declared

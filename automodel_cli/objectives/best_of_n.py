@@ -1,4 +1,4 @@
-"""Rejection sampling: the best responses of each group are learnt like rows of a dataset. Torch-free to import."""
+"""Rejection sampling: trains on the best responses of each group like on dataset rows. Torch-free to import."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BestOfN:
-    """Loss = mean NLL of the label tokens of each group's `num_kept` best responses (RAFT, arXiv:2304.06767,
-    algorithm 1).
+    """Loss = mean NLL of the label tokens of each group's `num_kept` best responses (RAFT, arXiv:2304.06767, algorithm
+    1).
 
-    Of responses with equal rewards those drawn first are taken. `threshold`: only responses with a larger reward count
-    (null: any), so that a group without a good response teaches nothing. Rewards are those after `rollout.overlong`.
-    Sampling is at `rollout.temperature`; the NLL is that of the model as it is, at temperature 1.
+    If rewards are equal, earlier samples are selected. With `threshold`, only responses with a larger reward are
+    selected, so a group without a good response is skipped. Rewards include `rollout.overlong`. Sampling uses
+    `rollout.temperature`. The NLL is at temperature 1.
 
     Metrics: `nll`, the mean over label tokens, and `num_selected_tokens`, their number.
     """
 
     reward_kl: ClassVar[RewardKL | None] = None
     corrects_staleness: ClassVar[bool] = True
-    """See `PolicyObjective`: a good response is worth imitating whoever has drawn it."""
+    """See `PolicyObjective`. A good response is a valid target from any sampler."""
 
     num_kept: int = 1
     """Best responses of each group to train on (RAFT, arXiv:2304.06767)."""
@@ -57,14 +57,14 @@ class BestOfN:
         return self.num_kept
 
     def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
-        """See `SelectingObjective`: each sample by itself."""
+        """See `SelectingObjective`. Each sample has its own row."""
         from automodel_cli.objectives.group_ranking import ranked_groups
 
         chosen = []
-        for numbers in ranked_groups(rewards_N, groups_N, valid_N):
-            good = [n for n in numbers if self.threshold is None or rewards_N[n].item() > self.threshold]
+        for indices in ranked_groups(rewards_N, groups_N, valid_N):
+            good = [n for n in indices if self.threshold is None or rewards_N[n].item() > self.threshold]
             chosen += sorted(good[: self.num_kept])
-        return [(number,) for number in chosen]
+        return [(index,) for index in chosen]
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
@@ -72,7 +72,7 @@ class BestOfN:
         return {"nll": Metric("num_selected_tokens", shown=True), "num_selected_tokens": Metric()}
 
     def weight(self, batch: Batch) -> Tensor:
-        """Label tokens."""
+        """Number of label tokens."""
         return batch.num_label_tokens
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:

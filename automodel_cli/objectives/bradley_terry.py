@@ -1,4 +1,5 @@
-"""Reward models: a number for a whole conversation, learnt from pairs of which one is better. Torch-free to import."""
+"""Reward model objective: a score of a conversation, trained on pairs of a better and a worse one. Torch-free to
+import."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """Loss = mean over pairs of -log sigmoid(c - r - m) + `center_rewards_coef` x (c + r)^2; c and r are the values
-    of the chosen
-    and the rejected conversation's last token (arXiv:2203.02155, eq. 1; the centre arXiv:2312.09244).
+    """Loss = mean over pairs of -log sigmoid(c - r - m) + `center_rewards_coef` x (c + r)^2.
 
-    m is the pair's `margin` in the data, where `margin` says so (arXiv:2307.09288, eq. 2): how much better the chosen
-    response is, in units of the score. `center_rewards_coef` keeps scores near 0, which pairs alone leave open.
+    c and r are the values of the last token of the chosen and rejected conversation (arXiv:2203.02155, eq. 1;
+    centering: arXiv:2312.09244). m is the pair's `margin` in the data if `margin` is set (arXiv:2307.09288, eq. 2), in
+    units of the score. `center_rewards_coef` keeps scores near 0, because pairs determine only differences.
+
+    Example: c = 2 and r = 0 without margin give a loss of log(1 + e^-2) = 0.127.
 
     Metrics are means over pairs of all ranks: `accuracy` (chosen above rejected; a tie is a miss), `score_chosen`,
-    `score_rejected`, `score_margin` their difference.
+    `score_rejected`, and `score_margin`, their difference.
     """
 
     margin: bool = False
@@ -66,7 +68,7 @@ class BradleyTerry:
         }
 
     def weight(self, batch: Batch) -> Tensor:
-        """Pairs of which both responses have label tokens."""
+        """Number of pairs whose responses both have label tokens."""
         from automodel_cli.objectives.preference_losses import valid_pairs
 
         return valid_pairs(batch).sum()
@@ -93,7 +95,7 @@ class BradleyTerry:
         return {**{name: (value_P * valid_P).sum() for name, value_P in values.items()}, "num_pairs": valid_P.sum()}
 
     def _scores(self, output: HeadOutput, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """By pair: the two scores, and 1.0 where the pair counts."""
+        """Return the two scores of each pair, and 1.0 if the pair counts."""
         from automodel_cli.objectives.preference_losses import valid_pairs
         from automodel_cli.objectives.segment_reduce import at_last_token
 

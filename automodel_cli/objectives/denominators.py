@@ -1,4 +1,4 @@
-"""The denominators of a step: what the loss is divided by, and what single terms of it are."""
+"""Denominators of a step: of the loss, and of terms with their own denominator."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from automodel_cli.objectives.base import Objective, term_weights_of
 def with_denominators(
     objective: Objective, batches: Sequence[Batch], total: Callable[[Tensor], Tensor] = lambda local: local
 ) -> tuple[Tensor, list[Batch]]:
-    """The sum of `objective.weight` over the step, and the batches with the columns of `TermWeights`.
+    """Return the sum of `objective.weight` over the step, and the batches with the columns of `TermWeights`.
 
-    `total` sums a vector over the ranks of a step that has several; it is called once.
+    `total` sums a vector over the ranks. It is called once.
     """
     terms = [term_weights_of(objective, batch) for batch in batches]
     names = list(terms[0])
-    local = [(objective.weight(batch), *of_batch.values()) for batch, of_batch in zip(batches, terms, strict=True)]
-    # One kernel for all microbatches, not one for each.
-    sums = total(torch.stack([value for of_batch in local for value in of_batch]).view(len(local), -1).sum(0))
+    local = [
+        (objective.weight(batch), *batch_terms.values()) for batch, batch_terms in zip(batches, terms, strict=True)
+    ]
+    # One kernel for all microbatches.
+    sums = total(torch.stack([value for batch_terms in local for value in batch_terms]).view(len(local), -1).sum(0))
     weight = sums[0]
     if not names:
         return weight, list(batches)

@@ -1,4 +1,4 @@
-"""A student learns the distribution of a teacher over next tokens. Torch-free to import."""
+"""Distillation: a student learns the next-token distribution of a teacher. Torch-free to import."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ if TYPE_CHECKING:
     from automodel_cli.data.batch import Batch
     from automodel_cli.data.head_output import HeadOutput
 
-_MOST = 1 - 1e-6
-"""What the likeliest tokens may have together, so that the others' share has a logarithm."""
+_MAX_TOTAL = 1 - 1e-6
+"""Maximum total probability of the compared tokens, so that the remaining probability has a logarithm."""
 
 
 @dataclass(frozen=True)
 class Distillation:
     """Loss = mean over label tokens of `kd_weight` x D(teacher, student) + `nll_weight` x NLL of the label.
 
-    D is the generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649, eq. 1): with M = `beta` x teacher +
-    (1 - `beta`) x student it is beta KL(teacher || M) + (1 - beta) KL(student || M). 0: KL(teacher || student),
-    forward, which covers all that the teacher says. 1: KL(student || teacher), reverse, which stays where the teacher
-    is sure.
+    D is the generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649, eq. 1). With M = `beta` x teacher + (1 -
+    `beta`) x student, D = beta KL(teacher || M) + (1 - beta) KL(student || M).
 
-    `top_k`: of the teacher's distribution the likeliest tokens, and all others together as one more; null: all tokens
-    of the vocabulary (exact, and `[B, T, V]` numbers a microbatch). On rows of a dataset in recipes of kind kd, and on
-    the student's own samples in recipes of kind grpo; the gradient is that of D at the given tokens.
+    - beta 0: forward KL(teacher || student). The student covers all tokens that the teacher considers likely.
+    - beta 1: reverse KL(student || teacher). The student concentrates on the teacher's likely tokens.
 
-    Metrics, means over label tokens: `kd_loss` (D), `nll` of the label, and `teacher_share`, the probability that the
-    teacher gives the tokens which are compared one by one.
+    `top_k`: number of the teacher's most likely tokens to compare. All other tokens count as one. null: the full
+    vocabulary (exact, but `[B, T, V]` values per microbatch). Recipes of kind kd train on dataset rows, recipes of kind
+    grpo on the student's samples. The gradient is that of D at the given tokens.
+
+    Metrics, means over label tokens: `kd_loss` (D), `nll` of the label, and `teacher_share`, the teacher's probability
+    of the `top_k` tokens.
     """
 
     reward_kl: ClassVar[RewardKL | None] = None
     corrects_staleness: ClassVar[bool] = True
-    """See `PolicyObjective`: any tokens will do to compare two distributions."""
+    """See `PolicyObjective`. Two distributions can be compared on any tokens."""
 
     beta: float = 0.0
     """Interpolation of the generalized Jensen-Shannon divergence (GKD, arXiv:2306.13649). 0 is the forward KL, 1
@@ -117,7 +118,7 @@ class Distillation:
         }
 
     def _divergence(self, output: HeadOutput, batch: Batch) -> Tensor:
-        """D by token, `[B, T]`, 0 where the label is ignored."""
+        """Return D per token, `[B, T]`, 0 for ignored labels."""
         from automodel_cli.objectives.segment_reduce import label_mask
 
         student_BTN = output.token_logprobs_BTN
@@ -125,20 +126,20 @@ class Distillation:
         teacher_BTN = batch.extra["teacher_logprobs_BTN"]
         if self.top_k is not None:
             teacher_BTN, student_BTN = with_rest(teacher_BTN), with_rest(student_BTN)
-        found_BT = divergence(teacher_BTN, student_BTN, self.beta)
-        return found_BT.masked_fill(~label_mask(batch), 0.0)
+        divergence_BT = divergence(teacher_BTN, student_BTN, self.beta)
+        return divergence_BT.masked_fill(~label_mask(batch), 0.0)
 
 
 def with_rest(logprobs_BTN: Tensor) -> Tensor:
-    """One more column: the log of what these tokens leave to all others."""
+    """Append a column: the log-probability of all other tokens together."""
     import torch
 
-    rest_BT1 = torch.log1p(-logprobs_BTN.exp().sum(-1, keepdim=True).clamp(max=_MOST))
+    rest_BT1 = torch.log1p(-logprobs_BTN.exp().sum(-1, keepdim=True).clamp(max=_MAX_TOTAL))
     return torch.cat([logprobs_BTN, rest_BT1], -1)
 
 
 def divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
-    """Generalised Jensen-Shannon divergence of log-probs over the last dimension, as `Distillation` says."""
+    """Return the generalized Jensen-Shannon divergence of log-probs over the last dimension. See `Distillation`."""
     import torch
 
     if beta == 0:
@@ -146,5 +147,5 @@ def divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
     if beta == 1:
         return (student.exp() * (student - teacher)).sum(-1)
     middle = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    found = beta * teacher.exp() * (teacher - middle) + (1 - beta) * student.exp() * (student - middle)
-    return found.sum(-1)
+    terms = beta * teacher.exp() * (teacher - middle) + (1 - beta) * student.exp() * (student - middle)
+    return terms.sum(-1)

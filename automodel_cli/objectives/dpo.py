@@ -1,7 +1,7 @@
-"""Preference pairs: make the chosen response likelier than the rejected one, measured against a reference model.
+"""Preference pairs (DPO and variants): raise the likelihood of chosen over rejected responses, relative to a reference.
 
-Formulas as in the papers and in TRL's trainers of the same names; c and r are the chosen and the rejected response's
-sum of log-probs minus that of the reference (their means over tokens where `averages` says so). Torch-free to import.
+Formulas as in the papers and in the TRL trainers of the same names. c and r are the chosen and rejected response's sum
+of log-probs minus that of the reference (means over tokens if `averages`). Torch-free to import.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Loss = Literal[
 ]
 REFERENCE_FREE = ("simpo", "orpo")
 SORTED = ("aot", "aot_unpaired")
-"""Losses that match the pairs of a step by order: what each is compared with is measured before the update."""
+"""Losses that match the pairs of a step by rank. The compared values are measured before the update."""
 _AVERAGED = ("sigmoid_norm", "ipo", "simpo", "orpo")
 _OF_DIFFERENCES = ("sigmoid", "hinge", "robust", "exo_pair", "discopop")
-"""Losses that read c - r only, so that a divergence may stand in it."""
+"""Losses that depend on c - r only, which other divergences support."""
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo", *SORTED)
 
@@ -52,27 +52,24 @@ _SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo", *SORTED)
 class DPO:
     """Loss = mean over pairs of `preference_weight` x preference loss + `nll_weight` x NLL of the chosen response.
 
-    `loss`: which preference loss. `beta`: its temperature (for orpo the weight of the odds ratio). `label_smoothing`:
-    the share of pairs taken to be labelled the wrong way round (sigmoid, sigmoid_norm, simpo, robust, exo_pair,
-    aot, aot_unpaired).
-    `average_log_probs`: mean instead of sum over a response's tokens; None: as the loss is defined (ipo, simpo, orpo
-    and sigmoid_norm average). `average_sft`: the same for the NLL. `gamma`: the target margin of simpo, 0.5 if not
-    given. `tau`: the temperature of discopop's blend, 0.05 if not given.
+    Example: loss=sigmoid (arXiv:2305.18290) is -log sigmoid(beta (c - r)). If policy and reference are equal, c = r = 0
+    and the loss is log 2 = 0.693.
 
-    `extra_losses`: further losses by name, each with its weight, added to `preference_weight` x `loss` (MPO,
-    arXiv:2411.10442: sigmoid 0.8, bco_pair 0.2, and an `nll_weight`). `ld_alpha`: what tokens weigh in c and r that
-    the shorter response of the pair has no counterpart of, 0 to 1 (LD-DPO, arXiv:2409.06411). `f_divergence`: what
-    keeps the policy near the reference (f-DPO, arXiv:2309.16240): c and r become f'(t) of their probability ratio t,
-    log t for reverse_kl, 1 - 1/t for forward_kl, log(2t / (t + 1)) for js, (t^(a - 1) - 1) / (a - 1) for alpha with
-    a = `f_alpha`.
-
-    `aot` and `aot_unpaired` (arXiv:2406.05882) make the chosen responses better as a distribution: the pairs of the
-    step are sorted by the policy's log-ratio of chosen to rejected (unpaired: the chosen responses by c, the rejected
-    ones by r), and each is compared with the reference's log-ratio (the r) of the same place in order, over all ranks.
+    - `label_smoothing`: fraction of pairs assumed to be labeled the wrong way round (sigmoid, sigmoid_norm, simpo,
+      robust, exo_pair, aot, aot_unpaired).
+    - `average_log_probs`: None uses the definition of the loss (ipo, simpo, orpo and sigmoid_norm average).
+    - `extra_losses`: added to `preference_weight` x `loss` (MPO, arXiv:2411.10442: sigmoid 0.8, bco_pair 0.2, and an
+      `nll_weight`).
+    - `ld_alpha`: weight of tokens beyond the length of the pair's shorter response, 0 to 1 (LD-DPO, arXiv:2409.06411).
+    - `f_divergence` (f-DPO, arXiv:2309.16240): c and r become f'(t) of the probability ratio t: log t for reverse_kl, 1
+      - 1/t for forward_kl, log(2t / (t + 1)) for js, (t^(a - 1) - 1) / (a - 1) for alpha with a = `f_alpha`.
+    - `aot`, `aot_unpaired` (arXiv:2406.05882) compare distributions: the pairs of the step on all ranks are sorted by
+      the policy's log-ratio of chosen to rejected (unpaired: chosen responses by c, rejected ones by r). Each is
+      compared with the reference's log-ratio (unpaired: the r) of equal rank.
 
     Metrics are means over pairs of all ranks: `accuracy` (chosen above rejected; a tie is a miss), `rewards_chosen`,
-    `rewards_rejected` and their difference `rewards_margin`: c, r and c - r, NOT multiplied by beta; `likelier` (the
-    chosen response has the larger sum of log-probs, whatever the reference says).
+    `rewards_rejected` and `rewards_margin`: c, r and c - r, NOT multiplied by beta; `likelier` (the chosen response has
+    the larger sum of log-probs, without reference).
     """
 
     loss: Loss = "sigmoid"
@@ -238,23 +235,23 @@ class DPO:
             reject("requires_setting", reason, "f_divergence", "f_alpha", fix=fix)
 
     def _check_smoothing(self) -> None:
-        share = self.label_smoothing
-        if not 0 <= share < 0.5:
+        smoothing = self.label_smoothing
+        if not 0 <= smoothing < 0.5:
             raise ConfigError(
-                f"label_smoothing={share} must be at least 0 and below 0.5",
+                f"label_smoothing={smoothing} must be at least 0 and below 0.5",
                 code="out_of_range",
                 keys=("label_smoothing",),
                 fix="objective.label_smoothing=0.1",
             )
-        if share and self.loss not in _SMOOTHED:
+        if smoothing and self.loss not in _SMOOTHED:
             raise ConfigError(
-                f"label_smoothing={share} has no effect with loss={self.loss}. loss must be one of: "
+                f"label_smoothing={smoothing} has no effect with loss={self.loss}. loss must be one of: "
                 f"{', '.join(_SMOOTHED)}",
                 code="no_effect",
                 keys=("label_smoothing", "loss"),
                 fix="objective.label_smoothing=0.0",
             )
-        if not share and self.loss == "exo_pair":
+        if not smoothing and self.loss == "exo_pair":
             raise ConfigError(
                 "loss=exo_pair requires label_smoothing above 0, because the loss contains its logarithm",
                 code="requires_setting",
@@ -264,15 +261,15 @@ class DPO:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether batches must carry `ref_logprobs_BT`."""
+        """Whether batches must contain `ref_logprobs_BT`."""
         return self.loss not in REFERENCE_FREE
 
     @property
     def columns(self) -> frozenset[str]:
         """See `PreferenceObjective`."""
-        found = {"pairs_P2", "ref_logprobs_BT"} if self.uses_reference else {"pairs_P2"}
-        found |= {"partners_P2"} if self.loss in SORTED else set()
-        return frozenset(found | ({"sharpened_logprobs_BT"} if self.use_wpo_weighting else set()))
+        columns = {"pairs_P2", "ref_logprobs_BT"} if self.uses_reference else {"pairs_P2"}
+        columns |= {"partners_P2"} if self.loss in SORTED else set()
+        return frozenset(columns | ({"sharpened_logprobs_BT"} if self.use_wpo_weighting else set()))
 
     @property
     def averages(self) -> bool:
@@ -282,7 +279,7 @@ class DPO:
     @property
     def metrics(self) -> Mapping[str, Metric]:
         """See `MeasuredObjective`."""
-        of_pairs = {
+        pair_metrics = {
             "preference_loss": Metric("num_pairs"),
             "accuracy": Metric("num_pairs", shown=True),
             "rewards_chosen": Metric("num_pairs"),
@@ -291,13 +288,13 @@ class DPO:
             "likelier": Metric("num_pairs"),
         }
         if self.use_wpo_weighting:
-            of_pairs["wpo_weight"] = Metric("num_pairs")
+            pair_metrics["wpo_weight"] = Metric("num_pairs")
         if self.nll_weight:
-            of_pairs["sft_loss"] = Metric("num_pairs")
-        return {**of_pairs, "num_pairs": Metric()}
+            pair_metrics["sft_loss"] = Metric("num_pairs")
+        return {**pair_metrics, "num_pairs": Metric()}
 
     def weight(self, batch: Batch) -> Tensor:
-        """Pairs of which both responses have label tokens."""
+        """Number of pairs whose responses both have label tokens."""
         from automodel_cli.objectives.preference_losses import valid_pairs
 
         return valid_pairs(batch).sum()
@@ -339,7 +336,7 @@ class DPO:
         return diverged(pairs, self.f_divergence, self.f_alpha)
 
     def _of(self, name: Loss) -> DPO:
-        """The same settings for another loss."""
+        """Return the same settings with another loss."""
         smoothing = self.label_smoothing if name in _SMOOTHED else 0.0
         return replace(
             self, loss=name, extra_losses={}, label_smoothing=smoothing, gamma=None, tau=None,
@@ -347,11 +344,11 @@ class DPO:
         )  # fmt: skip
 
     def losses_of(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
-        """The preference loss of each pair, `[P]`."""
+        """Return the preference loss of each pair, `[P]`."""
         return self._losses(self._pairs(logprobs_BT, batch))
 
     def compared(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
-        """What aot and aot_unpaired sort, `[P, 3]`: two values of each pair, and whether it counts."""
+        """Return the values that aot and aot_unpaired sort, `[P, 3]`: two values per pair, and whether it counts."""
         from automodel_cli.objectives.preference_losses import sorted_values
 
         return sorted_values(self._pairs(logprobs_BT, batch), paired=self.loss == "aot")

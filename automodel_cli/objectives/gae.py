@@ -1,6 +1,6 @@
-"""What each token of a response is worth: discounted rewards to come, with a critic's values or without.
+"""Advantages per token from discounted rewards, with or without the values of a critic (GAE).
 
-Pure functions of the tokens that the model drew, in their order; float64.
+Pure functions of the generated tokens in order, float64.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 _EPS = 1e-8
-"""Of the variance that whitening divides by."""
+"""Added to the variance in whitening."""
 
 
-def generalised_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """A_t = sum over l of (gamma lam)^l d_(t+l), d_t = r_t + gamma V_(t+1) - V_t, and V = 0 after the last token: GAE,
-    arXiv:1506.02438, eq. 16. The returns that a critic is trained on are these plus the values.
+def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lam: float) -> Tensor:
+    """Return A_t = sum_l (gamma lam)^l d_(t+l) with d_t = r_t + gamma V_(t+1) - V_t, and V = 0 after the last token.
 
-    With values of 0 and `lam` 1 it is the discounted sum of the rewards from each token on.
+    This is GAE (arXiv:1506.02438, eq. 16). The returns, the targets of the critic, are these plus the values. With
+    values 0 and `lam` 1, the result is the discounted sum of the rewards from each token on. Example: rewards 0, 0, 1,
+    values 0, gamma 0.5 and lam 1 give 0.25, 0.5, 1.
     """
     rewards, values = rewards_T.double().tolist(), [*values_T.double().tolist(), 0.0]
     advantages, later = [0.0] * len(rewards), 0.0
@@ -27,14 +28,16 @@ def generalised_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float,
 
 
 def moments(values: Tensor) -> Tensor:
-    """Number, sum and sum of squares: what ranks add up for `whitened`. float64 `[3]`."""
+    """Return count, sum and sum of squares, float64 `[3]`. Ranks add them for `whitened`."""
     values = values.double()
     return torch.stack([values.new_tensor(values.numel()), values.sum(), values.square().sum()])
 
 
 def whitened(values: Tensor, moments_3: Tensor) -> Tensor:
-    """(value - mean) / deviation over all that `moments_3` counts; the variance is divided by n - 1, as TRL's
-    `masked_whiten` does. Unchanged where there are less than two."""
+    """Return (value - mean) / deviation over all values that `moments_3` counts.
+
+    The variance is divided by n - 1, as in `masked_whiten` of TRL. Unchanged for less than two values.
+    """
     count, total, squares = moments_3.tolist()
     if count < 2:
         return values

@@ -1,4 +1,4 @@
-"""Samples of each group by their rewards."""
+"""Ranking of the samples of each group by reward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from torch import Tensor
 
 
 def ranked_groups(rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[list[int]]:
-    """The numbers of the valid samples of each group, best first, of equal rewards the first one first; groups in the
-    order of their first sample."""
+    """Return the indices of the valid samples of each group, best first.
+
+    Equal rewards keep their order. Groups are in the order of their first sample.
+    """
     rewards, groups = rewards_N.tolist(), groups_N.tolist()
-    found: dict[int, list[int]] = {}
-    for number, valid in enumerate(valid_N.tolist()):
+    members: dict[int, list[int]] = {}
+    for index, valid in enumerate(valid_N.tolist()):
         if valid:
-            found.setdefault(groups[number], []).append(number)
-    return [sorted(numbers, key=lambda n: -rewards[n]) for numbers in found.values()]
+            members.setdefault(groups[index], []).append(index)
+    return [sorted(indices, key=lambda n: -rewards[n]) for indices in members.values()]

@@ -1,5 +1,6 @@
-"""Clipped policy gradients on sampled responses: grpo, dapo, dr_grpo, gspo, cispo and reinforce are settings of one
-objective (`conf/objective/` has each under its name). Torch-free to import.
+"""Clipped policy gradients on sampled responses: GRPO, DAPO, Dr. GRPO, GSPO, CISPO and REINFORCE. Torch-free to import.
+
+They are settings of one objective. `conf/objective/` contains a config for each name.
 """
 
 from __future__ import annotations
@@ -21,51 +22,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GRPO(PolicySettings):
-    """Loss = mean of w x policy loss + `kl_coef` x KL - `entropy_coef` x entropy, over label tokens or over sequences,
-    + `positive_nll_coef` x the mean NLL over label tokens of responses with a reward above 0.
+    """Loss = mean of w x policy loss + `kl_coef` x KL - `entropy_coef` x entropy + `positive_nll_coef` x positive NLL.
 
-    Policy loss of a token with advantage A and probability ratio q (now against the rollout's weights).
-    `surrogate`: `clip` is max(-A q, -A clamp(q)), `cispo` is -A clamp(q) log p with the clamp detached, `reinforce`
-    -A log p, `sapo` -A sigmoid(t (q - 1)) 4 / t, a soft gate in the clip's place, with t = `sapo_positive` where A > 0,
-    else `sapo_negative` (arXiv:2511.20347). `ratio`: `token`; `sequence` (the exponential of the mean log-ratio of the
-    response, GSPO, arXiv:2507.18071); `sequence_token` (the same number with each token's own gradient, GSPO-token, for
-    advantages by token); `on_policy` (1 with a gradient: right for one update per rollout, and needs no
-    `old_logprobs_BT`). The clamp is [1 - `clip_low`, 1 + `clip_high`]; `dual_clip_ratio` (above 1) also bounds the
-    loss by
-    -A x dual_clip_ratio where A < 0.
+    The mean is over label tokens or sequences (`loss_aggregation`). Example: A = 1, q = 1.5 and clip 0.2 give max(-1.5,
+    -1.2) = -1.2 without gradient, because the probability is high enough already. Sources: docs/methods/grpo.md.
 
-    `aggregation`: `token` divides by the label tokens of the step; `sequence` takes means over each response, then over
-    responses; `max_tokens` divides sums by responses x `max_tokens`, a constant (dr_grpo).
+    `policy_loss` of a token with advantage A and importance ratio q (current / rollout probability):
 
-    KL to the reference: `kl_type` k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d, with d = reference - policy log-prob clamped
-    to +-`kl_input_clamp`, the result to +-`kl_output_clamp` (None: no clamp). `kl_placement`: in the `loss`, or
-    `reward`: the
-    recipe takes it off the rewards and the loss has none. `kl_bias_correction` weighs it by policy / sampler
-    probability.
-    `kl_score_term`: the gradient of the KL in the loss is grad(KL) + KL x grad(log p), that of the sampled estimate;
-    false leaves the second term out, as verl does, and TRL with `use_bias_correction_kl=false`.
+    - `clip`: max(-A q, -A clamp(q)). The clamp is [1 - `clip_low`, 1 + `clip_high`]. If A < 0, `dual_clip_ratio` (above
+      1) bounds the loss by -A x dual_clip_ratio.
+    - `cispo`: -A clamp(q) log p with a detached clamp.
+    - `reinforce`: -A log p.
+    - `sapo`: -A sigmoid(t (q - 1)) 4 / t, a soft gate, with t = `sapo_positive` if A > 0, else `sapo_negative`
+      (arXiv:2511.20347).
 
-    Correction of the difference between sampler and trainer, w = e^(old - sampler): `none`; `plain`; `truncate` (TIS)
-    clamps w to [`sampler_correction_clip_min` or 0, `sampler_correction_clip_max`]; `icepop` (MIS) sets w to 0
-    outside of them; `sequence_mask`
-    drops responses whose geometric mean of w is outside, and weighs tokens by w. `sampler_correction_level`: each
-    `token` has
-    its own w, or all tokens of a response (`sequence`) the product of them; null: as `ratio` has it. Sources:
-    docs/methods/grpo.md.
+    `importance_sampling_level`:
 
-    The NLL of positive responses is divided by their own label tokens under every `aggregation` (arXiv:2504.05118). The
-    entropy is exact, of the distribution that each response token was drawn from, and a metric in any case. Metrics:
-    see `objectives/policy_gradient.py`.
+    - `token`: q of the token.
+    - `sequence`: exponential of the mean log-ratio of the response (GSPO, arXiv:2507.18071).
+    - `sequence_token`: the same value with the gradient of each token, for advantages per token (GSPO-token).
+    - `on_policy`: 1 with a gradient. Supports one update per rollout and needs no `old_logprobs_BT`.
+
+    `loss_aggregation`:
+
+    - `token`: divide by the label tokens of the step.
+    - `sequence`: mean over each response, then over responses.
+    - `constant`: divide by responses x `normalization_length` (Dr. GRPO).
+
+    KL to the reference, with d = reference - policy log-prob clamped to +-`kl_input_clamp`:
+
+    - `kl_type`: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d, clamped to +-`kl_output_clamp`. None: no clamp.
+    - `kl_placement`: in the `loss`, or subtracted from the `reward` by the recipe.
+    - `kl_bias_correction`: weight by policy / sampler probability.
+    - `kl_score_term`: true gives the KL in the loss the gradient of the sampled estimate, grad(KL) + KL x grad(log p).
+      false omits the second term, like verl, and TRL with `use_bias_correction_kl=false`.
+
+    `sampler_correction` of the difference between trainer and sampler, w = e^(old - sampler), with bounds
+    `sampler_correction_clip_min` (default 0) and `sampler_correction_clip_max`:
+
+    - `none`: 1.
+    - `importance`: w.
+    - `truncate` (TIS): w clamped to the bounds.
+    - `icepop` (MIS): w, 0 outside the bounds.
+    - `sequence_mask`: w, 0 for responses whose geometric mean of w is outside the bounds.
+
+    `sampler_correction_level`: w per `token`, or its product over the response (`sequence`). null: as
+    `importance_sampling_level`.
+
+    The NLL of positive responses (reward above 0) is divided by their own label tokens (arXiv:2504.05118). The entropy
+    is exact, of the sampling distribution of each token, and always reported. Metrics: see
+    `objectives/policy_gradient.py`.
     """
 
     @property
     def columns(self) -> frozenset[str]:
         """See `PolicyObjective`."""
-        found = {"advantages_BT", "sampler_logprobs_BT"}
-        found |= {"old_logprobs_BT"} if self.uses_old_logprobs else set()
-        found |= {"ref_logprobs_BT"} if self.loss_kl_coef else set()
-        found |= {"uncertain_BT"} if self.top_entropy_fraction is not None else set()
-        return frozenset(found | ({"rewards_BT", "positive_scale_1"} if self.positive_nll_coef else set()))
+        columns = {"advantages_BT", "sampler_logprobs_BT"}
+        columns |= {"old_logprobs_BT"} if self.uses_old_logprobs else set()
+        columns |= {"ref_logprobs_BT"} if self.loss_kl_coef else set()
+        columns |= {"uncertain_BT"} if self.top_entropy_fraction is not None else set()
+        return frozenset(columns | ({"rewards_BT", "positive_scale_1"} if self.positive_nll_coef else set()))
 
     @property
     def needs(self) -> HeadRequest:
@@ -92,7 +108,7 @@ class GRPO(PolicySettings):
         return policy_metrics(self)
 
     def weight(self, batch: Batch) -> Tensor:
-        """Label tokens; for the other aggregations responses with label tokens."""
+        """Number of label tokens. With other aggregations: number of responses with label tokens."""
         from automodel_cli.objectives.policy_gradient import num_sequences
 
         return batch.num_label_tokens if self.loss_aggregation == "token" else num_sequences(batch)

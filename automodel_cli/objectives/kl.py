@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence between a policy and its reference. Torch-free to import."""
+"""Estimators of the KL divergence between a policy and its reference. Torch-free to import."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ def kl_penalty(
     importance: Tensor | None = None,
     score_term: bool = True,
 ) -> Tensor:
-    """Estimate of KL(policy || reference) by token.
+    """Return an estimate of KL(policy || reference) per token.
 
-    `importance` weighs each token (policy / sampler probability). Without it the weight is 1. With `score_term` this 1
-    carries the gradient of the token's log-prob, so the gradient is that of the sampled estimate:
-    `grad(value) + value * grad(logprob)`. Without it the gradient is `grad(value)` alone.
+    With d = ref_logprob - logprob: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d. k1 is unbiased but can be negative. k3 is
+    unbiased and not negative.
+
+    Args:
+        input_clamp, output_clamp: bounds of |d| and of the result. None: no clamp.
+        importance: weight per token (policy / sampler probability). None: 1.
+        score_term: let the weight 1 have the gradient of the token's log-prob. The gradient is then that of the sampled
+            estimate, `grad(value) + value * grad(logprob)`. Otherwise it is `grad(value)`.
     """
     difference = ref_logprobs - logprobs
     if importance is not None:

@@ -1,4 +1,4 @@
-"""Single responses judged good or bad, without pairs (Kahneman-Tversky optimisation)."""
+"""KTO (Kahneman-Tversky optimization): single responses labeled desirable or undesirable, without pairs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KTO:
-    """Loss = mean over responses of w (1 - sigmoid(beta (x - z))) for desirable ones, of w (1 - sigmoid(beta (z - x)))
-    for undesirable ones; x is the response's sum of log-probs minus that of the reference.
+    """Loss = mean over responses of w (1 - sigmoid(beta (x - z))) if desirable, w (1 - sigmoid(beta (z - x))) if not.
 
-    `reference_point`: z. `kl` is the divergence from the reference on prompts with another prompt's response, which
-    each step measures in one more forward pass over all its rows, so that z is the same in every microbatch; `zero`
-    costs nothing. Weights make up for unequal numbers of the two kinds. Metrics as in `DPO`, by kind of response.
+    x is the sum of log-probs of the response minus that of the reference, z the reference point (arXiv:2402.01306).
+
+    - `reference_point=kl`: z is the divergence from the reference on prompts with the response of another prompt. Each
+      step measures it with one more forward pass over all its rows, so z is equal in every microbatch.
+    - `reference_point=zero`: z = 0, without cost.
+
+    The weights w compensate for unequal numbers of the two kinds. Metrics as in `DPO`, by kind of response.
     """
 
     beta: float = 0.1
@@ -63,7 +66,7 @@ class KTO:
         }
 
     def weight(self, batch: Batch) -> Tensor:
-        """Responses that are judged and have label tokens."""
+        """Number of labeled responses with label tokens."""
         good_S, bad_S = self._kinds(batch)
         return (good_S + bad_S).sum()
 
@@ -88,16 +91,17 @@ class KTO:
         }
 
     def _kinds(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """fp32 [documents] twice: 1 for desirable, and 1 for undesirable responses that have a label token."""
+        """Return fp32 `[documents]` twice: 1 for desirable, and 1 for undesirable responses with a label token."""
         from automodel_cli.objectives.segment_reduce import labels_by_document
 
-        judged_S, spoken_S = batch.extra["desirable_S"], labels_by_document(batch) > 0
-        return ((judged_S == 1) & spoken_S).float(), ((judged_S == 0) & spoken_S).float()
+        label_S, has_labels_S = batch.extra["desirable_S"], labels_by_document(batch) > 0
+        return ((label_S == 1) & has_labels_S).float(), ((label_S == 0) & has_labels_S).float()
 
 
 def reference_point_sums(output: HeadOutput, batch: Batch) -> Tensor:
-    """What `kl_baseline_1` is made of: sum of log-ratios over documents that are neither good nor bad (a prompt with
-    another prompt's response), and their number.
+    """Return the sum of log-ratios over mismatched documents (a prompt with the response of another), and their number.
+
+    `kl_baseline_1` is computed from these sums.
     """
     import torch
 
@@ -108,13 +112,13 @@ def reference_point_sums(output: HeadOutput, batch: Batch) -> Tensor:
 
 
 def reference_point_of(sums_2: Tensor) -> Tensor:
-    """`kl_baseline_1` from the `reference_point_sums` of a whole step. At least 0, as a divergence is."""
+    """Return `kl_baseline_1` from the `reference_point_sums` of a full step. At least 0, like a divergence."""
     total, count = sums_2.unbind()
     return (total / count.clamp(min=1)).clamp(min=0)[None]
 
 
 def log_ratios(logprobs_BT: Tensor, batch: Batch) -> Tensor:
-    """By document: sum of log-probs minus that of the reference."""
+    """Return the sum of log-probs minus that of the reference, per document."""
     from automodel_cli.objectives.preference_losses import against_reference
     from automodel_cli.objectives.segment_reduce import sum_by_document
 

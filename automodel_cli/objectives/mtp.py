@@ -1,8 +1,8 @@
-"""Multi-token prediction beside an objective: the cross entropy of the labels further on (arXiv:2412.19437, eq. 24-25).
+"""Multi-token prediction loss in addition to an objective (arXiv:2412.19437, eq. 24-25).
 
-`loss = objective + loss_weight / M * sum over depths k of sum_t(-log p_k(label of token t + k)) / weight`, M depths,
-all divided by the objective's own weight (for SFT the label tokens of the step), as the paper divides each depth by the
-length of the text. So it is a sum against the denominator that the step knows before its first forward.
+`loss = objective + loss_weight / M * sum_k sum_t(-log p_k(label of token t + k)) / weight` for M depths k. All terms
+are divided by the objective's own weight (for SFT the label tokens of the step), as the paper divides each depth by the
+text length. The step knows this denominator before its first forward.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WithMultiToken:
-    """`objective` with the further tokens. What it returns has the value of `objective` and the gradient of both, so
-    that `loss` stays comparable with a run that does not train them; `mtp_loss` is theirs, per label token."""
+    """`objective` with the multi-token prediction loss.
+
+    The value is that of `objective`, the gradient is that of both. `loss` therefore stays comparable with runs without
+    multi-token prediction. `mtp_loss` is the mean per label token.
+    """
 
     objective: Objective
     loss_weight: float
@@ -34,8 +37,8 @@ class WithMultiToken:
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        own = {"mtp_loss": Metric(per="num_mtp_tokens", shown=True), "num_mtp_tokens": Metric()}
-        return {**metrics_of(self.objective), **own}
+        mtp_values = {"mtp_loss": Metric(per="num_mtp_tokens", shown=True), "num_mtp_tokens": Metric()}
+        return {**metrics_of(self.objective), **mtp_values}
 
     def weight(self, batch: Batch) -> Tensor:
         return self.objective.weight(batch)
@@ -53,11 +56,11 @@ class WithMultiToken:
 
         logprobs_BTM = _further(output)
         counts = [(batch.further_labels(k + 1) != IGNORE_INDEX).sum() for k in range(logprobs_BTM.shape[-1])]
-        own = {"mtp_loss": -logprobs_BTM.sum(), "num_mtp_tokens": sum(counts[1:], counts[0]).float()}
+        mtp_values = {"mtp_loss": -logprobs_BTM.sum(), "num_mtp_tokens": sum(counts[1:], counts[0]).float()}
         measure = getattr(self.objective, "measure", None)
-        return own if measure is None else {**measure(output, batch), **own}
+        return mtp_values if measure is None else {**measure(output, batch), **mtp_values}
 
 
 def _further(output: HeadOutput) -> Tensor:
-    assert output.further_logprobs_BTM is not None, "the part was built without layers for multi-token prediction"
+    assert output.further_logprobs_BTM is not None, "the part has no multi-token prediction layers"
     return output.further_logprobs_BTM

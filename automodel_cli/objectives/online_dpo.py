@@ -1,4 +1,4 @@
-"""Online DPO: the best and the worst response of each group are a pair. Torch-free to import."""
+"""Online DPO: the best and the worst response of each group form a pair. Torch-free to import."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnlineDPO(DPO):
-    """The loss of `DPO` on pairs of the model's own samples (arXiv:2402.04792, algorithm 1): the response of a group
-    with the highest reward is chosen, the one with the lowest is rejected; of equal rewards the one drawn first.
+    """Loss of `DPO` on pairs of the model's own samples (arXiv:2402.04792, algorithm 1).
 
-    Groups whose rewards are all equal give no pair (`num_unused_groups`). Rewards are those after `rollout.overlong`.
-    Sampling is at `rollout.temperature`; log-probs, those of the reference too, are at temperature 1. Both responses
-    with their prompts share a row, so prompts may fill half of `data.seq_len` less `rollout.max_new_tokens`. Metrics:
-    see `DPO`.
+    The response of a group with the highest reward is chosen, the one with the lowest is rejected. If rewards are
+    equal, the earlier sample is used. Groups with equal rewards form no pair (`num_unused_groups`). Rewards include
+    `rollout.overlong`. Sampling uses `rollout.temperature`. Log-probs, also of the reference, are at temperature 1.
+
+    Both responses with their prompts share a row. Prompts can therefore have at most half of `data.seq_len` minus
+    `rollout.max_new_tokens` tokens. Metrics: see `DPO`.
     """
 
     reward_kl: ClassVar[RewardKL | None] = None
     corrects_staleness: ClassVar[bool] = True
-    """See `PolicyObjective`: a pair is compared with the reference, whoever has drawn it."""
+    """See `PolicyObjective`. A pair is compared with the reference, independent of the sampler."""
 
     samples_of_group: ClassVar[int] = 2
 
@@ -42,12 +43,12 @@ class OnlineDPO(DPO):
             )
 
     def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
-        """See `SelectingObjective`: pairs, the chosen one first."""
+        """See `SelectingObjective`. Pairs with the chosen response first."""
         from automodel_cli.objectives.group_ranking import ranked_groups
 
         pairs: list[tuple[int, ...]] = []
-        for numbers in ranked_groups(rewards_N, groups_N, valid_N):
-            lowest = min(rewards_N[n].item() for n in numbers)
-            if rewards_N[numbers[0]].item() > lowest:
-                pairs.append((numbers[0], next(n for n in numbers if rewards_N[n].item() == lowest)))
+        for indices in ranked_groups(rewards_N, groups_N, valid_N):
+            lowest = min(rewards_N[n].item() for n in indices)
+            if rewards_N[indices[0]].item() > lowest:
+                pairs.append((indices[0], next(n for n in indices if rewards_N[n].item() == lowest)))
         return pairs

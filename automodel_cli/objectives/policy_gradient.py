@@ -1,18 +1,23 @@
-"""The arithmetic of `GRPO`: ratios, weights, KL and their sums over the label tokens of a batch.
+"""Arithmetic of `GRPO`: importance ratios, correction weights, KL, and their sums over the label tokens of a batch.
 
-Metrics are means over label tokens unless said otherwise. `token_mult_prob_error` e^|sampler - old| (1 when the sampler
-and the trainer agree), `logprob_gap_max` the largest |sampler - old|; `gen_kl_error`, `policy_kl_error` (k3 both ways)
-and `js_divergence_error` between the two;
-`sampling_importance_ratio` the correction's weight (one weight for a response: mean over responses); `entropy`
-exact, and `approx_entropy` its estimate from the drawn tokens alone;
-`probs_ratio`, `probs_ratio_clamped` with `_min` and `_max`; `clip_fraction` tokens whose ratio the clamp changes, and
-of them, since there the gradient ends, `clip_low_fraction` below with A < 0 and `clip_high_fraction` above with A > 0;
-`clip_dual_fraction` tokens that dual clip bounds;
-`kl_penalty` the KL, in the loss or in the reward, as the loss aggregates it, without its coefficient; `is_oob_ratio`
-what the correction's bounds touch (tokens; sequence_mask: responses); `top_entropy_fraction` tokens that
-`top_entropy_fraction`
-trains; `positive_nll_loss` the NLL of responses with a reward above 0, a mean over their label tokens
-(`num_positive_tokens`); `num_valid_samples` responses with a label token.
+Metrics are means over label tokens, unless stated otherwise:
+
+| metric | meaning |
+|---|---|
+| `token_mult_prob_error` | e^abs(sampler - old), 1 if sampler and trainer agree |
+| `logprob_gap_max` | largest abs(sampler - old) |
+| `gen_kl_error`, `policy_kl_error`, `js_divergence_error` | k3 in both directions, and Jensen-Shannon divergence |
+| `sampling_importance_ratio` | weight of the sampler correction (sequence level: mean over responses) |
+| `entropy`, `approx_entropy` | exact entropy, and its estimate from the sampled tokens |
+| `probs_ratio`, `probs_ratio_clamped` | importance ratio, also with `_min` and `_max` |
+| `clip_fraction` | tokens whose ratio is clamped |
+| `clip_low_fraction`, `clip_high_fraction` | clamped below with A < 0, above with A > 0: no gradient |
+| `clip_dual_fraction` | tokens bounded by dual clip |
+| `kl_penalty` | KL in loss or reward without coefficient, aggregated like the loss |
+| `is_oob_ratio` | tokens outside the correction bounds (sequence_mask: responses) |
+| `top_entropy_fraction` | tokens trained under `top_entropy_fraction` |
+| `positive_nll_loss` | NLL of responses with a reward above 0, mean over their label tokens (`num_positive_tokens`) |
+| `num_valid_samples` | responses with a label token |
 """
 
 from __future__ import annotations
@@ -33,21 +38,21 @@ from automodel_cli.objectives.segment_reduce import label_mask, labels_by_docume
 
 _TOKENS, _SEQUENCES, _POSITIVE = "num_response_tokens", "num_valid_samples", "num_positive_tokens"
 POSITIVE_SCALE = "positive_scale_1"
-"""The column that gives the NLL of positive responses a mean of its own (`objectives/denominators.py`)."""
+"""Column with the scale of the NLL of positive responses (`objectives/denominators.py`)."""
 
 
 def num_sequences(batch: Batch) -> Tensor:
-    """Documents with a label token: int64 scalar."""
+    """Return the number of documents with a label token, an int64 scalar."""
     return (labels_by_document(batch) > 0).sum()
 
 
 def num_positive_tokens(batch: Batch) -> Tensor:
-    """Label tokens of responses with a reward above 0: int64 scalar."""
+    """Return the number of label tokens of responses with a reward above 0, an int64 scalar."""
     return (label_mask(batch) & (batch.extra["rewards_BT"] > 0)).sum()
 
 
 def policy_metrics(objective: PolicySettings) -> Mapping[str, Metric]:
-    """What `PolicyTerms.metrics` returns under these settings."""
+    """Return the names that `PolicyTerms.metrics` returns with these settings."""
     by_tokens = (
         "token_mult_prob_error",
         "gen_kl_error",
@@ -62,27 +67,27 @@ def policy_metrics(objective: PolicySettings) -> Mapping[str, Metric]:
         "clip_high_fraction",
     )
     shown = ("entropy", "token_mult_prob_error", "clip_fraction")
-    found = {name: Metric(_TOKENS, shown=name in shown) for name in by_tokens}
+    values = {name: Metric(_TOKENS, shown=name in shown) for name in by_tokens}
     for name in ("probs_ratio", "probs_ratio_clamped"):
-        found |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
-    found["logprob_gap_max"] = Metric(combine="max")
-    found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.corrects_by_sequence else _TOKENS)
+        values |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
+    values["logprob_gap_max"] = Metric(combine="max")
+    values["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.corrects_by_sequence else _TOKENS)
     if objective.dual_clip_ratio is not None:
-        found["clip_dual_fraction"] = Metric(_TOKENS)
+        values["clip_dual_fraction"] = Metric(_TOKENS)
     if objective.kl_coef:
-        found["kl_penalty"] = Metric(_TOKENS if objective.loss_aggregation == "token" else _SEQUENCES, shown=True)
+        values["kl_penalty"] = Metric(_TOKENS if objective.loss_aggregation == "token" else _SEQUENCES, shown=True)
     if objective.sampler_correction_clip_max is not None:
-        found["is_oob_ratio"] = Metric(_SEQUENCES if objective.sampler_correction == "sequence_mask" else _TOKENS)
+        values["is_oob_ratio"] = Metric(_SEQUENCES if objective.sampler_correction == "sequence_mask" else _TOKENS)
     if objective.top_entropy_fraction is not None:
-        found["top_entropy_fraction"] = Metric(_TOKENS)
+        values["top_entropy_fraction"] = Metric(_TOKENS)
     if objective.positive_nll_coef:
-        found |= {"positive_nll_loss": Metric(_POSITIVE), _POSITIVE: Metric()}
-    return {**found, _TOKENS: Metric(), _SEQUENCES: Metric()}
+        values |= {"positive_nll_loss": Metric(_POSITIVE), _POSITIVE: Metric()}
+    return {**values, _TOKENS: Metric(), _SEQUENCES: Metric()}
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """One microbatch under one objective. Columns hold 0 where the label is ignored."""
+    """One microbatch under one objective. Columns are 0 for ignored labels."""
 
     objective: PolicySettings
     batch: Batch
@@ -95,8 +100,10 @@ class PolicyTerms:
 
     @classmethod
     def of(cls, objective: PolicySettings, output: HeadOutput, batch: Batch) -> PolicyTerms:
-        """Columns out of `batch.extra`; a KeyError names one that the recipe has not filled. Without `old_logprobs_BT`
-        the update is the only one of its rollout, and its log-probs are the old ones themselves."""
+        """Read the columns of `batch.extra`. A KeyError names a column that the recipe did not fill.
+
+        Without `old_logprobs_BT`, the rollout has one update, and its log-probs are the old ones.
+        """
         mask_BT = label_mask(batch)
 
         def column(name: str) -> Tensor:
@@ -119,7 +126,7 @@ class PolicyTerms:
         )
 
     def loss(self) -> Tensor:
-        """The SUM that `GRPO.weight` divides."""
+        """Return the SUM that `GRPO.weight` divides."""
         objective = self.objective
         losses_BT = self._policy_losses()
         if objective.sampler_correction != "none":
@@ -136,16 +143,16 @@ class PolicyTerms:
         return total
 
     def metrics(self) -> dict[str, Tensor]:
-        """See the module's docstring; sums and extrema."""
+        """Return sums and extrema. See the module docstring."""
         objective, mask_BT = self.objective, self.mask_BT
         gap_BT = self.old_BT - self.sampler_BT
         q_BT, clamped_BT = self._ratio, self._clamped()
-        middle_BT = torch.logaddexp(self.old_BT, self.sampler_BT) - torch.log(torch.tensor(2.0))
+        mixture_BT = torch.logaddexp(self.old_BT, self.sampler_BT) - torch.log(torch.tensor(2.0))
         by_token = {
             "token_mult_prob_error": gap_BT.abs().exp(),
             "gen_kl_error": _k3(gap_BT),
             "policy_kl_error": _k3(-gap_BT),
-            "js_divergence_error": (_k3(self.old_BT - middle_BT) + _k3(self.sampler_BT - middle_BT)) / 2,
+            "js_divergence_error": (_k3(self.old_BT - mixture_BT) + _k3(self.sampler_BT - mixture_BT)) / 2,
             "entropy": self.entropy_BT,
             "approx_entropy": -(self.now_BT - self.sampler_BT).exp() * self.now_BT,
             "probs_ratio": q_BT,
@@ -154,35 +161,35 @@ class PolicyTerms:
             "clip_low_fraction": ((q_BT < clamped_BT) & (self.advantages_BT < 0)).float(),
             "clip_high_fraction": ((q_BT > clamped_BT) & (self.advantages_BT > 0)).float(),
         }
-        found = {name: self._sum(value_BT) for name, value_BT in by_token.items()}
+        values = {name: self._sum(value_BT) for name, value_BT in by_token.items()}
         for name, value_BT in (("probs_ratio", q_BT), ("probs_ratio_clamped", clamped_BT)):
-            found[f"{name}_min"] = value_BT.masked_fill(~mask_BT, float("inf")).min()
-            found[f"{name}_max"] = value_BT.masked_fill(~mask_BT, float("-inf")).max()
-        found["logprob_gap_max"] = gap_BT.abs().max()
+            values[f"{name}_min"] = value_BT.masked_fill(~mask_BT, float("inf")).min()
+            values[f"{name}_max"] = value_BT.masked_fill(~mask_BT, float("-inf")).max()
+        values["logprob_gap_max"] = gap_BT.abs().max()
         weight_BT, outside = self._correction
         by_sequence = objective.corrects_by_sequence
-        found["sampling_importance_ratio"] = self._by_sequence(weight_BT) if by_sequence else self._sum(weight_BT)
+        values["sampling_importance_ratio"] = self._by_sequence(weight_BT) if by_sequence else self._sum(weight_BT)
         if objective.dual_clip_ratio is not None:
             bounded_BT = (q_BT > objective.dual_clip_ratio) & (self.advantages_BT < 0)
-            found["clip_dual_fraction"] = self._sum(bounded_BT.float())
+            values["clip_dual_fraction"] = self._sum(bounded_BT.float())
         if objective.kl_coef:
-            found["kl_penalty"] = self.aggregate(self._kl())
+            values["kl_penalty"] = self.aggregate(self._kl())
         if outside is not None:
-            found["is_oob_ratio"] = outside
+            values["is_oob_ratio"] = outside
         if objective.top_entropy_fraction is not None:
-            found["top_entropy_fraction"] = self._sum(self.batch.extra["uncertain_BT"])
+            values["top_entropy_fraction"] = self._sum(self.batch.extra["uncertain_BT"])
         if objective.positive_nll_coef:
-            found["positive_nll_loss"] = self._sum(self._positive_nll())
-            found[_POSITIVE] = num_positive_tokens(self.batch).float()
-        return {**found, _TOKENS: mask_BT.sum().float(), _SEQUENCES: num_sequences(self.batch).float()}
+            values["positive_nll_loss"] = self._sum(self._positive_nll())
+            values[_POSITIVE] = num_positive_tokens(self.batch).float()
+        return {**values, _TOKENS: mask_BT.sum().float(), _SEQUENCES: num_sequences(self.batch).float()}
 
     @cached_property
     def _ratio(self) -> Tensor:
-        """q at every token."""
+        """The importance ratio q at every token."""
         change_BT = self.now_BT - self.old_BT
         if not self.objective.by_sequence:
             return change_BT.exp()
-        mean_BT = self._mean_by_sequence(change_BT)
+        mean_BT = self._mean_by_sequence(change_BT)  # [B, T], equal at all tokens of a response
         if self.objective.importance_sampling_level == "sequence_token":
             mean_BT = mean_BT.detach() + (self.now_BT - self.now_BT.detach())
         return mean_BT.exp()
@@ -206,7 +213,7 @@ class PolicyTerms:
 
     @cached_property
     def _correction(self) -> tuple[Tensor, Tensor | None]:
-        """The weight at every token (0 where it is not finite), and the sum of what its bounds touch."""
+        """The weight at every token (0 if not finite), and the sum of values outside the bounds."""
         objective = self.objective
         gap_BT = self.old_BT - self.sampler_BT
         by_sequence = objective.corrects_by_sequence
@@ -223,7 +230,7 @@ class PolicyTerms:
         outside = self._sum(out_BT.float())
         if objective.sampler_correction == "icepop":
             return _finite(weight_BT.masked_fill(out_BT, 0.0)), outside
-        # a product of many ratios may overflow and is clamped like the rest; an impossible token counts for nothing
+        # A product of many ratios may overflow to inf, which is clamped. Tokens of probability 0 get weight 0.
         return torch.where(log_BT.isfinite(), weight_BT.clamp(low, high), 0.0).detach(), outside
 
     def _kl(self) -> Tensor:
@@ -240,7 +247,7 @@ class PolicyTerms:
         )
 
     def _positive_scale(self) -> Tensor:
-        """What turns a sum over positive tokens into a mean, times the loss's own denominator."""
+        """Return the factor from a sum over positive tokens to their mean, times the denominator of the loss."""
         return self.batch.extra[POSITIVE_SCALE].squeeze(0)
 
     def _positive_nll(self) -> Tensor:
@@ -250,19 +257,19 @@ class PolicyTerms:
         return values_BT.masked_fill(~self.mask_BT, 0.0).sum()
 
     def aggregate(self, values_BT: Tensor) -> Tensor:
-        """Values of tokens as the sum that `GRPO.weight` divides."""
+        """Return the sum that `GRPO.weight` divides."""
         if self.objective.loss_aggregation == "sequence":
             return self._by_sequence(values_BT)
         total = self._sum(values_BT)
         return total if self.objective.normalization_length is None else total / self.objective.normalization_length
 
     def _by_sequence(self, values_BT: Tensor) -> Tensor:
-        """Sum over responses of the mean over their label tokens."""
+        """Return the sum over responses of the mean over their label tokens."""
         sums_S = sum_by_document(values_BT.masked_fill(~self.mask_BT, 0.0), self.batch)
         return (sums_S / labels_by_document(self.batch).clamp(min=1)).sum()
 
     def _mean_by_sequence(self, values_BT: Tensor) -> Tensor:
-        """The mean over a response's label tokens, at each of its tokens."""
+        """Return the mean over a response's label tokens, at each of its tokens."""
         means_S = sum_by_document(values_BT, self.batch) / labels_by_document(self.batch).clamp(min=1)
         return to_tokens(means_S, self.batch)
 
@@ -272,5 +279,5 @@ def _k3(x: Tensor) -> Tensor:
 
 
 def _finite(weight_BT: Tensor) -> Tensor:
-    """Without gradient, and 0 where it is not finite: one impossible token must not end the run."""
+    """Detach, and replace non-finite weights by 0. One impossible token must not stop the run."""
     return torch.where(weight_BT.isfinite(), weight_BT, 0.0).detach()

@@ -1,4 +1,4 @@
-"""The settings of `GRPO`, without its arithmetic (`objectives/policy_gradient.py`). Torch-free."""
+"""Settings of `GRPO` and their validation, without arithmetic (`objectives/policy_gradient.py`). Torch-free."""
 
 from __future__ import annotations
 
@@ -195,22 +195,22 @@ class PolicySettings:
                 self._reject(
                     "out_of_range", "must be above 0, or null for no clamp", name, fix=f"objective.{name}=null"
                 )
-        of_kl = {
+        kl_defaults = {
             "kl_type": "k3",
             "kl_placement": "loss",
             "kl_input_clamp": 20.0,
             "kl_output_clamp": 10.0,
             "kl_score_term": True,
         }
-        unread = [name for name, default in of_kl.items() if getattr(self, name) != default]
-        if self.kl_coef == 0 and unread:
-            back = " ".join(f"objective.{name}={str(of_kl[name]).lower()}" for name in unread)
+        unused = [name for name, default in kl_defaults.items() if getattr(self, name) != default]
+        if self.kl_coef == 0 and unused:
+            reset = " ".join(f"objective.{name}={str(kl_defaults[name]).lower()}" for name in unused)
             self._reject(
                 "no_effect",
                 "has no effect, because the loss has no KL term",
-                *unread,
+                *unused,
                 "kl_coef",
-                fix=f"objective.kl_coef=0.01, or {back}",
+                fix=f"objective.kl_coef=0.01, or {reset}",
             )
         if not self.kl_score_term and (self.kl_placement == "reward" or self.kl_bias_correction):
             other = "kl_placement" if self.kl_placement == "reward" else "kl_bias_correction"
@@ -295,10 +295,10 @@ class PolicySettings:
 
     @property
     def loss_kl_coef(self) -> float:
-        """The weight of the KL in the loss: 0 where it is taken off the rewards."""
+        """Weight of the KL in the loss: 0 if the KL is subtracted from rewards."""
         return self.kl_coef if self.kl_placement == "loss" else 0.0
 
     @property
     def uses_old_logprobs(self) -> bool:
-        """Whether batches of several updates on one rollout must carry `old_logprobs_BT`, measured before the first."""
+        """Whether batches must contain `old_logprobs_BT` if a rollout has several updates."""
         return self.importance_sampling_level != "on_policy"

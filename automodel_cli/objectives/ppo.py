@@ -1,5 +1,4 @@
-"""PPO with a critic: the clipped policy gradient of `GRPO` beside a value head that learns the returns. Torch-free to
-import."""
+"""PPO with a critic: the clipped policy gradient of `GRPO`, and a value head trained on returns. Torch-free import."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PPO(GRPO):
-    """The loss of `GRPO` + `value_coef` x 1/2 max((V - R)^2, (V' - R)^2), aggregated alike; V' is the value V clipped
-    to within `value_clip_range` of the rollout's (arXiv:1707.06347; the clipped value loss as in TRL and
-    openai/baselines).
+    """Loss of `GRPO` + `value_coef` x 1/2 max((V - R)^2, (V' - R)^2), with the same aggregation.
 
-    The critic is a value head on the policy's own last hidden states. Advantages and returns R come of
-    `rollout.advantage_estimator=critic`; with `kl_placement=reward` each token's reward has its own KL taken off.
+    V' is the value V clipped to within `value_clip_range` of the rollout's value (arXiv:1707.06347; the clipped value
+    loss as in TRL and openai/baselines). The critic is a value head on the last hidden states of the policy.
+    `rollout.advantage_estimator=critic` computes advantages and returns R. With `kl_placement=reward`, the KL is
+    subtracted per token.
 
-    `value_clip_range`: null for no clip. Metrics besides those of GRPO: `value_loss`, `value_mean`, `return_mean`, and
-    `value_clip_fraction`, the tokens where the clipped error is the larger one.
+    Metrics in addition to those of GRPO: `value_loss`, `value_mean`, `return_mean`, and `value_clip_fraction`, the
+    fraction of tokens whose clipped error is larger.
     """
 
     value_coef: float = 0.1
@@ -93,7 +92,7 @@ class PPO(GRPO):
         return {"value_loss": terms.aggregate(losses_BT), **sums, **terms.metrics()}
 
     def _value_losses(self, output: HeadOutput, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-        """By token: the loss, and where the clipped error is the larger one."""
+        """Return the loss per token, and whether the clipped error is the larger one."""
         import torch
 
         extra, mask_BT = terms.batch.extra, terms.mask_BT
@@ -105,6 +104,6 @@ class PPO(GRPO):
             return errors_BT / 2, torch.zeros_like(mask_BT)
         clipped_BT = now_BT.clamp(
             old_BT - self.value_clip_range, old_BT + self.value_clip_range
-        )  # the same number where inside
+        )  # unchanged inside the range
         bounded_BT = (clipped_BT - returns_BT).square()
         return torch.maximum(errors_BT, bounded_BT) / 2, bounded_BT > errors_BT

@@ -1,4 +1,7 @@
-"""The preference losses of a pair, and the sums they take: c and r by pair, out of per-token log-probs."""
+"""Preference losses of pairs, and the sums of log-probs that they use.
+
+c and r are the chosen and rejected response's sum of log-probs minus that of the reference.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from torch.nn.functional import logsigmoid
 from automodel_cli.data.batch import Batch
 from automodel_cli.objectives.segment_reduce import label_mask, labels_by_document, sum_by_document, to_tokens
 
-_CERTAIN = -1e-6
-"""Log-prob above which a response counts as certain: its log-odds would be infinite."""
+_MAX_LOGPROB = -1e-6
+"""Largest log-prob in log-odds, which are infinite at 0."""
 
 
-_LARGEST = 80.0
-"""Exponent beyond which a power would not be finite in float32."""
+_MAX_EXPONENT = 80.0
+"""Largest exponent with a finite power in float32."""
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The numbers in the formulas of `LOSSES`, as in `DPO`."""
+    """Parameters of the formulas in `LOSSES`, as in `DPO`."""
 
     beta: float
     label_smoothing: float = 0.0
@@ -33,7 +36,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Pairs:
-    """One value per pair, fp32: the two log-ratios, whether the pair counts (0 or 1), and what the SFT term needs."""
+    """fp32 values per pair: the two log-ratios, whether the pair counts (0 or 1), and inputs of the SFT term."""
 
     c_P: Tensor
     r_P: Tensor
@@ -42,23 +45,25 @@ class Pairs:
     rejected_logprob_P: Tensor
     chosen_tokens_P: Tensor
     partners_P2: Tensor | None = None
-    """What the two sorted values of the pair are compared with (`DPO.compared`)."""
+    """Values of equal rank that the two values of the pair are compared with (`DPO.compared`)."""
 
 
 def valid_pairs(batch: Batch) -> Tensor:
-    """bool [P]: both responses of the pair have a label token."""
+    """Return bool `[P]`: both responses have a label token."""
     return (labels_by_document(batch)[batch.extra["pairs_P2"]] > 0).all(1)
 
 
 def gather_pairs(
     logprobs_BT: Tensor, batch: Batch, *, reference: bool, average: bool, tail_weight: float | None = None
 ) -> Pairs:
-    """Sums (or means) over each response's label tokens, against the reference or without one. `tail_weight`: what
-    tokens count in c and r whose number in their response the other one does not reach."""
+    """Return sums (or means) over each response's label tokens, relative to the reference or not.
+
+    `tail_weight`: weight in c and r of tokens beyond the length of the shorter response.
+    """
     pairs_P2 = batch.extra["pairs_P2"]
     tokens_P2 = labels_by_document(batch)[pairs_P2]
     logprobs_P2 = sum_by_document(logprobs_BT, batch)[pairs_P2]
-    # difference by token before the sum: a reference equal to the policy then gives 0 exactly
+    # Subtract per token before summing, so that a reference equal to the policy gives exactly 0.
     ratios_BT = against_reference(logprobs_BT, batch) if reference else logprobs_BT
     if tail_weight is not None:
         ratios_BT = torch.where(_in_both(tokens_P2, batch), ratios_BT, tail_weight * ratios_BT)
@@ -77,9 +82,10 @@ def gather_pairs(
 
 
 def likelihood_weights(logprobs_BT: Tensor, batch: Batch) -> Tensor:
-    """By pair, without gradient: the product over both responses of e^mean(log p - log sum p^2) (WPO, eq. 2).
+    """Return e^mean(log p - log sum p^2), multiplied over both responses, without gradient (WPO, arXiv:2406.11827, eq.
+    2).
 
-    At temperature 1/2 the log-prob of a token is 2 log p - log sum p^2, so the difference of the two log-probs is it.
+    The log-prob at temperature 1/2 is 2 log p - log sum p^2, so the exponent is the difference of the two log-probs.
     """
     aligned_BT = (batch.extra["sharpened_logprobs_BT"] - logprobs_BT.detach()).masked_fill(~label_mask(batch), 0.0)
     means_S = sum_by_document(aligned_BT, batch) / labels_by_document(batch).clamp(min=1)
@@ -87,8 +93,10 @@ def likelihood_weights(logprobs_BT: Tensor, batch: Batch) -> Tensor:
 
 
 def sorted_values(pairs: Pairs, *, paired: bool) -> Tensor:
-    """`[P, 3]`: the policy's and the reference's log-ratio of chosen to rejected where `paired`, else c and r; and
-    whether the pair counts."""
+    """Return `[P, 3]`: two values of each pair, and whether the pair counts.
+
+    The values are the policy's and the reference's log-ratio of chosen to rejected if `paired`, else c and r.
+    """
     first_P, second_P = pairs.c_P, pairs.r_P
     if paired:
         first_P = pairs.chosen_logprob_P - pairs.rejected_logprob_P
@@ -97,10 +105,10 @@ def sorted_values(pairs: Pairs, *, paired: bool) -> Tensor:
 
 
 def matched_losses(pairs: Pairs, o: LossOptions, *, paired: bool) -> Tensor:
-    """Of aot and aot_unpaired: -log sigmoid(beta d), d the difference of the values that have the same place in order.
+    """Return the losses of aot and aot_unpaired: -log sigmoid(beta d), for the difference d of values with equal rank.
 
-    Which those are does not change within a step, so a pair needs its own values and two numbers. Where both have a
-    gradient (unpaired) the losses of a pair's chosen and rejected response each have theirs, and half of the value.
+    The ranks do not change within a step, so a pair needs its own values and two numbers. If both values have a
+    gradient (unpaired), the chosen and the rejected response each have a loss with full gradient and half value.
     """
     assert pairs.partners_P2 is not None, "aot needs partners"
     partner_1, partner_2 = pairs.partners_P2.unbind(1)
@@ -111,7 +119,8 @@ def matched_losses(pairs: Pairs, o: LossOptions, *, paired: bool) -> Tensor:
 
 
 def _in_both(tokens_P2: Tensor, batch: Batch) -> Tensor:
-    """bool [B, T]: label tokens that are among the first n of their response, n those of the pair's shorter one."""
+    """Return bool `[B, T]`: label tokens among the first n of their response, for n tokens of the pair's shorter
+    response."""
     counted_T = label_mask(batch).flatten().cumsum(0)
     before_S = torch.cat([counted_T.new_zeros(1), counted_T])[batch.cu_seqlens[:-1].long()]
     shared_S = torch.zeros(batch.num_documents, device=tokens_P2.device, dtype=tokens_P2.dtype)
@@ -120,23 +129,23 @@ def _in_both(tokens_P2: Tensor, batch: Batch) -> Tensor:
 
 
 def diverged(pairs: Pairs, name: str, alpha: float | None) -> Pairs:
-    """c and r as f'(t) of the divergence, t = e^c and e^r (arXiv:2309.16240, table 1)."""
+    """Replace c and r by f'(t) of the divergence for t = e^c and e^r (arXiv:2309.16240, table 1)."""
     if name == "reverse_kl":
         return pairs
 
     def slope(log_t: Tensor) -> Tensor:
         if name == "forward_kl":
-            return 1 - (-log_t).clamp(max=_LARGEST).exp()
+            return 1 - (-log_t).clamp(max=_MAX_EXPONENT).exp()
         if name == "js":
             return math.log(2) + logsigmoid(log_t)
         assert alpha is not None, "checked"
-        return ((alpha - 1) * log_t).clamp(max=_LARGEST).exp().sub(1) / (alpha - 1)
+        return ((alpha - 1) * log_t).clamp(max=_MAX_EXPONENT).exp().sub(1) / (alpha - 1)
 
     return replace(pairs, c_P=slope(pairs.c_P), r_P=slope(pairs.r_P))
 
 
 def against_reference(logprobs_BT: Tensor, batch: Batch) -> Tensor:
-    """By token: log-prob minus that of the reference, 0 where the label is ignored."""
+    """Return log-prob minus that of the reference per token, 0 for ignored labels."""
     return (logprobs_BT - batch.extra["ref_logprobs_BT"]).masked_fill(~label_mask(batch), 0.0)
 
 
@@ -188,7 +197,7 @@ def _orpo(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
 
 
 def _log_odds(logprob: Tensor) -> Tensor:
-    below = logprob.clamp(max=_CERTAIN)
+    below = logprob.clamp(max=_MAX_LOGPROB)
     return below - torch.log(-torch.expm1(below))
 
 

@@ -1,4 +1,4 @@
-"""Sums over the documents of a batch: no loop over sequences, no wait for the device."""
+"""Reductions over the documents of a batch, without loops over sequences and host synchronization."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from automodel_cli.data.batch import IGNORE_INDEX, Batch
 
 
 def label_mask(batch: Batch) -> Tensor:
-    """bool [B, T]: tokens whose label counts."""
+    """Return bool `[B, T]`: tokens with a label."""
     return batch.labels_BT != IGNORE_INDEX
 
 
 def sum_by_document(values_BT: Tensor, batch: Batch) -> Tensor:
-    """Sum of the values of each document's tokens, `[documents]`. Values of ignored labels must be 0 already."""
+    """Return the sum over each document's tokens, `[documents]`. Values of ignored labels must be 0."""
     sums_S = values_BT.new_zeros(batch.num_documents)
     return sums_S.scatter_add(0, batch.document_ids_BT.flatten(), values_BT.flatten())
 
 
 def labels_by_document(batch: Batch) -> Tensor:
-    """Label tokens of each document, fp32 `[documents]`."""
+    """Return the number of label tokens of each document, fp32 `[documents]`."""
     return sum_by_document(label_mask(batch).float(), batch)
 
 
 def to_tokens(values_S: Tensor, batch: Batch) -> Tensor:
-    """Each document's value at all of its tokens, `[B, T]`."""
+    """Return each document's value at all of its tokens, `[B, T]`."""
     return values_S[batch.document_ids_BT]
 
 
 def at_last_token(values_BT: Tensor, batch: Batch) -> Tensor:
-    """The value of each document's last token, `[documents]`."""
+    """Return the value of each document's last token, `[documents]`."""
     return values_BT.flatten()[batch.cu_seqlens[1:].long() - 1]

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SFT:
-    """Loss = -sum of label log-probs / label tokens of the whole step: the mean over tokens, not over rows or ranks."""
+    """Loss = -sum of label log-probs / label tokens of the step.
+
+    The mean is over tokens, not over rows or ranks.
+
+    Example: log-probs -1 and -3 of the only two labels give a loss of 2, in any split over microbatches and ranks.
+    """
 
     def weight(self, batch: Batch) -> Tensor:
         return batch.num_label_tokens

@@ -26,7 +26,7 @@ def test_the_export_differs_from_the_repository_in_the_text_weights_only(tmp_pat
         *("train.max_steps=10", "checkpoint.every=10"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "carried to the export: " in done.stdout and "vision_tower" in done.stdout
+    assert "copied to the export: " in done.stdout and "vision_tower" in done.stdout
     run = tmp_path / "runs" / "tiny"
     losses = curve(run)
     assert losses[-1] < losses[0]

@@ -1,0 +1,1 @@
+"""Reading model repositories: configs, safetensors and GGUF files, quantized and multimodal checkpoints."""

@@ -1,7 +1,7 @@
-"""The config.json of the models that bundled recipes name, so that `plan` and `dryrun` of them need no network.
+"""Bundled config.json files of the models that recipes name, so that `plan` and `dryrun` need no network.
 
-Written from what the hub's repositories publish, and held to their published parameter counts by a test. A run never
-reads these: it takes the config that lies beside its weights.
+They contain the fields published on the hub. A test compares them with the published parameter counts. Runs do not use
+them: they read the config next to the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PREFERRED: ContextVar[bool] = ContextVar("shipped configs are preferred", defau
 
 @contextmanager
 def preferred() -> Iterator[None]:
-    """Inside, a hub id that a bundled recipe names is not looked up."""
+    """Use bundled configs for hub ids inside the context, without a hub request."""
     token = _PREFERRED.set(True)
     try:
         yield
@@ -28,7 +28,7 @@ def preferred() -> Iterator[None]:
 
 
 def fields(name: str, revision: str | None) -> dict[str, Any] | None:
-    """The fields of `name`'s config.json where the caller prefers the shipped one and there is one."""
+    """Return the fields of the bundled config of `name` if bundled configs are preferred and there is one."""
     if not _PREFERRED.get() or revision is not None or Path(name).is_dir():
         return None
     path = bundled_config_path(name)
@@ -36,10 +36,10 @@ def fields(name: str, revision: str | None) -> dict[str, Any] | None:
 
 
 def bundled_config_path(name: str) -> Path:
-    """Where the config of a hub id would be."""
+    """Return the path of the bundled config of a hub id, which may not exist."""
     return _FOLDER / f"{name.replace('/', '--')}.json"
 
 
 def bundled_model_names() -> list[str]:
-    """Hub ids whose config is shipped."""
+    """Return the hub ids with a bundled config."""
     return sorted(path.stem.replace("--", "/") for path in _FOLDER.glob("*.json"))

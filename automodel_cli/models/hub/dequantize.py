@@ -1,11 +1,13 @@
-"""Checkpoints stored in 4 or 8 bits, read as if they were not: lazy tensors that dequantise the part that is asked for.
+"""Quantized checkpoints (4 or 8 bits) as lazy tensors that dequantize the requested part.
 
-They stand under the hub's plain names before the library's converter looks at them, so sharding, fusing of experts and
-pipeline stages work as for any checkpoint, and a rank reads and dequantises only its own part.
+The tensors have the plain hub names before the converter of transformers reads them. Sharding, fused experts and
+pipeline stages therefore work as for any checkpoint, and a rank reads and dequantizes only its part.
 
-mxfp4 (GPT-OSS): `X_blocks` uint8 `[E, R, G, 16]` holds two e2m1 values a byte, low nibble first, `X_scales` uint8
-`[E, R, G]` one exponent per 32 values; the value is `e2m1 * 2**(scale - 127)` (OCP Microscaling Formats 1.0), and the
-library's parameter `X` is its transpose `[E, 32 G, R]`.
+mxfp4 (GPT-OSS): `X_blocks` uint8 `[E, R, G, 16]` contains two e2m1 values per byte, low nibble first. `X_scales` uint8
+`[E, R, G]` contains one exponent per 32 values. The value is `e2m1 * 2**(scale - 127)` (OCP Microscaling Formats 1.0).
+The parameter `X` of transformers is the transpose `[E, 32 G, R]`. Example: nibble 3 is 1.5. With scale 128 the value is
+1.5 * 2 = 3.
+
 fp8 (DeepSeek-V3): `X.weight` float8_e4m3fn `[O, I]` times `X.weight_scale_inv` fp32 `[ceil(O/b0), ceil(I/b1)]`, one
 scale per block.
 """
@@ -27,7 +29,7 @@ _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
 
 
 def check_quantization(quantization: Mapping[str, Any] | None, source: str) -> None:
-    """Raises ConfigError for a checkpoint (`quantization` of its config.json) whose values cannot be restored here."""
+    """Raise ConfigError if the quantization of a checkpoint (from its config.json) cannot be dequantized."""
     if quantization is None:
         return
     method = quantization.get("quant_method", "unknown")
@@ -43,7 +45,7 @@ def check_quantization(quantization: Mapping[str, Any] | None, source: str) -> N
 
 
 def dequantized(tensors: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The same lazy tensors (by hub key), each quantised one with its scales replaced by one plain lazy tensor."""
+    """Return the lazy tensors by hub key. Each quantized tensor and its scales become one plain lazy tensor."""
     if quantization is None:
         return dict(tensors)
     plain: dict[str, Any] = {}
@@ -64,7 +66,7 @@ def _is_scale(key: str, tensors: Mapping[str, Any]) -> bool:
 
 
 class _Lazy:
-    """What the library's loader asks of a safetensors slice. `index` counts from 0 and has step 1 in every dim."""
+    """The interface of a safetensors slice that transformers uses. Indices are slices with step 1."""
 
     shape: list[int]
     dtype_name: str
@@ -76,11 +78,13 @@ class _Lazy:
         return self.dtype_name
 
     def __getitem__(self, index: Any) -> Tensor:
-        asked = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+        requested = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
         ranges = []
-        for size, part in zip(self.shape, (*asked, *[slice(None)] * len(self.shape))[: len(self.shape)], strict=True):
+        for size, part in zip(
+            self.shape, (*requested, *[slice(None)] * len(self.shape))[: len(self.shape)], strict=True
+        ):
             start, stop, step = part.indices(size)
-            assert step == 1, f"a quantised tensor was asked for every {step}th entry"
+            assert step == 1, f"quantized tensors do not support slices with step {step}"
             ranges.append((start, max(start, stop)))
         return self._read(ranges)
 
@@ -89,7 +93,7 @@ class _Lazy:
 
 
 class _MXFP4(_Lazy):
-    """Values are exact in bfloat16: four significant bits at most, times a power of two."""
+    """Exact in bf16: values have at most four significant bits and a power-of-two scale."""
 
     dtype_name = "BF16"
 
@@ -110,7 +114,7 @@ class _MXFP4(_Lazy):
 
 
 class _FP8(_Lazy):
-    """The product in fp32, to be rounded once by whoever stores it. Blocks need not be aligned with the part."""
+    """The dequantized weight in fp32, rounded once when it is stored. The part need not be aligned with blocks."""
 
     dtype_name = "F32"
 

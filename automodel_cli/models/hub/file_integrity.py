@@ -1,4 +1,4 @@
-"""Whether the files of a model folder are whole, before a library reads them: a damaged one is named. Torch-free."""
+"""Integrity checks of model files before a library reads them. Errors name the damaged file. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from automodel_cli.config.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
 _JSON = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
-_MOST_HEADER = 100_000_000  # safetensors' own limit
-_MOST_LAYERS = 10_000
+_MAX_HEADER = 100_000_000  # limit of safetensors
+_MAX_LAYERS = 10_000
 _COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 
 
 def check_json(folder: str | Path) -> None:
-    """Raise ConfigError for a JSON file of a local folder that is cut, empty or of another kind; a hub id is left."""
+    """Raise ConfigError for a truncated, empty or invalid JSON file of a local folder. Hub ids are not checked."""
     for name in _JSON:
         path = Path(folder) / name
         if path.is_file():
@@ -28,7 +28,7 @@ def check_json(folder: str | Path) -> None:
 
 
 def shards(index: Path) -> list[str]:
-    """The files that an index names, all of which lie beside it. Raises ConfigError."""
+    """Return the files that an index names. Raises ConfigError if one is missing."""
     of_tensors = _read(index).get("weight_map")
     given = of_tensors.values() if isinstance(of_tensors, dict) else ()
     names = {name for name in given if isinstance(name, str) and Path(name).name == name}
@@ -42,13 +42,13 @@ def shards(index: Path) -> list[str]:
 
 
 def check_weights(files: Sequence[Path]) -> None:
-    """Raise ConfigError for a safetensors file whose header cannot be read, or that has other bytes than it states."""
+    """Raise ConfigError for a safetensors file with an unreadable header or another size than its header states."""
     for path in files:
         size = path.stat().st_size
         with path.open("rb") as file:
             begin = file.read(8)
             length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else -1
-            if not 2 <= length <= min(_MOST_HEADER, size - 8):
+            if not 2 <= length <= min(_MAX_HEADER, size - 8):
                 raise _damaged(path, f"has {size:,} bytes and an incomplete header")
             try:
                 header = json.loads(file.read(length))
@@ -60,9 +60,9 @@ def check_weights(files: Sequence[Path]) -> None:
             raise _damaged(path, f"has {size:,} bytes, but its tensors need {stated:,}")
 
 
-def check_stops(found: Sequence[Any], vocab_size: int | None, where: str) -> list[int]:
-    """The token ids at which generation stops. Raises ConfigError for one that is no token of the model."""
-    for stop in found:
+def check_stops(stop_ids: Sequence[Any], vocab_size: int | None, where: str) -> list[int]:
+    """Return the stop token ids. Raises ConfigError for an id that is not in the vocabulary."""
+    for stop in stop_ids:
         if not isinstance(stop, int) or isinstance(stop, bool) or stop < 0 or stop >= (vocab_size or stop + 1):
             raise ConfigError(
                 f"eos_token_id={stop!r} of {where} must be a token id below {vocab_size or 0:,}",
@@ -70,7 +70,7 @@ def check_stops(found: Sequence[Any], vocab_size: int | None, where: str) -> lis
                 keys=("pretrained",),
                 fix=f"set eos_token_id in generation_config.json and config.json of {where}",
             )
-    return list(found)
+    return list(stop_ids)
 
 
 def _check_counts(path: Path, fields: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def _check_counts(path: Path, fields: dict[str, Any]) -> None:
             value = part.get(name)  # type: ignore[union-attr]
             if value is not None and isinstance(value, str | float | bool | dict):
                 raise _damaged(path, f"has {name}={value!r:.60}, which is not an integer")
-            if isinstance(value, int) and (value < 0 or (name == "num_hidden_layers" and value > _MOST_LAYERS)):
+            if isinstance(value, int) and (value < 0 or (name == "num_hidden_layers" and value > _MAX_LAYERS)):
                 raise _damaged(path, f"has {name}={value:,}")
 
 
@@ -93,9 +93,9 @@ def _read(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _damaged(path: Path, what: str) -> ConfigError:
+def _damaged(path: Path, problem: str) -> ConfigError:
     return ConfigError(
-        f"the model folder {path.parent} is damaged: {path.name} {what}",
+        f"the model folder {path.parent} is damaged: {path.name} {problem}",
         code="damaged_file",
         keys=("pretrained",),
         fix=f"copy or download {path.name} again",

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file, without its tensors and without a library. Torch-free.
+"""Metadata of a GGUF file, read without a library and without its tensors. Torch-free.
 
 Layout (ggml's docs/gguf.md): magic, version, tensor count, metadata count, then `key, value type, value` with
-little-endian integers; a string is a 64-bit length and UTF-8; an array is an element type, a 64-bit count and the
+little-endian integers. A string is a 64-bit length and UTF-8. An array is an element type, a 64-bit count and the
 elements.
 """
 
@@ -19,8 +19,7 @@ _WIDTH = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def gguf_strings(path: Path) -> dict[str, str]:
-    """Every metadata entry of the file that is one string, by its key. Raises ConfigError for what is not a GGUF
-    file."""
+    """Return all metadata entries that are strings, by key. Raises ConfigError if the file is not a GGUF file."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ConfigError(
@@ -39,16 +38,16 @@ def gguf_strings(path: Path) -> dict[str, str]:
 
 def _strings(data: mmap.mmap) -> dict[str, str]:
     (num_entries,) = struct.unpack_from("<Q", data, 16)
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     at = 24
     for _ in range(num_entries):
         key, at = _string(data, at)
         (kind,) = struct.unpack_from("<I", data, at)
         if kind == _STRING:
-            found[key], at = _string(data, at + 4)
+            entries[key], at = _string(data, at + 4)
         else:
             at = _skip(data, at + 4, kind)
-    return found
+    return entries
 
 
 def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
@@ -57,7 +56,7 @@ def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
 
 
 def _skip(data: mmap.mmap, at: int, kind: int) -> int:
-    """Where the value of type `kind` that starts at `at` ends."""
+    """Return the end of the value of type `kind` that starts at `at`."""
     if kind == _STRING:
         (length,) = struct.unpack_from("<Q", data, at)
         return at + 8 + length

@@ -1,8 +1,8 @@
-"""Repositories whose language model is one part of several (`...ForConditionalGeneration`): its config, its weights.
+"""Language models inside multimodal repositories (`...ForConditionalGeneration`): config and weights.
 
-The language model is built and sharded alone, as its own class. Its keys in the checkpoint are found by what the whole
-composite, built on the meta device, calls them: the module there that is the language model, and the head. The export
-gives every tensor its original key back and copies every other file of the repository as it is.
+The language model is built and sharded alone, as its own class. Its keys in the checkpoint are determined by building
+the full model on the meta device: the module that is the language model, and the head. The export restores every
+original key and copies all other files of the repository.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def text_config(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model where it has a causal class of its own; else `hf_config` itself."""
+    """Return the config of the language model if it has a causal class, else `hf_config` itself."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if hf_config.is_encoder_decoder:  # its decoder is no language model by itself
+    if hf_config.is_encoder_decoder:  # its decoder is not a language model
         return hf_config
     text = hf_config.get_text_config()
     if text is hf_config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or text.is_encoder_decoder:
@@ -39,26 +39,29 @@ def text_config(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 @dataclass(frozen=True)
 class BackboneMapping:
-    """How a composite calls its language model. `keys`: key of the checkpoint -> the language model's own; those of
-    other parts are absent. `modules`: module of the language model -> the composite's."""
+    """Names of a language model inside the full model.
+
+    keys: checkpoint key -> key of the language model. Keys of other parts are absent.
+    modules: module of the language model -> module of the full model.
+    """
 
     keys: dict[str, str]
     modules: dict[str, str]
 
 
 def text_of_whole(whole_config: PretrainedConfig, text: PreTrainedModel, keys: Iterable[str]) -> BackboneMapping:
-    """Where `text`, the language model alone, is in the composite whose checkpoint has these keys.
+    """Locate `text`, the language model, in the full model whose checkpoint has these keys.
 
-    Raises ConfigError where the composite cannot be built, or has no place for such a language model.
+    Raises ConfigError if the full model cannot be built or does not contain such a language model.
     """
     whole = _meta(whole_config)
     modules = _places(whole, text)
-    found = {}
+    keys_of_text = {}
     for key, name in transformers_compat.current_keys(whole, keys):
-        for of_text, of_whole in modules.items():
-            if name.startswith(f"{of_whole}."):
-                found[key] = of_text + name.removeprefix(of_whole)
-    return BackboneMapping(found, modules)
+        for text_module, full_module in modules.items():
+            if name.startswith(f"{full_module}."):
+                keys_of_text[key] = text_module + name.removeprefix(full_module)
+    return BackboneMapping(keys_of_text, modules)
 
 
 def _meta(whole_config: PretrainedConfig) -> PreTrainedModel:
@@ -75,14 +78,14 @@ def _meta(whole_config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"), transformers_compat.quiet():
             model: PreTrainedModel = cls(copy.deepcopy(whole_config))
-    except ImportError as error:  # parts that need a package, which training on text does not
+    except ImportError as error:  # other modalities may need packages that text training does not
         reason = " ".join(str(error).split())
         raise ConfigError(f"{name} cannot be built: {reason}", code="missing_package", keys=("pretrained",)) from error
     return model
 
 
 def _places(whole: PreTrainedModel, text: PreTrainedModel) -> dict[str, str]:
-    """Module of `text` -> module of `whole`: the base model, and the head where it stands apart."""
+    """Return module of `text` -> module of `whole`: the base model, and the head if it is separate."""
     base_name = text.base_model_prefix
     base = type(text.get_submodule(base_name))
     inner = [name for name, module in whole.named_modules() if type(module) is base and name]
@@ -100,5 +103,5 @@ def _places(whole: PreTrainedModel, text: PreTrainedModel) -> dict[str, str]:
     return places
 
 
-def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
-    return next((name for name, module in model.named_modules() if module is wanted), None)
+def _name_of(model: nn.Module, target: nn.Module | None) -> str | None:
+    return next((name for name, module in model.named_modules() if module is target), None)

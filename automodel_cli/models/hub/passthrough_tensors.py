@@ -1,8 +1,8 @@
-"""What a checkpoint holds and the model does not build: carried from the original to the export, never dropped.
+"""Checkpoint tensors without a counterpart in the model. Copied unchanged into the export.
 
-Layers for multi-token prediction, vision towers, rotary tables of old repositories: the library skips such tensors when
-it loads, hence loses them when it saves. They keep their names, values and dtypes; those that are stored quantised are
-written plain in the export's dtype, like all others there.
+Examples: multi-token prediction layers, vision towers, rotary tables of old repositories. transformers skips them when
+loading and therefore loses them when saving. They keep names, values and dtypes. Quantized ones are written in the
+dtype of the export, like all its tensors.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from automodel_cli.models.hub import dequantize, source
 
 
 def lazy_tensors(files: Sequence[Path]) -> dict[str, Any]:
-    """Every key of safetensors files and a slice that is not read yet."""
+    """Return all keys of safetensors files with lazy slices."""
     from safetensors import safe_open
 
-    found: dict[str, Any] = {}
+    slices: dict[str, Any] = {}
     for file in files:
         handle = safe_open(str(file), "pt")
-        found.update({key: handle.get_slice(key) for key in handle.keys()})  # noqa: SIM118  # not a mapping
-    return found
+        slices.update({key: handle.get_slice(key) for key in handle.keys()})  # noqa: SIM118  # not a mapping
+    return slices
 
 
 def tensors(config: ModelConfig, keys: Sequence[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these keys as they are stored; a quantised one as `dtype`."""
+    """Yield the tensors of these keys as stored. Quantized ones are converted to `dtype`."""
     if not keys:
         return
     weights = source.weights(config)
@@ -45,7 +45,7 @@ def tensors(config: ModelConfig, keys: Sequence[str], dtype: torch.dtype) -> Ite
 
 
 def copy_files(config: ModelConfig, folder: Path) -> None:
-    """Every file of the repository but its weights; the config without the quantisation that the export has not."""
+    """Copy all files of the repository except the weights. Remove the quantization from the config."""
     weights = source.weights(config)
     for path in weights.files[0].parent.iterdir():
         if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf")):
@@ -57,16 +57,16 @@ def copy_files(config: ModelConfig, folder: Path) -> None:
 
 
 def passthrough_summary(config: ModelConfig, keys: Sequence[str]) -> str:
-    """One line, for the log: how many tensors, how large, under which names."""
+    """Return one line for the log: number, size and names of the tensors."""
     stored = lazy_tensors(source.weights(config).files)
     size = sum(_num_bytes(stored, key) for key in keys)
     names = sorted({re.sub(r"^((?:[a-z_]+\.)*?(?:\d+|mtp|visual|vision_\w+))\..*", r"\1.*", key) for key in keys})
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"carried to the export: {len(keys)} tensors, {size / 1e9:.1f} GB, that the model does not build: {shown}"
+    return f"copied to the export: {len(keys)} tensors without a counterpart in the model, {size / 1e9:.1f} GB: {shown}"
 
 
 def _num_bytes(stored: Mapping[str, Any], key: str) -> int:
-    if key not in stored:  # joined from the parts that a quantised tensor is stored in
+    if key not in stored:  # a quantized tensor is stored as two tensors
         return sum(_num_bytes(stored, part) for part in (f"{key}_blocks", f"{key}_scales"))
     count = 1
     for length in stored[key].get_shape():

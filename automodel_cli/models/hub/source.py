@@ -1,4 +1,4 @@
-"""Where a model's config and weights are: a local folder, a snapshot of the hub, a GGUF file, or nowhere (random)."""
+"""Location of a model's config and weights: a local folder, a hub snapshot, a GGUF file, or none (random weights)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-# Read by the library's base classes, so no family's source mentions them.
+# Read by base classes of transformers, not by the source of a family.
 _GENERAL_FIELDS = {
     "model_type",
     "rope_theta",
@@ -32,13 +32,12 @@ _GENERAL_FIELDS = {
 
 
 def hf_config(config: ModelConfig) -> PretrainedConfig:
-    """The library's config object of the language model, a fresh one per call. Raises ConfigError when it cannot be
-    had."""
+    """Return a new transformers config of the language model. Raises ConfigError if it cannot be loaded."""
     return multimodal_backbone.text_config(whole_config(config))
 
 
 def whole_config(config: ModelConfig) -> PretrainedConfig:
-    """The same of the whole repository, which may hold more than a language model."""
+    """Return the config of the full repository, which may contain more than a language model."""
     from transformers import AutoConfig
 
     if config.config is not None:
@@ -54,17 +53,18 @@ def whole_config(config: ModelConfig) -> PretrainedConfig:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(
             folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra
         )
-    except Exception as error:  # each config class validates its own way, and may run code that came along
+    except Exception as error:  # config classes raise any error, and may run remote code
         raise _unreachable(config, error) from error
     if not extra:
-        # Weights are dequantized as they are read, so nothing but the reader should know.
+        # Weights are dequantized while reading. The rest of the program sees a plain model.
         dequantize.check_quantization(vars(loaded).pop("quantization_config", None), folder)
     return loaded
 
 
 def stop_ids(config: ModelConfig) -> list[int]:
-    """The tokens at which generation stops by the model's generation_config.json, or else its config.json
-    (`eos_token_id`); none for random weights and GGUF files, whose only stop is the tokenizer's EOS.
+    """Return the stop tokens of the model from generation_config.json, else config.json (`eos_token_id`).
+
+    Empty for random weights and GGUF files, whose only stop token is the EOS of the tokenizer.
     """
     from transformers import GenerationConfig
 
@@ -73,7 +73,7 @@ def stop_ids(config: ModelConfig) -> list[int]:
     try:
         options: dict[str, Any] = {} if config.revision is None else {"revision": config.revision}
         listed = GenerationConfig.from_pretrained(config.pretrained, **options).eos_token_id
-    except OSError:  # the model has none
+    except OSError:  # the model has no generation config
         listed = hf_config(config).get_text_config().eos_token_id
     ids = listed if isinstance(listed, list) else [listed]
     size = getattr(hf_config(config).get_text_config(), "vocab_size", None)
@@ -82,7 +82,7 @@ def stop_ids(config: ModelConfig) -> list[int]:
 
 @dataclass(frozen=True)
 class Weights:
-    """Safetensors files of a checkpoint and how they are quantised (its config's words), or a GGUF file in a folder."""
+    """Safetensors files of a checkpoint with the quantization of its config, or a GGUF file as (folder, name)."""
 
     files: tuple[Path, ...] = ()
     quantization: dict[str, Any] | None = None
@@ -90,7 +90,7 @@ class Weights:
 
 
 def weights(config: ModelConfig) -> Weights:
-    """Locate (and, for a hub id, download) the weights. Only for configs that have some."""
+    """Locate the weights, and download them for a hub id. Not for random weights."""
     folder, extra = _folder_and_gguf(config)
     if extra:
         return Weights(gguf=(folder, extra["gguf_file"]))
@@ -120,7 +120,7 @@ def weights(config: ModelConfig) -> Weights:
 
 
 def folder(config: ModelConfig) -> Path | None:
-    """Where the checkpoint lies; None for random weights and GGUF files."""
+    """Return the folder of the checkpoint, None for random weights and GGUF files."""
     if config.config is not None:
         return None
     found = weights(config)
@@ -128,9 +128,7 @@ def folder(config: ModelConfig) -> Path | None:
 
 
 def model_files(config: ModelConfig) -> list[Path]:
-    """Every file that decides what a loaded model computes: its weights, its config, code that came along; [] for
-    random weights.
-    """
+    """Return the files that determine a loaded model: weights, config and remote code. Empty for random weights."""
     if config.config is not None:
         return []
     found = weights(config)
@@ -141,12 +139,12 @@ def model_files(config: ModelConfig) -> list[Path]:
         from huggingface_hub import hf_hub_download
 
         return [Path(hf_hub_download(folder, name, revision=config.revision))]
-    beside = found.files[0].parent
-    return [*found.files, beside / "config.json", *sorted(beside.glob("*.py"))]
+    folder_of_files = found.files[0].parent
+    return [*found.files, folder_of_files / "config.json", *sorted(folder_of_files.glob("*.py"))]
 
 
 def _folder_and_gguf(config: ModelConfig) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` takes: a folder or hub id, and `gguf_file` where there is one."""
+    """Return the arguments of `from_pretrained`: a folder or hub id, and `gguf_file` if there is one."""
     if config.gguf_file is None:
         assert config.pretrained is not None, "a random model has no folder"
         return config.pretrained, {}
@@ -169,7 +167,7 @@ def _snapshot(config: ModelConfig) -> Path:
     assert config.pretrained is not None
     try:
         return Path(snapshot_download(config.pretrained, revision=config.revision, allow_patterns=_HUB_PATTERNS))
-    except Exception as error:  # the hub client raises many unrelated classes; all mean the same to the user
+    except Exception as error:  # the hub client raises many unrelated classes
         raise _unreachable(config, error) from error
 
 
@@ -198,15 +196,15 @@ def _config_from_fields(fields: dict[str, Any]) -> PretrainedConfig:
     rest = dict(fields)
     family = rest.pop("model_type")
     if family not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(family), list(CONFIG_MAPPING.keys()), 1)
+        similar = difflib.get_close_matches(str(family), list(CONFIG_MAPPING.keys()), 1)
         raise ConfigError(
             f"config.model_type={family!r} is not a model type of the installed transformers",
             code="unknown_name",
             keys=("config.model_type",),
-            fix=f"model.config.model_type={near[0] if near else 'llama'}",
+            fix=f"model.config.model_type={similar[0] if similar else 'llama'}",
         )
     cls = CONFIG_MAPPING[family]
-    _refuse_unknown_fields(cls, rest)
+    _reject_unknown_fields(cls, rest)
     try:
         built: PretrainedConfig = cls(**rest)
     except Exception as error:  # each config class validates its own way
@@ -216,8 +214,8 @@ def _config_from_fields(fields: dict[str, Any]) -> PretrainedConfig:
     return built
 
 
-def _refuse_unknown_fields(cls: type[PretrainedConfig], fields: dict[str, Any]) -> None:
-    """The library stores any keyword without a word. One that nothing in the family's source reads is a typo."""
+def _reject_unknown_fields(cls: type[PretrainedConfig], fields: dict[str, Any]) -> None:
+    """Raise for a field that no source file of the family reads. transformers accepts any keyword, so typos pass."""
     known = _known_fields(cls)
     source = None
     for name in fields:
@@ -225,12 +223,12 @@ def _refuse_unknown_fields(cls: type[PretrainedConfig], fields: dict[str, Any]) 
             continue
         source = _family_source(cls) if source is None else source
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
-            near = difflib.get_close_matches(name, sorted(known), 1)
+            similar = difflib.get_close_matches(name, sorted(known), 1)
             raise ConfigError(
                 f"config.{name} is not a field of {cls.__name__}, and its model does not read it",
                 code="unknown_key",
                 keys=(f"config.{name}",),
-                fix=f"model.config.{near[0]}={fields[name]}" if near else f"remove model.config.{name}",
+                fix=f"model.config.{similar[0]}={fields[name]}" if similar else f"remove model.config.{name}",
             )
 
 

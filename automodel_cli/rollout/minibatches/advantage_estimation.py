@@ -113,7 +113,7 @@ class AdvantageEstimator:
             _groups(samples),
             valid_N=self._valid(samples),
             leave_one_out=self.config.leave_one_out,
-            normalise=self.config.normalize_advantages,
+            normalize=self.config.normalize_advantages,
             scale=self.config.reward_scaling,
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import RewardKL
-from automodel_cli.objectives.gae import generalised_advantages, moments, whitened
+from automodel_cli.objectives.gae import generalized_advantages, moments, whitened
 from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 
@@ -70,7 +70,7 @@ class TokenAdvantages:
                 rewards_T = -taken_BT[row, drawn_T]
                 rewards_T[-1] += rewards_N[number]
                 values_T = values_BT[row, drawn_T]
-                advantages_T = generalised_advantages(rewards_T, values_T, gamma=self.gamma, lam=self.lam)
+                advantages_T = generalized_advantages(rewards_T, values_T, gamma=self.gamma, lam=self.lam)
                 advantages_BT[row, drawn_T] = advantages_T
                 returns_BT[row, drawn_T] = advantages_T + values_T
             out.append((advantages_BT, returns_BT))

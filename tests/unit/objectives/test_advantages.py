@@ -10,7 +10,7 @@ import torch
 
 from automodel_cli.objectives.advantages import group_advantages
 
-OPTIONS = [{"leave_one_out": loo, "normalise": norm} for loo in (False, True) for norm in (False, True)]
+OPTIONS = [{"leave_one_out": loo, "normalize": norm} for loo in (False, True) for norm in (False, True)]
 REWARDS = {
     "one success": [1.0, 0.0, 0.0, 0.0],
     "one failure": [1.0, 1.0, 0.0, 1.0, 1.0],
@@ -26,13 +26,13 @@ def advantages_of(rewards, **options):
     return group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards)).long(), **options)
 
 
-def closed_form(rewards, leave_one_out, normalise):
+def closed_form(rewards, leave_one_out, normalize):
     """In exact fractions; RLOO as its definition says, by the mean of the others."""
     exact, n = [Fraction(r) for r in rewards], len(rewards)
     mean = sum(exact) / n
     std = math.sqrt(sum((r - mean) ** 2 for r in exact) / n)
     baselines = [(sum(exact) - r) / (n - 1) if leave_one_out else mean for r in exact]
-    return [float(r - b) / (std if normalise else 1.0) for r, b in zip(exact, baselines, strict=True)]
+    return [float(r - b) / (std if normalize else 1.0) for r, b in zip(exact, baselines, strict=True)]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -46,7 +46,7 @@ def test_closed_form(rewards, options):
 @pytest.mark.parametrize("rewards", REWARDS.values(), ids=REWARDS)
 def test_zero_mean_bounded_and_monotone(rewards, options):
     got = advantages_of(rewards, **options).advantages_N
-    unit = 1.0 if options["normalise"] else max(rewards) - min(rewards)
+    unit = 1.0 if options["normalize"] else max(rewards) - min(rewards)
     assert abs(got.sum()) <= 1e-9 * unit
     n = len(rewards)
     assert got.abs().max() <= math.sqrt(n - 1) * n / (n - 1) * unit * (1 + 1e-9), "no deviation allows more"
@@ -60,8 +60,8 @@ def test_zero_mean_bounded_and_monotone(rewards, options):
 def test_neither_the_unit_nor_the_origin_of_rewards_matters(rewards, options, scale, shift):
     plain = advantages_of(rewards, **options).advantages_N
     moved = advantages_of([scale * r + shift for r in rewards], **options).advantages_N
-    expected = plain if options["normalise"] else plain * scale
-    unit = 1.0 if options["normalise"] else scale * (max(rewards) - min(rewards))
+    expected = plain if options["normalize"] else plain * scale
+    unit = 1.0 if options["normalize"] else scale * (max(rewards) - min(rewards))
     torch.testing.assert_close(moved, expected, rtol=1e-9, atol=max(1e-9 * unit, 1e-12 * abs(shift)))
 
 
@@ -87,7 +87,7 @@ def test_rewards_that_differ_by_rounding_teach_nothing(options):
 def test_invalid_samples_count_for_nobody(leave_one_out):
     rewards, groups = torch.tensor([1.0, 3.0, 100.0]), torch.zeros(3, dtype=torch.int64)
     got = group_advantages(
-        rewards, groups, valid_N=torch.tensor([1, 1, 0]), leave_one_out=leave_one_out, normalise=False
+        rewards, groups, valid_N=torch.tensor([1, 1, 0]), leave_one_out=leave_one_out, normalize=False
     )
     assert got.baseline_N.tolist() == ([3.0, 1.0, 2.0] if leave_one_out else [2.0, 2.0, 2.0])
     alone = group_advantages(rewards, groups, valid_N=torch.tensor([1, 0, 0]), leave_one_out=leave_one_out)

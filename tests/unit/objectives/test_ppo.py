@@ -9,7 +9,7 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.objectives.gae import generalised_advantages
+from automodel_cli.objectives.gae import generalized_advantages
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.ppo import PPO
 from automodel_cli.rollout.config import RolloutConfig
@@ -70,7 +70,7 @@ def test_without_a_clip_it_is_the_squared_error():
 
 def test_without_a_critic_a_token_is_worth_the_discounted_rewards_from_it_on():
     rewards_T = torch.tensor([1.0, 0.0, -2.0, 4.0])
-    found = generalised_advantages(rewards_T, torch.zeros(4), gamma=0.5, lam=1.0)
+    found = generalized_advantages(rewards_T, torch.zeros(4), gamma=0.5, lam=1.0)
     assert found.tolist() == [1 - 0.5 + 0.5, -1 + 1, -2 + 2, 4]
 
 

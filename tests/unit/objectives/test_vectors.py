@@ -164,7 +164,7 @@ def test_baseline(row):
 def test_advantages(row):
     groups = torch.arange(len(row["rewards"])) // row["group_size"]
     got = group_advantages(
-        torch.tensor(row["rewards"]), groups, leave_one_out=row["leave_one_out"], normalise=row["normalise"]
+        torch.tensor(row["rewards"]), groups, leave_one_out=row["leave_one_out"], normalize=row["normalise"]
     )
     theirs = math.sqrt((row["group_size"] - 1) / row["group_size"]) if row["normalise"] else 1.0
     assert (got.advantages_N * theirs).tolist() == pytest.approx(row["advantages"], abs=2 * TOLERANCE)
