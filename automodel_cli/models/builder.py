@@ -1,4 +1,4 @@
-"""Config node -> `ModelPart` on the meta device: the library's own class, nothing rewritten, nothing allocated."""
+"""Builds a `ModelPart` from a config node, on the meta device: the unmodified transformers class, without memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 def build_part(
     config: ModelConfig, *, device: torch.device | str = "meta", request: HeadRequest = LOGPROBS
 ) -> ModelPart:
-    """A part in train mode with adapters injected and attention chosen; `load_weights` fills it after it is
-    parallelised.
+    """Build a part in train mode with adapters and attention. `load_weights` fills it after parallelization.
 
-    Parameters have dtype `config.dtype` (a family's fp32-kept ones stay fp32). On another `device` than meta the
-    memory is allocated, but the values are no defined initialisation: load anyway. It can give what `request` asks for.
-    Raises ConfigError for a config the library refuses, an unknown attention name, QLoRA without bitsandbytes, or
-    Transformer Engine where it cannot run.
+    Parameters have dtype `config.dtype`, except those that the family keeps in fp32. On a device other than meta,
+    memory is allocated, but values are undefined until they are loaded. Raises ConfigError for a config that
+    transformers rejects, an unknown attention name, QLoRA without bitsandbytes, or Transformer Engine without a GPU.
+
+    Args:
+        request: outputs that the head must support.
     """
     hf_config = source.hf_config(config)
     stored = hf_config.dtype
@@ -48,15 +49,15 @@ def build_part(
 
 
 def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.device | str) -> ModelPart:
-    """`build_part` for a library config that is at hand; `config` says all the rest. `hf_config` is changed."""
+    """Build a part from an existing transformers config, which is modified. `config` defines all other settings."""
     if config.transformer_engine is not None:
         transformer_engine.require_transformer_engine()
     original = copy.deepcopy(hf_config)
     kind = detect_head(hf_config, trust_remote_code=config.trust_remote_code)
-    way = isolation.select_isolation(
+    isolation_method = isolation.select_isolation(
         original, attention=config.attn_implementation, trust_remote_code=config.trust_remote_code
     )
-    model = _prepared_model(hf_config, config, way, device)
+    model = _prepared_model(hf_config, config, isolation_method, device)
     if config.lora is not None:
         lora.inject(model, config.lora)
     part = ModelPart(model, kind, chunk_size=config.lm_head_chunk_size, source_config=original)
@@ -65,16 +66,18 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
         _check_untied(part, config)
     if config.mtp is not None:
         names = key_mapping.of_config(config, original, model)
-        depths = [_prepared_model(original, config, way, device, as_depth=True) for _ in names.depths]
+        depths = [_prepared_model(original, config, isolation_method, device, as_depth=True) for _ in names.depths]
         part.add_multi_token(depths, names)
     return part.train()
 
 
 def _check_untied(part: ModelPart, config: ModelConfig) -> None:
-    """Raise ConfigError where the family ties its head whatever its config says: its adapter could not be exported."""
-    untied = part.untied(part.source_config)
-    whole = transformers_compat.meta_model(untied, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
-    head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
+    """Raise ConfigError if the family always ties its head, because its adapter could not be exported."""
+    untied_config = part.untied(part.source_config)
+    untied_model = transformers_compat.meta_model(
+        untied_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+    )
+    head, table = untied_model.get_output_embeddings(), untied_model.get_input_embeddings()
     if head is None or head.weight is table.weight:
         raise ConfigError(
             f"lora.target_modules must not match the head of {type(part.model).__name__}, because it is always tied to "
@@ -88,14 +91,14 @@ def _check_untied(part: ModelPart, config: ModelConfig) -> None:
 def _prepared_model(
     hf_config: PretrainedConfig,
     config: ModelConfig,
-    way: isolation.IsolationMethod,
+    isolation_method: isolation.IsolationMethod,
     device: torch.device | str,
     *,
     as_depth: bool = False,
 ) -> PreTrainedModel:
-    """The library's model, made ready to train; `as_depth` cut to a depth of multi-token prediction."""
+    """Build the transformers model for training. `as_depth` reduces it to a multi-token prediction layer."""
     with torch.device("meta" if as_depth else device):
-        model = _library_model(copy.deepcopy(hf_config) if as_depth else hf_config, config, way.attention)
+        model = _library_model(copy.deepcopy(hf_config) if as_depth else hf_config, config, isolation_method.attention)
     if as_depth:
         mtp_layers.cut_to_depth(model)
         if torch.device(device).type != "meta":
@@ -106,7 +109,7 @@ def _prepared_model(
         float8.convert_layers(model, config.fp8, config.moe)
     train_every_token(model)
     dynamic_rope.install_document_rope(model)
-    recurrent_layers.install_document_reset(model, way.classes, by_position=way.by_document)
+    recurrent_layers.install_document_reset(model, isolation_method.classes, by_position=isolation_method.by_document)
     model.config.use_cache = False
     if not as_depth or any(is_experts(module) for module in model.modules()):
         _choose_experts_kernel(model, config)
@@ -125,7 +128,7 @@ def _library_model(hf_config: PretrainedConfig, config: ModelConfig, name: str) 
             hf_config, attention=name, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
     except (ValueError, ImportError, KeyError) as error:
-        unknown = isinstance(error, KeyError) and error.args == (name,)  # a class with attention of its own kinds
+        unknown = isinstance(error, KeyError) and error.args == (name,)  # a class with its own attention names
         reason = f"the model has no attention of this name ({error})" if unknown else error
         raise ConfigError(
             f"attn_implementation={config.attn_implementation!r} is not supported with {type(hf_config).__name__}: "
@@ -139,7 +142,7 @@ def _library_model(hf_config: PretrainedConfig, config: ModelConfig, name: str) 
 
 
 def _choose_experts_kernel(model: PreTrainedModel, config: ModelConfig) -> None:
-    """grouped_mm is the library's own choice, where it can make one."""
+    """Set the experts implementation. grouped_mm is the default of transformers."""
     kernel = config.moe.experts_implementation
     if kernel == MoEConfig.experts_implementation:
         return
@@ -155,10 +158,10 @@ def _choose_experts_kernel(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def train_every_token(model: PreTrainedModel) -> None:
-    """Keep the input embedding from dropping a gradient.
+    """Let the input embedding train every token.
 
-    The library sets `padding_idx = pad_token_id`, and torch then gives that row no gradient. Where pad is also EOS
-    (most chat models), EOS as an input would never be trained. Padding is already masked by its labels.
+    transformers sets `padding_idx = pad_token_id`, for which torch computes no gradient. If pad equals EOS (most chat
+    models), EOS as an input would not be trained. Padding is already excluded by its labels.
     """
     embeddings = model.get_input_embeddings()
     if isinstance(embeddings, nn.Embedding):

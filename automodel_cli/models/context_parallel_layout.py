@@ -1,12 +1,15 @@
-"""How the rows of a microbatch lie on the ranks of context parallelism.
+"""Layout of a microbatch's rows on context-parallel ranks.
 
-Every rank is given whole rows. A row is padded to a multiple of twice the number of ranks and cut into that many
-chunks; a rank keeps an early chunk and its mirror image, so that causal attention costs all ranks the same. Labels are
-shifted before this, position ids count within documents, and the padding is a document of its own, so nothing but
-attention has to know. Attention finds the microbatch's `Context` in its keyword `context`, which therefore survives
-pipelining (several microbatches in flight) and recomputation.
+Every rank receives full rows. A row is padded to a multiple of twice the number of ranks and split into that many
+chunks. A rank keeps one early chunk and its mirror image, so that causal attention costs the same on all ranks.
+Example: 2 ranks and a row of 8 tokens give chunks of 2 tokens. Rank 0 has tokens 0, 1, 6, 7 and rank 1 has tokens 2, 3,
+4, 5.
 
-Shapes: B rows of T tokens as given, P tokens padded; t = P / ranks local tokens of a row; N = B*t.
+Labels are shifted before, position ids count within documents, and the padding is a separate document. Therefore only
+attention depends on the layout. It receives the `Context` as the keyword `context`, which is correct with several
+microbatches in flight and with recomputation.
+
+Shapes: B rows of T tokens, P tokens padded, t = P / ranks local tokens of a row, N = B*t.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from automodel_cli.data.batch import dual_chunks
 
 
 class ContextGroup(Protocol):
-    """The ranks that share rows, and what they exchange. Implemented by `distributed.context_parallel`."""
+    """The ranks that share rows, and their communication. Implemented by `distributed.context_parallel`."""
 
     @property
     def rank(self) -> int: ...
@@ -33,25 +36,25 @@ class ContextGroup(Protocol):
 
     @property
     def ring(self) -> bool:
-        """Whether attention passes keys around instead of gathering them."""
+        """Whether attention passes keys around a ring instead of gathering them."""
         ...
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to send `x` to the next rank; the function waits for the previous rank's. No gradients. Collective."""
+        """Start sending `x` to the next rank. The returned function waits for the previous rank's tensor. No gradients.
+        Collective."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """`[n, ...]` of every rank, one rank after another: `[size * n, ...]`. The backward sums over ranks and
-        scatters. Collective."""
+        """Concatenate `[n, ...]` of all ranks to `[size * n, ...]`. Backward reduce-scatters. Collective."""
         ...
 
     def gather_results(self, x: Tensor) -> Tensor:
-        """The same for results that every rank then uses alike: the backward takes this rank's slice. Collective."""
+        """Concatenate results that every rank uses in the same way. Backward takes the local slice. Collective."""
         ...
 
 
 class OneProcess:
-    """A `ContextGroup` of this process alone: there is nothing to exchange."""
+    """A `ContextGroup` of one process, without communication."""
 
     rank, size, ring = 0, 1, False
 
@@ -66,7 +69,7 @@ class OneProcess:
 
 
 class Context:
-    """One microbatch on one rank."""
+    """The layout of one microbatch on one rank."""
 
     def __init__(
         self,
@@ -76,8 +79,14 @@ class Context:
         device: torch.device,
         owners: tuple[tuple[int, ...], ...] | None = None,
     ):
-        """`shape` (B, T) and `cu_seqlens` are those of the whole batch, None for one document a row; a tensor on a CUDA
-        device is waited for. `owners`: the chunks of each rank, `dual_chunks(group.size)` unless told."""
+        """Compute the layout.
+
+        Args:
+            shape: (B, T) of the full batch.
+            cu_seqlens: document boundaries of the full batch. None: one document per row. A CUDA tensor synchronizes
+                the host.
+            owners: chunks of each rank. None: `dual_chunks(group.size)`.
+        """
         self.group = group
         self.owners = owners or dual_chunks(group.size)
         num_chunks = sum(len(chunks) for chunks in self.owners)
@@ -92,17 +101,17 @@ class Context:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Which chunks of each row this rank holds, in the order of its local tokens."""
+        """The chunks of each row on this rank, in the order of its local tokens."""
         return self.owners[self.group.rank]
 
     def _padded_bounds(self, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int, ...]:
-        """Documents over the B*P padded tokens."""
+        """Return document boundaries over the B*P padded tokens."""
         length, padding = self._length, self.tokens - self._length
-        given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-        if given is None:
-            given = range(0, self.rows * length + 1, length)
+        boundaries = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        if boundaries is None:
+            boundaries = range(0, self.rows * length + 1, length)
         bounds = [0]
-        for start, end in itertools.pairwise(given):
+        for start, end in itertools.pairwise(boundaries):
             if end > start:
                 bounds.append(end + start // length * padding)
                 if padding and end % length == 0:
@@ -110,49 +119,48 @@ class Context:
         return tuple(bounds)
 
     def local(self, x_BT: Tensor, fill: int) -> Tensor:
-        """This rank's tokens of a whole column `[B, T, ...]`; `fill` in the padding."""
+        """Return the local tokens of a full column `[B, T, ...]`. Padding is `fill`."""
         after = (0, 0) * (x_BT.ndim - 2)
         return F.pad(x_BT, (*after, 0, self.tokens - self._length), value=fill).index_select(1, self._local_t)
 
     def local_label_positions(self, label_positions_S: Tensor) -> Tensor:
-        """Places among the B*T tokens, in host memory, -> those of them that this rank has, among its B*t tokens and in
-        their order."""
+        """Map positions among the B*T tokens (host memory) to the local ones among B*t tokens, in order."""
         row_S, token_S = label_positions_S // self._length, label_positions_S % self._length
         size = self.tokens // self.group.size
         place_S = self._host_where_P[token_S] - self.group.rank * size
-        mine_S = (place_S >= 0) & (place_S < size)
-        local = (row_S * size + place_S)[mine_S].sort().values
+        is_local_S = (place_S >= 0) & (place_S < size)
+        local = (row_S * size + place_S)[is_local_S].sort().values
         return local.to(self._local_t.device, non_blocking=True)
 
     def local_positions(self, position_ids_BT: Tensor) -> Tensor:
-        """The same for positions, which start again in the padding, as in any document."""
+        """Return the local position ids. Padding counts from 0 like a document."""
         padding = torch.arange(self.tokens - self._length, device=position_ids_BT.device)
         whole_BP = torch.cat([position_ids_BT, padding.expand(self.rows, -1)], 1)
         return whole_BP.index_select(1, self._local_t)
 
     def local_document_lengths(self) -> Tensor:
-        """`[B, t]`: of how many tokens the whole document of each local token is; padding counts as a document."""
+        """Return the length of each local token's full document, `[B, t]`. Padding counts as a document."""
         lengths = torch.tensor([end - start for start, end in itertools.pairwise(self.bounds)])
         whole_BP = lengths.repeat_interleave(lengths).view(self.rows, self.tokens)
         return whole_BP.to(self._local_t.device).index_select(1, self._local_t)
 
     def local_inputs(self, input_ids_BT: Tensor, position_ids_BT: Tensor) -> dict[str, Any]:
-        """What the model is called with: this rank's tokens, and the context in place of the document boundaries."""
+        """Return the model inputs: local tokens, and the context instead of document boundaries."""
         positions_Bt = self.local_positions(position_ids_BT)
         return {"input_ids": self.local(input_ids_BT, 0), "position_ids": positions_Bt, "context": self}
 
     def whole(self, x_Bt: Tensor) -> Tensor:
-        """Results per local token `[B, t, ...]` -> `[B, T, ...]` in the order of the rows, on all ranks. Collective."""
-        of_ranks = self.group.gather_results(x_Bt.contiguous()).unflatten(0, (self.group.size, self.rows))
-        return of_ranks.transpose(0, 1).flatten(1, 2).index_select(1, self._where_P[: self._length])
+        """Gather local results `[B, t, ...]` to `[B, T, ...]` in row order on all ranks. Collective."""
+        gathered = self.group.gather_results(x_Bt.contiguous()).unflatten(0, (self.group.size, self.rows))
+        return gathered.transpose(0, 1).flatten(1, 2).index_select(1, self._where_P[: self._length])
 
     def whole_index(self) -> Tensor:
-        """`[B*t]`: where each local token lies in the flat whole rows of P tokens."""
+        """Return the index of each local token in the flat full rows of P tokens, `[B*t]`."""
         row_B1 = torch.arange(self.rows, device=self._local_t.device)[:, None]
         return (row_B1 * self.tokens + self._local_t).flatten()
 
     def gathered_index(self) -> Tensor:
-        """`[B*P]`: where each token of the whole rows lies after `group.gather` of the flat local tokens."""
+        """Return the index of each token of the full rows after `group.gather` of the flat local tokens, `[B*P]`."""
         local = self.tokens // self.group.size
         rank_P, token_P = self._where_P // local, self._where_P % local
         row_B1 = torch.arange(self.rows, device=rank_P.device)[:, None]
@@ -160,5 +168,5 @@ class Context:
 
 
 def local_length(length: int, size: int) -> int:
-    """Tokens of a row of `length` on each of `size` ranks, padding included."""
+    """Return the number of tokens of a row on each of `size` ranks, padding included."""
     return 2 * -(-length // (2 * size))

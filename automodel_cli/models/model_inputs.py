@@ -1,4 +1,4 @@
-"""The keywords of a forward pass: those of a packed row, and which of them a family's base model takes."""
+"""Keywords of a forward pass: those of a packed row, and the subset that a family accepts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROUTED = "routed_experts"
-"""Given to `ModelPart`, not to the library's model."""
+"""Keyword of `ModelPart` that is not passed to the transformers model."""
 _PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", KEY_INDEX, "context")
 
 
 def model_inputs_for(ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
-    """`Batch.model_inputs()` of one row that holds documents of these lengths."""
+    """Return `Batch.model_inputs()` of one row with documents of these lengths."""
     bounds = [0, *itertools.accumulate(lengths)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=ids_BT.device)
     positions_T = torch.cat([torch.arange(length, device=ids_BT.device) for length in lengths])
@@ -39,8 +39,11 @@ def model_inputs_for(ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that this family's base model takes. One without the boundaries isolates documents only where no
-    attention has to know them; the packing probe refuses the others."""
+    """Return the keywords that the base model of this family accepts.
+
+    Families without keywords for boundaries isolate documents only if no attention needs them. The packing probe
+    rejects the others.
+    """
     model_inputs = {name: value for name, value in model_inputs.items() if name != ROUTED}
     if recurrent_layers.runs_by_document(model):
         return recurrent_layers.full_row_inputs(model_inputs)

@@ -1,5 +1,4 @@
-"""The module a rank owns: an unmodified Hugging Face model and the head that turns its hidden states into
-`HeadOutput`."""
+"""The module that a rank owns: an unmodified transformers model, and the head that computes `HeadOutput`."""
 
 from __future__ import annotations
 
@@ -33,17 +32,20 @@ _PREFIX = "model."
 
 
 class ModelPart(nn.Module):
-    """One forward for every objective: batch in, `HeadOutput` out.
+    """A model (or pipeline stage) with its head. One forward for every objective: batch in, `HeadOutput` out.
 
-    The child `model` is the library's own object, so a parameter's name is "model." + its hub name (`hub_name` takes
-    that back, and an adapter's wrapping too). Wrap the whole part for data parallelism, and keep the output
-    embeddings in its root group: the head reads their weight directly.
-    `hub_dtype` is what the checkpoint was stored in, the default dtype of exports. `source_config` is the library's
-    config as it was read, before attention, dtype or caching were set on the model's own copy. `unclaimed`: keys of the
-    checkpoint for which the whole model has no place, once loaded; `within`: where the model is in the composite
-    that the checkpoint is of. `routing`: set where the experts of a token may be given (`Batch.model_inputs`).
-    `unties_head`: an adapter changes the head of a whole model whose table is the embedding's too, so that exports and
-    replicas need a config without the tie (`untied`).
+    The child `model` is the transformers object, so that a parameter's name is "model." + its hub name (`hub_name`
+    removes the prefix and adapter wrapping). Wrap the full part for data parallelism, and keep the output embeddings in
+    its root FSDP unit, because the head reads their weight directly.
+
+    Attributes:
+        hub_dtype: dtype of the checkpoint, the default dtype of exports.
+        source_config: transformers config as read, before attention, dtype or caching are set on the model's copy.
+        unclaimed: checkpoint keys without a counterpart in the full model, set by loading.
+        within: location of the model in a multimodal checkpoint.
+        routing: set if batches can contain router decisions (`Batch.model_inputs`).
+        unties_head: an adapter changes a head that is tied to the embedding, so exports and replicas need an untied
+            config (`untied`).
     """
 
     def __init__(
@@ -79,12 +81,12 @@ class ModelPart(nn.Module):
         token_ids: Tensor | None = None,
         **model_inputs: Any,
     ) -> HeadOutput:
-        """What the head gives for these tokens and labels (`Batch.head_inputs(request)`).
+        """Return the outputs of the head for these tokens and labels (`Batch.head_inputs(request)`).
 
-        `model_inputs` is `Batch.model_inputs()`. `hidden_BTD` belongs to pipeline stages; a whole model takes None.
+        `model_inputs` is `Batch.model_inputs()`. `hidden_BTD` is for pipeline stages. A full model accepts None.
         """
         assert hidden_BTD is None, "a whole model reads input_ids, not hidden states"
-        inputs, whole_labels = self.local_inputs(model_inputs), labels
+        inputs, full_labels = self.local_inputs(model_inputs), labels
         hidden_BTD, *depths = self.with_depths(model_inputs, inputs, request)
         context: Context | None = inputs.get("context")
         if context is not None:
@@ -97,15 +99,15 @@ class ModelPart(nn.Module):
             assert self.value_head is not None, "who asks for values builds the part with a value head"
             output = output._replace(values_BT=self.value_head(hidden_BTD))
         if request.further:
-            further_BTM = self._further_logprobs(depths, whole_labels, model_inputs["cu_seq_lens_q"], context)
+            further_BTM = self._further_logprobs(depths, full_labels, model_inputs["cu_seq_lens_q"], context)
             output = output._replace(further_logprobs_BTM=further_BTM)
         return output if context is None else output.map(context.whole)
 
     def with_depths(
         self, model_inputs: dict[str, Any], local_inputs: dict[str, Any], request: HeadRequest
     ) -> list[Tensor]:
-        """Hidden states `[B, T, D]` of this rank's tokens: the model's, and where further labels are asked for those of
-        each depth."""
+        """Return hidden states `[B, T, D]` of the local tokens: of the model, and of each depth if the request needs
+        them."""
         hidden_BTD = self.hidden(local_inputs)
         if not request.further:
             return [hidden_BTD]
@@ -120,54 +122,54 @@ class ModelPart(nn.Module):
     def _further_logprobs(
         self, depths: list[Tensor], labels_BT: Tensor, cu_seqlens: Tensor, context: Context | None
     ) -> Tensor:
-        """What the head makes of each depth: log-probs of the labels 1, 2, ... tokens further on, `[B, T, M]`."""
-        found = []
+        """Return log-probs of the labels 1, 2, ... tokens further on from each depth, `[B, T, M]`."""
+        logprobs = []
         for by, hidden_BTD in enumerate(depths, start=1):
             labels = further(labels_BT, by, cu_seqlens, IGNORE_INDEX)
             labels = labels if context is None else context.local(labels, IGNORE_INDEX)
-            found.append(self.head(hidden_BTD, labels).logprobs_BT)
-        return torch.stack(found, -1)
+            logprobs.append(self.head(hidden_BTD, labels).logprobs_BT)
+        return torch.stack(logprobs, -1)
 
     def add_multi_token(self, models: Sequence[PreTrainedModel], names: DepthNames) -> None:
-        """From now on the part can give log-probs of further labels; `load_weights` fills the new parameters."""
+        """Add multi-token prediction layers. `load_weights` fills the new parameters."""
         self.multi_token = MultiToken([Depth(model, hidden_first=names.hidden_first) for model in models])
         self.depth_names = names
 
     def add_value_head(self) -> None:
-        """From now on the part can give values; `load_weights` fills the new parameters."""
+        """Add a value head. `load_weights` fills the new parameters."""
         width = self.model.config.get_text_config().hidden_size
         self.value_head = ValueHead(width, self.model.dtype, self.model.device)
 
     def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
-        """Hidden states `[B, T, D]` after the last layer, of this rank's tokens (`local_inputs`)."""
+        """Return hidden states `[B, T, D]` of the local tokens (`local_inputs`) after the last layer."""
         return self.run(self.model.base_model, local_inputs)
 
     def run(self, module: nn.Module, local_inputs: dict[str, Any]) -> Tensor:
-        """What `module`, the model or its base model, makes of this rank's tokens: the first tensor of its output."""
+        """Run `module`, the model or its base model, on the local tokens and return the first tensor of its output."""
         with recurrent_layers.documents_of(self.model, local_inputs), self._routed(local_inputs):
             output = module(**accepted_by(self.model, local_inputs), use_cache=False)
         hidden_BTD: Tensor = output if isinstance(output, Tensor) else output[0]
         return hidden_BTD
 
     def _routed(self, local_inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Around the layers: tokens go to the experts that the inputs name."""
+        """Replay the router decisions of the inputs inside the context."""
         experts_BTC = local_inputs.get(ROUTED)
         if experts_BTC is None or self.routing is None:
             return nullcontext()
         return choosing(self.routing.replay(experts_BTC, counts=torch.is_grad_enabled()))
 
     def untied(self, hf_config: PretrainedConfig) -> PretrainedConfig:
-        """A config for the merged weights: a copy, without the tie where an adapter has changed the head."""
+        """Return a copy of the config for merged weights. Without the tie if an adapter changes the head."""
         changed = copy.deepcopy(hf_config)
         if self.unties_head:
             changed.tie_word_embeddings = changed.get_text_config().tie_word_embeddings = False
         return changed
 
     def share_context(self, group: ContextGroup) -> None:
-        """Work on this rank's tokens of every row from now on. `forward` stays the same from outside, and becomes
+        """Process the local tokens of every row from now on. The signature of `forward` is unchanged, and it is
         collective over `group`.
 
-        Raises ConfigError where attention would not see the other ranks' tokens.
+        Raises ConfigError if attention does not support context parallelism.
         """
         attention = self.model.config._attn_implementation
         if recurrent_layers.runs_by_document(self.model):
@@ -189,7 +191,7 @@ class ModelPart(nn.Module):
 
     @contextmanager
     def whole_rows(self) -> Iterator[None]:
-        """Inside, every rank runs the rows that it is given by itself, as generation does."""
+        """Let every rank run full rows independently inside the context, as in generation."""
         group, self._context_group = self._context_group, None
         try:
             yield
@@ -197,8 +199,10 @@ class ModelPart(nn.Module):
             self._context_group = group
 
     def local_inputs(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
-        """Under context parallelism this rank's share of `Batch.model_inputs()`, with a `context` for attention in
-        place of the document boundaries; else as they are."""
+        """Return the local part of `Batch.model_inputs()`.
+
+        With context parallelism, `context` replaces the document boundaries.
+        """
         if self._context_group is None:
             return {name: value for name, value in model_inputs.items() if name != ON_HOST}
         ids_BT: Tensor = model_inputs["input_ids"]
@@ -212,12 +216,12 @@ class ModelPart(nn.Module):
         return inputs
 
     def boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:
-        """Rows and tokens of the hidden states of a microbatch on this rank, as pipeline stages exchange them."""
+        """Return rows and tokens of a microbatch's local hidden states, as exchanged by pipeline stages."""
         if self._context_group is None:
             return rows, tokens
         return rows, local_length(tokens, self._context_group.size)
 
     @staticmethod
     def hub_name(name: str) -> str:
-        """Parameter name of the part -> in-memory name of the library's model."""
+        """Convert a parameter name of the part to the in-memory name of the transformers model."""
         return name.removeprefix(_PREFIX).replace(".base_layer.", ".")

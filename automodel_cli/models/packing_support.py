@@ -1,10 +1,10 @@
-"""Can this model train on packed rows, and on rows that ranks share? Measured on a shrunken random copy of the user's
-own config, before anything is built.
+"""Packing probe: can this model train on packed rows, and with context parallelism? Measured on a tiny copy of the
+config.
 
-Cheap structural rules give a good message for known reasons; the measurement decides for everything else: two
-documents in one row must give what each gives alone under the library's own eager attention, and a row whose tokens lie
-in the order of context-parallel ranks must give what it gives in its own order. Nothing is cached: each takes about
-0.1 s.
+Structural rules give good messages for known reasons. The measurement decides all other cases. Two documents in one row
+must give the same hidden states as each alone under eager attention of transformers. A row in the token order of
+context-parallel ranks must give the same as in its own order. Runs before anything is built. Nothing is cached: each
+probe takes about 0.1 s.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from automodel_cli.models.probes.tiny_model import build_small, shrink
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Longer than every shrunken window, chunk and index size, or a leak would hide; one is longer than `shrink.SWITCH`
+# Longer than every window, chunk and index size of a tiny copy, or leaks would be hidden. One is longer than `SWITCH`.
 _DOCUMENTS = (13, 9)
 Rows = Literal["packed", "padded", "whole"]
-"""What rows hold: several documents; one and padding after it; one without padding."""
-# (documents of a row, how many tokens count): of a padded row, the document before the padding
+"""Contents of rows: several documents; one document and padding; one document."""
+# (documents of a row, number of compared tokens). In padded rows, the second document is padding.
 _ROWS: dict[Rows, tuple[tuple[tuple[int, ...], int], ...]] = {
     "packed": ((_DOCUMENTS, sum(_DOCUMENTS)),),
     "padded": (((13, 9), 13), ((9, 13), 9)),
     "whole": (((sum(_DOCUMENTS),), sum(_DOCUMENTS)),),
 }
-# What rows can be had instead, and how
+# Simpler row types, and their overrides.
 _SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
     "packed": (("padded", "data.packing=none"), ("whole", "data.packing=none train.microbatch_size=1")),
     "padded": (("whole", "train.microbatch_size=1"),),
@@ -49,7 +49,7 @@ _SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
 }
 _NO_SWITCH = 512  # tokens: no document of a probe is as long
 _UNMEASURED = "a small copy of the model does not run"
-_TOLERANCE = 1e-4  # of the largest hidden value; a leak is 1e-2 and more
+_TOLERANCE = 1e-4  # relative to the largest hidden value. Leaks are at least 1e-2.
 
 
 def probe_packing(
@@ -59,13 +59,12 @@ def probe_packing(
     rows: Rows = "packed",
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise ConfigError, naming the layer, when this attention does not compute each document as the library does
-    alone.
+    """Raise ConfigError with the first differing layer if this attention does not isolate documents.
 
-    What padding gives does not matter. The config is not changed. A config that cannot be built small is refused as
-    unknown.
+    Outputs of padding do not matter. The config is not changed. If no tiny copy can be built, the error is
+    `not_measured`.
     """
-    _refuse_dropped_layers(hf_config)
+    _reject_layerdrop(hf_config)
     with transformers_compat.quiet():
         reason = _objection(hf_config, attention, rows, trust_remote_code)
         if reason is None:
@@ -81,7 +80,7 @@ def probe_packing(
 
 
 def _fix(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_code: bool) -> str | None:
-    """The nearest attention and rows that this model trains on, as overrides."""
+    """Return overrides for the closest supported attention and row type."""
     for simpler, how in ((rows, ""), *_SIMPLER[rows]):
         for name in dict.fromkeys((attention, "sdpa", "eager")):
             if (simpler, name) != (rows, attention) and not _objection(hf_config, name, simpler, trust_remote_code):
@@ -90,11 +89,11 @@ def _fix(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_c
 
 
 def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError, naming the layer, when anything but packed attention and state layers mixes the tokens of a
-    row.
+    """Raise ConfigError with the first differing layer if other modules than packed attention and recurrent layers mix
+    tokens.
 
-    Context parallelism shows every layer some tokens of a row, in an order that is not theirs, and only these know how
-    to reach the others. One process stands in for its two ranks: their tokens one after another.
+    With context parallelism, every layer sees some tokens of a row in another order. Only these modules communicate
+    with other ranks. One process simulates two ranks, whose tokens follow each other.
     """
     packed.register_packed_attention()
     if isolation.select_isolation(hf_config, trust_remote_code=trust_remote_code).by_document:
@@ -113,7 +112,7 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
                 model, token_mixing.state_layer_classes(small, trust_remote_code=trust_remote_code)
             )
             difference, where = _shared_against_whole(model)
-        except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+        except Exception as error:  # any class of the library may fail in its own method on sizes it never saw
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             raise ConfigError(
                 f"context parallelism is not supported for {hf_config.model_type} because {_UNMEASURED} ({reason})",
@@ -132,17 +131,16 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
 
 
 def why_not_shared(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> str:
-    """What keeps documents of a row from sharing a prefix (`Batch.seen`), for a sentence; empty where a small copy
-    gives each of them what it gives it whole.
+    """Return the reason why documents cannot share a prefix (`Batch.seen`), or an empty string.
 
-    Rotary tables that depend on the length of a text are taken for one table: who asks must know that no text is longer
-    than the first of them (`length_rope.longest_unswitched`).
+    Length-dependent rotary tables are treated as one table. The caller must ensure that no text is longer than the
+    first table (`dynamic_rope.longest_unswitched`).
     """
-    way = isolation.select_isolation(hf_config, trust_remote_code=trust_remote_code)
-    if way.by_document:
+    method = isolation.select_isolation(hf_config, trust_remote_code=trust_remote_code)
+    if method.by_document:
         return f"the attention of {hf_config.model_type} is the library's own, run document by document"
-    if way.classes:
-        names = ", ".join(sorted(name.rpartition(".")[2] for name in way.classes))
+    if method.classes:
+        names = ", ".join(sorted(name.rpartition(".")[2] for name in method.classes))
         return f"{hf_config.model_type} has layers that are run document by document ({names})"
     with transformers_compat.quiet():
         try:
@@ -152,7 +150,7 @@ def why_not_shared(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fal
             part = part_of(copy.deepcopy(small), choice, device="cpu")
             part.model.load_state_dict(model.state_dict())
             difference, where = _prefix_against_copies(part)
-        except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+        except Exception as error:  # any class of the library may fail in its own method on sizes it never saw
             return f"{_UNMEASURED} ({type(error).__name__}: {error})".splitlines()[0][:200]
     if difference <= _TOLERANCE:
         return ""
@@ -161,7 +159,7 @@ def why_not_shared(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fal
 
 @torch.no_grad()
 def _prefix_against_copies(part: ModelPart) -> tuple[float, str]:
-    """Two documents behind a prefix, and the same with a copy of the prefix each: largest difference, and where."""
+    """Compare two documents with a shared prefix and with copies of it: largest difference, and its layer."""
     (long, short), prefix = _DOCUMENTS, 5
     ids_T = _probe_row(part.model)[0]
     ids_T[long : long + prefix] = ids_T[:prefix]
@@ -179,12 +177,12 @@ def _prefix_against_copies(part: ModelPart) -> tuple[float, str]:
     part.eval()
     whole, names = _layer_outputs(part.model, model_inputs_for(ids_T[None], _DOCUMENTS))
     shared, _ = _layer_outputs(part.model, batch.model_inputs())
-    want = [torch.cat([of_layer[:, :long], of_layer[:, long + prefix :]], 1) for of_layer in whole]
+    want = [torch.cat([layer_output[:, :long], layer_output[:, long + prefix :]], 1) for layer_output in whole]
     return _first_difference(shared, want, names)
 
 
 class _BothRanks(OneProcess):
-    """Two context-parallel ranks in one process. Remembers what each layer asked for."""
+    """Simulates two context-parallel ranks in one process. Records the gathered tensors of each layer."""
 
     owners: tuple[tuple[int, ...], ...] = (tuple(chunk for chunks in dual_chunks(2) for chunk in chunks),)
 
@@ -197,7 +195,7 @@ class _BothRanks(OneProcess):
 
 
 class _OneRank(_BothRanks):
-    """One of the two, alone in the process: the other one's tokens are as they were when both were there."""
+    """One of the two ranks. The tokens of the other rank are those recorded by `_BothRanks`."""
 
     size, owners = 2, dual_chunks(2)
 
@@ -212,7 +210,7 @@ class _OneRank(_BothRanks):
 
 @torch.no_grad()
 def _shared_against_whole(model: Any) -> tuple[float, str]:
-    """Largest difference relative to the largest hidden value, and the first layer that differs."""
+    """Return the largest difference relative to the largest hidden value, and the first layer that differs."""
     model.eval()
     model.set_attn_implementation(packed.PACKED)
     dynamic_rope.install_document_rope(model)
@@ -221,23 +219,23 @@ def _shared_against_whole(model: Any) -> tuple[float, str]:
 
     def outputs(group: _BothRanks) -> tuple[list[Tensor], Context]:
         context = Context(group, (1, ids_BT.shape[1]), inputs.get("cu_seq_lens_q"), ids_BT.device, group.owners)
-        fresh = copy.deepcopy(model)  # some rotary tables remember what they saw
+        fresh = copy.deepcopy(model)  # some rotary tables have state
         return _layer_outputs(fresh, context.local_inputs(ids_BT, inputs["position_ids"]))[0], context
 
     whole, names = _layer_outputs(copy.deepcopy(model), inputs)
     both = _BothRanks()
     shared, context = outputs(both)
-    worst = _first_difference([context.whole(of_layer) for of_layer in shared], whole, names)
+    worst = _first_difference([context.whole(layer_output) for layer_output in shared], whole, names)
     if worst[0] > _TOLERANCE:
         return worst
-    halves = [of_layer.chunk(2, 1) for of_layer in shared]
-    of_ranks = [
+    halves = [layer_output.chunk(2, 1) for layer_output in shared]
+    rank_differences = [
         _first_difference(outputs(_OneRank(rank, both))[0], [half[rank] for half in halves], names) for rank in (0, 1)
     ]
-    return max([worst, *of_ranks])
+    return max([worst, *rank_differences])
 
 
-def _refuse_dropped_layers(hf_config: PretrainedConfig) -> None:
+def _reject_layerdrop(hf_config: PretrainedConfig) -> None:
     share = getattr(hf_config.get_text_config(), "layerdrop", None) or 0
     if share > 0:
         raise ConfigError(
@@ -249,7 +247,7 @@ def _refuse_dropped_layers(hf_config: PretrainedConfig) -> None:
 
 
 def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_code: bool) -> str | None:
-    """Why a part, built and run as in training, does not give on a small copy what the library gives, if so."""
+    """Return the reason why a part differs from transformers on a tiny copy, built and run as in training, or None."""
     choice = ModelConfig(pretrained="-", attn_implementation=attention, trust_remote_code=trust_remote_code)
     try:
         small = shrink(hf_config)
@@ -264,7 +262,7 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
             _train_once(part_of(noisy, choice, device="cpu"), _ROWS[rows][0][0])
     except ConfigError as error:
         return error.message
-    except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+    except Exception as error:  # any class of the library may fail in its own method on sizes it never saw
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return f"{_UNMEASURED} ({reason})"
     difference, where = max(measured)
@@ -276,7 +274,7 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
 
 
 def _train_once(part: ModelPart, documents: tuple[int, ...]) -> None:
-    """What forward and backward of a step may refuse, they refuse here."""
+    """Run forward and backward once, so that errors of a training step occur here."""
     ids_BT = _probe_row(part.model)
     output = part(labels=ids_BT.roll(-1, 1), **model_inputs_for(ids_BT, documents))
     output.logprobs_BT.sum().backward()
@@ -297,8 +295,10 @@ def _probe_row(model: Any) -> Tensor:
 
 @torch.no_grad()
 def _row_against_documents(model: Any, part: ModelPart, documents: tuple[int, ...], compared: int) -> tuple[float, str]:
-    """Largest difference of the first `compared` tokens relative to the largest hidden value, and the first layer that
-    differs. `model` is the library's own, `part` has its weights."""
+    """Return the largest relative difference of the first `compared` tokens, and the first layer that differs.
+
+    `model` is the transformers model, `part` has its weights.
+    """
     ids_BT = _probe_row(model)
     apart = []
     for document in ids_BT.split(documents, 1):
@@ -323,7 +323,7 @@ def _first_difference(got: list[Tensor], want: list[Tensor], names: list[str]) -
 
 
 def _layer_outputs(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
-    """Hidden states after every decoder layer and of the whole, with a name for each."""
+    """Return hidden states after every decoder layer and of the base model, with a name for each."""
     outputs: list[Tensor] = []
     names: list[str] = []
     layers = max(
@@ -342,5 +342,5 @@ def _layer_outputs(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], li
             handle.remove()
     names = [f"layer {i} ({type(layer).__name__})" for i, layer in enumerate(layers)]
     if [tuple(o.shape) for o in outputs] != [tuple(hidden.shape)] * len(layers):
-        outputs, names = [], []  # layers with outputs of their own kind: only the end can be compared
+        outputs, names = [], []  # layers with other outputs: compare only the end
     return [*outputs, hidden], [*names, f"a layer of {type(model.base_model).__name__}"]

@@ -1,0 +1,1 @@
+"""Multi-token prediction layers: construction, checkpoint names and loss inputs."""
