@@ -1,1 +1,1 @@
-"""The same numbers under every parallelism: what `automodel verify` and the test suite compare with one process."""
+"""Parity checks: one optimizer step on any layout must equal one process. Used by `automodel verify` and the tests."""

@@ -1,4 +1,4 @@
-"""Microbatches that show mistakes: documents of uneven lengths, label masks uneven over ranks, one with no label."""
+"""Microbatches that reveal errors: uneven documents, label masks that differ between ranks, one without labels."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.parity.cases import NUM_MICROBATCHES
 
-PACKED_ROWS = ((5, 7, 10), (15, 7))  # document lengths of the two rows of a microbatch
+PACKED_ROWS = ((5, 7, 10), (15, 7))  # document lengths of two rows
 PADDED_ROWS = ((11, 11), (20, 2))  # a document, then padding
 _SMALLEST_TOKEN, _VOCAB = 3, 150
 
 
 def step_batches(*, packed: bool, count: int = NUM_MICROBATCHES) -> list[Batch]:
-    """Microbatches of one optimizer step; data-parallel rank r of n takes the r-th of n equal parts.
+    """Return the microbatches of one optimizer step. Data-parallel rank r of n uses the r-th of n equal parts.
 
-    22 tokens a row: no multiple of what context parallelism cuts rows into. The first microbatch of the last quarter
-    has no label at all: its ranks must still take part.
+    Rows have 22 tokens, which context parallelism does not divide. The first microbatch of the last quarter has no
+    labels. Its ranks must still take part in collectives.
     """
     return [microbatch(i, packed=packed, all_ignored=count > 1 and i == count * 3 // 4) for i in range(count)]
 
 
 def microbatch(index: int, *, packed: bool, all_ignored: bool = False) -> Batch:
-    """Two rows that no other index has; as many labels are masked at their start as `index` is large (up to 7)."""
+    """Return two rows that are unique to `index`. The first `index % 8` labels are masked."""
     lengths = PACKED_ROWS if packed else PADDED_ROWS
     rows = [[token_row(n, seed=100 * index + 10 * r + d) for d, n in enumerate(row)] for r, row in enumerate(lengths)]
     batch = packed_batch(rows)
@@ -44,13 +44,13 @@ def microbatch(index: int, *, packed: bool, all_ignored: bool = False) -> Batch:
 
 
 def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
-    """Every column that an objective may read (`objectives/base.py`), with values of the size that training gives."""
+    """Return every column that an objective may read (`objectives/base.py`), with values of realistic size."""
     generator = torch.Generator().manual_seed(1000 + seed)
     documents_BT, count = batch.document_ids_BT, batch.num_documents
-    labelled = documents_BT[batch.labels_BT != IGNORE_INDEX].unique()
-    desirable_S = torch.full((count,), -1).index_copy(0, labelled, labelled % 2)
+    labeled = documents_BT[batch.labels_BT != IGNORE_INDEX].unique()
+    desirable_S = torch.full((count,), -1).index_copy(0, labeled, labeled % 2)
     extra = {
-        "pairs_P2": labelled[: len(labelled) // 2 * 2].view(-1, 2),
+        "pairs_P2": labeled[: len(labeled) // 2 * 2].view(-1, 2),
         "desirable_S": desirable_S,
         "kl_baseline_1": torch.tensor([0.1]),
         "advantages_BT": torch.randn(count, generator=generator)[documents_BT],
@@ -60,7 +60,7 @@ def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
     for name in ("old_values", "returns"):
         extra[f"{name}_BT"] = torch.randn(batch.shape, generator=generator)
     extra["partners_P2"] = torch.randn(extra["pairs_P2"].shape, generator=generator)
-    for name in ("ref", "sampler", "old", "sharpened"):  # about what a random model gives each of its few tokens
+    for name in ("ref", "sampler", "old", "sharpened"):  # typical log-probs of a random model
         extra[f"{name}_logprobs_BT"] = torch.randn(batch.shape, generator=generator) * 0.3 - math.log(_VOCAB)
     extra["margins_P"] = torch.rand(len(extra["pairs_P2"]), generator=generator)
     teacher_BTV = torch.randn(*batch.shape, _VOCAB, generator=generator).log_softmax(-1)
@@ -69,7 +69,7 @@ def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
 
 
 def token_row(length: int, seed: int = 0) -> Tensor:
-    """One document: int64 `[length]`, no special tokens of the small copies."""
+    """Return one document, int64 `[length]`, without special tokens of the tiny copies."""
     return torch.randint(_SMALLEST_TOKEN, _VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
 
 
@@ -78,7 +78,7 @@ def next_token_labels(ids_T: Tensor) -> Tensor:
 
 
 def packed_batch(rows: Sequence[Sequence[Tensor]]) -> Batch:
-    """Rows of documents (all rows equally many tokens) as one Batch: every token but a document's first is a label."""
+    """Pack documents into rows of equal length. Every token except the first of a document is a label."""
     documents = [document for row in rows for document in row]
     lengths = [len(document) for document in documents]
     return Batch(

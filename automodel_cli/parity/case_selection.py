@@ -1,6 +1,6 @@
-"""Which rows a recipe is verified with: everything its sections use, alone and together, at two ranks an axis.
+"""Cases that verify a recipe: everything its sections use, separately and together, with two ranks per axis.
 
-Torch-free, so that the rows can be listed and filtered at once.
+Torch-free, so that cases can be listed and filtered quickly.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _ATTENTIONS = ("packed", "sdpa", "eager")
 def choose_cases(
     wanted: MeshConfig, parallelizer: Strategy, pipeline: PipelineConfig | None, objective: Any
 ) -> list[Case]:
-    """One rank, each axis alone, then as many together as 8 ranks hold; each on packed and on padded rows.
+    """Return cases for one rank, each axis alone, and the largest combinations on 8 ranks, on packed and padded rows.
 
-    `dp_size: null` counts as data parallelism: a run takes the ranks there are. Experts are split over ranks that other
-    axes bring, so `ep` alone comes with data parallelism.
+    `dp_size: null` counts as data parallelism, because a run uses all available ranks. Expert parallelism shares ranks
+    with other axes, so `ep` alone includes data parallelism.
     """
     used = _used(wanted)
     stages = small_pipeline(pipeline)
     sets = [(), *((axis,) for axis in used), *_largest_together(used)]
     rows = []
-    for mesh, axes in {_mesh(axes): axes for axes in sets}.items():  # ep alone may be what dp and ep together are
+    for mesh, axes in {_mesh(axes): axes for axes in sets}.items():  # ep alone can equal dp with ep
         row = Case(mesh, parallelizer.exact(axes), stages if "pp" in axes else None, objective=objective)
         rows += [row, replace(row, packed=False)]
     return rows
@@ -47,7 +47,7 @@ def _used(mesh: MeshConfig) -> list[str]:
 
 
 def _largest_together(used: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The sets of axes that fit and to which no other can be added."""
+    """Yield the maximal sets of axes that fit."""
     fitting = [
         axes for count in range(len(used), 0, -1) for axes in combinations(used, count) if _num_ranks(axes) <= MAX_RANKS
     ]
@@ -61,7 +61,7 @@ def _num_ranks(axes: Sequence[str]) -> int:
 
 
 def _mesh(axes: Sequence[str]) -> MeshConfig:
-    """Two ranks an axis; replicas of shards need four data-parallel ranks, experts at least two ranks in a stage."""
+    """Return a mesh with two ranks per axis. HSDP needs four data-parallel ranks, experts two ranks per stage."""
     others = {"dp", "hsdp", "cp", "tp"} & set(axes)
     dp_size = 4 if "hsdp" in axes else 2 if "dp" in axes or ("ep" in axes and not others) else 1
     sizes = {f"{axis}_size": 2 for axis in ("pp", "tp", "cp", "ep") if axis in axes}
@@ -69,31 +69,30 @@ def _mesh(axes: Sequence[str]) -> MeshConfig:
 
 
 def small_pipeline(config: PipelineConfig | None) -> PipelineConfig | None:
-    """The same schedule; how the stages are cut is about layers that the small copy does not have."""
+    """Return the same schedule without the stage split, which refers to layers that the tiny copy does not have."""
     if config is None:
         return None
     return PipelineConfig(schedule=config.schedule or "1f1b", balance=config.balance)
 
 
 def small_attention(attention: str) -> str:
-    """Kernels that only a CUDA device has are stood in for by packed attention."""
+    """Replace CUDA-only attention by packed attention."""
     return attention if attention in _ATTENTIONS else "packed"
 
 
 def pick(rows: Sequence[Case], wanted: Sequence[str]) -> list[Case]:
-    """Rows whose description has all words of one of `wanted` ("pp2 packed"). Raises ConfigError for one that none
-    has."""
+    """Return the cases that match all words of an entry ("pp2 packed"). Raises ConfigError if an entry matches none."""
     chosen: list[Case] = []
     for words in wanted:
-        found = [row for row in rows if set(words.replace(",", " ").split()) <= _words(row)]
-        if not found:
+        matches = [row for row in rows if set(words.replace(",", " ").split()) <= _words(row)]
+        if not matches:
             raise ConfigError(
                 f"--rows {words!r} matches no case of this recipe",
                 code="unknown_name",
                 keys=("--rows",),
                 fix="one of: " + "; ".join(map(str, rows)),
             )
-        chosen += [row for row in found if row not in chosen]
+        chosen += [row for row in matches if row not in chosen]
     return [row for row in rows if row in chosen] if wanted else list(rows)
 
 

@@ -1,4 +1,4 @@
-"""One row of a comparison: a layout and what runs on it. Torch-free."""
+"""One case of a comparison: a layout and the settings that run on it. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from automodel_cli.models.config import Fp8Config, LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.config import PipelineConfig
 
-NUM_MICROBATCHES = 8  # of one step over all data-parallel ranks, so that one reference serves every layout
+NUM_MICROBATCHES = 8  # per step over all data-parallel ranks, so that all layouts share one reference
 FP32 = MixedPrecision(param_dtype=None, reduce_dtype=None)
 ULPS_OF_SUMS, ULPS_OF_GRADIENTS = 2, 32
-"""What a row in a lower precision may be off by, in units in the last place (at 1) of what it computes in. Roundings
-average out in the loss and the norm; single gradients of a router's losers change by 17 (GPT-OSS, measured), of dense
-models by 3."""
+"""Bounds of cases in lower precision, in units in the last place (at 1) of the compute dtype. Rounding averages out in
+loss and norm. Single gradients change by 3 in dense models, and by 17 for unselected experts (GPT-OSS, measured)."""
 FP8_OF_SUMS, FP8_OF_GRADIENTS = 2.0**-5, 0.5
-"""What a row with products of 8-bit floats may be off by. Measured: loss and norm 1e-2, single gradients 0.14 of the
-largest in dense models, 0.4 where a router rounds to another expert (GPT-OSS)."""
+"""Bounds of cases with fp8 GEMMs. Measured: loss and norm 1e-2, single gradients 0.14 of the largest in dense models,
+0.4 if a router rounds to another expert (GPT-OSS)."""
 _ULP = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 _AXES = (("pp_size", "pp"), ("dp_size", "dp"), ("cp_size", "cp"), ("tp_size", "tp"), ("ep_size", "ep"))
 
 
 @dataclass(frozen=True)
 class Case:
-    """`mesh` says every size. `num_microbatches` is of the whole step, over all data-parallel ranks.
+    """A layout and its settings. `mesh` defines every size.
 
-    With `lora` adapters are trained and nothing else. `compute_dtype`: what the parallelizer computes in, where that is
-    not float32. `fp8`: linear layers and experts multiply so. `own_layers`: on a copy with as many layers as the model
-    has, for the cut that the recipe describes.
+    num_microbatches: of the full step, over all data-parallel ranks.
+    lora: train only adapters.
+    compute_dtype: compute dtype of the parallelizer, if not fp32.
+    fp8: use fp8 GEMMs in linear layers and experts.
+    own_layers: use a copy with the model's number of layers, for the stage split of the recipe.
     """
 
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(dp_size=1))
@@ -52,7 +53,7 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """Sizes above 1 with what belongs to them: `pp2 1f1b, dp4 (2 replicas), tp2 sp, ep2`."""
+        """Sizes above 1 with their options: `pp2 1f1b, dp4 (2 replicas), tp2 sp, ep2`."""
         words = []
         for key, name in _AXES:
             size = getattr(self.mesh, key) or 1
@@ -71,8 +72,10 @@ class Case:
         return " ".join(words + [word for word, used in settings.items() if used])
 
     def bounds(self, tolerance: float) -> tuple[float, float]:
-        """How far (loss and norm, gradients) may be off, relatively: `tolerance`, or units in the last place of a lower
-        precision, or what casts to 8 bits may do."""
+        """Return the relative bounds of (loss and norm, gradients).
+
+        They are `tolerance`, units in the last place of a lower precision, or the fp8 bounds.
+        """
         if self.fp8 is not None:
             return max(tolerance, FP8_OF_SUMS), max(tolerance, FP8_OF_GRADIENTS)
         if self.compute_dtype is None:
@@ -81,12 +84,12 @@ class Case:
 
     @property
     def is_exact(self) -> bool:
-        """Whether only the order of float32 sums may differ."""
+        """Whether only the order of fp32 sums may differ."""
         return self.compute_dtype is None and self.fp8 is None
 
     @property
     def ulp(self) -> float:
-        """Unit in the last place, at 1, of what the row computes in."""
+        """Unit in the last place, at 1, of the compute dtype."""
         return _ULP[self.compute_dtype or "float32"]
 
     def _detail(self, axis: str) -> str:

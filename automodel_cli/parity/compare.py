@@ -1,7 +1,7 @@
-"""One real optimizer step on a mesh of ranks against one process: what `automodel verify` and the test suite share.
+"""Compares one optimizer step on a mesh of ranks with one process. Used by `automodel verify` and the tests.
 
-`run_rows` is what every rank runs; each rank compares the gradients that it holds, so copies that drift apart show, and
-rank 0 judges.
+All ranks execute `run_rows`. Each compares its own gradients, so diverging replicas are detected. Rank 0 has the
+result.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepResult, train_step
 
 Fault = Callable[[list[Batch]], list[Batch]]
-"""Breaks the side under test only: gets the microbatches of this rank, and may patch what it likes."""
+"""Breaks only the tested side: receives the local microbatches and may patch anything."""
 
 TIMES_ROUNDING = 8.0
-"""How many times the float32 error of one process a layout may be off by.
+"""Bound of the error of a layout, in multiples of the fp32 error of one process.
 
-A layout adds the same numbers in another order. Errors of layouts that are right were 0.1 to 4 times those of one
-process with scalar, AVX2 and AVX-512 kernels. A mistake costs 1e-3 of a gradient, over 1,000 times as much.
+Layouts add the same numbers in another order. Errors of correct layouts were 0.1 to 4 times those of one process with
+scalar, AVX2 and AVX-512 kernels. A bug changes a gradient by 1e-3, over 1,000 times as much.
 """
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative to the reference: loss, gradient norm, and the worst gradient (of `name`) over the largest gradient.
+    """Relative errors of loss, gradient norm, and the worst gradient (`name`), relative to the largest gradient.
 
-    `rounding`: the worst error of one process in float32 on this machine (`Reference.rounding`).
+    rounding: worst fp32 error of one process on this machine (`Reference.rounding`).
     """
 
     loss: float
@@ -58,24 +58,24 @@ class Errors:
         return max(self.loss, self.grad_norm, self.gradient)
 
     def within(self, tolerance: float, of_gradient: float | None = None) -> bool:
-        """`of_gradient`: another bound for single gradients."""
+        """Return whether the errors are within bounds. `of_gradient`: separate bound for single gradients."""
         of_gradient = tolerance if of_gradient is None else of_gradient
         return self.loss <= tolerance and self.grad_norm <= tolerance and self.gradient <= of_gradient  # nan is not
 
     def within_rounding(self) -> bool:
-        """Return whether every error is at most `TIMES_ROUNDING` times that of one process in float32."""
+        """Return whether all_batches error is at most `TIMES_ROUNDING` times that of one process in float32."""
         return self.within(TIMES_ROUNDING * self.rounding)
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The layout was refused, as a run would be, with this reason."""
+    """The layout is not supported, with the reason that a run would report."""
 
     reason: str
 
 
 class GradientRecorder(torch.optim.Optimizer):
-    """An optimizer that keeps the gradients it was given, in full, and changes nothing."""
+    """Optimizer that stores full gradients and does not change parameters."""
 
     def __init__(self, *parts: nn.Module):
         super().__init__([param for part in parts for param in part.parameters()], {})
@@ -89,32 +89,32 @@ class GradientRecorder(torch.optim.Optimizer):
 def run_rows(
     rank: int, world: int, original: Original, rows: Sequence[Case], sabotage: Fault | None = None
 ) -> list[Errors | Refused]:
-    """Every row on these ranks, one after another. Rank 0's list is the verdict; other ranks' errors are their own."""
+    """Run every case on these ranks in order. The list of rank 0 is the result."""
     return [run_row(original, row, sabotage) for row in rows]
 
 
 def run_row(original: Original, row: Case, sabotage: Fault | None = None) -> Errors | Refused:
-    """One row, on all ranks of the process group. Collective."""
+    """Run one case on all ranks of the process group. Collective."""
     try:
         mesh = build_mesh(row.mesh.resolve(dist.get_world_size()), "cpu")
-        every = step_batches(packed=row.packed, count=row.num_microbatches)
-        count = len(every) // mesh.dp_size
-        mine = every[mesh.dp_rank * count :][:count]
-        batches = mine if sabotage is None else sabotage(mine)
+        all_batches = step_batches(packed=row.packed, count=row.num_microbatches)
+        count = len(all_batches) // mesh.dp_size
+        local_batches = all_batches[mesh.dp_rank * count :][:count]
+        batches = local_batches if sabotage is None else sabotage(local_batches)
         stages = build_parity_stages(original, row, mesh)
     except ConfigError as error:
         return Refused(str(error))
-    want = original.reference(packed=row.packed, count=row.num_microbatches)
+    expected = original.reference(packed=row.packed, count=row.num_microbatches)
     if row.lora is not None:
         parts = [part for part in stages.parts if isinstance(part, ModelPart)]
-        want = lora_reference.reference_of(want, lora_reference.put_in(parts))
+        expected = lora_reference.reference_of(expected, lora_reference.put_in(parts))
     recorder = GradientRecorder(*stages.parts)
     result = train_step(stages, batches, row.objective, recorder, mesh, max_grad_norm=None)
-    return step_errors(want, result, recorder.gradients)
+    return step_errors(expected, result, recorder.gradients)
 
 
 def build_parity_stages(original: Original, row: Case, mesh: Mesh) -> Stages:
-    """The way a recipe builds them: meta, cut, parallelised, then filled from the saved model."""
+    """Build stages like a recipe: meta, split, parallelize, load the saved model."""
     config = replace(original.model_config(), lora=row.lora, fp8=row.fp8)
     count = row.num_microbatches // mesh.dp_size
     stages = pipelining_build_stages.build_stages(
@@ -132,16 +132,16 @@ def build_parity_stages(original: Original, row: Case, mesh: Mesh) -> Stages:
     return stages
 
 
-def step_errors(want: Reference, result: StepResult, got: dict[str, Tensor]) -> Errors:
-    """Errors of a step, the worst over all ranks. Collective: a gradient must be on some rank, and right on each."""
-    everywhere: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, gradient_errors(want.gradients, got))
-    everywhere.append(missing(want.gradients, {name for of_rank in everywhere for name in of_rank}))
-    name, gradient = worst_of(everywhere)
+def step_errors(expected: Reference, result: StepResult, got: dict[str, Tensor]) -> Errors:
+    """Return the errors of a step, the worst over all ranks. Collective. Each gradient must exist on some rank."""
+    rank_errors: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rank_errors, gradient_errors(expected.gradients, got))
+    rank_errors.append(missing(expected.gradients, {name for errors_of_rank in rank_errors for name in errors_of_rank}))
+    name, gradient = worst_of(rank_errors)
     return Errors(
-        loss=abs(result.loss.item() - want.loss) / abs(want.loss),
-        grad_norm=abs(result.grad_norm.item() - want.grad_norm) / want.grad_norm,
+        loss=abs(result.loss.item() - expected.loss) / abs(expected.loss),
+        grad_norm=abs(result.grad_norm.item() - expected.grad_norm) / expected.grad_norm,
         gradient=gradient,
         name=name,
-        rounding=want.rounding,
+        rounding=expected.rounding,
     )

@@ -1,4 +1,4 @@
-"""Whole gradients by the library's parameter names, and how far they are from the reference."""
+"""Full gradients by hub parameter name, and their errors against the reference."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from automodel_cli.models.model_part import ModelPart
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A DTensor's whole value (collective over its mesh); a plain tensor as it is."""
+    """Return the full value of a DTensor (collective over its mesh), or the tensor itself."""
     return transformers_compat.full_tensor(tensor)
 
 
 def full_gradients(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Whole gradients of all parameters that have one; of a parameter that two parts share, the first."""
+    """Return full gradients of all parameters that have one. For shared parameters, the first."""
     found: dict[str, Tensor] = {}
     for part in parts:
         for name, param in part.named_parameters():
@@ -30,9 +30,9 @@ def full_gradients(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 
 def gradient_errors(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, float]:
-    """Largest |difference| of each gradient in `got`, relative to the largest gradient of all.
+    """Return the largest |difference| of each gradient, relative to the largest gradient of all.
 
-    One that the reference lacks, has in another shape, or that is not finite is infinitely wrong.
+    Missing in the reference, another shape, or non-finite values count as infinite errors.
     """
     scale = largest(want)
     errors = {}
@@ -45,7 +45,7 @@ def gradient_errors(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> di
 
 
 def missing(want: Mapping[str, Tensor], found: Iterable[str]) -> dict[str, float]:
-    """A gradient that should exist and does not is infinitely wrong, unless it is zero."""
+    """Return infinite errors for missing gradients, unless the expected gradient is zero."""
     absent = set(want) - set(found)
     return {name: float("inf") if want[name].abs().max() > 0 else 0.0 for name in absent}
 
@@ -55,5 +55,5 @@ def largest(gradients: Mapping[str, Tensor]) -> float:
 
 
 def worst_of(errors: Sequence[Mapping[str, float]]) -> tuple[str, float]:
-    """(parameter, error) over several ranks."""
+    """Return the largest (parameter, error) over several ranks."""
     return max(((name, e) for of_rank in errors for name, e in of_rank.items()), key=lambda item: item[1])

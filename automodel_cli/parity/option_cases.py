@@ -1,4 +1,4 @@
-"""The settings of a recipe beyond its layout: a row for each, or a line that says why there is none. Torch-free."""
+"""Cases for settings of a recipe other than its layout, or the reason why a setting is not covered. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ _MAX_LAYERS = 128
 
 @dataclass(frozen=True)
 class Chosen:
-    """All rows of a recipe, and `key=value: reason` of each setting that none of them has."""
+    """All cases of a recipe, and `key=value: reason` of each setting without a case."""
 
     rows: list[Case]
     not_covered: list[str]
 
 
 def with_settings(recipe: Any, rows: Sequence[Case], num_layers: int) -> Chosen:
-    """Adapters on every row; lower precision on one rank and on the most ranks; compilation on one rank; the recipe's
-    own stages, on a copy with the `num_layers` of the model."""
+    """Add cases for settings.
+
+    Adapters: on every case. Lower precision and fp8: on one rank and the most ranks. Compilation: on one rank. Stages
+    of the recipe: on a copy with `num_layers` layers.
+    """
     every, missing = _adapted(recipe, list(rows))
     packed = recipe.data.packing != "none"
-    mine = [row for row in every if row.packed == packed]
+    matching = [row for row in every if row.packed == packed]
     more: list[Case] = []
     settings = (
-        _precision(recipe, mine),
-        _in_fp8(recipe, mine),
-        _compiled(recipe, mine),
-        _stages(recipe, mine, num_layers),
+        _precision(recipe, matching),
+        _in_fp8(recipe, matching),
+        _compiled(recipe, matching),
+        _stages(recipe, matching, num_layers),
     )
     for extra, reasons in settings:
         more += extra
@@ -82,7 +85,7 @@ def _precision(recipe: Any, rows: Sequence[Case]) -> tuple[list[Case], list[str]
 
 
 def _in_fp8(recipe: Any, rows: Sequence[Case]) -> tuple[list[Case], list[str]]:
-    """Emulated, on one rank and on the most ranks."""
+    """Return emulated fp8 cases on one rank and on the most ranks."""
     if recipe.model.fp8 is None:
         return [], []
     chosen = _first_and_widest(rows)
@@ -90,7 +93,7 @@ def _in_fp8(recipe: Any, rows: Sequence[Case]) -> tuple[list[Case], list[str]]:
 
 
 def _first_and_widest(rows: Sequence[Case]) -> list[Case]:
-    """Compared, not hashed: the target modules of adapters may be a list."""
+    """Return the first case and the one with most ranks. Compared, not hashed, because target modules may be a list."""
     widest = max(rows, key=lambda row: row.world_size)
     return [rows[0]] if widest == rows[0] else [rows[0], widest]
 
@@ -132,13 +135,13 @@ def _stages(recipe: Any, rows: Sequence[Case], num_layers: int) -> tuple[list[Ca
 
 
 def _only_on_devices(recipe: Any) -> list[str]:
-    """Options of the parallelizer that no row keeps."""
+    """Return the options of the parallelizer that no case has."""
     parallelizer = recipe.parallelizer
-    kept = parallelizer.exact(("tp", "cp"), precision=True, compiled=True)
+    covered = parallelizer.exact(("tp", "cp"), precision=True, compiled=True)
     return [
         f"parallelizer.{field.name}={getattr(parallelizer, field.name)}: CUDA devices only"
         for field in fields(parallelizer)
-        if field.name != "backend" and getattr(parallelizer, field.name) != getattr(kept, field.name)
+        if field.name != "backend" and getattr(parallelizer, field.name) != getattr(covered, field.name)
     ]
 
 
