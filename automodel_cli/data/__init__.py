@@ -1,1 +1,1 @@
-"""Rows to tokens, loss mask, packed rows and `Batch`es; stateful, sharded and resumable."""
+"""Datasets: read rows, tokenize, mask, pack and batch them. Data loading is sharded and resumable."""

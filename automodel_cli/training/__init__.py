@@ -1,1 +1,1 @@
-"""The optimizer step and everything around it: stages, optimizers, checkpoints, meter."""
+"""Training: the optimizer step, pipeline stages, optimizers, checkpoints, metrics and callbacks."""

@@ -1,4 +1,4 @@
-"""The one optimizer step, for every objective, parallelizer and pipeline."""
+"""The optimizer step for all objectives, parallelizers and pipelines."""
 
 from __future__ import annotations
 
@@ -27,40 +27,39 @@ _NUM_SIGNALS = 32
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars of the whole step, equal on every rank, on the mesh's device until somebody logs them."""
+    """Scalars of one step, equal on all ranks. They stay on the device until they are logged."""
 
     loss: Tensor
-    """fp32: sum of the objective / `weight`."""
+    """Sum of the objective divided by `weight`, fp32."""
     grad_norm: Tensor
-    """float64, before clipping."""
+    """Gradient norm before clipping, float64."""
     weight: Tensor
-    """What the loss was divided by: label tokens, pairs or sequences."""
+    """Denominator of the loss: number of label tokens, pairs or sequences."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """What the objective measures besides (see `MeasuredObjective`)."""
+    """Additional metrics of the objective (`MeasuredObjective`) and of hooks."""
     stop_signal: int = 0
-    """The largest `stop_signal` that a rank brought: on the host, where the step is waited for anyway."""
+    """Maximum `stop_signal` over ranks, on the host."""
     busy_seconds: Tensor = field(default_factory=lambda: torch.zeros(1))
-    """(ranks,): the `busy_seconds` that each brought."""
+    """`busy_seconds` of each rank, (ranks,)."""
 
 
 class StepHook(Protocol):
-    """What else happens once per optimizer step (statistics of routers, and what follows from them)."""
+    """Code that runs once per optimizer step, for example router statistics and bias updates."""
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """Before the first forward, with this rank's microbatches on the device. Collective."""
+        """Run before the first forward, with the microbatches of this rank on the device. Collective."""
         ...
 
     def finish(self) -> dict[str, Tensor]:
-        """After the optimizer's step, which a non-finite one never reaches: more `StepResult.metrics`. Collective."""
+        """Run after the optimizer step and return metrics. Not called for non-finite steps. Collective."""
         ...
 
 
 class NonFiniteError(RunError):
-    """Loss or gradient is inf or nan, or the step has nothing to train on. Raised on every rank, before the optimizer
-    has touched a parameter.
+    """The loss or the gradient norm is not finite, or the step has no label tokens.
 
-    `rows` are the ids of the rows (`Batch.row_ids_B`, of all ranks) whose log-probs are not finite, or, where all
-    are, every row of the step.
+    Raised on all ranks before the optimizer changes a parameter. `rows` are the ids (`Batch.row_ids_B`) of the rows of
+    all ranks with non-finite log-probs. If all log-probs are finite, they are all rows of the step.
     """
 
     code = "non_finite"
@@ -70,7 +69,7 @@ class NonFiniteError(RunError):
         self.reason, self.rows = message, tuple(rows)
 
     def located(self, step: int, describe: Callable[[int], str]) -> RunError:
-        """The same for the user: with the step and the rows by file and line."""
+        """Return an error that names the step, and file and line of each row."""
         rows = "; ".join(describe(row) for row in self.rows)
         return RunError(f"step {step}: {self.reason}: {rows}", code=self.code, fix=self.fix)
 
@@ -88,18 +87,31 @@ def train_step(
     progress: Callable[[str], None] = lambda where: None,
     busy_seconds: Callable[[], float] = lambda: 0.0,
 ) -> StepResult:
-    """One optimizer step over this rank's microbatches; every rank must bring equally many.
+    """Run one optimizer step over the microbatches of this rank. All ranks must pass the same number of microbatches.
 
-    `stop_signal` gives a number, 0 to 31, for all ranks to know after the step (a signal that this one received). It is
-    asked after backward. `progress` hears how far the step is, without waiting for anything; `busy_seconds` is
-    what this rank brings to `StepResult.busy_seconds`.
+    1. Sum the denominator of the loss over ranks. Each microbatch is divided by it once, and everything else is a sum.
+    2. Forward and backward of all microbatches.
+    3. Clip the gradient norm.
+    4. All-reduce loss, sums of the objective and stop signals. Objectives with extrema need one more collective.
+    5. Synchronize with the host once, to detect non-finite steps.
+    6. Optimizer step. If its kernel can skip the update on the device, it is launched before the synchronization.
+       The host then prepares the next step while the kernels run.
 
-    The denominator of the loss is summed over ranks before the first forward, so each microbatch is divided once, by
-    the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss (with
-    the sums that the objective measures, and the stop_signal; one more where it also measures extrema). One host
-    synchronisation, to refuse a non-finite step (NonFiniteError, on all ranks alike). The optimizer is launched before
-    it where its kernel can be told on the device to change nothing, else after it. The wait does not cover its kernels:
-    the host prepares the next step while they run.
+    Args:
+        stages: model parts and pipeline schedule of this rank.
+        batches: microbatches of this rank.
+        objective: the loss.
+        optimizer: optimizer of `stages.parts`.
+        mesh: device mesh.
+        max_grad_norm: maximum gradient norm, or None to disable clipping.
+        hooks: called before the first forward and after the optimizer step.
+        stop_signal: returns a number from 0 to 31, for example a received signal. Called after backward. All ranks
+            receive the maximum.
+        progress: receives a short description of the current phase. Must not block.
+        busy_seconds: returns the seconds that this rank computed, for `StepResult.busy_seconds`.
+
+    Raises:
+        NonFiniteError: on all ranks, if the loss or the gradient norm is not finite. No parameter has changed.
     """
     batches = [batch.to(mesh.device) for batch in batches]
     weight, batches = with_denominators(objective, batches, lambda local: mesh.sum_over(mesh.dp, local))
@@ -125,7 +137,7 @@ def train_step(
     launched = step_if_finite(~is_good, optimizer, mesh.device)
     answer = wait_for_device(arriving)
     if answer < 0:
-        _refuse(loss, grad_norm, weight, stages, batches)
+        _raise_non_finite(loss, grad_norm, weight, stages, batches)
     if not launched:
         optimizer.step()
     optimizer.zero_grad()
@@ -138,21 +150,19 @@ def train_step(
 
 
 class _ToHost:
-    """One number on its way to the host. The copy waits for the work queued so far; work queued later does not delay
-    it.
-    """
+    """Asynchronous copy of one number to the host. It waits only for work that was queued before it."""
 
     def __init__(self, value: Tensor):
         self.number = value
         self.copied: torch.cuda.Event | None = None
         if value.device.type == "cuda":
-            self.number = value.to("cpu", non_blocking=True)  # torch takes pinned memory for it
+            self.number = value.to("cpu", non_blocking=True)  # torch uses pinned memory
             self.copied = torch.cuda.Event()
             self.copied.record()
 
 
 def wait_for_device(arriving: _ToHost) -> float:
-    """The one host synchronisation of a step: a stack that ends here waits for the device, and so for other ranks."""
+    """Synchronize with the device. A stack trace that ends here waits for the device or for other ranks."""
     if arriving.copied is not None:
         arriving.copied.synchronize()
     return arriving.number.item()
@@ -165,9 +175,16 @@ def _is_bad(grad_norm: Tensor) -> Tensor:
 def _over_all_ranks(
     local: Tensor, stop_signal: int, busy_seconds: float, mesh: Mesh
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`local` summed over the axes whose losses add up, as three tensors (loss, number of bad norms, the objective's
-    sums), then the largest stop signal of any rank, then the own seconds of each rank. One collective over all ranks,
-    so that all agree; those that hold a copy of another's loss add nothing to it.
+    """Reduce the scalars of a step over all ranks in one collective.
+
+    Tensor- and context-parallel copies of a loss contribute zeros, so that each loss counts once. Stop signals are
+    one-hot, so that a sum yields their maximum.
+
+    Args:
+        local: loss, indicator of a non-finite norm, and sums of the objective of this rank.
+
+    Returns:
+        Loss, number of non-finite norms, sums of the objective, maximum stop signal, and busy seconds (ranks,).
     """
     world_size = dist.get_world_size()
     is_copy = mesh.tp.get_local_rank() > 0 or mesh.cp.get_local_rank() > 0
@@ -184,8 +201,10 @@ def _over_all_ranks(
     return loss, num_bad_norms, sums, noticed, seconds
 
 
-def _refuse(loss: Tensor, grad_norm: Tensor, weight: Tensor, stages: Stages, batches: Sequence[Batch]) -> NoReturn:
-    """Name what went wrong and the rows. Collective: every rank is here, because all hold the same summed loss."""
+def _raise_non_finite(
+    loss: Tensor, grad_norm: Tensor, weight: Tensor, stages: Stages, batches: Sequence[Batch]
+) -> NoReturn:
+    """Raise NonFiniteError with the suspect rows. Collective: all ranks decide alike, because the loss is summed."""
     if not bool(weight):
         reason = "nothing to train on: the step has no label tokens"
     elif not bool(loss.isfinite()):
@@ -200,9 +219,7 @@ def _refuse(loss: Tensor, grad_norm: Tensor, weight: Tensor, stages: Stages, bat
 
 
 def _suspects(stages: Stages, batches: Sequence[Batch]) -> list[int]:
-    """Rows of all ranks with a non-finite log-prob in a fresh forward; all rows of the step if there is none.
-    Collective.
-    """
+    """Return the rows of all ranks with non-finite log-probs in a new forward, else all rows. Collective."""
     bad_B = stages.forward(batches, lambda output, batch: ~output.logprobs_BT.isfinite().all(1))
     row_ids = torch.cat([batch.row_ids_B for batch in batches])
     bad = torch.cat(bad_B)

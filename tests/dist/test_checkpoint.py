@@ -220,7 +220,7 @@ def _dtype_where_one_rank_emulates(rank, world):
     return newton_schulz.measured_dtype(torch.device("cpu"))
 
 
-def test_all_ranks_orthogonalise_in_one_dtype():
+def test_all_ranks_orthogonalize_in_one_dtype():
     assert launch_all(_dtype_where_one_rank_emulates, 2) == [torch.float32] * 2
     assert launch_all(_dtype_where_one_rank_emulates, 1) == [torch.bfloat16]
 

@@ -1,0 +1,1 @@
+"""Conversations: chat templates, loss masks, turn ends, special tokens and checks of rendered texts."""

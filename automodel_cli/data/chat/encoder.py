@@ -1,14 +1,23 @@
-"""Conversations as tokens, and which of them are trained.
+"""Encode conversations as tokens with a loss mask.
 
-A conversation is one document (`whole`) where that shows the model every turn as it will see it when it speaks: the
-conversation is rendered up to each trained turn and up to its end, and both must be prefixes of the whole, as text and
-as token ids, which is verified for every row. A template that marks what the model says with `{% generation %}` decides
-itself what of the turns is trained. Where a template rewrites earlier turns (Qwen3 drops past reasoning) each trained
-turn becomes a document of its own (`unroll`, see `data/chat/multi_turn.py`). The token that ends a turn is trained
-(`data/chat/end_of_turn.py`), the whitespace after it is not.
+The mask is computed in one of three ways:
 
-Token ids always come from encoding a rendered text with `add_special_tokens=False`: a template that writes BOS has
-written it.
+1. Generation blocks. If the template contains `{% generation %}`, the blocks determine the trained tokens.
+2. Prefix difference. The conversation is rendered up to the start and up to the end of each trained turn. Both texts
+   must be prefixes of the full text, as text and as token ids. This is verified for every row. The tokens between the
+   two prefixes are trained.
+3. One document per turn. If a template renders earlier turns differently once later turns follow (Qwen3 removes earlier
+   reasoning), each trained turn becomes a separate document (`data/chat/multi_turn.py`).
+
+Example of a prefix difference with the trained turn "Hi"::
+
+    prefix before the turn  <user> Hello <end> <assistant>
+    prefix up to its end    <user> Hello <end> <assistant> Hi <end>
+    mask                       0     0     0        0       1   1
+
+The token that ends a turn is trained (`data/chat/end_of_turn.py`). White space after it is not.
+
+Rendered texts are encoded with `add_special_tokens=False`, because templates write BOS themselves.
 """
 
 from __future__ import annotations
@@ -34,16 +43,16 @@ from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, Encoded, Unrolled, as_ids, encode_texts
 
 RENDER_SECONDS = 60.0
-"""For one call of the library, and a second more for each conversation in it."""
+"""Time limit of one call of the renderer. One second is added per conversation."""
 RENDER_FIX = "data.chat_template=chatml, or a template whose loops end"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 UNROLL_FIX = "data.multi_turn=per_turn, or data.multi_turn=auto"
 NOT_WHOLE = ("not_a_prefix", "no_stop", "generation_blocks", "dropped_by_template")
-"""Causes for which a row is no single document, though its turns may each be one."""
+"""Codes of rows that cannot be encoded as one document, but possibly as one document per turn."""
 
 
 class ChatEncoder:
-    """Renders and encodes conversations with one template and one mask rule. Pickles, for worker processes."""
+    """Renderer and encoder of conversations with one template and one mask rule. Picklable, for worker processes."""
 
     def __init__(
         self,
@@ -55,8 +64,16 @@ class ChatEncoder:
         stop_ids: Collection[int] = (),
         own_template: str | None = None,
     ):
-        """`stop_ids`: tokens at which generation stops, besides EOS. `own_template`: the tokenizer's, where `template`
-        stands in for it in training; they must agree on the first turn of every row.
+        """Create an encoder.
+
+        Args:
+            tokenizer: a tokenizer of transformers.
+            template: the chat template of training.
+            mask: `data.loss_mask`.
+            turns: `data.multi_turn`.
+            stop_ids: tokens other than EOS at which generation stops.
+            own_template: the tokenizer's template, if `template` replaces it for training. Both must render the first
+                turn of every row identically.
         """
         self.tokenizer, self.template, self.mask, self.turns = tokenizer, template, mask, turns
         self.own_template = own_template
@@ -67,7 +84,7 @@ class ChatEncoder:
         self.ends = TurnEnds.of(tokenizer, self._render_text, stop_ids)
 
     def encode(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
-        """Tokens and mask of each conversation, or the reason why it has none."""
+        """Return tokens and mask of each conversation, or its error."""
         chats = [self._formed(chat) for chat in chats]
         if self.turns == "per_turn":
             return self._unroll(chats)
@@ -79,7 +96,7 @@ class ChatEncoder:
         return results
 
     def _whole(self, chats: Sequence[Conversation]) -> list[Encoded | RowError]:
-        """Each conversation as one document."""
+        """Encode each conversation as one document."""
         texts = self._render([(chat, len(chat.messages), False) for chat in chats])
         checked = [attempt(self._check, chat, text) for chat, text in zip(chats, texts, strict=True)]
         if self.own_template is not None:
@@ -92,9 +109,7 @@ class ChatEncoder:
         return checked
 
     def prompt_ids(self, chats: Sequence[Conversation]) -> list[np.ndarray | RowError]:
-        """Token ids, int32, of each conversation up to where the model begins to speak, or the part that the text
-        leaves out.
-        """
+        """Return the token ids, int32, of each conversation with the generation prompt, or its error."""
         chats = [self._formed(chat) for chat in chats]
         texts = self._render([(chat, len(chat.messages), True) for chat in chats])
         out: list[Any] = [attempt(self._whole_prompt, chat, text) for chat, text in zip(chats, texts, strict=True)]
@@ -110,13 +125,13 @@ class ChatEncoder:
         return text
 
     def with_tokenizer(self, tokenizer: Any) -> ChatEncoder:
-        """The same encoder with another tokenizer."""
+        """Return a copy of this encoder with another tokenizer."""
         other = copy(self)
         other.tokenizer, other.prefixes = tokenizer, PrefixEncoder(tokenizer)
         return other
 
     def _like_the_tokenizers(self, chats: Sequence[Conversation], texts: Sequence[Any]) -> list[Any]:
-        """The texts of rows that begin as the tokenizer's own template renders them up to their first answer."""
+        """Replace texts whose first turn the tokenizer's template renders differently by an error."""
         first = [(chat, _assistant_turns(chat)[0] + 1) if _assistant_turns(chat) else (chat, 0) for chat in chats]
         asked = [(chat.messages[:count], chat.tools) for chat, count in first]
         expected = self._apply_many(asked, chat_template=self.own_template, tokenize=False)
@@ -129,16 +144,16 @@ class ChatEncoder:
     # -- rendering
 
     def render(self, chat: Conversation) -> str:
-        """The text of a whole conversation. Raises RowError with what the template says of it."""
+        """Return the text of a conversation. Raises RowError with the error of the template."""
         chat = self._formed(chat)
         return self._render_text(chat.messages, chat.tools)
 
     def render_messages(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        """The text of messages as they are. Raises RowError like `render`."""
+        """Return the text of unmodified messages. Raises RowError like `render`."""
         return self._render_text(messages, tools)
 
     def _render(self, jobs: Sequence[tuple[Conversation, int, bool]]) -> list[str | RowError]:
-        """Text of the first n messages of each conversation, with the generation prompt after them where asked."""
+        """Render the first n messages of each job `(conversation, n, add_generation_prompt)`."""
         out: list[Any] = [None] * len(jobs)
         for prompt in (False, True):
             places = [i for i, job in enumerate(jobs) if job[2] == prompt]
@@ -149,7 +164,7 @@ class ChatEncoder:
         return out
 
     def _apply_many(self, asked: Sequence[tuple[list[Any], Any]], **options: Any) -> list[Any]:
-        """One call of the library for all conversations without tools: ten times as fast as one call for each."""
+        """Render all conversations without tools in one call, which is ten times as fast as one call each."""
         out: list[Any] = [None] * len(asked)
         together = [i for i, (_, tools) in enumerate(asked) if tools is None]
         try:
@@ -157,7 +172,7 @@ class ChatEncoder:
                 together, self._apply([asked[i][0] for i in together], None, **options), strict=True
             ):
                 out[place] = result
-        except RowError:  # of one of them: find out which
+        except RowError:  # one of them failed: render them one by one below
             pass
         for i, (messages, tools) in enumerate(asked):
             if out[i] is None:
@@ -166,7 +181,7 @@ class ChatEncoder:
         return out
 
     def _apply(self, conversations: list[list[Any]], tools: Any, **options: Any) -> list[Any]:
-        """The library's renderer: texts, or (ids, mask) pairs. What a template raises is the row's error."""
+        """Call `apply_chat_template`: returns texts or (ids, mask) pairs. Errors of the template become RowError."""
         if not conversations:
             return []
         options = {"chat_template": self.template, **options}
@@ -177,7 +192,7 @@ class ChatEncoder:
                 out = self.tokenizer.apply_chat_template(conversations, tools=tools, **options)
         except DataError:
             raise
-        except Exception as error:  # templates raise jinja's errors, and TypeError, KeyError, ... from the row's values
+        except Exception as error:  # jinja errors, and TypeError, KeyError, ... from values of the row
             reason = str(error).strip() or type(error).__name__
             raise RowError("template_error", f"the chat template raised an error for the row: {reason}") from error
         return out if isinstance(out, list) else list(zip(out["input_ids"], out["assistant_masks"], strict=True))
@@ -186,24 +201,24 @@ class ChatEncoder:
         return str(self._apply([messages], tools, tokenize=False)[0])
 
     def _formed(self, chat: Conversation) -> Conversation:
-        """The conversation with the arguments of its calls as this template wants them."""
+        """Return the conversation with tool arguments in the form that the template expects: text or an object."""
         messages = self.arguments.formed(chat.messages, lambda other: self._render_text(other, chat.tools))
         return chat if messages is chat.messages else replace(chat, messages=messages)
 
-    # -- what is checked of every row, and which of its turns are trained
+    # -- checks of every row, and selection of the trained turns
 
     def _check(self, chat: Conversation, text: str | RowError) -> str:
-        """The rendered text, if it holds what the row holds (`data/chat/template_coverage.py`)."""
+        """Return the text if it contains every part of the row (`data/chat/template_coverage.py`)."""
         if isinstance(text, RowError):
             raise text
         trained = _assistant_turns(chat) if self.mask == "all" else self._turns(chat)
-        if self.mask != "all" and not self.uses_tags:  # that earlier turns keep their reasoning shows in the prefixes
+        if self.mask != "all" and not self.uses_tags:  # the prefixes show whether earlier turns keep reasoning
             trained = trained[-1:]
         self.rendered.check(chat, text, trained, self._render_text)
         return text
 
     def _turns(self, chat: Conversation) -> list[int]:
-        """Indices of the assistant messages that are trained under the mask rule. Raises when there is none."""
+        """Return the indices of the assistant messages that the mask rule trains. Raises RowError if there is none."""
         spoken = _assistant_turns(chat)
         if not spoken:
             raise RowError("no_label_token", "the conversation has no assistant message to train on")
@@ -213,7 +228,7 @@ class ChatEncoder:
         return chosen
 
     def _located(self, chat: Conversation) -> list[int]:
-        """The turns whose tokens must be found: the trained ones, or those held back when all else is trained."""
+        """Return the turns whose tokens must be located: trained turns, or untrained turns if the mask is `all`."""
         if self.mask == "all":
             return [i for i in _assistant_turns(chat) if not chat.trained[i]]
         return self._turns(chat)
@@ -226,7 +241,7 @@ class ChatEncoder:
         pairs = self._apply_many(asked, **options)
         out = [attempt(self._select_runs, chat, pair) for chat, pair in zip(chats, pairs, strict=True)]
         if self.turns == "auto":
-            # the tags of a template that rewrites earlier turns mark what the model never said
+            # if a template changes earlier turns, its blocks mark tokens that the model would not generate
             several = [i for i, chat in enumerate(chats) if len(_assistant_turns(chat)) > 1]
             found = self._edges_of([chats[i] for i in several], [texts[i] for i in several])
             for i, edges in zip(several, found, strict=True):
@@ -235,7 +250,7 @@ class ChatEncoder:
         return out
 
     def _select_runs(self, chat: Conversation, pair: tuple[list[int], list[int]] | RowError) -> Encoded:
-        """The template's mask, less the turns that the row or the mask rule leaves out, each up to its stop token."""
+        """Return the mask of the template, restricted to the trained turns, each up to its stop token."""
         if isinstance(pair, RowError):
             raise pair
         ids, trained = as_ids(pair[0]), np.asarray(pair[1], np.uint8)
@@ -257,7 +272,7 @@ class ChatEncoder:
     # -- prefix difference
 
     def _by_prefixes(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[Encoded | RowError]:
-        """Render and encode the text before and up to each located turn, for all rows at once; verify row by row."""
+        """Render and encode the prefixes of all located turns in one batch, then verify each row."""
         out: list[Any] = self._edges_of(chats, texts)
         good = [i for i, row in enumerate(out) if not isinstance(row, RowError)]
         for i, pieces in zip(good, self.prefixes.encode([out[i] for i in good]), strict=True):
@@ -265,7 +280,7 @@ class ChatEncoder:
         return out
 
     def _edges_of(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[list[str] | RowError]:
-        """See `_edges`, for the located turns of each conversation."""
+        """Return `_edges` of the located turns of each conversation."""
         turns = [self._located(chat) for chat in chats]
         jobs = []
         for chat, located in zip(chats, turns, strict=True):
@@ -283,7 +298,11 @@ class ChatEncoder:
         return out
 
     def _between(self, chat: Conversation, pieces: Sequence[np.ndarray]) -> Encoded:
-        """The mask from the ids of the whole text and of each turn's two prefixes."""
+        """Compute the mask.
+
+        `pieces`: token ids of the full text, then for each located turn the ids of the prefix before the turn and of
+        the prefix up to its end.
+        """
         ids, prefixes = pieces[0], pieces[1:]
         located = self._located(chat)
         spans = []
@@ -310,10 +329,10 @@ class ChatEncoder:
         return Encoded(ids, trained)
 
     def _trained(self, chat: Conversation, ids: np.ndarray, spans: Sequence[tuple[int, tuple[int, int]]]) -> Encoded:
-        """The document in which these turns are trained, each up to and with its stop token.
+        """Return the document in which the given turns are trained, each including its stop token.
 
-        Raises RowError when the template leaves the stop token of a turn out and other text follows, in whose place it
-        would have to stand.
+        If the template writes no stop token after the last turn, it is appended. If other text follows the turn,
+        RowError is raised, because the token would have to be inserted before this text.
         """
         ends = []
         for turn, (start, stop) in spans:
@@ -339,7 +358,7 @@ class ChatEncoder:
     # -- one document per turn
 
     def _unroll(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
-        """Each conversation as one document per trained turn; see `data/chat/multi_turn.py`."""
+        """Encode each conversation as one document per trained turn (`data/chat/multi_turn.py`)."""
         turns: list[Any] = [attempt(self._turns, chat) for chat in chats]
         asked = [(i, turn) for i, located in enumerate(turns) if not isinstance(located, RowError) for turn in located]
         prompts = self._render([(chats[i], turn, True) for i, turn in asked])
@@ -347,7 +366,7 @@ class ChatEncoder:
         texts: list[str] = []
         for prompt, text in zip(prompts, said, strict=True):
             if not isinstance(text, RowError):
-                assert isinstance(prompt, str), "refused with its turn"
+                assert isinstance(prompt, str), "a failed prompt fails its turn"
                 texts += [prompt, prompt + text, text]
         ids = iter(encode_texts(self.tokenizer, texts))
         documents: list[list[Encoded]] = [[] for _ in chats]
@@ -369,7 +388,7 @@ class ChatEncoder:
     def _said(
         self, asked: Sequence[tuple[Conversation, int]], prompts: Sequence[str | RowError]
     ) -> list[str | RowError]:
-        """What the model has to say in each of these turns, white space at its end left out."""
+        """Return the text that the model generates in each turn, without trailing white space."""
         upto = self._render([(chat, turn + 1, False) for chat, turn in asked])
         out: list[Any] = []
         for (chat, turn), prompt, text in zip(asked, prompts, upto, strict=True):
@@ -383,7 +402,7 @@ class ChatEncoder:
         return said
 
     def _document_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        """The text of the document in which the last message is the trained turn."""
+        """Return the text of the document whose trained turn is the last message."""
         chat, turn = Conversation(messages, [], tools), len(messages) - 1
         prompt, upto = self._render([(chat, turn, True), (chat, turn + 1, False)])
         return f"{prompt}{self._continuation(chat, turn, prompt, upto)}"
@@ -408,7 +427,7 @@ def _is_unrollable(result: Any) -> bool:
 
 
 def _unlike(ours: Any, own: Any) -> RowError:
-    """Why a row cannot be trained with our template."""
+    """Return the error of a row whose first turn differs between the two templates."""
     for text in (own, ours):
         if isinstance(text, RowError):
             return text
@@ -424,10 +443,18 @@ def _assistant_turns(chat: Conversation) -> list[int]:
 
 
 def _edges(whole: str, located: Sequence[int], prefixes: Sequence[str | RowError], eos_token: str | None) -> list[str]:
-    """The whole text, then per turn the text before it and up to its end, trailing whitespace left out.
+    """Return the full text, then for each turn the text before it and up to its end, without trailing white space.
 
-    Raises RowError unless each is a prefix of the whole and the generation prompt is how the template begins the turn.
-    An EOS token that the template writes only at the end of everything (Phi-3) belongs to no turn.
+    An EOS token that a template writes only after the last message (Phi-3) is not part of a turn.
+
+    Args:
+        whole: text of the conversation.
+        located: indices of the turns.
+        prefixes: two rendered prefixes per turn: with the generation prompt before it, and up to its end.
+        eos_token: the EOS token of the tokenizer.
+
+    Raises:
+        RowError: a prefix is not a prefix of `whole`.
     """
     texts = [whole]
     for turn, before, upto in zip(located, prefixes[::2], prefixes[1::2], strict=True):
@@ -443,12 +470,12 @@ def _edges(whole: str, located: Sequence[int], prefixes: Sequence[str | RowError
                     "so one document cannot contain every turn as the model will see it",
                     fix=UNROLL_FIX,
                 )
-        assert isinstance(before, str) and isinstance(upto, str), "refused above"
+        assert isinstance(before, str) and isinstance(upto, str), "errors are raised above"
         texts += [before, max(upto.rstrip(), before, key=len)]
     return texts
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
-    """Start and stop of each stretch of ones."""
+    """Return start and stop of each run of ones: [0, 1, 1, 0, 1] gives [(1, 3), (4, 5)]."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], flags, [0])).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -1,0 +1,1 @@
+"""Dataset formats: read rows as conversations, texts, prompts with completions, or preferences."""

@@ -1,0 +1,1 @@
+"""From rows to batches: tokenization, packing, cache, validation split, data loader and reports."""

@@ -1,4 +1,9 @@
-"""Rows in, tokens and mask out; in this process, or for large data in worker processes that each hold the tokenizer."""
+"""Tokenize rows and compute their loss masks, in this process or in worker processes.
+
+Steps of one batch of rows: the format reads rows as documents (`formats/`), documents are rendered and encoded
+(`chat/encoder.py` for conversations, this module for plain text and completions), and rows without a trained token are
+rejected. A rejected row is a `RowError` value in the results, so that the other rows of the batch are still encoded.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +34,15 @@ from automodel_cli.data.tokenized import Encoded, Unrolled, around, encode_texts
 
 BATCH_ROWS = 256
 BYTES_PER_WORKER = 16 << 20
-"""Starting a worker costs a few seconds, which is what tokenising this much takes."""
+"""Tokenizing this many bytes takes as long as starting a worker, a few seconds."""
 
 
 @dataclass(frozen=True)
 class EncodeSpec:
-    """What decides the tokens of a row, besides the tokenizer. `own_template` is the tokenizer's where `template`
-    stands in for it; `stop_ids` are tokens at which generation stops, besides EOS.
+    """Settings that determine the tokens of a row, in addition to the tokenizer.
+
+    `own_template` is the tokenizer's template if `template` replaces it for training. `stop_ids` are the tokens other
+    than EOS at which generation stops.
     """
 
     fmt: Format
@@ -52,14 +59,14 @@ class EncodeSpec:
 
     @property
     def special_choice(self) -> SpecialTokensInText:
-        """What is done with special tokens in the text of rows."""
+        """How special tokens in the text of rows are encoded, with `auto` resolved."""
         if self.special_tokens_policy != "auto":
             return self.special_tokens_policy
         return "keep" if self.template is None or self.fmt.makes == "texts" else "as_text"
 
 
 class RowEncoder:
-    """Rows of one dataset to tokens. Pickles."""
+    """Encoder for the rows of one dataset. Picklable, for worker processes."""
 
     def __init__(self, tokenizer: Any, spec: EncodeSpec):
         self.tokenizer, self.spec = tokenizer, spec
@@ -73,12 +80,12 @@ class RowEncoder:
             self.chat = SpecialChats(encoder, self.special)
 
     def encode(self, rows: Sequence[Row | RowError]) -> list[Encoded | Unrolled | RowError]:
-        """One result per row, in order. A row is refused also when nothing of it would be trained."""
+        """Return one result per row, in order. Rows without a trained token are rejected."""
         read = [row if isinstance(row, RowError) else attempt(self.reader.read, row) for row in rows]
         return (self._encode_preferences if self.spec.fmt.makes in PREFERENCES else self._encode_documents)(read)
 
     def refuse_rendered(self, rows: Sequence[Row], config: DataConfig, where: str) -> None:
-        """Raise DataError where most of these rows hold BOS, EOS or a template that would be added again."""
+        """Raise DataError if most rows contain BOS, EOS or a rendered template that would be added a second time."""
         documents = [attempt(self.reader.read, row) for row in rows]
         templated = self.chat is not None and self.spec.fmt.makes != "texts"
         render = self.chat.encoder.render_messages if self.chat is not None and templated else None
@@ -104,8 +111,10 @@ class RowEncoder:
         return out
 
     def _encode_preferences(self, read: Sequence[Pair | JudgedResponse | RowError]) -> list[Any]:
-        """Both documents of each row, one after the other: of a pair the chosen and the rejected response; of a judged
-        row its own response, and for the reference point of KTO that of the next judged row.
+        """Return both documents of each row as one item.
+
+        A pair consists of the chosen and the rejected response. A judged row consists of its response and, for the
+        reference point of KTO, the response of the next judged row after the prompt of this row.
         """
         judged = [row for row in read if isinstance(row, JudgedResponse)]
         next_of = {id(row): judged[(i + 1) % len(judged)] for i, row in enumerate(judged)}
@@ -130,7 +139,7 @@ class RowEncoder:
         return self.chat.encode(chats) if self.chat is not None else []
 
     def _encode_texts(self, texts: Sequence[Any]) -> list[Encoded | RowError]:
-        """BOS where the tokenizer adds one, the text, EOS; all of it trained."""
+        """Encode `[BOS] text EOS`, with BOS if the tokenizer adds one. All tokens are trained."""
         counts, results = self._own_texts([t.text for t in texts])
         out: list[Encoded | RowError] = []
         for count, ids in zip(counts, results, strict=True):
@@ -146,7 +155,7 @@ class RowEncoder:
     def _own_texts(
         self, texts: Sequence[str], *, add_special_tokens: bool | None = None
     ) -> tuple[list[int], list[np.ndarray | RowError]]:
-        """Token ids of texts that rows bring whole, and the number of special tokens in each."""
+        """Return token ids of complete texts and the number of special tokens in each."""
         add_special_tokens = self.spec.add_bos if add_special_tokens is None else add_special_tokens
         results: list[Any] = list(encode_texts(self.tokenizer, texts, add_special_tokens=add_special_tokens))
         counts = [self.special.count(text) for text in texts]
@@ -156,10 +165,11 @@ class RowEncoder:
         return counts, results
 
     def _encode_completions(self, pairs: Sequence[Any]) -> list[Encoded | RowError]:
-        """BOS, prompt, completion, EOS; the completion and EOS trained.
+        """Encode `[BOS] prompt completion EOS`. The completion and EOS are trained.
 
-        Encoded as one text when the prompt's tokens are a prefix of it, else prompt and completion each for itself:
-        that is what the model will see when it is given the prompt alone.
+        If the tokens of the prompt are a prefix of the tokens of the concatenated text, the text is encoded at once.
+        Otherwise prompt and completion are encoded separately, because the model will see the tokens of the prompt
+        alone at inference. If the separate tokens decode to another text, the row is rejected.
         """
         _, prompts = self._own_texts([p.prompt for p in pairs])
         counts, wholes = self._own_texts([p.prompt + p.completion for p in pairs])
@@ -197,11 +207,11 @@ class RowEncoder:
         return np.append(ids, np.int32(eos))
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
-        """Without the EOS that the tokenizer adds behind a text by itself; one of the row's own stays."""
+        """Remove the EOS that the tokenizer appends to every text. An EOS in the text of the row is kept."""
         return ids[:-1] if self.spec.add_bos and self._tokenizer_adds_eos else ids
 
     def _own_end(self, ids: np.ndarray) -> int:
-        """Where a row that brings its own EOS ends: white space behind it is no part of what the model says."""
+        """Return the end of the trained tokens. White space after an EOS of the row itself is not trained."""
         if self.spec.add_eos or self.tokenizer.eos_token_id is None:
             return len(ids)
         found = np.flatnonzero(ids == self.tokenizer.eos_token_id)
@@ -219,7 +229,7 @@ _NOTHING = RowError("internal", "the row was not encoded")
 
 
 def _together(row: Pair | JudgedResponse | RowError, first: Any, second: Any) -> Any:
-    """Two documents as one item that no packer takes apart, or why one of them cannot be used."""
+    """Concatenate two documents into one item, which packing keeps together, or return the error of one of them."""
     for side, result in (("chosen", first), ("rejected", second)):
         if isinstance(result, Unrolled):
             return RowError(
@@ -232,7 +242,7 @@ def _together(row: Pair | JudgedResponse | RowError, first: Any, second: Any) ->
             if not isinstance(row, Pair):
                 return result
             return RowError(result.code, f"{side}: {result.message}", fix=result.fix, raw=result.raw)
-    assert isinstance(first, Encoded) and isinstance(second, Encoded), "refused above"
+    assert isinstance(first, Encoded) and isinstance(second, Encoded), "errors are returned above"
     return Encoded(
         np.concatenate([first.ids, second.ids]),
         np.concatenate([first.trained, second.trained]),
@@ -244,14 +254,14 @@ def _together(row: Pair | JudgedResponse | RowError, first: Any, second: Any) ->
 
 
 def _refuse_untrained(result: Encoded | Unrolled | RowError) -> Encoded | Unrolled | RowError:
-    """The first token is never predicted, so a row needs a trained token after it."""
+    """Reject a row without a trained token. The first token does not count, because it is never predicted."""
     if isinstance(result, Encoded) and not result.trained[1:].any():
         return RowError("no_label_token", f"none of the {len(result.ids)} tokens of the row would be trained")
     return result
 
 
 def choose_workers(num_workers: int | None, num_bytes: int) -> int:
-    """Worker processes to use: as configured, or by default none for small data and up to one per core for large."""
+    """Return the number of worker processes. By default 0 for small data and at most one per core for large data."""
     if num_workers is not None:
         return num_workers
     cores = len(os.sched_getaffinity(0))
@@ -262,17 +272,17 @@ def choose_workers(num_workers: int | None, num_bytes: int) -> int:
 def encode_all(
     encoder: RowEncoder, rows: Iterable[Row | RowError], num_workers: int
 ) -> Iterator[list[Encoded | Unrolled | RowError]]:
-    """Results in the order of `rows`, batch by batch, whatever the number of workers."""
+    """Yield the results of each batch in the order of `rows`, independent of `num_workers`."""
     batches = _batches(rows, BATCH_ROWS)
     if num_workers == 0:
         yield from map(encoder.encode, batches)
         return
-    # spawn: a fork of a process whose tokenizer has started threads can hang
+    # Spawn, because a fork of a process whose tokenizer has started threads can deadlock.
     with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (encoder,)) as pool:
         waiting: deque[Future[list[Encoded | Unrolled | RowError]]] = deque()
         for batch in batches:
             waiting.append(pool.submit(_encode_in_worker, batch))
-            if len(waiting) > 2 * num_workers:  # bounded, or the whole file would stand in memory
+            if len(waiting) > 2 * num_workers:  # bound the queue, so that the file is not held in memory
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

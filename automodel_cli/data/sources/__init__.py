@@ -1,0 +1,1 @@
+"""Read rows from local files, saved datasets and the Hugging Face Hub."""

@@ -1,0 +1,1 @@
+"""Cache entries on disk: memory-mapped tokens, checksums and fingerprints."""

@@ -1,4 +1,13 @@
-"""What a cache entry holds: tokenised documents, or packed rows; flat memory-mapped arrays with offsets, no padding."""
+"""Cache entries for tokenized documents and packed rows: flat memory-mapped arrays with offsets, without padding.
+
+A token entry (`TokenStore`) contains the documents of one dataset in the order of its rows. A packed entry
+(`PackedStore`) contains the same tokens in the order of the packed rows, so that a batch reads contiguous memory.
+
+Example: the documents [5, 6, 7] and [5, 6, 8, 9] of one conversation share 2 tokens and are stored as::
+
+    ids      5 6 7 8 9      offsets  0 3 5
+    shared   0 2            document 1 = the first 2 tokens of document 0, then ids[3:5]
+"""
 
 from __future__ import annotations
 
@@ -19,7 +28,7 @@ from automodel_cli.data.storage.checksums import Checksum
 from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
 
 WRITE_TOKENS = 1 << 20
-"""Tokens gathered before each write: about what a core's cache holds."""
+"""Tokens per write. About the size of the cache of a CPU core."""
 
 
 def _none() -> np.ndarray:
@@ -28,12 +37,21 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """The usable documents of one dataset, in its order.
+    """The usable documents of one dataset, in the order of its rows.
 
-    `ids`: all tokens; `label_mask`: 1 where the *next* token of the document is trained; document d begins with the
-    first `shared[d]` tokens of document d - 1, untrained, and goes on with the tokens `offsets[d]:offsets[d + 1]`. It
-    comes from `lines[d]` of `meta["files"][files[d]]`; documents with the same `rows[d]` are turns of one conversation.
-    `rejected`: the other rows.
+    Attributes:
+        folder: the cache entry.
+        meta: contents of `meta.json`: files, dtype, kind and counts.
+        ids: all stored tokens, (tokens,).
+        label_mask: 1 if the *next* token of the document is trained, uint8, (tokens,).
+        offsets: document d stores the tokens `offsets[d]:offsets[d + 1]`, int64, (documents + 1,).
+        files: index into `meta["files"]` of each document.
+        lines: line of each document in its file.
+        rows: row number of each document. Documents with the same number are turns of one conversation.
+        shared: document d begins with the first `shared[d]` tokens of document d - 1. They are not trained.
+        splits: length of the first of two concatenated documents. 0 for single documents.
+        judgements: 1 for a good, 0 for a bad response, -1 if not judged.
+        margins: margin of each pair.
     """
 
     folder: Path
@@ -64,25 +82,25 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
-        """Documents in all."""
+        """Number of documents."""
         return len(self.offsets) - 1
 
     @property
     def num_used_rows(self) -> int:
-        """Rows of the data that have a document."""
+        """Number of rows with at least one document."""
         return int(self.meta["num_rows"]) - int(self.meta["num_rejected"])
 
     def row_numbers(self) -> np.ndarray:
-        """Per document the number of its row among those that have one, int64."""
+        """Return for each document the index of its row among the used rows, int64, (documents,)."""
         return np.cumsum(np.diff(self.rows, prepend=self.rows[:1]) != 0)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64."""
+        """Number of tokens of each document, int64, (documents,)."""
         return np.diff(self.offsets) + self.shared
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and label mask of one document."""
+        """Return the tokens and the label mask of one document, with its shared beginning."""
         shared, own = int(self.shared[number]), slice(*self.offsets[number : number + 2].tolist())
         if not shared:
             return self.ids[own], self.label_mask[own]
@@ -90,7 +108,10 @@ class TokenStore:
         return ids, np.concatenate([np.zeros(shared, np.uint8), self.label_mask[own]])
 
     def _beginning(self, number: int, length: int) -> list[np.ndarray]:
-        """The first tokens of a document, in pieces."""
+        """Return the first `length` tokens of a document as a list of arrays.
+
+        Follows the chain of shared beginnings back to the document that stores them.
+        """
         pieces = []
         while length:
             shared, start = int(self.shared[number]), int(self.offsets[number])
@@ -100,24 +121,32 @@ class TokenStore:
         return pieces[::-1]
 
     def is_trained(self, number: int, start: int, stop: int) -> bool:
-        """Whether a stretch of a document has a label; the last token's stands outside of it."""
+        """Whether tokens `start:stop` of a document contain a label. The label of the last token is outside."""
         first = int(self.offsets[number] - self.shared[number])
         return bool(self.label_mask[max(first + start, self.offsets[number]) : first + stop - 1].any())
 
     def rejected(self) -> list[Rejected]:
-        """The rows that could not be used; read only when somebody asks."""
+        """Read the rejected rows from disk."""
         return read_rejected(self.folder / "rejected.jsonl") if self.meta["num_rejected"] else []
 
 
 @dataclass(frozen=True)
 class PackedStore:
-    """Rows of one dataset, ready to be batched.
+    """Packed rows of one dataset, ready to be batched.
 
-    Row r holds the pieces `row_offsets[r]:row_offsets[r + 1]`; piece p the tokens `offsets[p]:offsets[p + 1]`, from
-    `lines[p]` of `meta["files"][files[p]]`. `num_label_tokens[r]` counts the row's trained tokens. Label masks never
-    reach over a piece's end. Where `kind` is `pairs` or `judged` the pieces 2i and 2i + 1 belong together, and
-    `roles[p]` is 1 for a chosen or good response, 0 for a rejected or bad one, -1 for one that is only scored;
-    `margins[p]` that of the piece's pair (empty: no pair of the dataset has one).
+    The last token of a piece has no label. If `kind` is `pairs` or `judged`, the pieces 2i and 2i + 1 belong together.
+
+    Attributes:
+        meta: contents of `meta.json`.
+        ids: all tokens in the order of the rows, (tokens,).
+        label_mask: 1 if the next token is trained, uint8, (tokens,).
+        offsets: piece p has the tokens `offsets[p]:offsets[p + 1]`, int64, (pieces + 1,).
+        row_offsets: row r has the pieces `row_offsets[r]:row_offsets[r + 1]`, int64, (rows + 1,).
+        files: index into `meta["files"]` of each piece.
+        lines: line of each piece in its file.
+        num_label_tokens: number of trained tokens of each row, (rows,).
+        roles: 1 for a chosen or good response, 0 for a rejected or bad one, -1 for one that is only scored.
+        margins: margin of the pair of each piece. Empty if no pair of the dataset has a margin.
     """
 
     meta: dict[str, Any]
@@ -146,19 +175,18 @@ class PackedStore:
 
     @property
     def num_rows(self) -> int:
-        """Rows in all."""
+        """Number of rows."""
         return len(self.row_offsets) - 1
 
     @property
     def content(self) -> str:
-        """Hash of tokens, label masks, boundaries, roles and margins: what training sees of the data, wherever it came
-        from."""
+        """Hash of everything that training reads: tokens, label masks, boundaries, roles and margins."""
         return str(self.meta["content"])
 
 
 @dataclass
 class _UnrolledCount:
-    """Rows that became several documents; `repeated`: tokens that one document of the last turn would not have."""
+    """Counts of rows with several documents. `repeated` counts the tokens of all documents but the last of a row."""
 
     rows: int = 0
     documents: int = 0
@@ -179,8 +207,14 @@ def write_tokens(
     meta: dict[str, Any],
     special_ids: Collection[int],
 ) -> None:
-    """Write a token entry from encoded rows and, in the same order, where each comes from. `meta` names `files`,
-    `dtype` and `kind`.
+    """Write a token entry.
+
+    Args:
+        folder: an empty folder.
+        batches: encoded rows.
+        origins: file and line of each row, in the same order.
+        meta: `files`, `dtype` and `kind` of the entry.
+        special_ids: ids of special tokens, for the statistics of turn ends.
     """
     columns, rejected, unrolled = _Columns(), list[Rejected](), _UnrolledCount()
     turn_ends: Counter[int] = Counter()
@@ -230,7 +264,7 @@ def write_tokens(
 
 
 class _Columns:
-    """One number of each kind per document, in arrays: at 8 bytes each they stay small next to a batch."""
+    """Per-document columns. 8 bytes per value, so they stay small compared to a batch of tokens."""
 
     def __init__(self) -> None:
         self._lengths = array("q")
@@ -238,12 +272,12 @@ class _Columns:
         self._of: dict[str, array[Any]] = {**{name: array("q") for name in integers}, "margins": array("f")}
 
     def locate(self, num_documents: int, origin: SourceRow, row: int) -> None:
-        """Add where the documents of one row come from."""
+        """Append the origin of the documents of one row."""
         for name, value in (("files", origin.file), ("lines", origin.line), ("rows", row)):
             self._of[name].extend([value] * num_documents)
 
     def describe(self, documents: Sequence[tuple[Encoded, int]]) -> None:
-        """Add documents, each with the number of tokens that it shares with the one before it."""
+        """Append documents, each with the number of tokens that it shares with its predecessor."""
         self._lengths.extend(len(item.ids) - n for item, n in documents)
         self._of["shared"].extend(n for _, n in documents)
         self._of["splits"].extend(item.split for item, _ in documents)
@@ -265,14 +299,14 @@ def _reject(error: RowError, origin: SourceRow, source: str) -> Rejected:
 
 
 def _shared(before: Encoded, item: Encoded) -> int:
-    """How many tokens a document begins with that the one before it has too, and of which none has a label here."""
+    """Return the length of the longest common prefix of two documents that has no label in the second."""
     most = min(len(before.ids), int(np.argmax(item.trained)) - 1)
     differ = np.flatnonzero(before.ids[:most] != item.ids[:most]) if most > 0 else _none()
     return int(differ[0]) if len(differ) else max(0, most)
 
 
 def _next_trained(trained: np.ndarray) -> np.ndarray:
-    """Per token whether its label (the next token) is trained; the last token has no label."""
+    """Return for each token whether the next token, its label, is trained. The last token has no label."""
     out = np.zeros(len(trained), np.uint8)
     out[:-1] = trained[1:]
     return out
@@ -283,14 +317,14 @@ def _last_trained(item: Encoded) -> int:
 
 
 def _turn_ends(item: Encoded) -> list[int]:
-    """Return the last token of each trained stretch; no stretch reaches from one response of a pair into the other."""
+    """Return the last token of each run of trained tokens. No run spans both responses of a pair."""
     goes_on = np.append(item.trained[1:], 0)
     ends: list[int] = item.ids[(item.trained != 0) & (goes_on == 0)].tolist()
     return ends
 
 
 def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict[str, Any]) -> None:
-    """Write the rows' tokens and masks in their order, with document boundaries and the line each piece comes from."""
+    """Write a packed entry: tokens and masks in the order of the rows, with the boundaries and origins of pieces."""
     kind = source.kind
     if kind != "documents":
         packed = in_halves(packed, source.splits[packed.pieces.document])
@@ -300,7 +334,7 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
     starts, stops = first.tolist(), (first + pieces.length).tolist()
     apart = (source.shared[pieces.document] > pieces.start).tolist()
     cuts = np.searchsorted(offsets, np.arange(0, offsets[-1] + WRITE_TOKENS, WRITE_TOKENS)).clip(max=len(starts))
-    # plain arrays: slicing a memmap costs ten times as much
+    # Plain arrays, because slicing a memmap is ten times as expensive.
     all_ids, all_mask = np.asarray(source.ids), np.asarray(source.label_mask)
     labels = np.zeros(len(starts), np.int64)
     content = Checksum()
@@ -313,7 +347,7 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
             ids = np.concatenate([part[0] for part in parts])
             ids_file.write(ids.data)
             mask = np.concatenate([part[1] for part in parts])
-            mask[offsets[a + 1 : b + 1] - offsets[a] - 1] = 0  # a cut document's next token stands in another row
+            mask[offsets[a + 1 : b + 1] - offsets[a] - 1] = 0  # the next token of a split document is in another row
             mask_file.write(mask.data)
             content.update(ids.view(np.uint8).data)
             content.update(mask.data)
@@ -338,14 +372,14 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
 
 
 def _gathered(source: TokenStore, pieces: Pieces, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and label mask of a piece whose first tokens are stored with an earlier document."""
+    """Return tokens and label mask of a piece whose first tokens are stored with an earlier document."""
     ids, mask = source.document(int(pieces.document[number]))
     place = slice(int(pieces.start[number]), int(pieces.start[number] + pieces.length[number]))
     return ids[place], mask[place]
 
 
 def _roles(kind: str, judgements: np.ndarray) -> np.ndarray:
-    """See `PackedStore`."""
+    """Return `PackedStore.roles`."""
     roles = judgements.astype(np.int8)
     if kind == "pairs":
         roles[::2], roles[1::2] = 1, 0

@@ -1,0 +1,1 @@
+"""Generated datasets with known answers, for examples and tests."""

@@ -1,0 +1,1 @@
+"""Save and resume runs: sharded state, atomic publication, verification and random states."""

@@ -1,4 +1,4 @@
-"""Save and resume a run: `torch.distributed.checkpoint` in a folder that appears whole or not at all."""
+"""Save and resume a run with `torch.distributed.checkpoint`. Checkpoint folders are published atomically."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint says besides tensors. `extra` and `metrics` are what `save` was given."""
+    """Contents of a loaded checkpoint other than tensors. `extra` and `metrics` are the arguments of `save`."""
 
     path: Path
     step: int
@@ -54,11 +54,11 @@ class Resumed:
 
 
 class Checkpointer:
-    """Writes `<run>/checkpoints/step-NNNNNN`, keeps the newest and the best, and loads one back.
+    """Writer and reader of `<run>/checkpoints/step-NNNNNN`. Keeps the newest checkpoints and the best one.
 
-    Collective: every rank constructs one, and all methods are called by all ranks together. Collectives run on a gloo
-    group of their own, so that an asynchronous save never mixes with those of the training step.
-    Without a process group it works alone.
+    The constructor and all methods are collective. They use a separate gloo group, so that the collectives of an
+    asynchronous save cannot interleave with the collectives of a training step. Without a process group, the
+    checkpointer works in one process.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, goal: Goal | None = None):
@@ -76,22 +76,24 @@ class Checkpointer:
         self._kept: dict[str, Tensor] = {}
         self._further: dict[str, Sequence[nn.Module]] = {}
         self.published: Callable[[], None] = lambda: None
-        """Called on rank 0 when a checkpoint is whole; by the thread of an asynchronous save."""
+        """Callback on rank 0 after a checkpoint is published. An asynchronous save calls it from its thread."""
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint of this run, as rank 0 sees the folder."""
+        """Return the newest complete checkpoint of this run, as seen by rank 0."""
         return self._from_rank0(self._dir.latest)
 
     def best(self) -> Path | None:
-        """The checkpoint with the best validation, as rank 0 sees the folder."""
+        """Return the checkpoint with the best validation metric, as seen by rank 0."""
         return self._from_rank0(self._dir.best)
 
     def resume_path(self) -> Path | None:
-        """The checkpoint that `checkpoint.resume` means; None to start at step 0.
+        """Return the checkpoint that `checkpoint.resume` selects, or None to start at step 0.
 
-        With "auto" a damaged one is set aside with a line that says so, and the one before it is taken.
-        Raises RunError for a folder that is no whole checkpoint, and for one of this run that is not its newest: what
-        was trained after it would be mixed into the continued run.
+        With "auto", damaged checkpoints are renamed to `step-NNNNNN.damaged`, and the previous checkpoint is used.
+
+        Raises:
+            RunError: the folder is not a complete checkpoint, or a newer checkpoint of this run exists. Resuming would
+                then mix metrics and checkpoints of both continuations.
         """
         resume = self._config.resume
         if resume is None:
@@ -120,11 +122,23 @@ class Checkpointer:
         extra: dict[str, Any] | None = None,
         metrics: dict[str, float] | None = None,
     ) -> Path:
-        """Save after optimizer step `step`; returns the folder (which an asynchronous save publishes later).
+        """Save the state after optimizer step `step`. Waits for the previous save.
 
-        `extra` is rank-independent and made of JSON values (the data position). The metric of the goal, where `metrics`
-        has it, decides about the `best` link. The generators of every rank are saved too. Waits for the save before.
-        Raises RunError when the disk is full; earlier checkpoints are untouched then.
+        Random generator states of every rank are saved too.
+
+        Args:
+            step: number of completed optimizer steps.
+            parts: model parts of this rank.
+            optimizer: its state is saved, its hyperparameters are not.
+            scheduler: learning-rate scheduler.
+            extra: JSON values that are equal on all ranks, for example the data position.
+            metrics: if they contain the metric of the goal, it determines the `best` link.
+
+        Returns:
+            The checkpoint folder. An asynchronous save publishes it later.
+
+        Raises:
+            RunError: the disk is full or not writable. Earlier checkpoints are unchanged.
         """
         self.wait()
         meta = {
@@ -135,7 +149,7 @@ class Checkpointer:
             "extra": extra or {},
             "metrics": metrics or {},
         }
-        json.dumps(meta)  # a value that is no JSON is our mistake: fail here, not in the thread
+        json.dumps(meta)  # fail here instead of in the thread if a value is not JSON
         state: dict[str, Tensor] = {**model_state(parts), **optimizer_state(parts, optimizer), **self._kept}
         state[f"rng.{self._rank}"] = rng.capture()
         final = self._dir.path / f"step-{step:06d}"
@@ -144,27 +158,37 @@ class Checkpointer:
         if self._stager is None or self._thread is None:
             self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
             self._thread = threads_on_this_device(1, "checkpoint")
-        # torch's stager takes the offset of a view into a flat buffer for an address, and copies what is not there.
+        # The stager of torch reads views into flat buffers at a wrong address, so uneven shards are copied first.
         state = {key: compact_shard(tensor) if is_uneven(tensor) else tensor for key, tensor in state.items()}
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was asked to copy before it returns"
         for key, tensor in state.items():
             if is_uneven(tensor):
-                cut_like(staged[key], tensor)  # a copy does not know it
+                cut_like(staged[key], tensor)  # the staged copy lacks the shard bounds
         self._pending = self._thread.submit(self._write, staged, meta, final)
         return final
 
     def keep(self, name: str, tensors: Mapping[str, Tensor], parts: Sequence[nn.Module]) -> None:
-        """Further tensors, which belong to `parts`, in every checkpoint from now on, as `<name>.<key>`. Where a
-        checkpoint has been loaded, or is yet to be, they get what it has of them; RunError where it has none."""
-        mine = {f"{name}.{key}": tensor for key, tensor in tensors.items()}
-        self._kept |= mine
+        """Add tensors to all following checkpoints as `<name>.<key>`, and load them from the resumed checkpoint.
+
+        Loading happens immediately if a checkpoint was loaded already, otherwise in `load`.
+
+        Args:
+            name: prefix, for example `reference`.
+            tensors: live tensors.
+            parts: model parts that own the tensors.
+
+        Raises:
+            RunError: the loaded checkpoint contains no tensors with this prefix.
+        """
+        added = {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        self._kept |= added
         self._further[name] = parts
         if self._loaded is not None:
             self._load_kept(self._loaded)
 
     def dropped(self) -> list[str]:
-        """What the loaded checkpoint holds and nobody keeps."""
+        """Return the prefixes of the loaded checkpoint that this run does not save again."""
         if self._loaded is None:
             return []
         found = {key.partition(".")[0] for key in CheckpointReader(self._loaded).read_metadata().state_dict_metadata}
@@ -187,18 +211,18 @@ class Checkpointer:
             weights_changed(parts)
 
     def add_metrics(self, path: Path, metrics: dict[str, float], extra: dict[str, Any]) -> None:
-        """What was measured of the checkpoint `path` after it was loaded. One of another run stays as it is."""
+        """Add metrics measured after loading the checkpoint `path`. Checkpoints of other runs are not changed."""
         if path.resolve().parent == self._dir.path.resolve():
             self._from_rank0(lambda: self._dir.amend(path, metrics, extra))
 
     def wait(self) -> None:
-        """Wait for the asynchronous save in flight, if there is one. Raises what it raised."""
+        """Wait for a pending asynchronous save, and raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait, and give back the thread and the copy's memory. The last thing a run does."""
+        """Wait for a pending save, then release the thread and the staging memory."""
         try:
             self.wait()
         finally:
@@ -214,11 +238,14 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRSchedule | None = None,
     ) -> Resumed:
-        """Load `path` into the parts, and optimizer, scheduler and generators unless the optimizer is None.
+        """Load a checkpoint into the model parts. Also restore optimizer, scheduler and generators if given.
 
-        The layout and number of ranks may differ from those of the save. Frozen parameters must be loaded already.
-        Generators are restored when the number of ranks is the same; further ranks are seeded from (step, rank).
-        Raises RunError when `path` is not a whole checkpoint or not of this model and optimizer.
+        - Mesh and number of ranks may differ from those of the save.
+        - Frozen parameters are not part of checkpoints and must be loaded before.
+        - Each rank restores its generators. Ranks that the saved run did not have are seeded from (step, rank).
+
+        Raises:
+            RunError: `path` is incomplete or damaged, or belongs to another model or optimizer.
         """
         if path != self._verified:
             self.verify(path)
@@ -242,7 +269,7 @@ class Checkpointer:
             self._restore_generators(state, meta["step"])
         if scheduler is not None and optimizer is not None:
             scheduler.load_state_dict(meta["scheduler"])
-            # torch's own schedulers leave this to the optimizer's state, which holds no settings here.
+            # Schedulers of torch expect the learning rate in the optimizer state, which has no hyperparameters here.
             for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
         self._loaded = path
@@ -252,7 +279,7 @@ class Checkpointer:
     def _read(self, state: dict[str, Tensor], reader: CheckpointReader, path: Path) -> None:
         try:
             dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
-        except dcp.CheckpointException as error:  # a BaseException, which would pass every handler but this one
+        except dcp.CheckpointException as error:  # a BaseException, which `except Exception` does not catch
             raise RunError(
                 f"checkpoint {path} cannot be read: {_reason(error)}",
                 code="checkpoint_incomplete",
@@ -260,9 +287,10 @@ class Checkpointer:
             ) from error
 
     def verify(self, path: Path) -> None:
-        """Read every file of `path` once, shared between the ranks, and compare with what was written. Collective.
+        """Compare size and hash of every file with the metadata. Ranks share the files. Collective.
 
-        Raises RunError on all ranks when one of them finds a damaged, cut or missing file.
+        Raises:
+            RunError: on all ranks, if one rank finds a damaged, truncated or missing file.
         """
         files = self._from_rank0(lambda: read_meta(path))["files"]
         found: list[list[str]] = [[] for _ in range(self._world_size)]
@@ -275,7 +303,7 @@ class Checkpointer:
         self._verified = path
 
     def _newest_undamaged(self) -> Path | None:
-        """Sets aside what is damaged: it would stay the newest, and count among those to keep."""
+        """Return the newest checkpoint that passes verification. Damaged ones are renamed and no longer counted."""
         problem = None
         while (path := self.latest()) is not None:
             try:
@@ -311,14 +339,14 @@ class Checkpointer:
             rng.restore_rng(saved)
 
     def _write(self, state: dict[str, Tensor], meta: dict[str, Any], final: Path) -> Path:
-        """Write under a temporary name and publish. All ranks return or all raise."""
+        """Write to a temporary folder and publish it. Either all ranks return or all ranks raise."""
         temporary = self._from_rank0(lambda: self._begin(final))
         try:
             files = write_state(state, temporary, self._group)
         except (dcp.CheckpointException, OSError, RuntimeError) as error:
             if self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            if _find(error, KeyboardInterrupt) is not None:  # torch wraps whatever a rank raises
+            if _find(error, KeyboardInterrupt) is not None:  # torch wraps the errors of ranks
                 raise KeyboardInterrupt from error
             raise self._failed(final, error) from error
         written: Path = self._from_rank0(lambda: self._finish(temporary, final, {**meta, "files": files}))
@@ -346,7 +374,7 @@ class Checkpointer:
         return final
 
     def _failed(self, final: Path, error: BaseException) -> RunError:
-        """The user's error: what, where, how much space is left, and what can still be resumed from."""
+        """Return the error of a failed save, with the free space and the newest complete checkpoint."""
         free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
         latest = self._dir.latest()
         kept = f"The newest complete checkpoint is {latest}" if latest else "No earlier checkpoint exists"
@@ -360,7 +388,7 @@ class Checkpointer:
         )
 
     def _from_rank0(self, make: Callable[[], Any]) -> Any:
-        """`make()` on rank 0, its result or its error on every rank."""
+        """Call `make` on rank 0. Every rank returns its result or raises its RunError."""
         outcome: list[Any] = [None, None]
         if self._rank == 0:
             try:
@@ -386,7 +414,7 @@ def _check_same_optimizer(meta: dict[str, Any], optimizer: torch.optim.Optimizer
 
 
 def _reason(error: BaseException) -> str:
-    """In the operating system's words where it is its error, else the end of the library's."""
+    """Return the message of the underlying OSError, or the end of the library message."""
     cause = _find(error, OSError)
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror

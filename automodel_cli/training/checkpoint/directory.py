@@ -1,9 +1,14 @@
-"""The folder of checkpoints: names, what counts as one, atomic publication, keep-k and the best link. Torch-free.
+"""The checkpoint folder: names, atomic publication, integrity, retention and the `best` link. Does not import torch.
 
-A checkpoint is whole if and only if its folder has the final name `step-NNNNNN`: it is written as `step-NNNNNN.tmp-*`,
-forced to disk and renamed. It is removed by renaming it first, so a final name never stands for half a checkpoint.
-What happens to it afterwards (a bad disk, a copy that was cut short) is noticed by size and hash of every file, which
-its metadata holds, with a hash of its own.
+States of a checkpoint folder:
+
+    step-NNNNNN.tmp-*      being written. Removed at the next save if a run was killed.
+    step-NNNNNN            complete. Files are synced to disk before the rename.
+    step-NNNNNN.old-*      being removed. Renamed first, so that a final name never denotes a partial checkpoint.
+    step-NNNNNN.damaged    failed verification. Never removed automatically.
+
+`meta.json` contains size and XXH3-128 hash of every file and a hash of itself. Later damage, for example a truncated
+copy, is therefore detected.
 """
 
 from __future__ import annotations
@@ -30,22 +35,23 @@ _LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|old)-.*")
 
 
 class FileNote(TypedDict):
-    """What the metadata says of one file."""
+    """Size in bytes and hash of one file, as stored in `meta.json`."""
 
     bytes: int
     xxh3: str
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step that a folder's name stands for; None when it is not the final name of a checkpoint."""
+    """Return the step in the name of a checkpoint folder, or None if it is not the name of a complete checkpoint."""
     match = _WHOLE.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """What rank 0 wrote beside the tensors: step, metrics, world_size, optimizer, scheduler, extra, files.
+    """Read `meta.json`: step, metrics, world_size, optimizer, scheduler, extra and files.
 
-    Raises RunError when `checkpoint` is not a whole checkpoint, or this file of it is not as it was written.
+    Raises:
+        RunError: `checkpoint` is not a complete checkpoint, or its metadata is damaged.
     """
     if step_of(checkpoint) is None or not checkpoint.is_dir():
         raise RunError(
@@ -67,7 +73,7 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
 
 
 def damaged(checkpoint: Path, what: str) -> RunError:
-    """The user's error about a checkpoint that was whole once."""
+    """Return the error of a damaged checkpoint, with a command that renames it."""
     return RunError(
         f"checkpoint {checkpoint} is damaged: {what}",
         code="checkpoint_incomplete",
@@ -77,7 +83,7 @@ def damaged(checkpoint: Path, what: str) -> RunError:
 
 
 def damage(checkpoint: Path, files: dict[str, FileNote], names: Sequence[str]) -> list[str]:
-    """What is wrong with the named files of a checkpoint, a sentence each; reads all their bytes."""
+    """Return one sentence for each of the named files that is missing, unreadable or changed. Reads all bytes."""
     found = []
     for name in names:
         path, note = checkpoint / name, files[name]
@@ -86,7 +92,7 @@ def damage(checkpoint: Path, files: dict[str, FileNote], names: Sequence[str]) -
             if size != note["bytes"]:
                 found.append(f"{name} has {size:,} bytes, not {note['bytes']:,}")
             elif content_hash(path) != note["xxh3"]:
-                found.append(f"{name} holds other bytes than were written (XXH3-128 differs)")
+                found.append(f"{name} does not match its checksum (XXH3-128 differs)")
         except FileNotFoundError:
             found.append(f"{name} is missing")
         except OSError as error:
@@ -95,47 +101,47 @@ def damage(checkpoint: Path, files: dict[str, FileNote], names: Sequence[str]) -
 
 
 class CheckpointDir:
-    """All checkpoints of one run. Methods that change something are called by rank 0 only."""
+    """All checkpoints of one run. Only rank 0 may call methods that write."""
 
     def __init__(self, path: Path, goal: Goal | None = None):
         self.path, self._goal = path, goal or Goal()
 
     def whole(self) -> list[Path]:
-        """Whole checkpoints, oldest first. The `best` link and unfinished folders are not among them."""
+        """Return the complete checkpoints, oldest first, without the `best` link and unfinished folders."""
         if not self.path.is_dir():
             return []
         found = [(step_of(p), p) for p in self.path.iterdir() if p.is_dir() and not p.is_symlink()]
         return [path for step, path in sorted((s, p) for s, p in found if s is not None)]
 
     def latest(self) -> Path | None:
-        """The whole checkpoint of the highest step."""
+        """Return the complete checkpoint of the highest step."""
         whole = self.whole()
         return whole[-1] if whole else None
 
     def best(self) -> Path | None:
-        """The whole checkpoint with the best validation so far."""
+        """Return the complete checkpoint with the best validation metric so far."""
         link = self.path / "best"
         return link.resolve() if link.is_symlink() and link.exists() else None
 
     def set_aside(self, checkpoint: Path) -> Path:
-        """Take a damaged checkpoint out of the count, without removing anything; returns its new place."""
+        """Rename a damaged checkpoint and return its new path."""
         aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(checkpoint, aside)
         return aside
 
     def clear_leftovers(self) -> None:
-        """Remove what an attempt that was killed left behind."""
+        """Remove unfinished folders of killed attempts."""
         for path in self.path.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
     def publish(self, written: Path, final: Path, meta: dict[str, Any]) -> None:
-        """Make the folder `written` the checkpoint `final`: metadata, force to disk, rename."""
+        """Publish the folder `written` as the checkpoint `final`: write the metadata, sync to disk, rename."""
         _write_meta(written / META, meta)
         _sync_folder(written)
         old = None
-        if final.exists():  # the step was saved before, by an attempt that this run went back behind
+        if final.exists():  # an attempt that resumed from an earlier step had saved this step
             old = final.with_name(f"{final.name}.old-{os.getpid()}")
             os.rename(final, old)
         os.rename(written, final)
@@ -144,7 +150,7 @@ class CheckpointDir:
             shutil.rmtree(old, ignore_errors=True)
 
     def amend(self, checkpoint: Path, metrics: dict[str, float], extra: dict[str, Any]) -> None:
-        """Add to what a whole checkpoint says of itself."""
+        """Add metrics and extra values to the metadata of a complete checkpoint."""
         meta = read_meta(checkpoint)
         meta["metrics"] |= metrics
         meta["extra"] |= extra
@@ -153,14 +159,14 @@ class CheckpointDir:
         self.link_if_best(checkpoint, metrics.get(self._goal.metric))
 
     def link_if_best(self, checkpoint: Path, value: float | None) -> None:
-        """Point `best` to `checkpoint` if its validation is better than that of the present best."""
+        """Point `best` to `checkpoint` if its validation metric is better than the current best."""
         if not self._goal.better(value, None):
             return
         best = self.best()
         if best is not None and best != checkpoint.resolve():
             try:
                 present = read_meta(best)["metrics"].get(self._goal.metric)
-            except RunError:  # damaged: no longer the best of anything
+            except RunError:  # damaged, so it does not count as the best
                 present = None
             if not self._goal.better(value, present):
                 return
@@ -169,7 +175,7 @@ class CheckpointDir:
         os.replace(temporary, self.path / "best")
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the newest `keep` and the best."""
+        """Remove all checkpoints except the newest `keep` and the best. None keeps all."""
         if keep is None:
             return
         best = self.best()
@@ -181,19 +187,21 @@ class CheckpointDir:
 
 
 def _seal(meta: dict[str, Any]) -> str:
-    """Of the values, not of their spelling."""
+    """Return the hash of the metadata values, independent of their formatting in the file."""
     digest = Checksum()
     digest.update(json.dumps(meta, sort_keys=True).encode())
     return digest.hexdigest()
 
 
 def _write_meta(path: Path, meta: dict[str, Any]) -> None:
-    plain = json.loads(json.dumps(meta))  # as it will be read: no tuples, no keys that are numbers
+    plain = json.loads(
+        json.dumps(meta)
+    )  # normalize tuples and integer keys, so that the hash matches the values read back
     replace(path, json.dumps({**plain, _SEAL: _seal(plain)}, indent=1), durable=True)
 
 
 def _sync_folder(path: Path) -> None:
-    """Force a folder's entries to disk; a rename is durable only after that."""
+    """Sync the entries of a folder to disk. A rename is durable only afterwards."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

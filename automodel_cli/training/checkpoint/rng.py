@@ -1,4 +1,4 @@
-"""Random number generators of one rank: seeded from (seed, rank), saved with every checkpoint, restored bitwise."""
+"""Random number generators of a rank: seeded from (seed, rank), saved in checkpoints and restored bitwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPRODUCIBLE = (":4096:8", ":16:8")
 
 
 def seed(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch (all devices) of this rank; ranks get unrelated streams (dropout must differ)."""
+    """Seed Python, NumPy and torch on this rank. Ranks get independent streams, so that their dropout differs."""
     state = np.random.SeedSequence([seed, rank]).generate_state(3)
     random.seed(int(state[0]))
     np.random.seed(int(state[1]))
@@ -27,10 +27,12 @@ def seed(seed: int, rank: int) -> None:
 
 
 def make_deterministic() -> None:
-    """Make torch refuse operators without a reproducible result. Call it before CUDA starts.
+    """Enable deterministic algorithms of torch. Operators without one raise. Call this before CUDA is initialized.
 
-    cuBLAS is reproducible with a workspace of a fixed size only, which it reads from the environment.
-    Raises ConfigError for a GPU where the user has set another one.
+    cuBLAS is deterministic only with a workspace of fixed size, which it reads from an environment variable.
+
+    Raises:
+        ConfigError: the machine has a GPU and the variable has another value.
     """
     environment.set_default(_WORKSPACE, _REPRODUCIBLE[0])
     given = os.environ[_WORKSPACE]
@@ -47,8 +49,9 @@ def make_deterministic() -> None:
 
 
 def capture() -> Tensor:
-    """The state of every generator of this rank as JSON bytes in a uint8 tensor (so that a checkpoint needs no
-    pickle).
+    """Return the state of all generators of this rank as JSON bytes in a uint8 tensor.
+
+    JSON instead of pickle, so that loading a checkpoint cannot run code.
     """
     version, keys, gauss = random.getstate()
     name, np_keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
@@ -59,15 +62,15 @@ def capture() -> Tensor:
         "cuda": [],
     }
     if torch.cuda.is_available():
-        # One process drives one device; the others' generators are none of our business.
+        # One process uses one device, so only its generator is saved.
         state["cuda"] = [torch.cuda.get_rng_state().numpy().tobytes().hex()]
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 def restore_rng(saved: Tensor) -> None:
-    """Put every generator back to where `capture` saw it.
+    """Restore the generators from the result of `capture`.
 
-    A checkpoint made without CUDA leaves the CUDA generator alone.
+    The state of a run without CUDA does not change the CUDA generator.
     """
     state = json.loads(saved.numpy().tobytes().decode())
     version, keys, gauss = state["python"]

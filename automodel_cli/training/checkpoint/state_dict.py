@@ -1,16 +1,15 @@
-"""Model and optimizer as one flat dictionary of tensors, keyed by parameter name: what a checkpoint holds.
+"""State dict of a checkpoint: model and optimizer as one flat dictionary of tensors, keyed by parameter name.
 
     model.<name>              a trainable parameter or a persistent buffer
-    reference.model.<name>    the same of a reference that follows the model
-    optim.<name>#<key>        optimizer state of that parameter (`#<key>:int` where it is a Python number)
+    reference.model.<name>    the same tensor of an updated reference model
+    optim.<name>#<key>        optimizer state of the parameter (`#<key>:int` for a Python number)
 
-Names are those of the bare module, without the prefixes of DDP, recompute and compile wrappers; sharded tensors stay
-DTensors, so the file holds global tensors and loads under any other layout or number of ranks. All parts of a rank
-share one dictionary, and the dictionaries of pipeline ranks add up to that of the whole model.
-
-Frozen parameters are not stored: they are what loading the model gives (LoRA checkpoints are as small as the adapter).
-Hyper-parameters (learning rate, betas, decay) are not stored either: they are the config's. No optimizer step is
-taken to create state for loading; the checkpoint's own metadata says what there is.
+- Names do not contain the prefixes of DDP, activation-checkpointing and compile wrappers.
+- Sharded tensors are DTensors, so files contain global tensors and load on any mesh.
+- All parts of a rank share one dictionary. The union over pipeline ranks is the full model.
+- Frozen parameters are not stored. A LoRA checkpoint is as small as the adapter.
+- Hyperparameters (learning rate, betas, decay) are not stored. The config sets them.
+- Loading does not run an optimizer step to allocate state. The metadata of the checkpoint lists the state tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _bare(part: nn.Module) -> nn.Module:
 
 
 def named_trainable(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters of all parts with their stored names; tied ones once."""
+    """Yield the trainable parameters of all parts with their stored names. Tied parameters occur once."""
     for part in parts:
         for name, param in _bare(part).named_parameters():
             if param.requires_grad:
@@ -50,13 +49,13 @@ def named_trainable(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parame
 
 
 def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """`model.<name>` -> trainable parameters and persistent buffers; the tensors are the live ones."""
+    """Return `model.<name>`: the live tensors of trainable parameters and persistent buffers."""
     state: dict[str, Tensor] = {f"model.{name}": _cut(param.detach(), param) for name, param in named_trainable(parts)}
     return {**state, **_buffers(parts)}
 
 
 def copy_state(copies: Sequence[nn.Module], parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """What `model_state(parts)` names, of frozen copies of these parts."""
+    """Return the entries of `model_state(parts)`, with the tensors of frozen copies of the parts."""
     of_copy = {_bare_name(name): p for copy in copies for name, p in _bare(copy).named_parameters()}
     trained = {name: of_copy[name] for name, _ in named_trainable(parts)}
     return {**{f"model.{name}": _cut(param.detach(), param) for name, param in trained.items()}, **_buffers(copies)}
@@ -74,12 +73,12 @@ def _buffers(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`optim.<name>#<key>` -> the live state tensors. A parameter that never had a gradient has none."""
+    """Return `optim.<name>#<key>`: the live state tensors. Parameters that never had a gradient have no state."""
     state: dict[str, Tensor] = {}
     for name, param in named_trainable(parts):
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
-                state[f"optim.{name}#{key}"] = _cut(_dequantised(value), param)
+                state[f"optim.{name}#{key}"] = _cut(_dequantized(value), param)
             elif isinstance(value, (int, float)):
                 state[f"optim.{name}#{key}:{type(value).__name__}"] = torch.tensor(value)
             else:
@@ -93,16 +92,14 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 
 
 def _cut(value: Tensor, param: nn.Parameter) -> Tensor:
-    """`value`, which says what it holds of the whole if it is cut like a parameter with unequal shards."""
+    """Return `value` with the shard bounds of `param`, if the shards of the parameter have unequal sizes."""
     if is_uneven(param) and isinstance(value, DTensor):
         cut_like(value, param)
     return value
 
 
-def _dequantised(value: Tensor) -> Tensor:
-    """A quantised state (torchao keeps it in a tensor subclass, whole or as a shard) as ordinary numbers; else
-    `value`.
-    """
+def _dequantized(value: Tensor) -> Tensor:
+    """Return the dequantized tensor of a quantized state (torchao tensor subclass), else `value`."""
     local = value.to_local() if isinstance(value, DTensor) else value
     if type(local) in (Tensor, nn.Parameter):
         return value
@@ -121,7 +118,7 @@ def _dequantised(value: Tensor) -> Tensor:
 
 
 def check_same_model(state: Mapping[str, Tensor], metadata: Metadata) -> None:
-    """Raise RunError unless the checkpoint has every tensor of the model, in its (global) shape."""
+    """Raise RunError unless the checkpoint contains every tensor of the model with the same global shape."""
     wrong = []
     for key, tensor in state.items():
         saved = metadata.state_dict_metadata.get(key)
@@ -140,7 +137,7 @@ def check_same_model(state: Mapping[str, Tensor], metadata: Metadata) -> None:
 
 
 def optimizer_template(parts: Sequence[nn.Module], metadata: Metadata) -> dict[str, Tensor]:
-    """Empty tensors to load `optim.*` into: a state of its parameter's shape is laid out like the parameter."""
+    """Return empty tensors to load `optim.*` into. A state with the shape of its parameter is sharded like it."""
     saved: dict[str, list[tuple[str, TensorStorageMetadata]]] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if key.startswith("optim.") and isinstance(entry, TensorStorageMetadata):
@@ -159,7 +156,7 @@ def optimizer_template(parts: Sequence[nn.Module], metadata: Metadata) -> dict[s
 def load_optimizer_state(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, loaded: Mapping[str, Tensor]
 ) -> None:
-    """Hand `optim.*` tensors to the optimizer; each goes to the device and dtype that the optimizer itself wants."""
+    """Load `optim.*` tensors into the optimizer, which moves them to its devices and dtypes."""
     by_name: dict[str, dict[str, Any]] = {}
     for full_key, tensor in loaded.items():
         name, _, key = full_key.removeprefix("optim.").rpartition("#")

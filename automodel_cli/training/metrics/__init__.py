@@ -1,0 +1,1 @@
+"""Metrics of a run: accumulation, FLOPs and memory estimates, progress line and metrics file."""

@@ -1,0 +1,1 @@
+"""Watch a run: hangs, slow ranks, recompilation and profiles."""

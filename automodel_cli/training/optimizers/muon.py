@@ -1,4 +1,7 @@
-"""Muon for the hidden matrices and AdamW for the rest, as one torch optimizer with one state."""
+"""Muon for hidden matrices and AdamW for all other parameters, as one torch optimizer with one state.
+
+Shape suffixes: `_S` is the shard of this rank.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from automodel_cli.training.optimizers.newton_schulz import measured_dtype, orthogonalise
+from automodel_cli.training.optimizers.newton_schulz import measured_dtype, orthogonalize
 from automodel_cli.training.optimizers.param_groups import TrainableParam, decay_groups
 from automodel_cli.training.optimizers.stochastic_rounding_adamw import (
     MOMENTS,
@@ -20,20 +23,28 @@ from automodel_cli.training.optimizers.stochastic_rounding_adamw import (
 )
 
 _FLOAT32 = "newton_schulz_float32"
-"""State of a matrix whose first step took fp32 products: a run that goes on elsewhere keeps them (else bfloat16)."""
+"""State key of a matrix whose first step used fp32 GEMMs. A run that resumes on other hardware keeps using fp32."""
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """The algorithm of `torch.optim.Muon` on `muon_params`, `torch.optim.AdamW` on `adamw_params`.
+    """Apply the algorithm of `torch.optim.Muon` to `muon_params` and of `torch.optim.AdamW` to `adamw_params`.
 
-    Muon orthogonalises a whole matrix, so a sharded one must be gathered first: momentum stays on the shard
-    (elementwise), its update is gathered, orthogonalised by every rank alike and cut again. So every layout gives the
-    numbers of one process; run as DTensor operations, the bfloat16 products would be rounded differently on each
-    layout.
+    Muon orthogonalizes complete matrices. Steps for a sharded matrix:
 
-    Group options are those of the two torch classes; `muon=True` marks the groups of the first, whose `ns_dtype` is the
-    dtype of the products, None to measure (collective over all ranks: every rank has one of these optimizers, if need
-    be without matrices).
+    1. Momentum is updated on the shard (elementwise).
+    2. The update is all-gathered, and every rank orthogonalizes the full matrix.
+    3. Each rank applies its shard of the result.
+
+    Every mesh therefore computes the numbers of one process. DTensor operations would round the bfloat16 GEMMs
+    differently on each mesh.
+
+    Args:
+        muon_params: hidden matrices. May be empty on a pipeline rank.
+        adamw_params: all other trainable parameters.
+        muon: options of `torch.optim.Muon`, and `ns_dtype`, the dtype of the GEMMs. If it is None, the dtype is
+            measured, which is collective over all ranks.
+        adamw: options of `torch.optim.AdamW`.
+        decay_embeddings: apply weight decay to embeddings.
     """
 
     def __init__(
@@ -56,12 +67,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_adamw = decay_groups(adamw_params, adamw["weight_decay"], embeddings=decay_embeddings)
         groups += [{**group, "muon": False, **rest} for group in of_adamw]
         super().__init__(groups, {})
-        # The inner AdamW works on our groups and our state; constructing it fills in the options it expects in a group.
+        # The inner AdamW shares groups and state with this optimizer. Its constructor adds its defaults to the groups.
         adamw_groups = self._groups(muon=False)
         self._adamw = _adamw(adamw_groups) if adamw_groups else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load moments without a detour through the parameter's dtype, to which torch's own method rounds them."""
+        """Load a state without rounding moments to the dtype of the parameter, as the method of torch does."""
         super().load_state_dict(state_dict)
         load_moments(self, state_dict, ("momentum_buffer", *MOMENTS), lambda param: moment_dtype(param.dtype))
 
@@ -79,14 +90,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 if param.grad is not None:
                     _muon_step(param, self.state[param], group)
         if self._adamw is not None:
-            # Again at every step: loading a state replaces both dictionaries of an optimizer.
+            # Assigned at every step, because loading a state replaces both objects.
             self._adamw.state, self._adamw.param_groups = self.state, self._groups(muon=False)
             self._adamw.step()
         return loss
 
 
 def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return torch's AdamW, which keeps moments in the dtype of a parameter, or for float16 ours."""
+    """Return `torch.optim.AdamW`, or for float16 parameters an AdamW whose moments are not float16."""
     if not any(param.dtype == torch.float16 for group in groups for param in group["params"]):
         return torch.optim.AdamW(groups)
     lr, betas, eps = (groups[0][name] for name in ("lr", "betas", "eps"))
@@ -94,7 +105,14 @@ def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def _muon_step(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One update of one matrix: momentum and decay on the shard, orthogonalisation on the whole."""
+    """Update one matrix: momentum and weight decay on the shard, orthogonalization on the full matrix.
+
+    With momentum m, gradient g, learning rate lr and weight decay w::
+
+        m <- mu m + (1 - mu) g
+        u <- mu m + (1 - mu) g if nesterov else m
+        p <- (1 - lr w) p - adjusted_lr(lr) orthogonalize(u)
+    """
     grad = param.grad
     assert grad is not None
     if "momentum_buffer" not in state:
@@ -106,20 +124,21 @@ def _muon_step(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]
     momentum_S.lerp_(grad_S, 1 - group["momentum"])
     update_S = grad_S.lerp(momentum_S, group["momentum"]) if group["nesterov"] else momentum_S
     kept = torch.float32 if state.get(_FLOAT32) else torch.bfloat16
-    whole = orthogonalise(_whole(update_S, param), group["ns_steps"], group["ns_dtype"] or kept)
+    whole = orthogonalize(_whole(update_S, param), group["ns_steps"], group["ns_dtype"] or kept)
     param_S.mul_(1 - group["lr"] * group["weight_decay"])
     param_S.add_(_shard(whole, param), alpha=-_adjusted_lr(group, param.shape))
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard, sharing its memory: the operations on it are elementwise, and those on DTensors cost more than
-    they compute for all but large matrices.
+    """Return the shard of this rank, which shares memory with `tensor`.
+
+    Elementwise operations on shards avoid the dispatch overhead of DTensor, which dominates for small matrices.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(update_S: Tensor, param: nn.Parameter) -> Tensor:
-    """The matrix of which `update_S` is this rank's shard. Collective over the ranks that share `param`."""
+    """Return the full matrix of the shard `update_S`. Collective over the mesh of `param`."""
     if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
         return update_S
     shape, stride = param.shape, param.stride()
@@ -130,7 +149,7 @@ def _whole(update_S: Tensor, param: nn.Parameter) -> Tensor:
 
 
 def _shard(whole: Tensor, param: nn.Parameter) -> Tensor:
-    """This rank's shard of a matrix that all ranks hold."""
+    """Return this rank's shard of a replicated matrix."""
     if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
         return whole
     mesh = param.device_mesh
@@ -139,7 +158,11 @@ def _shard(whole: Tensor, param: nn.Parameter) -> Tensor:
 
 
 def _adjusted_lr(group: dict[str, Any], shape: torch.Size) -> float:
-    """The step size of a matrix, as `torch.optim.Muon` adjusts it."""
+    """Return the learning rate adjusted to the shape of a matrix, as in `torch.optim.Muon`.
+
+    `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), so that the RMS of the update matches AdamW (Liu et al., 2025).
+    `original`: sqrt(max(1, rows / columns)) (Jordan et al., 2024).
+    """
     rows, columns = shape
     if group["adjust_lr"] == "match_rms_adamw":
         return float(group["lr"] * 0.2 * math.sqrt(max(rows, columns)))

@@ -1,8 +1,8 @@
-"""Newton-Schulz orthogonalisation of Muon's updates, and the dtype of its products.
+"""Newton-Schulz orthogonalization of Muon updates, and the dtype of its GEMMs.
 
-The dtype only has to be precise enough for five iterations that do not converge anyway: bfloat16 is what
-`torch.optim.Muon` and its authors take. Where the processor has no bfloat16 units its products are emulated, and fp32
-is both exact and ten times faster (256 x 256 on one AVX2 core: 0.4 ms against 5.0 ms).
+The five iterations do not converge, so bfloat16 is precise enough. `torch.optim.Muon` uses it too. If the processor has
+no bfloat16 units, bfloat16 GEMMs are emulated and fp32 is ten times faster (256 x 256 on one AVX2 core: 0.4 ms instead
+of 5.0 ms).
 """
 
 from __future__ import annotations
@@ -16,16 +16,27 @@ from torch import Tensor
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 _SLOWER = 3.0
-"""bfloat16 must take this many times as long as fp32 to be given up: units make it faster, emulation 10 times slower,
-so neither noise nor a busy machine makes two runs choose differently."""
+"""Use fp32 if bfloat16 takes this many times as long. Hardware support makes bfloat16 faster and emulation makes it 10
+times slower, so noise does not change the choice between two runs."""
 
 
-def orthogonalise(update_RC: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
-    """Of U S V^T about U V^T, in `dtype`: the quintic iteration of Keller Jordan's Muon, with its coefficients.
+def orthogonalize(update_RC: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
+    """Return an approximation of U V^T for the matrix U S V^T, computed in `dtype`.
 
-    In bfloat16 bit for bit what `torch.optim.Muon` computes. R rows, C columns.
+    Quintic Newton-Schulz iteration of Muon (Jordan et al., 2024)::
+
+        X <- X / ||X||
+        X <- a X + (b A + c A A) X  with  A = X X^T
+
+    In bfloat16 the result is bitwise identical to `torch.optim.Muon`.
+
+    Args:
+        update_RC: matrix with R rows and C columns.
+        num_steps: number of iterations.
+        dtype: dtype of the GEMMs.
     """
     a, b, c = _COEFFICIENTS
+    # Iterate on the orientation with fewer rows, so that A = X X^T is as small as possible.
     tall = update_RC.shape[0] > update_RC.shape[1]
     x = update_RC.to(dtype, copy=True)
     x = x.T if tall else x
@@ -37,8 +48,9 @@ def orthogonalise(update_RC: Tensor, num_steps: int, dtype: torch.dtype) -> Tens
 
 
 def measured_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16, or float32 where a rank's bfloat16 products are emulated. Collective if there is a process group, so
-    that all ranks take one dtype.
+    """Return float32 if any rank emulates bfloat16 GEMMs, else bfloat16.
+
+    Collective if a process group is initialized, so that all ranks use one dtype.
     """
     slow = torch.tensor(int(emulates_bfloat16(device)), device=device)
     if dist.is_initialized():
@@ -47,17 +59,17 @@ def measured_dtype(device: torch.device) -> torch.dtype:
 
 
 def emulates_bfloat16(device: torch.device) -> bool:
-    """Measured on one product: about 30 ms where it is so, less than 5 elsewhere."""
+    """Measure whether bfloat16 GEMMs are emulated. Takes about 30 ms if they are, otherwise less than 5 ms."""
     size = 2048 if device.type == "cuda" else 256
     return _seconds(torch.bfloat16, size, device) > _SLOWER * _seconds(torch.float32, size, device)
 
 
 def _seconds(dtype: torch.dtype, size: int, device: torch.device) -> float:
-    """The shortest of five, after one that loads the kernel."""
+    """Return the minimum time of five GEMMs in seconds, after one warm-up."""
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     found = []
     for _ in range(6):
         began = time.perf_counter()
-        (matrix @ matrix.T)[0, 0].item()  # waits for the device
+        (matrix @ matrix.T)[0, 0].item()  # synchronizes with the device
         found.append(time.perf_counter() - began)
     return min(found[1:])

@@ -182,7 +182,7 @@ class Muon:
     the update so that learning rates tuned for AdamW fit (arXiv:2502.16982); "original" is sqrt(max(1, rows /
     columns)). `adamw_lr=None` uses `lr` for AdamW too.
 
-    `ns_dtype`: of the matrix products that orthogonalise. `auto` is bfloat16, and float32 where a measurement at the
+    `ns_dtype`: of the matrix products that orthogonalize. `auto` is bfloat16, and float32 where a measurement at the
     start shows that the device has no units for bfloat16 (then 10 times slower). All ranks take the same one, and a run
     that is resumed elsewhere keeps it.
     """
@@ -256,7 +256,7 @@ class Muon:
                 fix="optimizer.ns_dtype=auto",
             )
 
-    def orthogonalises(self, item: TrainableParam) -> bool:
+    def orthogonalizes(self, item: TrainableParam) -> bool:
         """Whether this parameter is Muon's; AdamW has the others."""
         is_matrix = item.param.ndim == 2 and item.is_matrix and not item.is_embedding
         return is_matrix and not any(name in item.name for name in self.adamw_names)
@@ -269,8 +269,8 @@ class Muon:
 
         params = require_trainable(parts)
         return MuonWithAdamW(
-            [item for item in params if self.orthogonalises(item)],
-            [item for item in params if not self.orthogonalises(item)],
+            [item for item in params if self.orthogonalizes(item)],
+            [item for item in params if not self.orthogonalizes(item)],
             muon={
                 "lr": self.lr,
                 "weight_decay": self.weight_decay,
@@ -294,7 +294,7 @@ class Muon:
         """One momentum, or AdamW's two moments."""
         from automodel_cli.training.optimizers.stochastic_rounding_adamw import moment_dtype
 
-        return (1.0 if self.orthogonalises(item) else 2.0) * moment_dtype(item.param.dtype).itemsize * numel
+        return (1.0 if self.orthogonalizes(item) else 2.0) * moment_dtype(item.param.dtype).itemsize * numel
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,10 @@ def remove(path: Path) -> None:
 
 DAMAGE = [
     (SHARD, cut, r"__0_0\.distcp has [\d,]+ bytes, not [\d,]+"),
-    (SHARD, flip, r"__0_0\.distcp holds other bytes than were written"),
+    (SHARD, flip, r"__0_0\.distcp .*XXH3-128"),
     (SHARD, remove, r"__0_0\.distcp is missing"),
     (METADATA, cut, r"\.metadata has [\d,]+ bytes, not"),
-    (METADATA, flip, r"\.metadata holds other bytes"),
+    (METADATA, flip, r"\.metadata .*XXH3-128"),
     (METADATA, remove, r"\.metadata is missing"),
     (META, cut, r"meta\.json cannot be read"),
     (META, remove, r"meta\.json is missing"),
@@ -142,4 +142,4 @@ def _two_ranks(rank: int, world: int, folder: Path) -> tuple[float | None, str]:
 
 def test_ranks_share_the_reading_and_agree(tmp_path: Path) -> None:
     for resumed, said in launch_all(_two_ranks, 2, tmp_path):
-        assert resumed == 1 and "step-000002 is damaged: __1_0.distcp holds other bytes" in said
+        assert resumed == 1 and "step-000002 " in said and "__1_0.distcp " in said and "XXH3-128" in said

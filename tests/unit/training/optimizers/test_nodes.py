@@ -18,7 +18,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.training.optimizers import newton_schulz
 from automodel_cli.training.optimizers import nodes as optimizers_nodes
 from automodel_cli.training.optimizers.lr_scheduler import WSD, Constant, Cosine, Linear, build_lr_scheduler
-from automodel_cli.training.optimizers.newton_schulz import orthogonalise
+from automodel_cli.training.optimizers.newton_schulz import orthogonalize
 from automodel_cli.training.optimizers.nodes import AdamW, AdamW8bit, Muon, build_optimizer
 from automodel_cli.training.optimizers.param_groups import trainable
 from automodel_cli.training.optimizers.schedule_plan import SchedulePlan, differ, extended_factor, factor_of
@@ -168,15 +168,15 @@ def test_newton_schulz_is_torchs_in_bfloat16_and_exact_in_float32(shape):
     param.grad = update.clone()
     torch.optim.Muon([param], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="original").step()
     scale = max(1, shape[0] / shape[1]) ** 0.5
-    assert torch.equal(-scale * orthogonalise(update, 5, torch.bfloat16).float(), param.detach())
+    assert torch.equal(-scale * orthogonalize(update, 5, torch.bfloat16).float(), param.detach())
 
     u, singular, v = torch.linalg.svd(update.double(), full_matrices=False)
     singular = singular / update.double().norm()
     for _ in range(5):
         singular = 3.4445 * singular - 4.7750 * singular**3 + 2.0315 * singular**5
     exact = u @ singular.diag() @ v
-    torch.testing.assert_close(orthogonalise(update, 5, torch.float32).double(), exact, rtol=0, atol=2e-6)
-    assert (orthogonalise(update, 5, torch.bfloat16).double() - exact).abs().max() > 1e-4
+    torch.testing.assert_close(orthogonalize(update, 5, torch.float32).double(), exact, rtol=0, atol=2e-6)
+    assert (orthogonalize(update, 5, torch.bfloat16).double() - exact).abs().max() > 1e-4
 
 
 def test_products_are_fp32_exactly_where_bfloat16_is_emulated(monkeypatch):
