@@ -1,7 +1,7 @@
-"""JSON as numbered rows: one object per line, or one array of objects that is read piece by piece.
+"""Read JSON as numbered rows: one object per line, or one array of objects, which is read incrementally.
 
-What no tokenizer or template could take (half a surrogate pair, a number of thousands of digits, endless nesting) is
-the error of its row. Memory is that of the largest row, whatever the size of the file.
+Values that tokenizers and templates cannot process become errors of their row: half of a surrogate pair, an integer of
+thousands of digits, deep nesting. Memory is bounded by the largest row, not by the file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parse_json(text: str) -> Any:
 
 
 def check_value(value: Any, text: str) -> None:
-    """Refuse what JSON can say and no tokenizer can take; `text` is the JSON, so that most values need no walk."""
+    """Raise RowError for valid JSON that tokenizers cannot process. `text` is the JSON, to skip most traversals."""
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise _too_deep(text)
     if "\\u" in text:
@@ -102,7 +102,7 @@ def _lone_surrogate(value: Any, place: str) -> tuple[str, str] | None:
 
 
 def read_lines(file: Iterable[bytes]) -> Iterator[NumberedRow]:
-    """One row per line, numbered by line; blank lines are none. An object spread over lines is one refused row."""
+    """Yield one row per nonblank line, with its line number. An object over several lines is one rejected row."""
     lines = enumerate(bounded_lines(file), 1)
     held: tuple[int, bytes] | None = None
     while item := held or next(lines, None):
@@ -187,7 +187,7 @@ def _json_type(value: Any) -> str:
 
 
 def read_array(file: IO[bytes]) -> Iterator[NumberedRow]:
-    """The elements of one JSON array, numbered from 1. What breaks the array's syntax ends it with a `DAMAGED` row."""
+    """Yield the elements of one JSON array, numbered from 1. A syntax error yields a `DAMAGED` row and ends it."""
     window = _Window(file)
     number = 1
     try:
@@ -229,7 +229,7 @@ class _Window:
         return True
 
     def next_character(self) -> str:
-        """The next that is no space, without taking it; empty at the end of the text."""
+        """Return the next character that is not white space without consuming it, or "" at the end of the text."""
         while True:
             found = _SPACE.match(self.text, self.at)
             assert found is not None, "the pattern matches nothing as well"
@@ -244,7 +244,7 @@ class _Window:
         self.at += len(character)
 
     def element(self) -> Row | RowError:
-        """The next value. Raises RowError where the text is no JSON, so that nothing after it can be told apart."""
+        """Return the next value. Raises RowError if the text is not valid JSON: the rest cannot be read then."""
         self.next_character()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: how one is described, how many become one error, and how they are kept on disk."""
+"""Rejected rows: errors of single rows, one error for all rejected rows, and `rejected.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from automodel_cli.config.errors import DataError
 MAX_EXCERPT = 160
 MAX_LINES_LISTED = 8
 DAMAGED = "damaged_file"
-"""The code of a place behind which a file cannot be read: dropping that row would drop all rows after it."""
+"""Code of a file that is unreadable after this row. Skipping the row would skip all rows after it."""
 
 
 class RowError(Exception):
-    """One row cannot be used. `code` is the cause that rows are grouped by, `fix` a pasteable remedy of that cause."""
+    """A row cannot be used. Rows are grouped by `code`. `fix` is a pasteable remedy, `raw` the unparsed text."""
 
     def __init__(self, code: str, message: str, *, fix: str | None = None, raw: str | None = None):
         super().__init__(message)
         self.code, self.message, self.fix, self.raw = code, message, fix, raw
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keyword arguments survive the way back from a worker process."""
+        """Keep keyword arguments when a worker process sends the error."""
         return _row_error, (self.code, self.message, self.fix, self.raw)
 
 
@@ -33,7 +33,7 @@ def _row_error(code: str, message: str, fix: str | None, raw: str | None) -> Row
 
 
 def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The result, or the row's error as a value, so that the other rows of a batch go on."""
+    """Return the result or the RowError as a value, so that the other rows of a batch are processed."""
     try:
         return function(*args, **options)
     except RowError as error:
@@ -41,13 +41,11 @@ def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 class TableRow(dict[str, Any]):
-    """A row of a file with one schema for all: its nested objects hold every key that any row has, null where this row
-    has none.
-    """
+    """A row of a file with a schema. Its nested objects contain the keys of all rows, with null for absent ones."""
 
 
 def without_nulls(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row; of a table without the nested keys that are null, since chat templates test for a key's presence."""
+    """Return the row. Nested null keys of a `TableRow` are removed, because templates test for presence of keys."""
     return _without_nulls(row) if isinstance(row, TableRow) else row
 
 
@@ -61,7 +59,7 @@ def _without_nulls(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SourceRow:
-    """Where a row of the data stands: file by number, line, and the row itself for the list of refused ones."""
+    """Origin of a row: index of the file, line, and the row itself for the list of rejected rows."""
 
     file: int
     line: int
@@ -70,7 +68,7 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A line of `rejected.jsonl`: where a row stands, why it was refused, and the row itself (text when unreadable)."""
+    """A line of `rejected.jsonl`: origin, cause and contents of a row. Unreadable rows are text."""
 
     source: str
     line: int
@@ -81,21 +79,22 @@ class Rejected:
 
 
 def write_rejected(path: Path, rejected: Sequence[Rejected]) -> None:
-    """One JSON object per line; what JSON cannot hold (dates, bytes of a parquet column) is written as text."""
+    """Write one JSON object per line. Values without a JSON type (dates, bytes) are written as text."""
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for item in rejected:
             file.write(json.dumps(asdict(item), ensure_ascii=False, default=str) + "\n")
 
 
 def read_rejected(path: Path) -> list[Rejected]:
-    """The rows that `write_rejected` kept."""
+    """Read the file that `write_rejected` wrote."""
     with path.open(encoding="utf-8") as file:
         return [Rejected(**json.loads(line)) for line in file]
 
 
 def rows_error(rejected: Sequence[Rejected], num_rows: int, *, fix: str) -> DataError:
-    """One error for all refused rows: per cause the first in full with its text, the others counted and some lines
-    named.
+    """Return one error for all rejected rows.
+
+    For each cause it contains the first row with its message, the number of further rows, and some of their lines.
     """
     groups: dict[str, list[Rejected]] = {}
     for item in rejected:
@@ -123,7 +122,7 @@ def _excerpt(row: Any) -> str:
 
 
 def refuse_damaged(rejected: Sequence[Rejected], num_rows: int) -> None:
-    """Raise DataError where a file could not be read to its end: no policy for bad rows covers rows nobody saw."""
+    """Raise DataError if a file could not be read to its end. `data.on_invalid_row` does not apply to unread rows."""
     damaged = [row for row in rejected if row.code == DAMAGED]
     if damaged:
         raise rows_error(damaged, num_rows, fix="repair the file: rows after the damage cannot be read")

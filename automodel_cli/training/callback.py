@@ -1,9 +1,9 @@
-"""What else happens in a run: the one list of callbacks of a session, ours and the user's.
+"""Callbacks of a run: the protocol, and the list that calls those of the recipe and of the config.
 
-    callbacks: [{_target_: mine.Watch}]        # and on the command line --trust-package mine
+    callbacks: [{_target_: my_package.Watch}]        # and on the command line --trust-package my_package
 
-A callback of your own inherits from `Callback` and overrides what it wants to hear; see examples/own_callback.py.
-Torch-free at import, like everything that a config names.
+A custom callback inherits from `Callback` and overrides the hooks that it needs (examples/own_callback.py). Importing
+this module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class TrainedModel(Protocol):
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """As they are trained: sharded, and only this rank's stages."""
+        """Sharded model parts: the pipeline stages of this rank."""
         ...
 
 
 class Run(Protocol):
-    """What a callback sees of its run. Every rank has one."""
+    """The run, as a callback sees it. Exists on every rank."""
 
     run_dir: Path
     is_main: bool
-    """Whether this rank (0) is the one that writes and prints."""
+    """Whether this is rank 0, which writes and prints."""
     first_step: int
-    """Steps done before this process began: 0, or those of the checkpoint that it goes on from."""
+    """Number of completed steps at the start of this process: 0, or the step of the resumed checkpoint."""
     num_steps: int
     tokenizer: Any
     mesh: Mesh
@@ -55,47 +55,60 @@ class Run(Protocol):
     @property
     def model(self) -> TrainedModel: ...
     def print(self, text: str) -> None:
-        """A line of the run's output, on rank 0."""
+        """Print a line of the run's output on rank 0."""
         ...
 
 
 class Callback(Protocol):
-    """Hears of a run on every rank, in the order of the list; all ranks call a hook at the same point, so that it may
-    use collectives. A callback is constructed by every command that reads the config: open files in `on_start`.
+    """Hooks that run on every rank, in the order of the list.
 
-    An exception ends the run and is reported with the callback's name; the checkpoints written before stay whole.
+    - All ranks call a hook at the same point, so it may use collectives.
+    - Every command that reads the config constructs the callback. Open files in `on_start`.
+    - An exception ends the run with an error that names the callback. Existing checkpoints stay complete.
     """
 
     def on_start(self, run: Run, state: Any) -> None:
-        """Before the first step, with the model as it is trained. `state` is what `on_checkpoint` returned for the
-        checkpoint that the run goes on from; None where there is none."""
+        """Run before the first step, after the model was sharded.
+
+        `state` is the result of `on_checkpoint` in the resumed checkpoint, or None.
+        """
         return None
 
     def on_step(self, run: Run, step: int, values: Mapping[str, Number]) -> Mapping[str, Number] | None:
-        """After optimizer step `step` (1-based). `values` are its row of metrics.jsonl so far (loss, grad_norm, lr,
-        ...), of all ranks together; they may be tensors on the device, and to read one waits for it. Returns further
-        columns of the row (rank 0's are written), or None."""
+        """Run after optimizer step `step` (1-based).
+
+        Args:
+            run: the run.
+            step: number of completed steps.
+            values: metrics of the step over all ranks (loss, grad_norm, lr, ...). They may be tensors on the device,
+                and reading one synchronizes with the device.
+
+        Returns:
+            Further columns for metrics.jsonl, of which those of rank 0 are written, or None.
+        """
         return None
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> Mapping[str, float] | None:
-        """When the held-out rows have been measured after `step` steps. `values` is what was measured so far. Returns
-        further measurements, or None."""
+        """Run after a validation at `step`. `values` are its metrics so far. Return further metrics, or None."""
         return None
 
     def on_checkpoint(self, run: Run, step: int) -> Any:
-        """Before the checkpoint of `step` is written. What rank 0 returns (JSON values) becomes part of it, for
-        `on_start`."""
+        """Run before the checkpoint of `step` is written. Return JSON values to store in it, for `on_start`.
+
+        The values of rank 0 are stored.
+        """
         return None
 
     def on_end(self, run: Run, succeeded: bool) -> None:
-        """When the run ends, also by a failure, and when it was told to stop: the place to close files."""
+        """Run at the end, also after a failure or a stop signal. Close files here."""
         return None
 
 
 class Callbacks:
-    """The callbacks of one run: first the recipe's own, whose errors are bugs and stay as they are, then the user's.
+    """The callbacks of one run: those of the recipe first, then those of the config.
 
-    `states`: what they returned for the checkpoint that the run goes on from, by name.
+    Errors in callbacks of the recipe are bugs and keep their traceback. Errors in callbacks of the config become a
+    RunError that names the callback. `states` are the results of `on_checkpoint` in the resumed checkpoint, by name.
     """
 
     def __init__(self, run: Run, states: Mapping[str, Any]):
@@ -104,7 +117,7 @@ class Callbacks:
         self._users: dict[str, Callback] = {}
 
     def start(self, users: Sequence[Callback]) -> None:
-        """Begin with those of the config."""
+        """Add and start the callbacks of the config."""
         for callback in users:
             name = self._free_name(callback)
             with self._named(name, "on_start"):
@@ -112,37 +125,39 @@ class Callbacks:
             self._users[name] = callback
 
     def add(self, callback: Callback) -> None:
-        """One more of the recipe's own, which is heard before the user's."""
+        """Add and start a callback of the recipe. It is called before those of the config."""
         name = self._free_name(callback)
         callback.on_start(self._run, self._states.get(name))
         self._own[name] = callback
 
     def step(self, step: int, values: Mapping[str, Number]) -> dict[str, Number]:
-        """What all of them add to the row of a step."""
+        """Return the columns that all callbacks add to the metrics of a step."""
         return self._gathered("on_step", step, values)
 
     def validation(self, step: int) -> dict[str, float]:
-        """What all of them measure."""
+        """Return the metrics that all callbacks add to a validation."""
         return self._gathered("on_validation", step, {})
 
     def checkpoint(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps of them, by name."""
+        """Return the states to store in a checkpoint, by name of the callback."""
         states = {}
         for name, callback in (self._own | self._users).items():
             with self._named(name, "on_checkpoint", step):
                 state = callback.on_checkpoint(self._run, step)
                 if state is not None:
-                    json.dumps(state)  # refused here, before anything is written
+                    json.dumps(state)  # raise TypeError before anything is written
                     states[name] = state
         return states
 
     def unclaimed(self) -> list[str]:
-        """Names of the callbacks whose state the checkpoint holds, and which this run does not have."""
+        """Return the names of callbacks that have a state in the checkpoint but are not part of this run."""
         return [name for name in self._states if name not in self._own and name not in self._users]
 
     def end(self, *, succeeded: bool) -> Exception | None:
-        """Tell all of them, whatever the others do. Of a run that succeeded the first failure is returned; all others
-        are printed."""
+        """Call `on_end` of all callbacks, even if some fail.
+
+        If the run succeeded, the first failure is returned. All other failures are printed.
+        """
         failures: list[Exception] = []
         for name, callback in (self._users | self._own).items():
             try:
@@ -160,7 +175,7 @@ class Callbacks:
         return f"{base} #{number + 1}" if number else base
 
     def _gathered(self, hook: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What the hooks return, one after the other; each sees what was found before it."""
+        """Collect the results of a hook. Each callback receives the values of the previous ones."""
         found: dict[str, Any] = {}
         for name, callback in (self._own | self._users).items():
             known = {**values, **found}
@@ -173,7 +188,7 @@ class Callbacks:
         return found
 
     def _check(self, name: str, hook: str, more: Any, known: Mapping[str, Any]) -> None:
-        """Refuse what no row of metrics.jsonl can hold."""
+        """Raise RunError unless `more` is a mapping of new names to scalars."""
         if not isinstance(more, Mapping):
             raise RunError(
                 f"callback {name}.{hook} returned {more!r}, but must return a mapping of names to numbers",
@@ -197,7 +212,7 @@ class Callbacks:
 
     @contextmanager
     def _named(self, name: str, hook: str, step: int | None = None) -> Iterator[None]:
-        """What a user's callback raises in here names it."""
+        """Convert exceptions of a callback of the config to a RunError that names it."""
         try:
             yield
         except ConfigError:
@@ -215,7 +230,7 @@ class Callbacks:
 
 
 def _place(error: Exception, name: str) -> str:
-    """File and line: the innermost of the callback's own module, else of all."""
+    """Return file and line of the innermost frame in the module of the callback, or of the innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     module = sys.modules.get(name.partition(" ")[0].rpartition(".")[0])
     mine = [frame for frame in frames if module is not None and frame.filename == module.__file__]

@@ -33,7 +33,7 @@ from automodel_cli.config.errors import RunError
 
 
 def _path(*parts: str) -> str:
-    return "/".join(parts)  # where the checkpoint was written: only told
+    return "/".join(parts)  # path at which the checkpoint was written, not used
 
 
 _CLASSES = (
@@ -59,14 +59,14 @@ and call whatever the file names."""
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint's folder, for files that anybody may have written: nothing in them is executed.
+    """Reader of checkpoint folders of untrusted origin. Code in the files is never executed.
 
     `.metadata` may name the classes that describe tensors and nothing else. Tensors are read with `weights_only`, by
     torch itself; entries that are no tensors, which torch would unpickle without it, are refused.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises RunError for metadata that is damaged or names anything else."""
+        """Read the metadata. Raises RunError if it is damaged or refers to other classes."""
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         before = [dict(vars(kind)) for kind in _CLASSES]
         with self.fs.create_stream(path, "rb") as file:
@@ -78,7 +78,7 @@ class CheckpointReader(dcp.FileSystemReader):
                 raise _refused(path, f"cannot be read: {type(error).__name__}: {error}") from error
             finally:
                 changed = [_restored(kind, content) for kind, content in zip(_CLASSES, before, strict=True)]
-        if any(changed):  # a pickle may set attributes of whatever it names
+        if any(changed):  # a pickle can set attributes of the classes that it names
             raise _refused(path, "changes the classes that it names")
         _check(metadata, path)
         if metadata.storage_meta is None:
@@ -103,7 +103,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _restored(kind: type, before: dict[str, Any]) -> bool:
-    """Whether attributes of the class had changed; they are as before now."""
+    """Restore the attributes of a class. Return whether they had changed."""
     now = dict(vars(kind))
     changed = [name for name in {*now, *before} if now.get(name) is not before.get(name)]
     for name in changed:
@@ -115,7 +115,7 @@ def _restored(kind: type, before: dict[str, Any]) -> bool:
 
 
 def _check(metadata: object, path: Path) -> None:
-    """What a later reader takes on trust: only tensors, in files of this folder."""
+    """Raise RunError unless the metadata describes only tensors in files of this folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise _refused(path, "describes no tensors")
     for name, entry in metadata.state_dict_metadata.items():

@@ -1,15 +1,15 @@
-"""Unrolling: a conversation as one document per trained turn, each with the history that the model sees at inference.
+"""Unroll a conversation into one document per trained turn, each with the history that the model sees at inference.
 
-The document of turn i is the template's rendering of the messages before it, with its generation prompt, then what the
-model has to say: the turn and its stop token. That is right for every template, however it rewrites earlier turns, and
-costs the tokens of the repeated histories.
+The document of turn i is the rendering of the previous messages with the generation prompt, followed by the turn and
+its stop token. This is correct for every template, including those that render earlier turns differently. The cost is
+the repetition of histories: three turns of 100 tokens become documents of 100, 200 and 300 tokens.
 
-What the model has to say is what the rendering of the conversation up to turn i has after the prompt. Two kinds of
-templates need more care. Where the turn changes how the messages before it are rendered (gpt-oss drops the reasoning
-in front of a tool call once an answer follows), the turn's text is what follows the generation prompt in that
-rendering, found by rendering another turn in its place. Where the generation prompt opens a reasoning block that the
-template does not render in the turn (DeepSeek-R1, Nemotron-3), the model has to close it before it answers: the row's
-reasoning stands inside, or nothing.
+The text of a turn is the part of the rendered conversation after the prompt. Two kinds of templates need more work:
+
+- The turn changes the rendering of earlier messages (gpt-oss removes the reasoning before a tool call once an answer
+  follows). The text of the turn is located by rendering another turn in its place.
+- The generation prompt opens a reasoning block that the template does not render in the turn (DeepSeek-R1,
+  Nemotron-3). The model must close the block, so the document contains the reasoning of the row, or an empty block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from automodel_cli.data.tokenized import Encoded
 
 OPEN, CLOSE = "<think>", "</think>"
 STAND_IN = {"role": "assistant", "content": "kwelvorn"}
-"""The other turn; its content begins like no answer."""
+"""Replacement turn. No answer begins with its content."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class TurnTexts:
 
 
 def continuation(texts: TurnTexts, message: dict[str, Any]) -> str:
-    """What the model has to say after `texts.prompt`, as far as the template renders it; white space at its end
-    included. Raises RowError when the template does not let the turn follow its own generation prompt.
+    """Return the text of a turn after `texts.prompt`, including white space at its end.
+
+    Raises RowError if the rendered turn does not begin with the generation prompt.
     """
     prompt, upto = texts.prompt, texts.upto
     if upto.startswith(prompt):
@@ -97,11 +98,11 @@ def reasoning_of(message: dict[str, Any]) -> str:
 def turn_document(
     tokenizer: Any, ends: TurnEnds, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], kind: str
 ) -> Encoded:
-    """A turn after its prompt, trained up to its stop token. `pieces` are the tokens of the prompt, of both as one
-    text, and of the turn.
+    """Return the document of one turn, trained up to its stop token.
 
-    Taken from the one text when the prompt's tokens are a prefix of it, else both for themselves: that is what the
-    model sees when it is given the prompt alone.
+    `pieces` are the tokens of the prompt, of prompt and turn as one text, and of the turn. If the tokens of the prompt
+    are a prefix of the tokens of the text, the text is used. Otherwise prompt and turn are encoded separately, because
+    the model sees the tokens of the prompt alone at inference.
     """
     given, ids, alone = pieces
     if not np.array_equal(ids[: len(given)], given):

@@ -1,14 +1,17 @@
-"""Special tokens that stand in a row's own strings: as plain text, instead of as control tokens.
+"""Encode special tokens in the strings of a row as plain text instead of control tokens.
 
-Whoever writes `<|im_end|>` into a question must not end the turn. What the template writes stays a control token. The
-two are told apart in three steps, exactly and for every template: (1) In the row's strings each special token gets a
-first character of private use, and the row is rendered. (2) In the rendered text the two spellings change places: what
-still looked like a special token came from the template and gets the private character; the row's own get their first
-character back. Every text keeps its length. (3) The result is encoded by a copy of the tokenizer whose special tokens
-begin with the private character, so that the plain spelling is ordinary text to it; its ids are mapped back.
+`<|im_end|>` in a question must not end the turn, but the `<|im_end|>` of the template must. Three steps distinguish the
+two exactly, for every template:
 
-Tokens that a tokenizer adds without calling them special (`<think>`, `<tool_call>` of Qwen3) are what their authors
-write as text on purpose, and are left alone.
+1. In the strings of the row, the first character of each special token is replaced by a private-use character. The row
+   is rendered.
+2. In the rendered text the spellings are swapped. A remaining special token comes from the template and gets the
+   private character. The tokens of the row get their first character back. The length of the text does not change.
+3. A copy of the tokenizer, whose special tokens begin with the private character, encodes the text. To this tokenizer
+   the plain spelling is ordinary text. Its ids are mapped back.
+
+Added tokens that are not special (`<think>`, `<tool_call>` of Qwen3) are not changed, because authors write them as
+text on purpose.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ class SpecialText:
         return self._private_characters.sub(lambda match: self._plain[match[0]], text)
 
     def swap(self, text: str) -> str:
-        """Hide the special tokens of a text and restore those that were hidden; as long as before."""
+        """Hide the special tokens of a text and restore hidden ones. The length does not change."""
         return self.hide(text) if not self._private_characters.search(text) else self._swap(text)
 
     def _swap(self, text: str) -> str:
@@ -88,7 +91,7 @@ class SpecialText:
         return "".join([*parts, self.hide(text[last:])])
 
     def check(self, value: Any) -> None:
-        """Raise RowError where the special tokens of a value are unwanted, or cannot be encoded as text."""
+        """Raise RowError if special tokens are not allowed or cannot be encoded as text."""
         found = list(dict.fromkeys(self._all_found(value)))
         if self.choice == "refuse":
             raise RowError(
@@ -128,7 +131,7 @@ class SpecialText:
         return SpelledTokenizer(self)
 
     def encode_text(self, text: str, add_special_tokens: bool) -> np.ndarray:
-        """Token ids, int32, of a text that is the row's own from end to end; what the tokenizer adds around it stays
+        """Return the token ids, int32, of a text without a template. Tokens that the tokenizer adds around it stay
         special. Raises RowError like `check`.
         """
         self.check(text)
@@ -188,7 +191,7 @@ class SpelledTokenizer:
 
 
 class SpecialChats:
-    """Encodes by `encoder`; conversations that hold special tokens as text by one that tells the two apart."""
+    """Encoder of conversations that handles special tokens in their text. Other conversations use `encoder`."""
 
     def __init__(self, encoder: ChatEncoder, special: SpecialText):
         self.encoder, self.special = encoder, special

@@ -1,13 +1,16 @@
-"""Whether a rendered conversation holds what the row brings.
+"""Check that a rendered conversation contains every part of its row.
 
-A template without a branch for a role, for calls, or for reasoning leaves them out in silence; an empty turn would be
-trained in their place. Two questions are asked. Of every row: does each of its strings stand in the text, as it is or
-escaped, whitespace aside? And once for each shape of conversation (roles, keys, number of calls): with a word of our
-own in every string, does each word come out? The second finds what the first cannot: a call's name also stands in the
-list of tools, its argument also in the question. A string under suspicion is tried by itself, with the word at its
-start, middle and end, before its row is refused: one that the template only rewrites passes.
+Templates without a branch for a role, for tool calls or for reasoning omit them without an error, and an empty turn
+would be trained. Two checks find omitted parts:
 
-Reasoning of an earlier turn that is not trained may be missing: that is the history the model sees at inference.
+1. Every row: each string of the row occurs in the text, verbatim or escaped, ignoring white space.
+2. Once per shape of conversation (roles, keys, number of calls): a unique marker is inserted into every string, and
+   each marker must occur in the text. This finds parts that occur elsewhere too, for example a function name that is
+   also in the list of tools.
+
+Before a row is rejected, each suspect string is tested separately with the marker at its start, middle and end. Strings
+that the template only rewrites therefore pass. Reasoning of earlier untrained turns may be missing, because the model
+does not see it at inference either.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ THINK_END = "</think>"
 KEY = object()
 """Ends the path of a key, as opposed to that of its value."""
 _FREE_KEYS = frozenset({"role", "tool_call_id", "train", "weight", "name"})
-"""Keys of messages that name things instead of saying them; `name` is asked for where it is not a tool's."""
+"""Keys that templates need not render. `name` is checked if the message is not a tool result."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A string of the row: where it stands, the part of it that must be rendered, and how a message calls it."""
+    """A string of the row: its path, the part that must be rendered, and its label in error messages."""
 
     path: Path
     start: int
@@ -45,7 +48,7 @@ class Slot:
 
 @dataclass
 class RenderedCheck:
-    """Asks both questions about conversations rendered by one template; remembers shapes that came out whole."""
+    """Both checks for one template. Shapes that passed are remembered."""
 
     whole_shapes: set[Any] = field(default_factory=set)
 
@@ -73,7 +76,7 @@ class RenderedCheck:
         """Whether a word at the start, in the middle and at the end of this string alone is rendered each time."""
         for at in {0, len(slot.text) // 2, len(slot.text)}:
             marked = _try(render, chat, {slot: (_word(0), at)})
-            if marked is None:  # the template validates this string: what stands in the text decides
+            if marked is None:  # the template validates this string: search the text instead
                 return _stands(slot.text, text)
             if _word(0) not in marked:
                 return False
@@ -86,7 +89,7 @@ def _word(number: int) -> str:
 
 
 def _try(render: Render, chat: Conversation, words: Mapping[Slot, tuple[str, int]]) -> str | None:
-    """The text with words put into slots, lower case; None when the template refuses."""
+    """Return the text with markers inserted into slots, in lower case, or None if the template raises."""
     places: dict[Path, list[tuple[int, str]]] = {}
     for slot, (word, at) in words.items():
         places.setdefault(slot.path, []).append((slot.start + at, word))

@@ -1,10 +1,10 @@
-"""What a format is: which fields it reads from a row, what it makes of them, and how. Torch-free.
+"""Protocol of dataset formats: the fields that a format reads, and the kind of document that it returns.
 
-A format of your own is a frozen dataclass with `fields`, `makes` and `read`, named by the config:
+A custom format is a frozen dataclass with `fields`, `makes` and `read`, which the config names:
 
-    data: {path: quiz.jsonl, format: {_target_: mine.Quiz}}        # and on the command line --trust-package mine
+    data: {path: quiz.jsonl, format: {_target_: my_package.Quiz}}   # and on the command line --trust-package my_package
 
-See examples/own_format.py and docs/guides/dataset_formats.md. Ours stand in the table `data/formats.FORMATS`.
+See examples/own_format.py and docs/guides/dataset_formats.md. Does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rows whose strings already hold what preparation adds: BOS, EOS, or the text of a chat template.
+"""Detect rows that already contain BOS, EOS or the text of a chat template.
 
-Such rows would be trained with it twice, without an error and with a plausible loss. A sample of each dataset is
-examined; where at least half of it is rendered already, the dataset is refused with the overrides that read it as it
-is. A single question about control tokens is no rendered row, and `special_tokens_policy=as_text` skips the check.
+Preparation would add these a second time, without an error and with a plausible loss. If at least half of a sample of
+the dataset is already rendered, DataError suggests the overrides that read the rows unchanged. A single question about
+control tokens does not count. `special_tokens_policy=as_text` skips the check.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def refuse_rendered(
     templated: bool,
     plain_works: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Raise DataError where at least half of these documents hold what would be added.
+    """Raise DataError if at least half of the documents contain text that would be added a second time.
 
-    `templated`: a chat template renders them. `plain_works`: whether the rows can be read without a template.
+    `templated`: a chat template renders the documents. `plain_works`: whether the rows can be read without a template.
     """
     if config.special_tokens_policy == "as_text":
         return

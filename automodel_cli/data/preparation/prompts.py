@@ -1,4 +1,4 @@
-"""Prompts to sample from: conversations without their answer, each with the row it comes from, for the rewards."""
+"""Prepare prompts for generation: conversations without their final answer, with the row that rewards read."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _content(prompts: Sequence[Prompt]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What preparation did, for the run's header."""
+    """Report of the preparation, for the startup summary."""
 
     names: list[str]
     num_train: int
@@ -143,7 +143,7 @@ class PromptReport:
 
 @dataclass(frozen=True)
 class PreparedPrompts:
-    """What a run that samples reads."""
+    """Prompts of a run that generates responses, with their report."""
 
     train: PromptDataset
     validation: PromptDataset | None
@@ -159,9 +159,11 @@ def prepare_prompts(
     tools_of: ToolsOf = no_tools,
     samples_per_row: int = 1,
 ) -> PreparedPrompts:
-    """Read, render and tokenise all prompts. Those longer than `max_tokens` are dropped or refused, as
-    `truncation` says; so much has room where `samples_per_row` stand in a row. `tools_of` a row are shown to the
-    model besides what the row says. Raises DataError with every row that cannot be used.
+    """Read, render and tokenize all prompts.
+
+    Prompts longer than `max_tokens` are dropped or rejected, depending on `data.truncation`. `samples_per_row` is the
+    number of samples that share a packed row. `tools_of` returns the environment tools of a row, which the template
+    renders. Raises DataError that lists all rejected rows.
     """
     reader = _Reader(config, tokenizer, max_tokens, tools_of, samples_per_row)
     root = cache_root(config.cache_dir)
@@ -268,7 +270,7 @@ class _Reader:
         sample = first_rows(source, SAMPLE_ROWS)
         check_mapped(sample, node.column_mapping, source.name)
         fmt = prompt_format(node.format)
-        refused = (*MEDIA, "functions")  # what else is there may be for rewards
+        refused = (*MEDIA, "functions")  # rewards may read other columns
         reader = RowReader(fmt, node.column_mapping, chat=True, keys=self.keys, refused=refused)
         self._refuse_rendered([attempt(_asked, reader, row) for row in sample], source.name)
         prompts: list[Prompt] = []
@@ -278,7 +280,7 @@ class _Reader:
         return prompts
 
     def _refuse_rendered(self, sample: Sequence[Conversation | RowError], where: str) -> None:
-        """Raise DataError where most prompts hold BOS or a template that would be added again."""
+        """Raise DataError if most prompts contain BOS or a rendered template that would be added a second time."""
         chats = [chat for chat in sample if not isinstance(chat, RowError)]
         templated = self.chats is not None
         render = self.chats.encoder.render_messages if self.chats is not None else None
@@ -292,7 +294,7 @@ class _Reader:
         )
 
     def _kept(self, batch: Sequence[SourceRow], source: Source, reader: RowReader) -> Iterator[Prompt]:
-        """The prompts of these rows that can be used; the others are counted."""
+        """Return the usable prompts of these rows, and count the other rows."""
         self.num_rows += len(batch)
         read = [attempt(self._asked, reader, origin.row) for origin in batch]
         good = [chat for chat in read if not isinstance(chat, RowError)]
@@ -386,7 +388,7 @@ class _Reader:
 
 
 def _asked(reader: RowReader, row: Any) -> Conversation:
-    """What the model is shown of a row: its messages without the answer at their end."""
+    """Return the conversation of a row without the assistant messages at its end."""
     if isinstance(row, RowError):
         raise row
     chat = reader.read(row)
