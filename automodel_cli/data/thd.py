@@ -76,7 +76,9 @@ class THDBatch:
         }
 
 
-def squeeze_row(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
+def squeeze_row(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`module.register_forward_pre_hook(squeeze_row, with_kwargs=True)`: drops the leading 1 of a chunk that is one
     row, and what fills up its boundaries."""
     if kwargs.get("qkv_format") != "thd" or kwargs["input_ids"].dim() == 1:

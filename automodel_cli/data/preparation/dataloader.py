@@ -83,7 +83,8 @@ class RowStream:
             for nth in np.unique(passes).tolist():
                 chosen = passes == nth
                 rows[chosen] = shuffled(size, self.seed, 2, source, nth)[rows[chosen]]
-        return rows + self.first[source]
+        numbers: np.ndarray = rows + self.first[source]
+        return numbers
 
 
 class BatchLoader(Generic[T]):

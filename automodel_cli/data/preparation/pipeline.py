@@ -147,7 +147,7 @@ def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
 
 
 def _round_up(share: float) -> float:
-    return min(1.0, np.ceil(share * 100 + 1e-9) / 100)
+    return float(min(1.0, np.ceil(share * 100 + 1e-9) / 100))
 
 
 def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part], list[_Part]]:

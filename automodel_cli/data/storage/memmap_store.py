@@ -97,7 +97,8 @@ class TokenStore:
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each document, int64, (documents,)."""
-        return np.diff(self.offsets) + self.shared
+        lengths: np.ndarray = np.diff(self.offsets) + self.shared
+        return lengths
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and the label mask of one document, with its shared beginning."""
@@ -246,7 +247,7 @@ def write_tokens(
             special_tokens += sum(item.num_special for item in good)
             special_rows += sum(item.num_special > 0 for item in good)
             columns.describe(own)
-            ends_trained += sum(int(_last_trained(item)) in special_ids for item in good)
+            ends_trained += sum(_last_trained(item) in special_ids for item in good)
             turn_ends.update(token for item in good for token in _turn_ends(item))
     columns.save(folder)
     write_rejected(folder / "rejected.jsonl", rejected)
@@ -313,7 +314,7 @@ def _next_trained(trained: np.ndarray) -> np.ndarray:
 
 
 def _last_trained(item: Encoded) -> int:
-    return item.ids[np.flatnonzero(item.trained)[-1]]
+    return int(item.ids[np.flatnonzero(item.trained)[-1]])
 
 
 def _turn_ends(item: Encoded) -> list[int]:
@@ -389,7 +390,8 @@ def _roles(kind: str, judgements: np.ndarray) -> np.ndarray:
 
 
 def _load(folder: Path, name: str) -> np.ndarray:
-    return np.load(folder / f"{name}.npy")
+    values: np.ndarray = np.load(folder / f"{name}.npy")
+    return values
 
 
 def _map(folder: Path, name: str, dtype: str) -> np.ndarray:

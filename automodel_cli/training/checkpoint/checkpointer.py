@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from automodel_cli.training.early_stopping import Goal
 from automodel_cli.training.optimizers.lr_scheduler import LRSchedule
 from automodel_cli.training.torch_compat import CheckpointReader
 
+T = TypeVar("T")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -349,8 +350,7 @@ class Checkpointer:
             if _find(error, KeyboardInterrupt) is not None:  # torch wraps the errors of ranks
                 raise KeyboardInterrupt from error
             raise self._failed(final, error) from error
-        written: Path = self._from_rank0(lambda: self._finish(temporary, final, {**meta, "files": files}))
-        return written
+        return self._from_rank0(lambda: self._finish(temporary, final, {**meta, "files": files}))
 
     def _begin(self, final: Path) -> Path:
         try:
@@ -387,7 +387,7 @@ class Checkpointer:
             fix="free space on this disk, output_dir=<another disk>, or checkpoint.keep_latest_k=1" if full else None,
         )
 
-    def _from_rank0(self, make: Callable[[], Any]) -> Any:
+    def _from_rank0(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0. Every rank returns its result or raises its RunError."""
         outcome: list[Any] = [None, None]
         if self._rank == 0:
@@ -399,7 +399,8 @@ class Checkpointer:
             dist.broadcast_object_list(outcome, src=0, group=self._group, device=torch.device("cpu"))
         if outcome[1] is not None:
             raise outcome[1]
-        return outcome[0]
+        result: T = outcome[0]
+        return result
 
 
 def _check_same_optimizer(meta: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
