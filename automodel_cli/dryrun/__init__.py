@@ -1,1 +1,1 @@
-"""The real step of any config at its real size on fake CUDA tensors: what `automodel dryrun` measures without a GPU."""
+"""Dry run: execute the training step of a config on fake CUDA tensors and measure memory and communication."""

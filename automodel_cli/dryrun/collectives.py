@@ -1,4 +1,4 @@
-"""Collectives of a group that answers alone: counted, timed, and with the integers that the others would have sent."""
+"""Simulated collectives in one process: counted, timed, and with the integers of the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `automodel dryrun` does: traced ranks in processes of their own, and what follows from them."""
+"""Implementation of `automodel dryrun`: trace ranks in separate processes and report the results."""
 
 from __future__ import annotations
 

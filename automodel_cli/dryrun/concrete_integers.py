@@ -1,4 +1,4 @@
-"""Real integers beside fake tensors.
+"""Concrete integer values for fake tensors.
 
 Floats of a dry run are only shapes, but what depends on data (label positions, document bounds, tokens per expert) must
 take its true path. So every fake tensor of integers or booleans that is computed from known ones has a real twin on

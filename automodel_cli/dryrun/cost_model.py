@@ -1,4 +1,4 @@
-"""FLOPs and ideal time of one operator call: the roofline of a dry run."""
+"""Roofline model: FLOPs and ideal time of one operator call."""
 
 from __future__ import annotations
 

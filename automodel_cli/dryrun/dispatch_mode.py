@@ -1,4 +1,4 @@
-"""The dispatch mode of a traced rank: sees every operator, keeps real integers, counts, and moves the clocks."""
+"""Dispatch mode of a traced rank: intercept every operator, count it and advance the simulated clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what ranks did to the time of a whole step: the schedule's simulator on the durations of their stages."""
+"""Estimate the time of a full step: simulate the schedule with the measured stage durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.cuda` that pretends: one GPU of the chosen kind, streams and events whose waits are counted and timed.
+"""Fake `torch.cuda`: one GPU of the chosen kind, with streams and events whose waits are counted and timed.
 
 Only in the process of a traced rank: nothing here is undone.
 """

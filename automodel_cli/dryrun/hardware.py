@@ -1,4 +1,4 @@
-"""What a dry run assumes about GPUs and the links between them. Torch-free.
+"""Hardware constants of the dry run: GPU peaks and link bandwidths. Torch-free.
 
 Peaks are those of the vendors' data sheets. Shares of them are what others have published of single kernels on an H100
 or H200, granted to every GPU; this project has measured none of them. Those of products: `product_speed`.

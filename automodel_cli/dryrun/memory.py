@@ -1,4 +1,4 @@
-"""Bytes of live storages, by what they are and by the line that made them: on fake CUDA, or on a real CPU."""
+"""Live memory by kind and by source line, on fake CUDA or on a real CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dry run as text."""
+"""Text report of a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model time of one GPU: a clock for the host, one for each stream, one for each communicator.
+"""Simulated time of one GPU: one clock each for the host, every stream and every communicator.
 
 The host launches one call after another (`LAUNCH_SECONDS` each); a kernel starts when the host has come to it and its
 stream is free; a collective when its communicator is free too. Waiting moves clocks forward, as streams and events

@@ -1,4 +1,4 @@
-"""What data-parallel strategies other than FSDP2 need so that tensors without values reach all of their work."""
+"""Adaptations of data-parallel strategies other than FSDP2 to fake tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes that would make a config fit, each of them dry-run: plans choose the few that are worth it."""
+"""Find config changes that fit into memory: plan all, dry-run the most promising."""
 
 from __future__ import annotations
 

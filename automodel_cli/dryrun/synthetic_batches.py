@@ -1,4 +1,4 @@
-"""The microbatches of a dry run: rows as long as the config's, documents as long as its data's, where that is known."""
+"""Microbatches of a dry run, with the row and document lengths of the config and its data."""
 
 from __future__ import annotations
 

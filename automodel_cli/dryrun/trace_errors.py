@@ -1,4 +1,4 @@
-"""Whose fault a failed trace is: the step's, which would fail on a GPU as well, or the dry run's own.
+"""Classify errors of a trace: errors of the step, which would occur on a GPU too, or bugs of the dry run.
 
 The dry run replaces devices, streams, kernels and process groups. An error that these replacements cause says nothing
 about the run.

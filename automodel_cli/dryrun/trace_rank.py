@@ -1,4 +1,4 @@
-"""One rank of a run on fake tensors: built as a run builds it, two real `train_step`s, the second one measured."""
+"""Trace one rank on fake tensors: run two real `train_step`s and measure the second one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dry run is asked, and the limits of its answer. Torch-free: the command reads this."""
+"""Requests and results of a dry run. Torch-free, because the command imports it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Judging models: tasks on held-out rows, scores with intervals, comparisons of two models on the same questions."""
+"""Evaluation: tasks on held-out rows, scores with confidence intervals, paired comparison of models."""

@@ -1,4 +1,4 @@
-"""What an evaluation asks: the nodes of `automodel eval -c EVAL`. Torch-free.
+"""Config of `automodel eval`: tasks and bootstrap settings. Torch-free.
 
 A task of your own is a node with `run(candidate)` (see `evaluation/eval_model.py`) that returns an `Outcome`. Tasks are
 part of a run's validations too (`validation.tasks`).

@@ -1,4 +1,4 @@
-"""One model that is judged, built as for training under its own layout."""
+"""A model under evaluation, built with its training layout."""
 
 from __future__ import annotations
 

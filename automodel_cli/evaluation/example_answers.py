@@ -1,4 +1,4 @@
-"""A few questions of a task with the answers of every model, as lines for a terminal. Torch-free."""
+"""Sample questions and answers of a task as terminal lines. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions that a model answers with its own samples, judged by rewards."""
+"""Generation tasks: sample responses and score them with rewards."""
 
 from __future__ import annotations
 

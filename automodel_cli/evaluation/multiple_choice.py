@@ -1,4 +1,4 @@
-"""Multiple choice by log-probs: the head scores every choice as the continuation of its question."""
+"""Multiple-choice tasks: score every choice by its log-prob as continuation of the question."""
 
 from __future__ import annotations
 

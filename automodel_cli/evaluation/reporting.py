@@ -1,4 +1,4 @@
-"""What an evaluation found, as lines with intervals and paired differences, and as a file. Torch-free."""
+"""Report of an evaluation: scores with intervals, paired differences, and a JSON file. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An evaluation from its models to its files: every task on every model, in one process group."""
+"""Run every task of an evaluation on every model, in one process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of one task on one model, and what may be said of them: means, intervals, paired comparisons. Torch-free."""
+"""Scores of a task: means, confidence intervals and paired differences. Torch-free."""
 
 from __future__ import annotations
 

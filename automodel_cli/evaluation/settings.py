@@ -1,4 +1,4 @@
-"""The settings of the built-in tasks, without what runs them (`generation.py`, `choice.py`). Torch-free."""
+"""Settings of the built-in tasks, which `generation.py` and `multiple_choice.py` run. Torch-free."""
 
 from __future__ import annotations
 

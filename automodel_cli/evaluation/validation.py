@@ -1,4 +1,4 @@
-"""Tasks of an evaluation as part of a run's validations: the model as it is trained, under its own layout."""
+"""Evaluation tasks during training (`validation.tasks`), on the model under training."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How processes start: this process, torch's launcher, torchrun, srun."""
+"""Process start: the local launcher, torchrun, Slurm, Kubernetes and SkyPilot."""

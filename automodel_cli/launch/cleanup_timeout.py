@@ -1,4 +1,4 @@
-"""Bound the clean-up after a failure of one rank of several, which may wait for ranks that wait for this one."""
+"""Limit the clean-up time after a failure, because ranks may wait for each other forever."""
 
 from __future__ import annotations
 

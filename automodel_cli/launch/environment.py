@@ -1,4 +1,4 @@
-"""Environment variables that this program or a launcher sets for its ranks, and the environment without them.
+"""Environment variables set for ranks, and the user's environment without them.
 
 A rank sees more than its user has set: where the ranks meet, how many threads each may start, how CUDA's allocator
 works. A program that a rank starts, such as a generation server, must not inherit any of it. vLLM's sleep mode and

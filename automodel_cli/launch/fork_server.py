@@ -1,4 +1,4 @@
-"""Run a function on n gloo ranks of this machine, forked from one warm server that has imported torch already.
+"""Run a function on n gloo ranks, forked from a server process that has already imported torch.
 
     def sum_of_ranks(rank, world):                  # module level: ranks find it by name
         value = torch.tensor(float(rank))

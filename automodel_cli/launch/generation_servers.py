@@ -1,4 +1,4 @@
-"""Generation servers that a job starts besides its ranks, on machines of their own. Torch-free."""
+"""Config of the generation servers that a job starts in addition to its ranks. Torch-free."""
 
 from __future__ import annotations
 

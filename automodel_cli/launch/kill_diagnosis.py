@@ -1,4 +1,4 @@
-"""Why a process was killed from outside: what the kernel says of it, where that can be read."""
+"""Diagnose SIGKILL: read the kernel log and the memory counters of the control group."""
 
 from __future__ import annotations
 

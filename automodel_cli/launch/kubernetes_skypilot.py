@@ -1,4 +1,4 @@
-"""Files for other schedulers than Slurm: a Kubernetes JobSet with its ConfigMap, a SkyPilot task. Pure text.
+"""Job files for Kubernetes (JobSet and ConfigMap) and SkyPilot.
 
 JobSet (jobset.x-k8s.io/v1alpha2) is what Kubeflow's Trainer makes of its TrainJobs, and takes volumes as pods do. Every
 node runs torchrun; where one fails all start again, and the run goes on from its newest checkpoint.

@@ -1,4 +1,4 @@
-"""glibc's allocator, told to keep what training frees: the same tensors come back at the next step."""
+"""Configure glibc's allocator to keep freed memory, because every step allocates the same tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Network interfaces of this host, and the one that reaches another host. Torch-free."""
+"""Network interfaces of this host, and the interface that reaches another host. Torch-free."""
 
 from __future__ import annotations
 

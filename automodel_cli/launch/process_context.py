@@ -1,4 +1,4 @@
-"""What this process is: a command that a person typed, or one rank that torchrun or srun has already started."""
+"""Detect whether this process is an interactive command or a rank started by torchrun or srun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a process quick to start and a polite neighbour; called before torch is imported."""
+"""Process settings before torch is imported: garbage collection, CPU threads and the CUDA allocator."""
 
 from __future__ import annotations
 

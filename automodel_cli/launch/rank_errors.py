@@ -1,4 +1,4 @@
-"""What every rank refuses alike is printed once."""
+"""Print an error that all ranks of a host raise only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's side of a start by `launch.local` or by our Slurm script: who I am, where my output goes, how I ended.
+"""Rank side of the local launcher and the Slurm script: pid files, output redirection and exit codes.
 
 torch's elastic launcher and `srun --kill-on-bad-exit` report one flattened exit code and kill the peers of any worker
 that exits non-zero. So a rank leaves its exit code in a file of the launcher's status folder, and a clean stop

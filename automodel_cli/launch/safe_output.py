@@ -1,4 +1,4 @@
-"""Output that cannot end a run: a closed terminal, a broken pipe and a full disk under stdout are survived."""
+"""Output streams that survive a closed terminal, a broken pipe and a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run to completion: SIGINT, SIGTERM and SIGUSR1 ask a run to stop at the next step boundary, with a checkpoint.
+"""Signal handling: SIGINT, SIGTERM and SIGUSR1 stop a run after the current step, with a checkpoint.
 
 SIGUSR1 is the notice that schedulers send before they end a job (`sbatch --signal`).
 

@@ -1,4 +1,4 @@
-"""A run as a Slurm job: the batch script, and the call that hands it in. Torch-free.
+"""Slurm jobs: write the batch script of a run and submit it. Torch-free.
 
 One Slurm task is one rank, started by `srun`: Slurm itself then delivers signals to every rank of every node, ends all
 of them when one dies and names it. torchrun between the two would die of USR1 itself, flatten exit codes to 1 and end

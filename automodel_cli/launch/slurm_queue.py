@@ -1,4 +1,4 @@
-"""Why a job that Slurm has accepted can never start. Torch-free.
+"""Detect Slurm jobs that were accepted but can never start. Torch-free.
 
 By default Slurm accepts a job that exceeds the limits of its partition, and lets it wait for an administrator.
 """

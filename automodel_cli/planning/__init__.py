@@ -1,1 +1,1 @@
-"""What a config needs before anything runs: stages, memory, idle time, from the model's config alone."""
+"""Plan of a config without running it: stages, memory and pipeline idle time."""

@@ -1,4 +1,4 @@
-"""Which activations to recompute on GPUs of some size: as few as the plan's estimate says they have room for."""
+"""Choose the least activation checkpointing with which the estimated memory fits."""
 
 from __future__ import annotations
 

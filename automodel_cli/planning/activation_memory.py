@@ -1,4 +1,4 @@
-"""Bytes that a microbatch leaves behind for its backward, layer by layer, read off autograd on the meta device.
+"""Activation memory of a microbatch per layer, measured by autograd on the meta device.
 
 The whole model runs forward with shapes only: nothing is allocated, and what every operator of the family keeps is
 counted, whatever the family. Attention counts as a fused kernel (queries, keys, values, outputs) unless the config

@@ -1,4 +1,4 @@
-"""Bytes that the head computes with, on the rank that has it, while every activation of its microbatch is alive.
+"""Memory of the head and the loss on their rank, while all activations of the microbatch are live.
 
 With V rows of the weight on this rank, D their width, S tokens of a microbatch, c of a chunk, and b bytes a number of
 what the head computes in if those are fewer than 4, else 0:

@@ -1,4 +1,4 @@
-"""The pieces of a model that a plan moves around: its layers and what is before and after them, on the meta device."""
+"""Costs of the layers of a model, of its embedding and of its head, computed on the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes on one GPU that do not depend on the microbatch: parameters, gradients, optimizer states.
+"""Static memory of one GPU: parameters, gradients and optimizer states.
 
 Exact arithmetic from shapes, dtypes and mesh, for what this program does; allocator rounding, fragmentation and
 communication buffers are not counted, hence "estimate".

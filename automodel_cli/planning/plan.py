@@ -1,4 +1,4 @@
-"""The plan of a run: who holds what, how much memory that takes, how long ranks wait. No weights, no process group."""
+"""Plan of a run: layers, memory and idle time of each rank. Needs no weights and no process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of one GPU: how much tensors may take, and what they take by kind. Torch-free."""
+"""Usable memory of one GPU, and memory by kind. Torch-free."""
 
 from __future__ import annotations
 

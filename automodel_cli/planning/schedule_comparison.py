@@ -1,4 +1,4 @@
-"""Stages, programs and timelines of a config, for its own schedule and for every other one."""
+"""Compare pipeline schedules: stages, programs and timelines of a config."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run leaves for people: plots and the offline report."""
+"""Plots and the offline HTML report of runs."""

@@ -1,4 +1,4 @@
-"""Drawings of a run that are no curves: lengths of documents, ranks of a layout. For pages, in their colours."""
+"""Charts of document lengths and of the ranks of a mesh, in the colors of the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SVG elements, and a plane with axes: what every drawing is made of. No plotting library, no script. Torch-free."""
+"""SVG elements and axes for all plots, without a plotting library. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss curve of a run as one SVG, drawn here: no plotting library, no script, readable on light and dark pages."""
+"""Loss curve of a run as an SVG for light and dark pages, without a plotting library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run ran on, for its report: versions and machine; nothing about the user."""
+"""Software versions and hardware of a run, for its report. Contains no user data."""
 
 from __future__ import annotations
 

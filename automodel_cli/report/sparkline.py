@@ -1,4 +1,4 @@
-"""One recorded number of one or several runs over steps, as a small SVG that a page shows beside others."""
+"""Small SVG plot of one metric of one or several runs over steps."""
 
 from __future__ import annotations
 

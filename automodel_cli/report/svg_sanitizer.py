@@ -1,4 +1,4 @@
-"""An SVG file of a run folder as part of a page: shapes and text, and nothing that a browser would execute or load."""
+"""Sanitize SVG files for the report: keep shapes and text, remove scripts and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights a run was begun from: what a resumed run reads of them again must be the same ones."""
+"""Fingerprint of the initial weights of a run, checked when the run resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: what counts as an improvement, and its weights as what the run leaves."""
+"""Best checkpoint of a run: track the validation metric, and load its weights at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The export of a chosen checkpoint, written when it is first asked for."""
+"""Export of a selected checkpoint, written on first use."""
 
 from __future__ import annotations
 

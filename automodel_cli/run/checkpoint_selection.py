@@ -1,4 +1,4 @@
-"""Which checkpoint of a run a command means: the best, the last, or that of a step."""
+"""Select a checkpoint of a run: best, last, or by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the root of a config must be for the command line to start it. No torch here: every command asks it."""
+"""Base class of config roots that the command line can start. Torch-free, because every command imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model answered to held-out questions, before and after training."""
+"""Accuracy and answers on held-out questions, before and after training."""
 
 from __future__ import annotations
 

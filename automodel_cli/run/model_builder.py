@@ -1,4 +1,4 @@
-"""The model of a run on this rank: built, cut, parallelised and loaded; what everything else asks of it."""
+"""Model of a run on this rank: build it, split it into stages, parallelize it and load weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a recipe to what its plan depends on."""
+"""Convert a recipe into a plan request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every recipe shares: the sections of the YAML, and the rules between them.
+"""Base class of recipes: the config sections and the rules between them.
 
 Importing this module, and building a recipe, needs no torch: `automodel check` does both. Everything heavy is imported
 when a run starts.

@@ -1,4 +1,4 @@
-"""How the learning rate of a run goes on that is resumed with another number of steps."""
+"""Learning-rate schedule of a run that resumes with another number of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run writes: a folder of its own, chosen once for all ranks."""
+"""Choose and create the run folder, once for all ranks."""
 
 from __future__ import annotations
 

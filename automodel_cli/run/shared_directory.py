@@ -1,4 +1,4 @@
-"""Whether all ranks see one folder: rank 0 writes a random word there, and the others read it."""
+"""Check that all ranks share a folder: rank 0 writes a random token and the others read it."""
 
 from __future__ import annotations
 

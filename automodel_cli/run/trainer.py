@@ -1,4 +1,4 @@
-"""One rank's share of a run: everything that exists once processes do, in the order in which it comes to be.
+"""Trainer: all objects of a run on one rank, and its training loop.
 
 data (before any process group) -> process group and mesh -> run folder -> model -> parallelizer -> weights
 -> optimizer and schedule -> checkpoint, if the run goes on -> meter

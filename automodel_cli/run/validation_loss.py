@@ -1,4 +1,4 @@
-"""What a validation measures where a recipe says nothing else: the loss on the held-out rows."""
+"""Default validation: the loss on the held-out rows."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Run folders on disk: what a run writes about itself; finding, comparing and clearing runs. No torch."""
+"""Run folders on disk: records, and finding, comparing and cleaning runs. Torch-free."""

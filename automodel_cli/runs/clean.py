@@ -1,4 +1,4 @@
-"""What of a run is no longer needed: found, said, and removed only when asked. Nothing of a run that goes on."""
+"""Find and remove files of finished runs that are no longer needed."""
 
 from __future__ import annotations
 

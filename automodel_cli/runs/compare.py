@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs in config, data, code and environment, and where their losses part."""
+"""Compare two runs: config, data, code, environment and the first step with different losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as they lie in folders: what each is, how far it came and how it goes. Reads only."""
+"""Index of run folders: state, progress and metrics of each run. Read-only."""
 
 from __future__ import annotations
 

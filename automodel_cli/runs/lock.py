@@ -1,4 +1,4 @@
-"""One run writes into a folder at a time."""
+"""Lock of a run folder: only one run may write to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a model on the hub, made of what its run left."""
+"""Model card of an export, built from the records of its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's export on the hub."""
+"""Push the export of a run to the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be read of a `run.json`: somebody may have edited it, and another version may have written it."""
+"""Validate `run.json`, which may be edited or written by another version."""
 
 from __future__ import annotations
 

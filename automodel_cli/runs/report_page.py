@@ -1,4 +1,4 @@
-"""The page of runs, made of what their folders hold."""
+"""Build the HTML report of one or several runs from their folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples that a run drew, from its rollouts.jsonl: chosen by step, reward and prompt. Reads only."""
+"""Select samples of a run from rollouts.jsonl by step, reward and prompt. Read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run.json: what a run writes about itself, a public interface.
+"""run.json, the record of a run. Its fields are a public interface.
 
     command     the command line that repeats the run
     recipe      kind of the recipe: sft, dpo, grpo

@@ -1,4 +1,4 @@
-"""One run in some lines of text."""
+"""Summary of one run as text."""
 
 from __future__ import annotations
 

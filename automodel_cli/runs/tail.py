@@ -1,4 +1,4 @@
-"""The newest steps of a run as lines, while it goes on. Torch-free."""
+"""Print the newest steps of a run and follow it while it trains. Torch-free."""
 
 from __future__ import annotations
 

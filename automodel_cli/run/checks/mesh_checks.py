@@ -1,4 +1,4 @@
-"""What a mesh asks of a model, as far as the model's config says it in writing. Nothing is built; no torch.
+"""Check the mesh sizes against the layers, heads and experts in the model config. Torch-free.
 
 The config is the YAML's `model.config` or the `config.json` of a local folder. What neither says (a hub id, a family's
 own default) is checked when the model is built.

@@ -1,4 +1,4 @@
-"""Which files and folders that a config names are not there. Nothing is read, and no network is asked."""
+"""Find missing files and folders of a config, without reading files or using the network."""
 
 from __future__ import annotations
 

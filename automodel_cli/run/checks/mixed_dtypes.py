@@ -1,4 +1,4 @@
-"""When a family's own code multiplies float32 by what the parallelizer computes in: which setting trains it."""
+"""Explain dtype errors of model code that mixes float32 with the compute dtype."""
 
 from __future__ import annotations
 

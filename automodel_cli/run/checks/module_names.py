@@ -1,4 +1,4 @@
-"""Names of modules and parameters in sections besides `model`: each must be one of the whole model's."""
+"""Check module and parameter names in the config against the model."""
 
 from __future__ import annotations
 

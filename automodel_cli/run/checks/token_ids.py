@@ -1,4 +1,4 @@
-"""The ids of a tokenizer beside the rows of the embedding that they select."""
+"""Check the token ids of the data against the size of the embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `automodel data inspect` prints: rows as a run of this recipe reads them."""
+"""Implementation of `automodel data inspect`: print rows as the recipe encodes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `automodel plan` prints: the plan of a recipe on a number of GPUs."""
+"""Implementation of `automodel plan`: print the plan of a recipe for a number of GPUs."""
 
 from __future__ import annotations
 

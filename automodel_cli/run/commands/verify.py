@@ -1,4 +1,4 @@
-"""What `automodel verify` does: a recipe's layouts on a tiny copy of its model, each against one process."""
+"""Implementation of `automodel verify`: compare layouts on a tiny copy of the model with a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What preference losses read of the policy as it is before an update: one more forward pass each."""
+"""Inputs of preference losses from the current policy, each computed in an extra forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the log-probs of the reference model come from: the model as it was loaded, before the first step.
+"""Source of the reference log-probs: the model before the first training step.
 
 `precomputed`: one forward pass over the rows that the run will see, before it starts; kept with the cached data, so
 that a second run, or one that is resumed, finds them. Costs 4 bytes per token on disk and in host memory, and nothing

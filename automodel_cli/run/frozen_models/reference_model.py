@@ -1,4 +1,4 @@
-"""Models as they score tokens: under the distribution that was sampled from, and the reference model."""
+"""Reference model, and log-probs under the sampling distribution."""
 
 from __future__ import annotations
 

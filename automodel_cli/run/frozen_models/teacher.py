@@ -1,4 +1,4 @@
-"""Another, frozen model that a run learns from: its log-probs of the run's own batches."""
+"""Frozen teacher model, and its log-probs for the batches of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a teacher says of rows, measured once: its likeliest tokens in each label's place, kept with the cached data.
+"""Cached teacher log-probs: the most likely tokens at every label position, stored with the prepared data.
 
 8 bytes for each of `top_k` tokens at every token of the rows, on disk; three times as much in host memory while they
 are measured. A file is of these rows, this content of the teacher's files and this `top_k`: others are never read.

@@ -1,4 +1,4 @@
-"""Changes of a config that need less memory: which there are, which of them its checks allow, what a plan says of each.
+"""Suggest config changes that need less memory, with the planned memory of each.
 
 Nothing here is a guess about what is legal: a change is composed into the config and checked like a command line, and
 its memory is that of the plan that follows. A dry run can then measure the few that promise most.

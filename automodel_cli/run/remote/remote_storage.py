@@ -1,4 +1,4 @@
-"""Run folders on object storage: what a URL means, what lies there, and how it comes back to this disk.
+"""Run folders on object storage: list, read and download them.
 
 A run works in a local folder as ever (`local_root`); `run.mirror` copies it to the URL. A checkpoint there is whole if
 and only if it has its metadata file, which is written last and removed first. Torch-free; fsspec is imported only where

@@ -1,4 +1,4 @@
-"""The copy of a run's folder at a URL, kept up to date by a thread while the run goes on."""
+"""Background upload of a run folder to a URL during training."""
 
 from __future__ import annotations
 
