@@ -29,7 +29,7 @@ class EvalTask(Protocol):
 
 @runtime_checkable
 class Prepared(Protocol):
-    """A task that can say before a run trains what is wrong with its questions; one of your own need not."""
+    """A task that validates its questions before training. Custom tasks may omit it."""
 
     def prepare(self, candidate: EvalModel) -> None:
         """Collective."""
@@ -82,6 +82,6 @@ class EvalConfig:
             raise ConfigError("tasks must have at least one entry", code="empty_value", keys=("tasks",))
 
     def longest(self) -> int:
-        """Tokens of the longest prompt with its response that a task may need; 0 where the run's data decide."""
+        """Return the maximum tokens of a prompt with its response. 0: the run's data decide."""
         own = [task.data.seq_len for task in self.tasks.values() if isinstance(task, Generation) and task.data]
         return max(own, default=0)

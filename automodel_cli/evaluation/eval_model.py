@@ -77,13 +77,13 @@ class EvalModel:
 
     @property
     def plays(self) -> RolloutConfig | None:
-        """How conversations with environments go, where the run's questions begin such."""
+        """The rollout config, if the run's questions start conversations with environments."""
         config = getattr(self.recipe, "rollout", None)
         return config if isinstance(config, RolloutConfig) and config.played else None
 
     @cached_property
     def pool(self) -> EnvironmentPool | None:
-        """What answers the model in such conversations; it ends with this model."""
+        """Environments of such conversations. The pool is closed with this model."""
         config = self.plays
         if config is None:
             return None
@@ -94,7 +94,7 @@ class EvalModel:
         return pool
 
     def once(self, task: object, read: Callable[[], T]) -> T:
-        """What `read` returned when this was first called for the task: its questions, as this model's tokens."""
+        """Return the cached result of `read` for the task: its questions as tokens of this model."""
         if id(task) not in self._read:
             self._read[id(task)] = read()
         found: T = self._read[id(task)]
@@ -105,7 +105,7 @@ class EvalModel:
         return list(range(number))[self.mesh.dp_rank :: self.mesh.dp_size]
 
     def gathered(self, mine: dict[int, Any]) -> list[Any]:
-        """What all ranks found, by the number of the question. Collective."""
+        """Return the values of all ranks in the order of the questions. Collective."""
         everywhere: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, mine)
         found = {number: value for of_rank in everywhere for number, value in of_rank.items()}

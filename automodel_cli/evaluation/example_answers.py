@@ -62,7 +62,7 @@ def _mark(value: float | None) -> str:
 
 
 def _answer(item: Mapping[str, Any]) -> str:
-    """What a model said: its choice, or the first of its responses."""
+    """Return the model's choice, or the first of its responses."""
     if "chosen" in item:
         return str(item["chosen"])
     said = item.get("responses") or item.get("said") or [""]

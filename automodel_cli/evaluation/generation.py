@@ -24,9 +24,11 @@ _SHOWN = 4
 
 
 def ask(task: GenerationSettings, candidate: EvalModel) -> TaskScores:
-    """Measures `pass@k` (`accuracy` of one response) and `reward`, the mean over a question's responses. Where a run
-    has environments, its own questions begin conversations with them, whose last message is judged. A question of which
-    a response was left out after an error (`on_error: skip`) counts in no measure. Collective."""
+    """Return `pass@k` (`accuracy` for one response) and the mean `reward` of each question. Collective.
+
+    If a run has environments, its questions start conversations, and rewards score the last message. A question with a
+    response that was skipped after an error (`on_error: skip`) is excluded from all measures.
+    """
     prompts = read_questions(task, candidate)
     places = [(number, index) for number in candidate.share(len(prompts)) for index in range(task.num_samples)]
     requests = [(number, index, prompts[number]) for number, index in places]
@@ -74,7 +76,7 @@ def _name(k: int, task: GenerationSettings) -> str:
 
 
 def read_questions(task: GenerationSettings, candidate: EvalModel) -> list[Prompt]:
-    """What the task asks, read once. Raises ConfigError and DataError."""
+    """Return the questions of the task, read once. Raises ConfigError and DataError."""
     return candidate.once(task, lambda: _prompts(task, candidate))
 
 

@@ -32,7 +32,7 @@ class Harness:
     options: Mapping[str, str]
 
     def check(self) -> None:
-        """Raises ConfigError where `python` has no lm-eval."""
+        """Raise ConfigError if lm-eval is not installed for `python`."""
         done = subprocess.run([self.python, "-c", "import lm_eval"], capture_output=True, text=True)
         if done.returncode:
             here = self.python == sys.executable
@@ -43,7 +43,7 @@ class Harness:
             )
 
     def run(self, model: str) -> dict[str, TaskScores]:
-        """Every task on the model in a folder, or of a hub id. Raises RunError with the end of what it printed."""
+        """Run every task on a model folder or hub id. Raises RunError with the end of the output."""
         with tempfile.TemporaryDirectory() as folder:
             command = self._command(model, Path(folder))
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=of_user())

@@ -54,7 +54,7 @@ def score_choices(task: MultipleChoiceSettings, candidate: EvalModel) -> TaskSco
 
 
 def read_choice_questions(task: MultipleChoiceSettings, candidate: EvalModel) -> list[_Question]:
-    """What the task asks, read once. Raises DataError with the line that is no question."""
+    """Return the questions of the task, read once. Raises DataError with the invalid line."""
     return candidate.once(task, lambda: _questions(task, candidate))
 
 

@@ -36,8 +36,11 @@ class Target:
 
 
 def eval_model_of_run(recipe: Recipe, run_dir: Path, choice: str | None = None) -> Target:
-    """What a run has learnt: a checkpoint (`choice`: see `chosen_checkpoint`), else its export. Raises RunError where
-    it has neither."""
+    """Return the trained model of a run: a checkpoint, or else its export. Raises RunError without both.
+
+    Args:
+        choice: see `chosen_checkpoint`.
+    """
     if choice is not None or CheckpointDir(run_dir / "checkpoints").latest() is not None:
         chosen = chosen_checkpoint(run_dir, choice, prefers_best=recipe.validation.patience is not None)
         return Target(f"{run_dir.name} (step {step_of(chosen)})", recipe, chosen)
@@ -51,7 +54,7 @@ def eval_model_of_run(recipe: Recipe, run_dir: Path, choice: str | None = None) 
 
 
 def before(recipe: Recipe) -> Target:
-    """What a run began with."""
+    """Return the initial model of a run."""
     return Target(BEFORE, recipe)
 
 

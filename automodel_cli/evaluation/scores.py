@@ -37,7 +37,7 @@ class TaskScores:
 
     @property
     def means(self) -> dict[str, float]:
-        """Of each measure over the questions that were judged; NaN where none was."""
+        """Mean of each measure over the scored questions, or NaN without any."""
         known = {measure: known_of(values) for measure, values in self.measures.items()}
         return {measure: sum(values) / len(values) if values else math.nan for measure, values in known.items()}
 
@@ -68,10 +68,10 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def interval(values: Sequence[float], num_resamples: int) -> tuple[float, float]:
-    """95% interval of the mean over questions; NaN without any.
+    """Return the 95% interval of the mean over questions, or NaN without questions.
 
-    Wilson's score interval where every value is 0 or 1, since a bootstrap has no width at 0% and 100%. A percentile
-    bootstrap elsewhere.
+    Binary values use Wilson's score interval, because a bootstrap has no width at 0% and 100%. Other values use a
+    percentile bootstrap.
     """
     if not len(values):
         return math.nan, math.nan
@@ -128,10 +128,10 @@ def _paired_score(values: Sequence[float], others: Sequence[float]) -> tuple[flo
 def paired_difference(
     values: Sequence[float | None], others: Sequence[float | None], num_resamples: int
 ) -> tuple[float, tuple[float, float]]:
-    """Mean of `values - others` over the same questions, and its 95% interval.
+    """Return the mean of `values - others` over the same questions, and its 95% interval.
 
-    A score interval for answers that are right or wrong, else a bootstrap that draws questions: what makes one hard for
-    both does not widen it. Questions that were not judged for both are left out; NaN where all were.
+    Binary answers use a score interval, others a paired bootstrap over questions. Questions that lack a score are
+    excluded. NaN if all are.
     """
     pairs = [(a, b) for a, b in zip(values, others, strict=True) if a is not None and b is not None]
     differences = np.asarray([a - b for a, b in pairs], np.float64)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_tasks(recipe: Recipe) -> None:
-    """What a run can say of `validation.tasks` before anything is built. Raises ConfigError."""
+    """Raise ConfigError for invalid `validation.tasks`, before anything is built."""
     for name, task in recipe.validation.tasks.items():
         key = f"validation.tasks.{name}"
         if recipe.as_classifier:

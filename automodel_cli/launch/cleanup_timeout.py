@@ -18,9 +18,9 @@ LEAVE_SECONDS = 600.0
 
 @contextmanager
 def bounded() -> Iterator[Callable[[BaseException], None]]:
-    """Yield a function that takes the error with which a clean-up begins.
+    """Yield a function that accepts the error with which a clean-up begins.
 
-    Where the clean-up has not ended after `TELL_SECONDS`, the error is printed; after `LEAVE_SECONDS` the process ends.
+    The error is printed if the clean-up takes longer than `TELL_SECONDS`. The process ends after `LEAVE_SECONDS`.
     """
     over = threading.Event()
 

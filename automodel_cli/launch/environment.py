@@ -45,7 +45,7 @@ def set_own(name: str, value: str) -> None:
 
 
 def of_user() -> dict[str, str]:
-    """Return this process's environment without what we and the launcher of its ranks have set."""
+    """Return the environment of this process without variables set by automodel or a launcher."""
     removed = _OF_RANKS | {*_ours(), OWN}
     if "RANK" in os.environ:
         removed |= _BESIDE_RANKS

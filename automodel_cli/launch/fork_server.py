@@ -106,7 +106,7 @@ def preload(*modules: str) -> None:
 
 
 def start_server() -> None:
-    """Let the server import what it preloads while this process does something else. `launch` would start it too."""
+    """Start the server, so that it imports its modules in the background. `launch` starts it too."""
     _server()
     ensure_running()
 

@@ -23,8 +23,10 @@ class Evidence:
 
 
 class MemoryWatch:
-    """Kills for memory from now on: in the kernel's log, and in the count of this process's control group (a container,
-    a Slurm job). What the log said before was of other processes, which may have had the same numbers."""
+    """Out-of-memory kills from now on: in the kernel log and in the counter of the control group.
+
+    Earlier log entries are ignored, because they may concern other processes with the same ids.
+    """
 
     def __init__(self) -> None:
         self._log = _end_of_log()
@@ -33,7 +35,7 @@ class MemoryWatch:
         self._before = _kills(self._file)
 
     def why(self, pid: int) -> Evidence:
-        """What is known of the SIGKILL that ended process `pid`."""
+        """Return the evidence on the SIGKILL that ended process `pid`."""
         if self._log is not None:
             self._records += _records_after(self._log)
         for record in reversed(self._records):
@@ -88,7 +90,7 @@ def _limit(group: Path) -> str:
 
 
 def _end_of_log() -> int | None:
-    """A descriptor that reads what the kernel will say; None where it may not be read."""
+    """Return a descriptor at the end of the kernel log, or None without permission."""
     try:
         descriptor = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

@@ -36,13 +36,14 @@ _PEER_SECONDS = 3.0
 def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_dir: Path | None = None) -> int:
     """Run `python -m automodel_cli ARGUMENTS` on `num_ranks` ranks and return the exit code of the run.
 
-    Rank 0 has the terminal; the others write `rank-N.log` into `log_dir` (default: AUTOMODEL_LOG_DIR, else a temporary
-    folder that is kept when a rank fails) until the recipe moves them into the run folder. SIGINT, SIGTERM and SIGHUP
-    reach every worker once; the launcher then waits as long as the step and its checkpoint take. A second signal kills
-    the workers.
+    Rank 0 uses the terminal. Other ranks write `rank-N.log` into `log_dir` until the recipe moves the logs into the run
+    folder. Default: AUTOMODEL_LOG_DIR, else a temporary folder, which is kept when a rank fails.
 
-    Where a rank fails or is killed, all are started again once the last of them has ended, up to `max_restarts` times;
-    they find the run that they were in (`worker.restarted_run`). Errors of config, data and memory are not tried again.
+    SIGINT, SIGTERM and SIGHUP reach every rank once. The launcher then waits for the step and its checkpoint. A second
+    signal kills the ranks.
+
+    If a rank fails, all ranks restart up to `max_restarts` times and resume the same run. Errors of config, data and
+    memory are not retried.
     """
     base = Path(tempfile.mkdtemp(prefix="automodel-"))
     environment.set_own(rank_process.LOG_DIR, str(log_dir or os.environ.get(rank_process.LOG_DIR, base / "logs")))
@@ -116,14 +117,14 @@ class _Attempt:
     memory: MemoryWatch
 
     def first(self) -> int:
-        """The rank that is the cause. Only where one has failed."""
+        """Return the rank that failed first. Requires a failure."""
         return self.first_seen if self.first_seen is not None else _first_failure(self.status, self.exit_codes())
 
     def exit_codes(self) -> dict[int, int]:
         return {rank: failure.exitcode for rank, failure in self.failures.items()}
 
     def killed_process(self) -> int | None:
-        """The process of the first rank, where SIGKILL has ended it."""
+        """Return the process of the first failed rank if SIGKILL ended it."""
         failure = self.failures.get(self.first())
         if failure is None or failure.exitcode != -signal.SIGKILL or _left_by(self.status, self.first()) is not None:
             return None
@@ -235,7 +236,7 @@ class _Relay:
                 last_moment = time.monotonic() + _PEER_SECONDS
 
     def _watch_for_stopped(self, pids: Mapping[int, int], since: dict[int, float]) -> None:
-        """A rank that does not run (SIGSTOP, a debugger) holds up all others without a word: say so, once."""
+        """Print a hint once if a rank is stopped (SIGSTOP, a debugger), because all other ranks wait for it."""
         for rank, pid in pids.items():
             if not _is_stopped(pid):
                 since.pop(rank, None)

@@ -50,9 +50,9 @@ def addresses() -> dict[str, str]:
 
 
 def source_address(host: str) -> str | None:
-    """Return the address from which this host reaches `host`; None where the name or the route is unknown.
+    """Return the address from which this host reaches `host`, or None if the name or the route is unknown.
 
-    Connecting a datagram socket asks for the route and sends nothing.
+    Connecting a datagram socket selects a route and sends no packet.
     """
     try:
         resolved = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)

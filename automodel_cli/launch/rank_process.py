@@ -39,9 +39,9 @@ _status: Path | None = None
 
 
 def begin() -> None:
-    """First thing in a process: if it is a rank of ours, redirect its output, catch signals, tell the launcher its pid.
+    """Set up a rank at process start: redirect output, install signal handlers and write the pid file.
 
-    The pid is written last: whoever can see it may send a signal and will be heard.
+    The pid file is written last, because a visible pid may receive signals.
     """
     global _status
     safe_output.open_missing()
@@ -58,9 +58,10 @@ def begin() -> None:
 
 
 def make_status(status: Path, run_folder: Path | None) -> Path:
-    """A new folder where the ranks of one attempt leave their pids and exit codes.
+    """Create the status folder of one attempt, in which ranks write their pids and exit codes.
 
-    `run_folder` is that of the run which an earlier attempt was in.
+    Args:
+        run_folder: the run folder of an earlier attempt.
     """
     status.mkdir()
     if run_folder is not None:
@@ -106,7 +107,7 @@ def redirect_output(log_dir: Path | None = None) -> None:
 
 
 def note_run_folder(folder: Path) -> None:
-    """Tell whoever has to say later how to go on: this process's signal handler, and the launcher. Rank 0 calls it."""
+    """Report the run folder to the signal handler and the launcher, for resume hints. Called by rank 0."""
     signals.note_run_folder(folder)
     safe_output.continue_in(folder / "logs" / "rank-0.log")
     if _status is not None:
@@ -125,7 +126,7 @@ def run_folder_in(status: Path) -> Path | None:
 
 
 def report_exit_code(code: int) -> int:
-    """Leave `code` for the launcher; returns what the process itself should exit with."""
+    """Write `code` for the launcher, and return the exit code of the process itself."""
     if _status is None:
         return code
     _write(_status / f"rank-{_rank()}.exit", str(code))

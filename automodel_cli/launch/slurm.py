@@ -117,7 +117,7 @@ exit "$CODE"
 
 @dataclass(frozen=True)
 class Job:
-    """What the batch script says. Paths are as the script will see them: relative ones hold below `chdir`."""
+    """Settings of the batch script. Relative paths are relative to `chdir`."""
 
     name: str
     run_dir: Path
@@ -378,7 +378,7 @@ def _directive(name: str, value: object) -> str:
 
 
 def find_sbatch() -> str:
-    """The path of `sbatch`. Raises ConfigError where there is none."""
+    """Return the path of `sbatch`. Raises ConfigError if it is missing."""
     path = shutil.which("sbatch")
     if path is None:
         raise ConfigError(
@@ -390,7 +390,7 @@ def find_sbatch() -> str:
 
 
 def send(sbatch: str, script: Path) -> str:
-    """Hand the script in; returns the job's id. Raises RunError with Slurm's own words."""
+    """Submit the script and return the job id. Raises RunError with Slurm's message."""
     answer = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True)
     if answer.returncode:
         raise RunError(f"Slurm rejected the job: {_words(answer.stderr)}", code="submission_failed")

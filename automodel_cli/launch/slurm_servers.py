@@ -93,7 +93,7 @@ class RolloutNodes:
         return self.servers.number // self.nodes
 
     def begin(self, container: str) -> str:
-        """What the script does before the ranks start; `container` are options of srun."""
+        """Return the script lines before the ranks start. `container`: options of srun."""
         words = self.servers.words("0.0.0.0", "$PORT")
         command = " ".join('"$PORT"' if word == "$PORT" else shlex.quote(word) for word in words)
         devices = _DEVICES.format(gpus=self.servers.gpus) if self.servers.gpus else ""
@@ -107,9 +107,9 @@ class RolloutNodes:
         )
 
     def listen(self) -> str:
-        """What it does once they run."""
+        """Return the script lines while the ranks run."""
         return "; trap ending USR2"
 
     def end(self) -> str:
-        """What it does after the ranks have ended."""
+        """Return the script lines after the ranks have ended."""
         return _END_SERVERS

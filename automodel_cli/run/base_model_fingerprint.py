@@ -21,9 +21,10 @@ _END = 1 << 20  # bytes at each end of a file
 
 
 def base_model_fingerprint(config: ModelConfig) -> dict[str, str] | None:
-    """The weights that a config names, as a checkpoint keeps them: how it names them, and a fingerprint that does not
-    depend on where they lie (sizes, and the first and last MiB of each file: another training of a model differs in
-    both). None for random weights. Collective.
+    """Return the name and the fingerprint of the initial weights, or None for random weights. Collective.
+
+    The fingerprint covers the sizes and the first and last MiB of each file. It does not depend on the location of the
+    files. Further training changes it.
     """
     found: list[dict[str, str] | None] = [None]
     if config.config is None and dist.get_rank() == 0:

@@ -17,7 +17,7 @@ from automodel_cli.training.early_stopping import LOSS, EarlyStop, Goal
 
 
 def count_validation(early_stop: EarlyStop, step: int, metrics: Mapping[str, float]) -> None:
-    """Let early stopping count what rank 0 measured. Collective. Raises RunError where the metric is missing."""
+    """Pass the metrics of rank 0 to early stopping. Collective. Raises RunError if the metric is missing."""
     goal, patience = early_stop.goal, early_stop.patience
     if goal.metric not in metrics and (goal != Goal() or patience is not None):
         near = difflib.get_close_matches(goal.metric, metrics, 1, 0.0)
@@ -33,9 +33,9 @@ def count_validation(early_stop: EarlyStop, step: int, metrics: Mapping[str, flo
 
 
 def load_best(checkpointer: Checkpointer, parts: Sequence[nn.Module], last_step: int) -> Resumed | None:
-    """Load the weights of the best checkpoint, which are what the run leaves. Collective.
+    """Load the weights of the best checkpoint. Collective.
 
-    Returns None where the best checkpoint is that of the last step, or where there is none.
+    Return None if the best checkpoint is the one of the last step, or if there is none.
     """
     checkpointer.wait()
     best = checkpointer.best()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def export_of(recipe: Recipe, run_dir: Path, choice: str) -> Path:
-    """Return the checked export of a checkpoint, `RUN/exports/step-NNNNNN`, which is written where it is missing."""
+    """Return the checked export of a checkpoint, `RUN/exports/step-NNNNNN`. Write it if it is missing."""
     checkpoint = chosen_checkpoint(run_dir, choice)
     output = run_dir / EXPORTS / checkpoint.name
     written = output / "config.json"

@@ -12,9 +12,11 @@ BEST, LAST = "best", "last"
 
 
 def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool = False) -> Path:
-    """Return the folder of a whole checkpoint. `choice`: `best`, `last`, a step, or a checkpoint's name.
+    """Return the folder of a complete checkpoint. Raises RunError if there is none.
 
-    None is the last one, or the best one where the run `prefers_best` and has it. Raises RunError.
+    Args:
+        choice: `best`, `last`, a step, or the name of a checkpoint. None selects the last one, or the best one if
+            `prefers_best` is set and the run has one.
     """
     folder = CheckpointDir(run_dir / "checkpoints")
     whole, best = folder.whole(), folder.best()

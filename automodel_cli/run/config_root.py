@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class ConfigRoot(ABC):
-    """What `check`, `finetune`, `resume` and `submit` need of a config. Ours is `run.recipe.Recipe`, which has the
-    sections that the other commands read.
+    """Interface that `check`, `finetune`, `resume` and `submit` require of a config.
+
+    `run.recipe.Recipe` implements it, and has the sections that the other commands read.
     """
 
     kind: ClassVar[str] = ""
@@ -32,7 +33,7 @@ class ConfigRoot(ABC):
 
     @property
     def max_restarts(self) -> int:
-        """How often the ranks of one host are started again where one fails."""
+        """Maximum number of restarts of the ranks of one host after a failure."""
         return 0
 
     @property
@@ -45,7 +46,7 @@ class ConfigRoot(ABC):
         return None
 
     def gpus_to_train_on(self, num_gpus: int) -> int:
-        """How many of a run's GPUs have a rank. Raises ConfigError where too few are left beside those of servers."""
+        """Return the number of GPUs with a rank. Raises ConfigError if generation servers leave too few."""
         servers = self.generation_servers()
         taken = 0 if servers is None else servers.own_gpus
         if taken and taken >= num_gpus:
@@ -68,14 +69,17 @@ class ConfigRoot(ABC):
         """Whether a run on so many ranks, of one host or several, is possible. Raises ConfigError."""
 
     def missing_files(self) -> Iterable[ConfigError]:
-        """What the config names on this disk and is not there; each error names its key."""
+        """Yield an error for each missing local file, with its key."""
         return ()
 
     def data_problems(self) -> Iterable[ConfigError]:
-        """What the data files that lie on this disk say against the run; each error names its key."""
+        """Yield an error for each problem of the local data files, with its key."""
         return ()
 
     @abstractmethod
     def run(self, source: Composed) -> int:
-        """Train, as one rank. Returns the exit code; `source` is what `config.yaml` in the run folder will say, and its
-        `run_dir` is set when a run goes on in place."""
+        """Train as one rank and return the exit code.
+
+        Args:
+            source: the content of `config.yaml` in the run folder. Its `run_dir` is set when a run resumes in place.
+        """

@@ -132,7 +132,7 @@ def _next_commands(session: Trainer) -> str:
 
 
 def _ended_by(session: Trainer) -> str:
-    """Return what ended the run, for its last lines."""
+    """Return the reason for which the run ended, as text."""
     if session.early_stop.is_over:
         key = f"validation.patience={session.early_stop.patience}"
         return f"by {key}, after step {session.last_step}: {session.early_stop}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Answer:
-    """One question, what the model said (without special tokens), what was right, and whether that is the same."""
+    """One question, the model's response without special tokens, the expected answer, and whether they are equal."""
 
     question: str
     completion: str
@@ -49,8 +49,11 @@ class Accuracy:
 
 
 def before_and_after(accuracy: Mapping[str, Accuracy], count: int) -> list[tuple[Answer, Answer | None]]:
-    """Questions with the answer after training and, where it was asked then, before. `accuracy` is by `before` and
-    `after`; nothing to show where the run asked nothing."""
+    """Return questions with the answers after and, if available, before training.
+
+    Args:
+        accuracy: results by `before` and `after`. Without `after`, nothing is returned.
+    """
     if "after" not in accuracy:
         return []
     earlier = {answer.question: answer for answer in accuracy["before"].answers} if "before" in accuracy else {}

@@ -97,8 +97,11 @@ def _values(output: HeadOutput) -> Tensor:
 
 
 def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_trained: int) -> float | None:
-    """What training a token takes, recomputation not counted: `training_flops_per_token` of the model that `part` is or
-    is cut from, which trains so many parameters. A head whose logits nobody reads gives values only."""
+    """Return the training FLOPs per token, without recomputation.
+
+    Counts the whole model of which `part` is a stage, with the given number of trained parameters. A value head
+    replaces the vocabulary head if its logits are unused.
+    """
     config, head = recipe.model, request_of(recipe.trained_objective)
     return training_flops_per_token(
         part.source_config,
@@ -151,7 +154,7 @@ def _parts(stages: Stages) -> list[ModelPart]:
 
 
 def row_layout(recipe: Recipe) -> Rows:
-    """What a microbatch's rows hold. A row alone needs no padding, unless all are made equally long."""
+    """Return the kind of rows in a microbatch. A single row needs no padding, unless all rows have equal length."""
     if recipe.data.packing != "none":
         return "packed"
     return "whole" if recipe.train.microbatch_size == 1 and recipe.data.padding == "longest" else "padded"
@@ -169,7 +172,7 @@ def _layers_are_one_graph(recipe: Recipe) -> bool:
 
 
 def _check_one_graph(recipe: Recipe, device: torch.device, part: ModelPart) -> None:
-    """What no flash kernel takes goes to FlexAttention, which the graph of a layer cannot hold."""
+    """Raise ConfigError if attention needs FlexAttention, which one graph per layer cannot contain."""
     if not _layers_are_one_graph(recipe) or device.type != "cuda" or recipe.model.attention_kernel == "dense":
         return
     dtype = recipe.parallelizer.compute_dtype() or next(part.parameters()).dtype

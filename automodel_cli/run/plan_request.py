@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def plan_request(recipe: Recipe, layout: Layout) -> PlanRequest:
-    """What the plan of a recipe on these ranks depends on."""
+    """Return the plan request of a recipe on these ranks."""
     from automodel_cli.objectives.base import request_of
     from automodel_cli.planning.plan import PlanRequest
     from automodel_cli.run.model_builder import row_layout

@@ -147,12 +147,12 @@ class Recipe(ConfigRoot):
 
     @property
     def trained_objective(self) -> Objective:
-        """`objective`, with the further tokens of multi-token prediction where the model trains them."""
+        """`objective`, with the multi-token-prediction loss if the model trains it."""
         return self.objective if self.model.mtp is None else WithMultiToken(self.objective, self.model.mtp.loss_weight)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What matrix products run in: it decides how far two implementations may differ."""
+        """Dtype of the GEMMs. It determines how far two implementations may differ."""
         import torch
 
         dtype: torch.dtype = self.parallelizer.compute_dtype() or getattr(torch, self.model.dtype)
@@ -163,7 +163,7 @@ class Recipe(ConfigRoot):
         check_profile(self.logging.profile, num_ranks)
 
     def check_model(self, hf_config: PretrainedConfig) -> None:
-        """What only this kind of run asks of a model, measured before anything is built. Raises ConfigError."""
+        """Raise ConfigError for requirements of this recipe on the model, before it is built."""
 
     def missing_files(self) -> list[ConfigError]:
         from automodel_cli.run.checks.missing_files import missing_files

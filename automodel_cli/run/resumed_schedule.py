@@ -22,9 +22,9 @@ _MEANINGS = {
 
 
 def plan_schedules(recipe: Recipe, num_steps: int, checkpoint: Path | None) -> tuple[SchedulePlan, str | None]:
-    """Return the schedules of a run of `num_steps`, and what to print where the run has another length than before.
+    """Return the schedules for `num_steps`, and a line to print if the length of the run changed.
 
-    Raises RunError where the run that goes on had finished its schedule, and the config does not choose.
+    Raises RunError if the earlier schedule is finished and the config does not set `train.extend_schedule`.
     """
     if checkpoint is None:
         return SchedulePlan.whole(num_steps), None

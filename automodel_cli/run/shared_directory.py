@@ -32,7 +32,7 @@ def all_gather_values(value: Any) -> list[Any]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Return what is wrong with `folder` as a folder of all ranks, an entry a host; [] where it is one. Collective."""
+    """Return one entry per host that does not share `folder`, or []. Collective."""
     if dist.get_world_size() == 1:
         return []
     word: list[Any] = [secrets.token_hex(8)]
@@ -48,7 +48,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def require_shared(folder: Path, copied_to: str | None = None) -> None:
-    """Raise ConfigError where not every rank sees the run folder. `copied_to` is a URL it is copied to. Collective."""
+    """Raise ConfigError if not all ranks share the run folder. `copied_to`: its upload URL. Collective."""
     found = problems(folder)
     if not found:
         return

@@ -152,9 +152,9 @@ class Trainer:
         )
 
     def steps(self) -> Iterator[tuple[int, list[Any]]]:
-        """The number of each step (1-based) and this rank's microbatches, until the run's end or a signal.
+        """Yield each step number (from 1) and the microbatches of this rank, until the run ends or a signal stops it.
 
-        After the body of the loop: what is due (validation, checkpoint), and the agreement of all ranks to stop.
+        After the loop body, due validations and checkpoints run, and all ranks agree whether to stop.
         """
         process_startup.enable_gc()
         self.has_begun = True
@@ -203,10 +203,13 @@ class Trainer:
         shown: Mapping[str, Scalar] = MappingProxyType({}),
         unshown: Mapping[str, Scalar] = MappingProxyType({}),
     ) -> dict[str, Tensor]:
-        """The optimizer updates of one step (usually one), recorded as one row: the means over updates.
+        """Run the optimizer updates of one step (usually one) and record their mean as one metrics row.
 
-        Returns what the objective measured. `shown` and `unshown` are further columns of the row; the former also stand
-        on the step line. A step that is not finite ends the run with its rows named.
+        Args:
+            shown, unshown: further columns of the row. `shown` also appears on the step line.
+
+        Returns:
+            The metrics of the objective. A non-finite step ends the run with an error that names its rows.
         """
         results = [self._update(step, batches) for batches in updates]
         self._noticed = max((result.stop_signal for result in results), default=None)
@@ -324,7 +327,7 @@ class Trainer:
             self.print(f"{self.run_dir} was removed during the run; its config and metrics were written again")
 
     def validate_if_due(self, step: int) -> None:
-        """Validate before the first step, where the config asks for it."""
+        """Validate before the first step if the config sets it."""
         if self.recipe.validation.due(step, self.num_steps) and step == 0:
             self.validate(step)
 
@@ -353,8 +356,10 @@ class Trainer:
         return resumed.step
 
     def _agree_to_stop(self) -> int:
-        """The signal that any rank received, 0 for none, the same on all ranks. Collective; where a step has been
-        taken, its loss has brought the answer along."""
+        """Return the signal that any rank received, or 0, equal on all ranks. Collective.
+
+        After a step, the reduction of its loss has already exchanged the signal.
+        """
         return int(max_over_ranks(signals.requested() or 0, self.mesh.device))
 
     def _memory(self) -> float:

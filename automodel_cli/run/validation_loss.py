@@ -37,7 +37,7 @@ class HeldOutLoss(Callback):
 
 
 def print_accuracy(session: Trainer, when: str, step: int) -> None:
-    """The line about the held-out pairs, before and after training. Collective where they are not yet measured."""
+    """Print the accuracy on held-out pairs. Validate first if this step has no result. Collective."""
     if session.last_validation[0] != step:
         session.validate(step)
     measured = session.last_validation[1]

@@ -157,7 +157,7 @@ def _check_experts(written: Written, ep_size: int) -> None:
 
 
 def _check_heads(written: Written, tp_size: int) -> None:
-    """Refuse heads that `tp_size` does not divide, where the family's published plan shards them by columns."""
+    """Raise ConfigError if `tp_size` does not divide the heads, and the published plan shards them by columns."""
     source = _source_of_config(written.fields) or ""
     sharded = {"num_key_value_heads": "k_proj", "num_attention_heads": "q_proj"}
     plan = '"layers.*.self_attn.{}": "colwise"'
@@ -190,7 +190,7 @@ def _is_dense(fields: Mapping[str, Any]) -> bool:
 
 
 def _source_of_config(fields: Mapping[str, Any]) -> str | None:
-    """Read the source of the family's config class; None where the library has none of that name."""
+    """Return the source of the family's config class, or None if the library has no such class."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -26,7 +26,7 @@ def mixes_dtypes(error: BaseException) -> bool:
 
 
 def explain_mixed_dtypes(error: BaseException, recipe: Recipe) -> RunError | None:
-    """The error to end a run with whose model keeps some tensors in float32; None where it computes in float32."""
+    """Return the error for model code that keeps some tensors in float32. None for other errors."""
     if recipe.compute_dtype == torch.float32 or not mixes_dtypes(error):
         return None
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -50,7 +50,7 @@ def check_prepared(prepared: _Prepared, tokenizer: Any, config: ModelConfig) -> 
 def check_tokens(
     documents: Sequence[tuple[str, Sequence[int]]], what: str, tokenizer: Any, config: ModelConfig
 ) -> None:
-    """Raise ConfigError where a token of `documents` (place, ids) has no row in the embedding."""
+    """Raise ConfigError if a token id of `documents` (place, ids) exceeds the embedding."""
     rows = _rows_if_too_few(tokenizer, config)
     if rows is not None and documents:
         _check(_Listed(documents), what, rows, tokenizer, config)

@@ -34,7 +34,7 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True)
 class Config:
-    """What is measured: arguments of `automodel finetune llm`, and what to call it."""
+    """A config to measure: the arguments of `automodel finetune llm`, and a display name."""
 
     name: str
     arguments: tuple[str, ...]
@@ -70,7 +70,7 @@ class BenchTimes:
 
 
 def measure_config(config: Config, *, warmup: int, steps: int, profile: bool) -> BenchTimes:
-    """Raises RunError, with the end of what the run said, where it fails."""
+    """Run one config and return its times. Raises RunError, with the end of the output, if the run fails."""
     with tempfile.TemporaryDirectory(prefix="automodel-bench-") as folder:
         output = Path(folder) / "times.json"
         target = "automodel_cli.run.commands.benchmark_callback.BenchmarkCallback"

@@ -132,6 +132,6 @@ def _by_kind(profiled: Any) -> dict[str, float]:
 
 
 def kind_of(operator: str) -> str:
-    """What an operator or a CUDA kernel is for, by its name."""
+    """Return the kind of an operator or CUDA kernel from its name."""
     name = operator.lower()
     return next((kind for kind, words in _KINDS if any(word in name for word in words)), "elementwise and the rest")

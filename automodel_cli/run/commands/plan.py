@@ -31,9 +31,12 @@ def print_plan(
     svg: Path | None,
     trace: Callable[[], Sequence[MemoryBreakdown]] | None = None,
 ) -> int:
-    """Returns the exit code. `memory_gib`: of a GPU, None: of one of 80 GB. `trace` measures the memory of every
-    pipeline rank, which is estimated without it. Raises ConfigError where the mesh does not fit the GPUs, or the
-    schedule the step."""
+    """Print the plan and return the exit code. Raises ConfigError if the mesh or the schedule is invalid.
+
+    Args:
+        memory_gib: memory of one GPU. None: a GPU with 80 GB.
+        trace: measure the memory of every pipeline rank instead of estimating it.
+    """
     memory_gib = CARD_GIB if memory_gib is None else memory_gib
     layout = _layout(recipe, source, num_gpus)
     num_microbatches = recipe.train.num_microbatches(layout.dp)
@@ -71,7 +74,7 @@ def print_plan(
 
 
 def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | None:
-    """What stays of the trainer beside servers that share its GPUs: parameters and the optimizer's states."""
+    """Return a line with the memory of colocated servers and of the trainer during generation."""
     servers = recipe.generation_servers()
     if servers is None or not servers.colocated or servers.gpu_memory_utilization is None:
         return None
@@ -87,7 +90,7 @@ def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | 
 
 
 def _export_check(recipe: Recipe, plan: Plan) -> str | None:
-    """What the comparison at the end of the run takes from rank 0's host."""
+    """Return a line with the host memory and the FLOPs of the export check on rank 0."""
     import torch
 
     from automodel_cli.models.checkpoint_io.export_check import host_bytes
@@ -108,7 +111,7 @@ def _export_check(recipe: Recipe, plan: Plan) -> str | None:
 
 
 def _layout(recipe: Recipe, source: Composed, num_gpus: int) -> Layout:
-    """The mesh on these GPUs; a refusal says where the sizes come from."""
+    """Return the mesh on these GPUs. The error of an invalid mesh names the origin of its sizes."""
     try:
         return recipe.mesh.resolve(num_gpus)
     except ConfigError as error:

@@ -33,9 +33,9 @@ _MAY_BE_ROUNDING = 1e-3  # mistakes cost more
 
 
 def run_verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
-    """Returns 0 if every row that this recipe uses gives one process's numbers, else 1.
+    """Return 0 if all cases of the recipe match the single process, else 1.
 
-    Raises ConfigError where the model's config cannot be had, or a small copy of it cannot be built.
+    Raises ConfigError if the model config is not available, or if no small copy can be built.
     """
     fork_server.preload("automodel_cli.parity.compare")
     fork_server.start_server()  # it imports while this process does
@@ -57,7 +57,7 @@ def run_verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], toler
 
 
 def _hf_config(recipe: Recipe, source: Composed) -> PretrainedConfig:
-    """The config alone: no weights are read. A refusal says where the model's name comes from."""
+    """Return the model config without reading weights. The error names the origin of the model name."""
     from automodel_cli.models.hub.source import hf_config
 
     try:

@@ -121,7 +121,7 @@ class RowCache:
 
 
 def content_of(path: Path, root: Path) -> str:
-    """What names a file's bytes: the hub's blob id where the file is a link into its cache, else a hash."""
+    """Return an id of a file's bytes: the blob id of the hub if the file links into its cache, else a hash."""
     blob = path.resolve()
     if blob.parent.name == "blobs" and _BLOB.fullmatch(blob.name):
         return blob.name
@@ -129,7 +129,7 @@ def content_of(path: Path, root: Path) -> str:
 
 
 def _read(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """The cached values of all rows, nan where a row was never measured; all nan where the file is not as written."""
+    """Return the cached values of all rows. Rows without a value are nan. All are nan if the file is damaged."""
     note = path.with_suffix(".xxh3")
     if path.exists() and note.exists() and note.read_text() == content_hash(path):
         values = np.load(path, mmap_mode="r")

@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 
 
 class ReferenceModel:
-    """A context in which the reference model can be run: a frozen copy of the model as it was loaded, or with
-    `without_adapters` the model itself, its adapters switched off; or a `teacher`. Its log-probs are those at
-    `temperature`.
+    """Context manager that runs the reference model. Build it before the first step. Collective.
 
-    With `update` it is a frozen copy in any case, with adapters of its own where the model has them; it follows the
-    model after each step that is due, and checkpoints hold what is in it of the model's trained weights.
+    The reference is one of:
 
-    Build it before the first step. Collective.
+    - a frozen copy of the loaded model
+    - with `without_adapters`, the model itself with its adapters disabled
+    - a `teacher`
+    - with `update`, a frozen copy with its own adapters, which follows the model after each due step. Checkpoints
+      contain its trained weights.
+
+    Log-probs are computed at `temperature`.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 def build_teacher(session: Trainer, config: TeacherConfig) -> Model:
-    """The teacher, sharded and cut like the student and frozen. Collective. Raises ConfigError where its tokens are not
-    the student's."""
+    """Build the frozen teacher, sharded like the student. Collective. Raises ConfigError for another vocabulary."""
     model = config.as_model()
     check_vocabulary(session, config)
     return Model.build(dataclasses.replace(session.recipe, model=model), session.mesh, frozen=True)

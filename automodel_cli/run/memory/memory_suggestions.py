@@ -48,7 +48,7 @@ class Planned:
 
 
 def memory_saving_changes(recipe: Recipe, layout: Layout) -> Iterator[Change]:
-    """What is worth a try, from what costs the least time to what costs the most; last what trains something else."""
+    """Yield changes from the fastest to the slowest. Changes of the training result come last."""
     yield from _recomputation(recipe, layout)
     yield from _microbatches(recipe)
     pipeline = recipe.pipeline
@@ -126,7 +126,7 @@ def plan_changes(
 
 
 def plan_change(change: Change, with_overrides: WithOverrides, num_gpus: int) -> Planned | None:
-    """None for what the checks refuse."""
+    """Return the plan with a change, or None if the config checks reject it."""
     try:
         changed = with_overrides(change.overrides)
         changed.check_ranks(num_gpus)

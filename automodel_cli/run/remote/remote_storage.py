@@ -71,7 +71,7 @@ def _package_of(reason: str) -> str:
 
 
 def local_root(url: str) -> Path:
-    """Where runs of `output_dir` URL work: a folder of runs/ in the current one that is named after it."""
+    """Return the local folder for runs of the URL `output_dir`: a folder of `runs/` named after the URL."""
     return Path("runs") / re.sub(r"[^\w.-]+", "_", url.rstrip("/"))
 
 
@@ -168,8 +168,7 @@ def newest_in(files: Collection[str]) -> str | None:
 
 
 def runs_at(url: str) -> list[str]:
-    """The run at `url`, or those below it (sweeps too), as URLs. Raises ConfigError and RunError where it cannot be
-    read."""
+    """Return the URLs of the run at `url`, or of the runs below it. Raises ConfigError and RunError."""
     check_url(url)
     remote = Remote(url.rstrip("/"))
     with _readable(url):
@@ -179,8 +178,10 @@ def runs_at(url: str) -> list[str]:
 
 
 def records(url: str, target: Path) -> Path:
-    """What `runs ls` reads of the run at `url`, in a new folder of `target`; with the times at which it was written
-    there. Raises RunError."""
+    """Download the records of the run at `url` into a new folder of `target`. Raises RunError.
+
+    The files keep their remote modification times.
+    """
     remote, folder = Remote(url.rstrip("/")), target / Path(url.rstrip("/")).name
     with _readable(url):
         for name in _RECORDS:
@@ -206,11 +207,17 @@ def _readable(url: str) -> Iterator[None]:
 
 
 def fetch(url: str, wanted: Collection[str] = ()) -> Path:
-    """The local folder of the run at `url`, with what is missing of it; its records come along always.
+    """Download missing files of the run at `url` and return its local folder.
 
-    `wanted`: "checkpoint" (the newest whole one, and the best) and "export". Where the URL has a newer checkpoint than
-    this disk, its records replace those here; a folder that a run works in is left alone.
-    Raises ConfigError where no run is there, and RunError where it cannot be read.
+    Records are always downloaded. If the URL has a newer checkpoint, its records replace the local ones. A folder in
+    which a run is training stays unchanged.
+
+    Args:
+        wanted: "checkpoint" (the newest complete one and the best one) and "export".
+
+    Raises:
+        ConfigError: `url` is not a run.
+        RunError: `url` cannot be read.
     """
     parent, _, name = url.rstrip("/").rpartition("/")
     folder, remote = (local_root(parent) / name).resolve(), Remote(url.rstrip("/"))

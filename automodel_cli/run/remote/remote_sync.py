@@ -34,10 +34,9 @@ _LAST_TRIES = (2.0, 8.0)
 
 
 def claim(folder: Path, url: str) -> None:
-    """Make `url` the copy of the run in `folder`. Tries to write there, before anything is trained.
+    """Reserve `url` for the run in `folder`, and test write access before training.
 
-    Raises RunError where that is not possible, where another run is there, and where this run has gone on from there to
-    a later step than this disk knows of.
+    Raises RunError if the URL is not writable, contains another run, or has a newer checkpoint than `folder`.
     """
     remote, mark = Remote(url), folder / MARK
     try:
@@ -76,10 +75,10 @@ def unreachable(url: str, error: BaseException) -> RunError:
 
 
 class Mirror:
-    """Copies what is finished in `folder` to `url`: at every `notify`, and once more at `finish`.
+    """Background upload of completed files in `folder` to `url`, at every `notify` and at `finish`.
 
-    Records go first, then the files of each new checkpoint and its metadata at last. Checkpoints there are kept by the
-    same rule as here: the newest `keep` (None: all) and the best.
+    Records are uploaded first, then the files of each new checkpoint, and its metadata last. The URL keeps the newest
+    `keep` checkpoints (None: all) and the best one.
     """
 
     def __init__(self, folder: Path, url: str, keep: int | None):
@@ -96,7 +95,7 @@ class Mirror:
         self._wake.set()
 
     def finish(self) -> RunError | None:
-        """Copy everything that is left and wait for it; the error where that did not work."""
+        """Upload all remaining files and wait. Return the error of an incomplete upload."""
         self._is_last, self._progress = True, time.monotonic()
         self._wake.set()
         self._thread.join(1.0)
@@ -224,10 +223,9 @@ class Mirror:
 
 @contextmanager
 def mirrored(folder: Path, url: str | None, keep: int | None) -> Iterator[Callable[[], None]]:
-    """Keep the copy at `url` up to date within; yields what tells it that something is finished.
+    """Upload to `url` inside, and yield the function that signals completed files. None disables uploads.
 
-    With `url` None nothing is copied. Raises RunError at the end where the copy is not whole, unless the run has failed
-    for a reason of its own: then it is said.
+    Raises RunError at the end if the upload is incomplete. If the run failed, the upload error is printed instead.
     """
     if url is None:
         yield lambda: None
