@@ -278,8 +278,8 @@ def test_check_names_every_missing_file(tmp_path: Path) -> None:
     assert found.returncode == 2
     for code, value, fix in (
         ("model_not_found", "model.pretrained=./model", None),
-        ("invalid_data", "trian.jsonl", "fix  data.path=train.jsonl"),
-        ("invalid_data", "other/val.jsonl", None),
+        ("missing_file", "trian.jsonl", "fix  data.path=train.jsonl"),
+        ("missing_file", "other/val.jsonl", None),
     ):
         assert_error(found.stderr, code, values=(value,), fix=fix)
     assert "x.yaml:3  [" in found.stderr and "x.yaml:5  [" in found.stderr
