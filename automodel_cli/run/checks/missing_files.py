@@ -26,7 +26,7 @@ def missing_files(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]
             yield error
     template = data.chat_template
     if template is not None and template.endswith(".jinja") and "{" not in template and not Path(template).is_file():
-        yield _no_such("data.chat_template", template, "file")
+        yield _no_such("data.chat_template", template)
 
 
 def _missing_data(section: str, name: str, path: str, split: str) -> ConfigError | None:
@@ -51,7 +51,7 @@ def _of_model(model: ModelConfig) -> Iterator[ConfigError]:
     if model.pretrained is not None and looks_local(model.pretrained):
         folder = Path(model.pretrained).expanduser()
         if not folder.is_dir():
-            yield _no_such("model.pretrained", model.pretrained, "folder")
+            yield _no_such("model.pretrained", model.pretrained)
         elif model.gguf_file is None and not (folder / "config.json").is_file():
             yield ConfigError(
                 f"model.pretrained={model.pretrained} is not a transformers model: it contains no config.json",
@@ -59,9 +59,9 @@ def _of_model(model: ModelConfig) -> Iterator[ConfigError]:
                 keys=("model.pretrained",),
             )
     if model.gguf_file is not None and not _has_gguf(model.pretrained, model.gguf_file):
-        yield _no_such("model.gguf_file", model.gguf_file, "file")
+        yield _no_such("model.gguf_file", model.gguf_file)
     if isinstance(model.tokenizer, str) and looks_local(model.tokenizer) and not Path(model.tokenizer).exists():
-        yield _no_such("model.tokenizer", model.tokenizer, "folder")
+        yield _no_such("model.tokenizer", model.tokenizer)
 
 
 def _has_gguf(pretrained: str | None, gguf_file: str) -> bool:
@@ -75,10 +75,10 @@ def looks_local(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/") or Path(name).exists()
 
 
-def _no_such(key: str, path: str, kind: str) -> ConfigError:
+def _no_such(key: str, path: str) -> ConfigError:
     here = Path(path).expanduser()
     names = [entry.name for entry in here.parent.iterdir()] if here.parent.is_dir() else []
     near = difflib.get_close_matches(here.name, names, 1, 0.6)
     where = f"relative to {Path.cwd()}" if here.parent.is_dir() else f"its folder {here.parent} does not exist"
     fix = f"{key}={here.parent / near[0]}" if near else None
-    return ConfigError(f"no such {kind}: {key}={path} ({where})", code="missing_file", keys=(key,), fix=fix)
+    return ConfigError(f"{key}={path} does not exist ({where})", code="missing_file", keys=(key,), fix=fix)
