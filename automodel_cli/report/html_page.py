@@ -165,7 +165,7 @@ _OF_REWARDS = {
     "entropy": "Entropy",
     "token_mult_prob_error": "Mismatch of sampler and trainer",
     "kl_penalty": "KL to the reference",
-    "idle_fraction": "Share of the step without training",
+    "trainer_idle_fraction": "Share of the step without training",
     "engine_idle_fraction": "Share of the time without requests to a server",
 }
 """Curves of reinforcement learning, in the order in which they are read; the loss says little about it."""

@@ -55,5 +55,5 @@ class Idle:
         return {
             "idle_generate_seconds": self.generate,
             "idle_reward_seconds": self.reward,
-            "idle_fraction": (self.generate + self.reward) / max(seconds, 1e-9),
+            "trainer_idle_fraction": (self.generate + self.reward) / max(seconds, 1e-9),
         }

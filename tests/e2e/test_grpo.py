@@ -268,7 +268,7 @@ def test_wrong_configs_are_refused_with_a_fix(tmp_path: Path) -> None:
     done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *missing)
     assert done.returncode == 2 and "automodel finetune llm -c quickstart" in done.stderr, done.stdout + done.stderr
     done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", "model.config.model_type=stablelm")
-    assert_error(done.stderr, "not_supported_by_model", "stablelm", fix="rollout=hf")
+    assert_error(done.stderr, "not_measured", "stablelm", fix="rollout=hf")
     (tmp_path / "plain.yaml").write_text("defaults: [quickstart, _self_]")
     done = automodel(tmp_path, "grpo", "llm", "-c", "plain.yaml")
     assert done.returncode == 2

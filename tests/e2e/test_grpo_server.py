@@ -140,7 +140,7 @@ def test_a_run_gives_its_server_the_weights_of_every_step(tmp_path: Path) -> Non
         assert 0.4 < row["idle_generate_seconds"] == pytest.approx(row["generate_seconds"])
         busy = sum(row[f"{phase}_seconds"] for phase in ("score", "train", "sync"))
         idle = row["idle_generate_seconds"] + row["idle_reward_seconds"]
-        assert row["idle_fraction"] == pytest.approx(idle / (idle + busy), abs=0.1)
+        assert row["trainer_idle_fraction"] == pytest.approx(idle / (idle + busy), abs=0.1)
         if "step_seconds" in row:  # the first has no step before it
             asked = (1 - row["engine_idle_fraction"]) * row["step_seconds"]
             assert 0.38 < asked < row["generate_seconds"] + 0.1

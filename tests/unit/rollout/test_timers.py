@@ -16,4 +16,4 @@ def test_gpus_that_draw_the_samples_themselves_are_idle_only_while_rewards_judge
     """8 s of drawing and judging, 2 of them judging; 8 s of training."""
     told = Idle.of_rollout(8.0, 2.0, draws_elsewhere=draws_elsewhere).of_step(16.0)
     assert told["idle_generate_seconds"] == (6.0 if draws_elsewhere else 0.0)
-    assert told["idle_reward_seconds"] == 2.0 and told["idle_fraction"] == share
+    assert told["idle_reward_seconds"] == 2.0 and told["trainer_idle_fraction"] == share
