@@ -115,7 +115,7 @@ class Composed:
         a value that holds one) stays unresolved.
         """
         raw: Any = OmegaConf.to_container(self._config, resolve=False)
-        return raw  # type: ignore[no-any-return]
+        return raw
 
     def shown(self, key: str) -> Any:
         """The value of `key` as `public` has it; of a key inside an interpolation, that interpolation."""

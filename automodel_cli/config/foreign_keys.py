@@ -105,6 +105,7 @@ FOREIGN: dict[str, Foreign] = {
         "lr_scheduler", "lr_scheduler=cosine, linear, wsd or constant", _SCHEDULES, other_value=True
     ),
     # data
+    "dataset": Foreign("data.path", "data.path is a hub id, a file or a folder", other_value=True),
     "dataset_path": Foreign("data.path"),
     "dataset_name": Foreign("data.path", "a hub id or a file"),
     "datasets": Foreign("data.datasets", "data.datasets is a list of {path: ..., weight: ...}", other_value=True),

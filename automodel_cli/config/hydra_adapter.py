@@ -20,9 +20,10 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.default_element import ConfigDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, ValueType
+from hydra.core.override_parser.types import IntervalSweep, RangeSweep, ValueType
+from hydra.core.override_parser.types import Override as Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException as HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 

@@ -48,14 +48,14 @@ _MESH_METHODS = (
 
 
 def in_backward() -> bool:
-    return torch._C._current_graph_task_id() >= 0  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() >= 0
 
 
 @contextmanager
 def modules_stay() -> Iterator[None]:
     """`module.to(device)` inside does nothing: torch moves the memory of fakes, and they have none."""
     move = nn.Module.to
-    nn.Module.to = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -64,12 +64,12 @@ def modules_stay() -> Iterator[None]:
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call it when the backward that is running has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def fake_mode_is_on() -> bool:
     """False inside `unset_fake_temporarily`."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def install_fake_cuda(cuda: torch.device) -> FakeTensorMode:
@@ -239,7 +239,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:
     """`local` as `like` is: the local part of a DTensor of the same kind, or itself."""
-    return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local  # type: ignore
+    return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
 
 
 def is_dtensor(kind: type) -> bool:
@@ -251,7 +251,7 @@ def group_of(arguments: list[Any]) -> dist.ProcessGroup | None:
     for argument in arguments:
         try:
             if isinstance(argument, torch.ScriptObject):
-                return dist.ProcessGroup.unbox(argument)  # type: ignore[attr-defined]
+                return dist.ProcessGroup.unbox(argument)
             if isinstance(argument, str):
                 return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]
         except (RuntimeError, ValueError, AttributeError):  # a ReduceOp, or another word

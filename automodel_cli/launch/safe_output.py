@@ -33,7 +33,7 @@ def outlive_readers() -> None:
     global _before
     if _before is None:
         _before = (sys.stdout, sys.stderr)
-        sys.stdout, sys.stderr = (_Lasting(stream) for stream in _before)  # type: ignore[assignment]
+        sys.stdout, sys.stderr = (_Lasting(stream) for stream in _before)
 
 
 def restore_streams() -> None:

@@ -161,4 +161,4 @@ def refuses_by_found_inf(kind: type[torch.optim.Optimizer]) -> type[torch.optim.
 
 def dump_cuda_memory(path: Path) -> None:
     """Every segment and block of CUDA's allocator on the current device, as torch's memory viewer reads it."""
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    torch.cuda.memory._dump_snapshot(str(path))

@@ -23,7 +23,7 @@ from tests.e2e.test_grpo import TINY
 
 QUIET = ("logging.report=false", "logging.console=plain")
 EVERY_STEP = ("checkpoint.every=1", "checkpoint.keep_latest_k=10", "data.seq_len=96", "train.max_steps=5", *QUIET)
-SOFT = "reference_sync={every: 2, alpha: 0.6}"
+SOFT = "reference_sync={every_steps: 2, mixup_alpha: 0.6}"
 
 
 def _dpo(rank, world, folder, *overrides, stop_at=0, run=None):

@@ -224,7 +224,7 @@ def refused_run(rank: int, world: int, folder: Path, overrides: Sequence[str]) -
 
 def test_an_engine_that_does_not_know_of_a_layer_is_refused_before_the_first_step(tmp_path):
     said = launch(refused_run, 1, tmp_path, ("rollout=hf",), process_group=False)
-    assert "told expert 0 twice of token 0 of a sample, in the layer with experts 1" in said
+    assert "expert 0 twice for token 0 in MoE layer 1" in said
 
 
 @pytest.mark.slow

@@ -275,7 +275,7 @@ def test_a_run_measures_the_same_in_fewer_rows(tmp_path, variant):
     found = launch(two_steps, 1, tmp_path, VARIANTS[variant], process_group=False)
     (shared, said), (apart, said_apart) = found["auto"], found["false"]
     assert said == "shared by the responses of a group in the update"
-    assert said_apart.endswith("once for each response: rollout.share_prompt_prefix=false")
+    assert said_apart.endswith("rollout.share_prompt_prefix=false")
     for ours, theirs in zip(shared, apart, strict=True):
         assert ours.pop("rows") < theirs.pop("rows")
         assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-6)

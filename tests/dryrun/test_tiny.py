@@ -345,7 +345,7 @@ def test_what_fake_tensors_do_not_reach_is_refused_with_what_does(conf: str, ove
 
 def test_layers_compiled_whole_are_refused_where_their_attention_is_a_graph_of_its_own() -> None:
     one_graph = ("parallelizer.enable_compile=true", "parallelizer.activation_checkpointing=selective")
-    with pytest.raises(RankFailure, match=r"\[kernel_unavailable\].* float32"):
+    with pytest.raises(RankFailure, match="float32"):
         traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN[:-1], "parallelizer.mp_policy.param_dtype=float32", *one_graph)
 
 

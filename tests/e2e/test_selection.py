@@ -13,7 +13,7 @@ from tests.e2e.command import automodel, metrics
 from tests.e2e.test_grpo import GROUP, TINY, samples_of
 
 STEPS = ("train.max_steps=2", "train.global_batch_size=16", "logging.report=false", "rollout.group_size=4")
-BEST = "objective={_target_: automodel_cli.objectives.best_of_n.BestOfN, keep: 2, threshold: 0.6}"
+BEST = "objective={_target_: automodel_cli.objectives.best_of_n.BestOfN, num_kept: 2, threshold: 0.6}"
 
 
 def groups_of(run: Path) -> Iterator[list[dict[str, Any]]]:

@@ -64,7 +64,7 @@ def _killed_deleted_and_resumed(folder: Path, url: str) -> None:
     shutil.rmtree(folder / "runs")
     done = automodel(folder, "resume", f"{url}/killed")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"copied to {url}/killed" in done.stdout
+    assert f"uploaded to {url}/killed" in done.stdout
     (run,) = folder.glob("runs/*/killed")
     assert curve(run) == curve(whole) and len(curve(run)) == 16
     weights = (whole / "export" / "model.safetensors").read_bytes()

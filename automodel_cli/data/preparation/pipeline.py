@@ -302,7 +302,7 @@ class _Builder:
         way = "the template's generation tags" if by_tags else "prefix difference, verified per row"
         if self.template.name is not None:
             way = f"our training template for {self.template.name}, because the tokenizer's rewrites earlier turns"
-        elif self.config.multi_turn == "unroll":
+        elif self.config.multi_turn == "per_turn":
             way = "what follows each turn's prompt"
         return turns if self.config.loss_mask == "all" else f"{way} ({turns})"
 

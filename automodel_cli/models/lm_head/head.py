@@ -38,7 +38,9 @@ from automodel_cli.distributed.wgrad_fusion.linear import WgradFusedLinear, weig
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
 from automodel_cli.models.lm_head.fused_linear_logprobs import (
-    HeadKind,
+    HeadKind as HeadKind,
+)
+from automodel_cli.models.lm_head.fused_linear_logprobs import (
     Scores,
     Settings,
     fused_scores,

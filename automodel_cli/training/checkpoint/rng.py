@@ -54,7 +54,7 @@ def capture() -> Tensor:
     JSON instead of pickle, so that loading a checkpoint cannot run code.
     """
     version, keys, gauss = random.getstate()
-    name, np_keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, np_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": [version, list(keys), gauss],
         "numpy": [name, np_keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]

@@ -68,7 +68,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state |= {name: torch.zeros_like(param, dtype=dtype) for name in MOMENTS}
-        tensors = [_flat(tensor) for tensor in (param, param.grad, *(state[name] for name in MOMENTS))]  # type: ignore
+        tensors = [_flat(tensor) for tensor in (param, param.grad, *(state[name] for name in MOMENTS))]
         if not tensors[0].numel():
             return
         numbers = [state["step"], _number(group["lr"], param), _number(index, param, torch.int64)]

@@ -136,7 +136,7 @@ def build(conf: str, *overrides: str) -> Any:
     ],
 )
 def test_a_node_is_told_what_it_lacks(conf: str, override: str, message: str) -> None:
-    code = "invalid_config" if "Free" in override else "invalid_target"
+    code = "out_of_range" if "Free" in override else "invalid_target"
     with raises(ConfigError, code) as caught:
         build(conf, override)
     assert message in str(caught.value)

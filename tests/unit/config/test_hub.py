@@ -44,7 +44,7 @@ MODEL = ModelConfig(pretrained="nobody/no-model", revision="v 1")
         (lambda: check_classifier("nobody/no-model"), ("folder",), "hf download nobody/no-model"),
         (
             lambda: load_hub(SourceConfig(path="nobody/no-rows")),
-            (),
+            ("data.path",),
             "hf download nobody/no-rows --repo-type dataset --local-dir data/no-rows",
         ),
     ],
@@ -53,7 +53,7 @@ MODEL = ModelConfig(pretrained="nobody/no-model", revision="v 1")
 def test_what_is_not_in_the_cache(offline: Path, call: Any, keys: tuple[str, ...], command: str) -> None:
     with pytest.raises(ConfigError) as error:
         call()
-    assert isinstance(error.value, DataError) == (not keys) and error.value.keys == keys
+    assert isinstance(error.value, DataError) == (keys == ("data.path",)) and error.value.keys == keys
     assert "HF_HUB_OFFLINE=1" in error.value.message and f"HF_HOME={offline}" in error.value.message
     (first, *_) = fix_syntax.alternatives(error.value.fix or "")
     assert (first, fix_syntax.kind(first)) == (command, "command")

@@ -33,7 +33,7 @@ class Data:
     seq_len: int = 128
     packing: Literal["best_fit", "none", "wrapped"] = "best_fit"
     weights: list[float] | None = None
-    columns: dict[str, str] = field(default_factory=dict)
+    column_mapping: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
