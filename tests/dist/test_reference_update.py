@@ -130,7 +130,7 @@ def test_a_checkpoint_without_the_reference_is_refused_and_one_that_nobody_wants
         "reference"
     ]
     launch(_dpo, 1, folder, "run_name=plain", "reference_mode=frozen_copy", "train.max_steps=1", process_group=False)
-    with pytest.raises(Exception, match=re.escape("holds no reference")):
+    with pytest.raises(Exception, match=re.escape("contains no reference")):
         launch(_resumed, 1, folder, "plain", process_group=False)
 
 

@@ -345,7 +345,7 @@ class AdamW8bit:
                 fix="optimizer.library=torchao",
             )
         if self.library == "torchao":
-            kind = import_module("automodel_cli.training.optimizers.torchao_adamw").QuantisedAdamW
+            kind = import_module("automodel_cli.training.optimizers.torchao_adamw").QuantizedAdamW
         else:
             kind = import_module("bitsandbytes.optim").AdamW8bit
         groups = decay_groups(params, self.weight_decay, embeddings=self.decay_embeddings)

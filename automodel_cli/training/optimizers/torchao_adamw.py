@@ -13,7 +13,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
-class QuantisedAdamW(TorchAOAdamW8bit):
+class QuantizedAdamW(TorchAOAdamW8bit):  # type: ignore[misc]
     """A checkpoint holds the moments dequantised, since it must be cut anew for another layout; loading quantises them.
 
     With the same blocks this gives back the same codes, and scales up to their last bit.

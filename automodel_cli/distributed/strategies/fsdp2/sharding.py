@@ -26,7 +26,7 @@ from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 
 logger = logging.getLogger(__name__)
 
-_alone: WeakSet[nn.Module] = WeakSet()
+_alone: WeakSet[object] = WeakSet()
 
 
 class FSDP2Sharded(Sharded):
