@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from automodel_cli.distributed.expert_parallel import empty_groups
+from automodel_cli.distributed import empty_groups
 from automodel_cli.dryrun.hardware import GIB, Gpu
 from automodel_cli.dryrun.simulated_clock import Clock
 

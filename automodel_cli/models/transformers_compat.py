@@ -4,7 +4,7 @@ Relied on: the conversion mapping between hub keys and in-memory (fused) paramet
 into DTensors, `_init_weights` module by module, `_get_dtype_plan`, `_non_persistent_buffers_set` of torch. Each is
 covered by tests/unit/models/checkpoint_io/test_load.py and tests/dist/test_models_sharded.py; when one moves, only
 this file changes.
-The grouped product of experts is covered by tests/unit/distributed/expert_parallel/test_empty_groups.py.
+The grouped product of experts is covered by tests/unit/distributed/test_empty_groups.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from automodel_cli.distributed.expert_parallel.empty_groups import guarded
+from automodel_cli.distributed.empty_groups import guarded
 from automodel_cli.models import uneven_dtensor
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
-from automodel_cli.distributed.expert_parallel import empty_groups
+from automodel_cli.distributed import empty_groups
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.fusion import compiled_regions
 from automodel_cli.distributed.mesh import Mesh

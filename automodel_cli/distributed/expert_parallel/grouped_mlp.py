@@ -32,13 +32,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
+from automodel_cli.distributed import empty_groups
 from automodel_cli.distributed.activation_checkpointing.saved_results import (
     SaveLevel,
     is_keeping,
     is_repeating,
     save_or_replay,
 )
-from automodel_cli.distributed.expert_parallel import empty_groups, permute
+from automodel_cli.distributed.expert_parallel import permute
 from automodel_cli.distributed.expert_parallel.grouped_mlp_regions import add_expert_bias, fusible_regions
 from automodel_cli.distributed.expert_parallel.token_dispatcher import Arriving, Routes, find_routes
 from automodel_cli.distributed.float8 import grouped_gemm

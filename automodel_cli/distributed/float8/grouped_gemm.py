@@ -28,7 +28,7 @@ from torch.nn.functional import (  # type: ignore[attr-defined]  # torch's stubs
 )
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.expert_parallel import empty_groups
+from automodel_cli.distributed import empty_groups
 from automodel_cli.distributed.float8 import group_cast
 from automodel_cli.distributed.float8.quantization import (
     Arithmetic,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from automodel_cli.distributed.expert_parallel import empty_groups
+from automodel_cli.distributed import empty_groups
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
 from automodel_cli.models import transformers_compat
