@@ -76,7 +76,6 @@ FOREIGN: dict[str, Foreign] = {
     "per_device_eval_batch_size": Foreign("train.microbatch_size", "validation uses the same microbatch"),
     "gradient_accumulation_steps": Foreign("train.global_batch_size", _GLOBAL, other_value=True),
     "train_batch_size": Foreign("train.global_batch_size", _GLOBAL),
-    "max_steps_per_epoch": Foreign("train.max_steps"),
     "training_steps": Foreign("train.max_steps"),
     "total_steps": Foreign("train.max_steps"),
     "num_train_epochs": Foreign("train.epochs"),
