@@ -136,7 +136,7 @@ def test_a_lost_rank_and_a_cancelled_job_cost_no_more_than_they_must(folder: Pat
     assert wait_for_end(run, job) == "FAILED", log(run)
     text = log(run)
     assert field(job, "ExitCode") == "1:0" and field(job, "Restarts") == "0"
-    assert "rank 0 of 2 on n1 has lost another rank" in text and "Traceback" not in text
+    assert "rank 0 of 2 on n1 lost another rank" in text and "Traceback" not in text
     assert "failed with exit code 1; the first rank (task) to end: n2: task 1: Killed" in text
     assert "nothing is lost but the steps since runs/lost/checkpoints/step-000006" in text
     assert text.rstrip().endswith("go on with: sbatch runs/lost/job.sbatch")
