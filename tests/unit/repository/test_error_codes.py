@@ -27,12 +27,6 @@ from automodel_cli.training.step import NonFiniteError
 from tests.errors import assert_error, raises
 from tests.pages import ROOT
 
-NOT_CONVERTED = (
-    "automodel_cli/data",
-    "recipes",
-)
-"""Folders in which errors without a code are still allowed. Remove a folder when it is converted."""
-
 OWN_CODE = {"SplitError", "NotMeasuredError", "NonFiniteError", "OutOfMemory", "DryRunError"}
 """Classes with one cause, whose code is an attribute of the class."""
 KINDS = {"ConfigError", "DataError", "RunError", "ServerError", "PlacementError", "LayoutError"}
@@ -59,7 +53,7 @@ def test_every_error_has_a_registered_code():
     for place, node in calls():
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         code = next((word.value for word in node.keywords if word.arg == "code"), None)
-        if name in KINDS and not place.startswith(NOT_CONVERTED):
+        if name in KINDS:
             passed_on = isinstance(code, (ast.Name, ast.Attribute)) and ast.unparse(code).endswith("code")
             from_other_process = any(word.arg is None for word in node.keywords)
             if not from_other_process and (code is None or not (literals(code) or passed_on)):
@@ -72,8 +66,6 @@ def test_every_error_has_a_registered_code():
 
 
 def test_every_code_is_used():
-    if NOT_CONVERTED:
-        pytest.skip("folders are not converted yet")
     texts = set()
     for folder in ("automodel_cli", "recipes"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -82,10 +74,6 @@ def test_every_code_is_used():
                 texts |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     layouts = {"no-embedding", "no-loss", "duplicate-embedding", "duplicate-loss"}  # built from two parts
     assert set(ALL_CODES) - texts - layouts == set()
-
-
-def test_every_folder_that_is_not_converted_exists():
-    assert [folder for folder in NOT_CONVERTED if not (ROOT / folder).is_dir()] == []
 
 
 def test_every_code_has_a_cause_and_a_remedy():
