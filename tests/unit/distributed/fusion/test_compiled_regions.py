@@ -185,7 +185,7 @@ def test_inductor_makes_no_more_kernels_than_are_counted() -> None:
     for glue in found.values():
         counted: list[str] = []
         grad = glue.kept is not None
-        args = [compiled_regions._placed(arg, CPU, torch.float32, grad=grad) for arg in glue.sample(64)]
+        args = [compiled_regions._to_device(arg, CPU, torch.float32, grad=grad) for arg in glue.sample(64)]
         tally = as_one(nullcontext, lambda name, read, written, counted=counted: counted.append(name))(glue)
         with torch.set_grad_enabled(grad):
             compiled_regions._with_gradients(tally, args)

@@ -24,7 +24,7 @@ pytestmark = [
 RUN = """
 defaults: [sft, _self_]
 model: {{pretrained: {folder}/base, lora: {lora}}}
-data: {{path: "{folder}/rows.jsonl", mask: all, seq_len: 128}}
+data: {{path: "{folder}/rows.jsonl", loss_mask: all, seq_len: 128}}
 optimizer: {{lr: 1e-4}}
 lr_scheduler: {{warmup_steps: 0}}
 train: {{global_batch_size: 2, microbatch_size: 2, max_steps: 2, epochs: null}}
