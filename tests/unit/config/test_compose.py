@@ -349,11 +349,11 @@ def test_a_path_of_ones_own_takes_the_columns_of_the_groups_dataset_with_it(
 
 
 def test_a_path_in_the_users_file_does_so_too_and_keeps_what_that_file_says(here: Path) -> None:
-    write(here / "mine.yaml", "defaults: [grpo, data: gsm8k, _self_]\ndata: {path: a.jsonl, columns: {system: s}}\n")
+    write(here / "mine.yaml", "defaults: [grpo, data: gsm8k, _self_]\ndata: {path: a.jsonl, column_mapping: {system: s}}\n")
     found = compose("mine.yaml").tree["data"]
-    assert found["columns"] == {"system": "s"} and not {"name", "validation_split"} & set(found)
+    assert found["column_mapping"] == {"system": "s"} and not {"name", "validation_split"} & set(found)
     # what the user's own file says of its dataset stays under another path: another part of the same data
-    assert compose("mine.yaml", ["data.path=b.jsonl"]).tree["data"]["columns"] == {"system": "s"}
+    assert compose("mine.yaml", ["data.path=b.jsonl"]).tree["data"]["column_mapping"] == {"system": "s"}
 
 
 def test_a_task_of_a_recipe_makes_room_for_rows(here: Path) -> None:
