@@ -349,7 +349,8 @@ def test_a_path_of_ones_own_takes_the_columns_of_the_groups_dataset_with_it(
 
 
 def test_a_path_in_the_users_file_does_so_too_and_keeps_what_that_file_says(here: Path) -> None:
-    write(here / "mine.yaml", "defaults: [grpo, data: gsm8k, _self_]\ndata: {path: a.jsonl, column_mapping: {system: s}}\n")
+    dataset = "data: {path: a.jsonl, column_mapping: {system: s}}\n"
+    write(here / "mine.yaml", f"defaults: [grpo, data: gsm8k, _self_]\n{dataset}")
     found = compose("mine.yaml").tree["data"]
     assert found["column_mapping"] == {"system": "s"} and not {"name", "validation_split"} & set(found)
     # what the user's own file says of its dataset stays under another path: another part of the same data
