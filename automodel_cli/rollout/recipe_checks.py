@@ -78,8 +78,8 @@ def check_rollout(recipe: PolicyRecipe) -> None:
     weighs_once = "advantages_BT" in recipe.objective.columns and "old_logprobs_BT" not in recipe.objective.columns
     if weighs_once and rollout.samples_per_step * rollout.num_iterations > per_update:
         raise ConfigError(
-            "this objective (ratio=on_policy) supports only one update per rollout, because it uses no earlier "
-            "log-probs",
+            "this objective (importance_sampling_level=on_policy) supports only one update per rollout, because it "
+            "uses no earlier log-probs",
             code="unsupported_combination",
             keys=("objective", "rollout.num_iterations", "train.global_batch_size"),
             fix=f"rollout.num_iterations=1 train.global_batch_size={rollout.samples_per_step}",
@@ -187,7 +187,7 @@ def check_unread(recipe: PolicyRecipe) -> None:
     unread = [(key, default, missing) for key, default in _OF_ADVANTAGES]
     if not chooses and "rewards_BT" not in recipe.objective.columns:
         unread += [(f"overlong.{key}", None, "learns from no reward") for key in ("buffer", "factor")]
-        if not recipe.rollout.played and not any(reward.weight for reward in recipe.rewards.values()):
+        if not _is_scored(recipe):
             unread.append(("dynamic_sampling", None, "has no rewards here, so no two of a group would differ"))
     for key, default, reason in unread:
         value = attrgetter(key)(recipe.rollout)
@@ -200,10 +200,14 @@ def check_unread(recipe: PolicyRecipe) -> None:
             )
 
 
+def _is_scored(recipe: PolicyRecipe) -> bool:
+    """Return whether samples get a reward: from an environment, or from a reward with a weight."""
+    return bool(recipe.rollout.played) or any(reward.weight for reward in recipe.rewards.values())
+
+
 def check_judged(recipe: PolicyRecipe) -> None:
     """Check that samples have a learning signal: a reward with a weight, an environment, or a teacher."""
-    counts = recipe.rollout.played or any(node.weight for node in recipe.rewards.values())
-    if counts or (recipe.teacher is not None and selection_of(recipe.objective) is None):
+    if _is_scored(recipe) or (recipe.teacher is not None and selection_of(recipe.objective) is None):
         return
     if recipe.rewards:
         raise ConfigError(
@@ -218,8 +222,7 @@ def check_judged(recipe: PolicyRecipe) -> None:
 def check_groups_differ(recipe: PolicyRecipe) -> None:
     """With a teacher and without rewards all responses of a group are worth the same, so none would be trained."""
     by_group = "advantages_BT" in recipe.objective.columns and recipe.rollout.advantage_estimator == "group"
-    judged = recipe.rollout.played or any(node.weight for node in recipe.rewards.values())
-    if recipe.teacher is not None and by_group and not judged:
+    if recipe.teacher is not None and by_group and not _is_scored(recipe):
         raise ConfigError(
             "rollout.advantage_estimator=group requires a reward: without one all responses of a group are equal, "
             "and none would be trained",
