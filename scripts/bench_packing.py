@@ -42,6 +42,8 @@ def token_store(lengths: np.ndarray) -> TokenStore:
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         files=np.zeros(number, np.int32),
         lines=np.arange(number),
+        rows=np.arange(number),
+        shared=np.zeros(number, np.int64),
     )
 
 
