@@ -87,7 +87,7 @@ class Collectives:
         return timed
 
     def exchanged(self, exchange: Callable[..., Arriving]) -> Callable[..., Arriving]:
-        """`token_dispatch.exchange` whose rows take their time, beside what is computed until somebody wants them."""
+        """`token_dispatcher.exchange` whose rows take their time, beside what is computed until somebody wants them."""
 
         def timed(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Arriving:
             self._awaited = True

@@ -25,7 +25,7 @@ class Ran(Protocol):
 
 
 def modelled(real: Callable[[Tensor], Tensor | None], ran: Ran) -> Attend:
-    """`attention_flex.attend` of a dry run. `real` gives the integers of a tensor."""
+    """`attention.flex.attend` of a dry run. `real` gives the integers of a tensor."""
 
     def attend(
         query_NHD: Tensor,

@@ -1,7 +1,7 @@
 """Hardware constants of the dry run: GPU peaks and link bandwidths. Torch-free.
 
 Peaks are those of the vendors' data sheets. Shares of them are what others have published of single kernels on an H100
-or H200, granted to every GPU; this project has measured none of them. Those of products: `product_speed`.
+or H200, granted to every GPU; this project has measured none of them. Those of GEMMs: `wgrad_fusion/gemm_timings.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GPUS = {
 FLEX = 0.29
 """Of attention that torch compiles: 0.85 of FlashAttention-2's in long documents, of the blocks that it computes."""
 FP32_PRODUCTS = 0.77
-"""51.9 of 67 TFLOP/s on squares of 4096 (issue 79 of `product_speed`)."""
+"""51.9 of 67 TFLOP/s on squares of 4096."""
 LINK = 0.70
 """Of a link's bandwidth, also that to the machine's memory: assumed."""
 HOST_MEMORY = 40e9

@@ -225,7 +225,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class _DistributedExperts(torch.autograd.Function):
-    """Keeps what `gated_experts` keeps; computes nothing."""
+    """Keeps what `grouped_mlp` keeps; computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_TK: Tensor, columns: int) -> Tensor:

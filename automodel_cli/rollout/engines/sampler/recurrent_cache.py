@@ -27,7 +27,7 @@ _Path = tuple[Any, ...]
 
 
 class StateSlots:
-    """Runs state layers (`state_layers.run_by`) and keeps their states."""
+    """Runs state layers (`recurrent_layers.run_by`) and keeps their states."""
 
     def __init__(self, max_num_seqs: int, new_cache: NewCache):
         self.max_num_seqs, self._new_cache = max_num_seqs, new_cache
@@ -64,7 +64,7 @@ class StateSlots:
         self._decoding = None
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `state_layers.Runner`."""
+        """See `recurrent_layers.Runner`."""
         assert self._forward is not None, "a state layer that generates belongs inside a forward of the sampler"
         name, keywords = _without_cache(layer, forward, args, kwargs)
         if isinstance(self._forward, Prefill):
