@@ -1,4 +1,4 @@
-"""The `automodel` command: lazy sub-commands, and how whatever goes wrong becomes text and an exit code.
+"""The `automodel` command: sub-commands that are imported on use, error output and exit codes.
 
 Exit codes: 0 ok, 1 the run failed, 2 usage or config, 3 data, 4 out of memory, 75 preempted (SIGTERM, SIGUSR1),
 130 Ctrl-C.
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line in this process; every known way to fail is printed to stderr and becomes an exit code."""
+    """Run one command line in this process. Known errors are printed to stderr and returned as an exit code."""
     try:
         result: Any = cli.main(args=list(arguments), prog_name="automodel", standalone_mode=False, obj=list(arguments))
         return result if isinstance(result, int) else 0
@@ -142,8 +142,11 @@ def run(arguments: Sequence[str]) -> int:
     except click.NoSuchOption as error:
         click.echo(render(foreign_commands.unknown_option(error, arguments)), err=True)
         return _USAGE
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        return _USAGE
+    except click.ClickException as error:
+        click.echo(render(_usage(error, arguments)), err=True)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
@@ -168,8 +171,17 @@ def render(error: ConfigError) -> str:
     return f"{click.style(error.heading, fg='red', bold=True)} {text}"
 
 
+def _usage(error: click.ClickException, arguments: Sequence[str]) -> ConfigError:
+    """Return the error for a command line that click rejects: a missing argument or an invalid option value."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    command = f"automodel {arguments[0]}" if arguments and arguments[0] in COMMANDS else "automodel"
+    if context is not None:
+        command = context.command_path
+    return ConfigError(error.format_message().rstrip("."), code="usage", fix=f"{command} --help")
+
+
 def _lost_peer(error: Exception) -> int | None:
-    """Say that another rank is gone, if that is what `error` means, and return the exit code."""
+    """Print the error for a lost rank and return its exit code. None: `error` has another cause."""
     lost = peer_failure.peer_failure_error(error)
     if lost is None:
         return None
@@ -179,7 +191,7 @@ def _lost_peer(error: Exception) -> int | None:
 
 
 def _disk(error: OSError) -> RunError:
-    """Return the error for a full or read-only disk, which any write may meet."""
+    """Return the error for a full or read-only disk, which any write can raise."""
     return RunError(
         f"{error.filename or 'a file'} could not be written: {error.strerror}",
         code="disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable_file",
@@ -188,7 +200,7 @@ def _disk(error: OSError) -> RunError:
 
 
 def _own_frames(error: BaseException) -> TracebackType | None:
-    """The traceback from the command on: click's frames above it tell nobody anything."""
+    """Return the traceback without the frames of click, which do not help to find the error."""
     frame = error.__traceback__
     while frame and frame.tb_next and frame.tb_frame.f_code.co_filename.startswith((_CLICK, __file__)):
         frame = frame.tb_next

@@ -26,9 +26,9 @@ def ls() -> None:
     width = max(map(len, names), default=0)
     for name in names:
         about = bundled_recipes.describe_recipe(name)
-        facts = [f"{label} {text}" for label, text in (("fits on", about.fits_on), ("tested", about.tested)) if text]
-        tail = click.style(f"   {', '.join(facts)}", dim=True) if facts else ""
-        click.echo(f"{click.style(f'{name:<{width}}', bold=True)}  {about.summary}{tail}")
+        click.echo(f"{click.style(f'{name:<{width}}', bold=True)}  {about.summary}")
+        if about.fits_on:
+            click.echo(f"{'':<{width}}  {click.style(f'Fits on: {about.fits_on}', dim=True)}")
     click.echo("\nRun one:  automodel finetune llm -c NAME        Make it yours:  automodel recipes cp NAME")
 
 

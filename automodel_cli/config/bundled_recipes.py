@@ -52,23 +52,23 @@ def display(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Description:
-    """What the comment block at the top of a recipe says: its first line, and the lines `fits on:` and `tested:`."""
+    """Summary and hardware of a recipe, from the comment block at its top."""
 
     summary: str
+    """First line of the block."""
     fits_on: str
-    tested: str
+    """Line `Fits on:` of the block. Empty if there is none."""
 
 
 def describe_recipe(name: str) -> Description:
     """Read the leading comment block of a bundled recipe."""
-    summary, facts = "", {"fits on": "", "tested": ""}
+    summary = fits_on = ""
     for line in recipe_path(name).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break
         text = line.lstrip("# ").rstrip()
-        label, _, rest = text.partition(":")
-        if label.lower() in facts:
-            facts[label.lower()] = rest.strip()
-        elif text and not summary and not text.startswith("@package"):
+        if text.startswith("Fits on:"):
+            fits_on = text.removeprefix("Fits on:").strip()
+        elif not summary and not text.startswith("@package"):
             summary = text
-    return Description(summary, facts["fits on"], facts["tested"])
+    return Description(summary, fits_on)

@@ -118,6 +118,10 @@ _FILES_AND_TARGETS = {
 _COMMANDS = {
     "unknown_command": ErrorCode("No command has this name.", "List the commands with `automodel --help`."),
     "unknown_option": ErrorCode("The command has no such option.", "List its options with `--help`."),
+    "usage": ErrorCode(
+        "An argument is missing, or an option has a missing or invalid value.",
+        "Print the arguments and options with `--help` after the command.",
+    ),
     "nothing_to_compare": ErrorCode(
         "The two sides of a comparison are identical or share no items.", "Compare two different runs or configs."
     ),

@@ -237,6 +237,9 @@ def test_errors_go_to_stderr_with_exit_code_2(toy: Path) -> None:
         ),
         (["resume", "nothing"], "run_not_found", ("nothing",), None),
         (["recipes", "show", "qwertz"], "unknown_name", ("qwertz",), "fix   automodel recipes ls"),
+        (["runs", "diff", "a"], "usage", (), "fix   automodel runs diff --help"),
+        (["check", "-c"], "usage", ("-c",), "fix   automodel check --help"),
+        (["plan", "-c", "toy.yaml", "--gpus", "x"], "usage", ("--gpus", "x"), "fix   automodel plan --help"),
     ],
 )
 def test_usage_errors(toy: Path, arguments: list[str], code: str, values: tuple[str, ...], fix: str | None) -> None:
