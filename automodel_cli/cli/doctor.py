@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +14,13 @@ from typing import Literal
 
 import click
 
-from automodel_cli.cli import common
+from automodel_cli.cli import common, tested_versions
+from automodel_cli.cli.tested_versions import DISTRIBUTION
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import process_context
 from automodel_cli.launch.local_launcher import safe_path
 
-DISTRIBUTION = "automodel-cli"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 _GIB = 2**30
 _EXTRAS = {
@@ -52,9 +51,9 @@ class Diagnosis:
 def doctor(run: str | None, nodes: bool, trust: Trust) -> int:
     """Check the installation, or the files of a run.
 
-    Checks versions, conflicts, GPU, disk and optional packages. Exits with 1 if a check fails. With RUN, verifies every
-    byte of its checkpoints. With --nodes, in a Slurm allocation or under torchrun, measures the network between nodes
-    and checks that they share the folder.
+    Checks versions, conflicts, GPU, disk and optional packages. A release is tested, in range but untested, or outside
+    the supported range. Exits with 1 if a check fails. With RUN, verifies every byte of its checkpoints. With --nodes,
+    in a Slurm allocation or under torchrun, measures the network between nodes and checks that they share the folder.
     """
     if nodes:
         if run:
@@ -110,27 +109,30 @@ def of_run(run: str, trust: Trust) -> Iterator[Diagnosis]:
 
 
 def python() -> Iterator[Diagnosis]:
-    """The interpreter that the project supports."""
-    found = ".".join(map(str, sys.version_info[:3]))
-    if tuple(sys.version_info) < (3, 11):  # a tuple: pip does not install us here, but PYTHONPATH may
-        yield Diagnosis("fail", "python", f"{found}, needs >= 3.11", "uv venv --python 3.12")
+    """The interpreter against the supported and the tested releases."""
+    found, supported = ".".join(map(str, sys.version_info[:3])), tested_versions.ranges()["python"]
+    verdict = tested_versions.verdict("python", found, supported)
+    if verdict == "outside":  # pip does not install us here, but PYTHONPATH may
+        yield Diagnosis("fail", "python", f"{found}  outside {supported}", "uv venv --python 3.12")
     else:
-        yield Diagnosis("ok", "python", f"{found}  {sys.executable}")
+        yield Diagnosis("ok", "python", f"{found}  {verdict}  {sys.executable}")
 
 
 def dependencies() -> Iterator[Diagnosis]:
-    """Every base dependency against the range that our own metadata declares."""
-    for line in metadata.requires(DISTRIBUTION) or ():
-        if ";" in line:
-            continue  # an extra
-        name, spec = re.match(r"([\w.-]+)\s*(.*)", line).groups()  # type: ignore[union-attr]
-        found = _version(name)
-        if found is None:
-            yield Diagnosis("fail", name, f"not installed, needs {spec}", f'pip install "{name}{spec}"')
-        elif not satisfies(found, spec):
-            yield Diagnosis("fail", name, f"{found}, supported is {spec}", f'pip install "{name}{spec}"')
-        else:
-            yield Diagnosis("ok", name, found)
+    """Every base dependency against the supported and the tested releases."""
+    ranges = tested_versions.ranges()
+    for name in tested_versions.dependencies():
+        yield _package(name, ranges[name], "fail")
+
+
+def _package(name: str, supported: str, if_outside: Literal["warn", "fail"]) -> Diagnosis:
+    found, fix = _version(name), f'pip install "{name}{supported}"'
+    if found is None:
+        return Diagnosis("fail", name, f"not installed, needs {supported}", fix)
+    verdict = tested_versions.verdict(name, found, supported)
+    if verdict == "outside":
+        return Diagnosis(if_outside, name, f"{found}  outside {supported}", fix)
+    return Diagnosis("ok", name, f"{found}  {verdict}")
 
 
 def clashes() -> Iterator[Diagnosis]:
@@ -220,12 +222,13 @@ def space() -> Iterator[Diagnosis]:
 
 
 def extras() -> Iterator[Diagnosis]:
-    """Optional packages: what is there, and how to get the rest, on one line each."""
-    present = {e: _version(d) for e, (d, _) in _EXTRAS.items()}
-    have = [f"{_EXTRAS[e][0]} {v}" for e, v in present.items() if v]
-    missing = [f"{e} ({_EXTRAS[e][1]})" for e, v in present.items() if not v]
-    if have:
-        yield Diagnosis("ok", "extras", ", ".join(have))
+    """Optional packages: a line for each that is there, and how to get the rest."""
+    ranges = tested_versions.ranges()
+    optional = set(tested_versions.TESTED) - {"python", *tested_versions.dependencies()}
+    for name in sorted({*optional, *(name for name, _ in _EXTRAS.values())}):
+        if _version(name):
+            yield _package(name, ranges.get(name, ""), "warn")
+    missing = [f"{extra} ({purpose})" for extra, (name, purpose) in _EXTRAS.items() if not _version(name)]
     if missing:
         yield Diagnosis("ok", "extras not there", f"{', '.join(missing)}: pip install '{DISTRIBUTION}[NAME]'")
 
@@ -240,28 +243,6 @@ CHECKS: tuple[Callable[[], Iterator[Diagnosis]], ...] = (
     space,
     extras,
 )
-
-
-def satisfies(version: str, spec: str) -> bool:
-    """Whether a release lies in a range such as `>=2.11,<2.14`; local and pre-release suffixes are ignored."""
-
-    def numbers(text: str) -> tuple[int, ...]:
-        parts = [int(n) for n in re.findall(r"\d+", re.split(r"[+a-z]", text.strip())[0])]
-        return tuple((parts + [0, 0, 0])[:3])
-
-    compare: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-        ">=": lambda a, b: a >= b,
-        "<=": lambda a, b: a <= b,
-        "<": lambda a, b: a < b,
-        ">": lambda a, b: a > b,
-        "==": lambda a, b: a == b,
-        "!=": lambda a, b: a != b,
-    }
-    for clause in filter(None, spec.split(",")):
-        operator, bound = re.match(r"\s*([<>=!]+)(.*)", clause).groups()  # type: ignore[union-attr]
-        if not compare[operator](numbers(version), numbers(bound)):
-            return False
-    return True
 
 
 def _version(distribution: str) -> str | None:

@@ -16,7 +16,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from automodel_cli.cli import doctor
 from automodel_cli.cli.main import COMMANDS, cli, run
 from automodel_cli.config import bundled_recipes
 from tests import warm
@@ -451,21 +450,7 @@ def test_completion_scripts(tmp_path: Path, shell: str) -> None:
 def test_doctor_finds_nothing_wrong_here(tmp_path: Path) -> None:
     good = automodel(tmp_path, "doctor")
     assert "fail" not in good.stdout and good.stdout.count("\n") > 10
-
-
-@pytest.mark.parametrize(
-    ("version", "spec", "expected"),
-    [
-        ("2.13.0+cpu", ">=2.11,<2.14", True),
-        ("2.14.0a0+git", ">=2.11,<2.14", False),
-        ("2.9.1", ">=2.11,<2.14", False),
-        ("5.23.0", ">=5.17,<5.24", True),
-        ("1.3", ">=1.3.2,<1.4", False),
-        ("3", ">=3", True),
-    ],
-)
-def test_version_ranges(version: str, spec: str, expected: bool) -> None:
-    assert doctor.satisfies(version, spec) is expected
+    assert re.search(r"^ok +torch +\S+  tested$", good.stdout, re.M)
 
 
 def test_options_of_a_part_go_with_it_when_a_group_replaces_it(capsys: pytest.CaptureFixture) -> None:
