@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
+    Cohere2VisionConfig,
     Gemma3Config,
     Mistral3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3_5Config,
+    Qwen3VLConfig,
 )
 
 _VISION = {
@@ -50,7 +52,31 @@ def _qwen3_5(text: dict) -> PretrainedConfig:
     return Qwen3_5Config(text_config={**text, **linear}, vision_config=vision)
 
 
-_CONFIGS = {"gemma3": _gemma3, "mistral3": _mistral3, "qwen3_5": _qwen3_5}
+def _qwen3_vl(text: dict) -> PretrainedConfig:
+    """A text config without a causal LM class."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    return Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision)
+
+
+def _cohere2_vision(text: dict) -> PretrainedConfig:
+    """A head without the scale of the text config's causal LM class."""
+    return Cohere2VisionConfig(
+        text_config={"model_type": "cohere2", **text, "logit_scale": 0.25},
+        vision_config={"model_type": "siglip_vision_model", **_VISION},
+        downsample_factor=2,
+        alignment_intermediate_size=48,
+    )
+
+
+_CONFIGS = {
+    "gemma3": _gemma3,
+    "mistral3": _mistral3,
+    "qwen3_5": _qwen3_5,
+    "qwen3_vl": _qwen3_vl,
+    "cohere2_vision": _cohere2_vision,
+}
 KINDS = tuple(_CONFIGS)
 
 

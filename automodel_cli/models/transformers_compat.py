@@ -146,6 +146,18 @@ def conversion_mapping(model: PreTrainedModel) -> list[Any]:
     return mapping
 
 
+def share_converters(whole: type[PreTrainedModel], model_type: str, part: type[PreTrainedModel]) -> None:
+    """Let checkpoints of the class `part` be fused as those of `whole`, of which it is a part. Names are not shared."""
+    from transformers import conversion_mapping as mappings
+    from transformers.core_model_loading import WeightConverter
+
+    found = mappings.get_checkpoint_conversion_mapping(whole.__name__)
+    found = found or mappings.get_checkpoint_conversion_mapping(model_type) or []
+    converters: list[Any] = [entry for entry in found if isinstance(entry, WeightConverter)]
+    if converters:
+        mappings.register_checkpoint_conversion_mapping(part.__name__, converters, overwrite=True)
+
+
 @dataclass(frozen=True)
 class Converted:
     """What a call of `convert_into` did, by parameter name."""

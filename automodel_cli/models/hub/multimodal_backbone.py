@@ -16,25 +16,34 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import transformers_compat
+from automodel_cli.models.hub import composite_text
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def text_config(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of the language model if it has a causal class, else `hf_config` itself."""
+def text_config(hf_config: PretrainedConfig, *, exported_alone: bool = False) -> PretrainedConfig:
+    """Return the config of the language model if it has a causal class, else `hf_config` itself.
+
+    The head is that of the full model (`composite_text.py`), or that of the family's causal class if the language model
+    is `exported_alone`.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if hf_config.is_encoder_decoder:  # its decoder is not a language model
-        return hf_config
     text = hf_config.get_text_config()
-    if text is hf_config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or text.is_encoder_decoder:
+    if text is hf_config or hf_config.is_encoder_decoder or text.is_encoder_decoder:  # a decoder needs its encoder
         return hf_config
     text = copy.deepcopy(text)
     text.dtype = hf_config.dtype or text.dtype
-    text.tie_word_embeddings = getattr(hf_config, "tie_word_embeddings", text.tie_word_embeddings)
-    return text
+    # transformers ties the head as the outer config says. A text config may lack the fields of a model of its own.
+    text.tie_word_embeddings = getattr(hf_config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if not hasattr(text, name):
+            setattr(text, name, getattr(hf_config, name, None))
+    if exported_alone:
+        return text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else hf_config
+    return composite_text.with_composite_head(text, hf_config) or hf_config
 
 
 @dataclass(frozen=True)

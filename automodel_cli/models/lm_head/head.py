@@ -218,6 +218,11 @@ class _BaseStub(nn.Module):
         return _BaseStub(found, self.__dict__["hidden"]) if inner else found
 
 
+def stub_base(real: nn.Module, hidden: Tensor) -> nn.Module:
+    """Return a module in the place of `real` whose output is `hidden`."""
+    return _BaseStub(real, hidden)
+
+
 def _stub_output(hidden: Tensor) -> Any:
     from transformers.modeling_outputs import MoeModelOutputWithPast
 

@@ -280,7 +280,8 @@ def _small_rope(rope: dict[str, Any], switch: int) -> dict[str, Any]:
         elif key == _SWITCH:
             small[key] = min(value, switch)
         elif key == "mrope_section":
-            small[key] = [half - 2 * (half // 3), half // 3, half // 3]
+            rest, third = half - 2 * (half // 3), half // 3  # two of the three axes may have to be equal (Ernie 4.5 VL)
+            small[key] = [third, third, rest] if value[0] == value[1] != value[2] else [rest, third, third]
         else:
             small[key] = value
     return small
