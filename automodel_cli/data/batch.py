@@ -1,4 +1,13 @@
-"""What every model, objective and schedule sees: rows of equal token count, with document boundaries."""
+"""One microbatch: sequences of equal length with document boundaries. Models, objectives and schedules read it.
+
+Example. Documents of 3 and 2 tokens and one of 4 fill two sequences of 6 tokens (B = 2, T = 6). `a` to `i` are token
+ids, `.` is padding, `x` is `IGNORE_INDEX`. Without a loss mask::
+
+    input_ids_BT     a b c d e .     f g h i . .
+    position_ids_BT  0 1 2 0 1 0     0 1 2 3 0 1
+    labels_BT        b c x e x x     g h i x x x
+    cu_seqlens       0 3 5 6 10 12   five documents: the padding of each sequence is one more
+"""
 
 from __future__ import annotations
 
@@ -14,21 +23,25 @@ from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 
 IGNORE_INDEX = -100
 ROUTED_EXPERTS = "routed_experts_BTC"
-"""Column of `Batch.extra` with the experts that each token shall go to: int16, C = layers with experts x experts of a
-token, -1 where the router chooses by itself. No objective reads it, the model does."""
+"""Column of `Batch.extra` with fixed expert indices: int16, C = MoE layers x experts per token. -1 leaves the choice to
+the router. The model reads it, objectives do not."""
 ON_HOST = "on_host"
 """Keyword of `Batch.model_inputs` with `OnHost`."""
 KEY_INDEX = "key_index"
-"""Keyword of `Batch.model_inputs` with `SeenKeys.index_M`, there where documents share a prefix."""
+"""Keyword of `Batch.model_inputs` with `SeenKeys.index_M`. Present if documents share a prefix."""
 
 
 class SeenKeys(NamedTuple):
-    """Which keys the documents of a batch see, where some see a run of tokens before their own: a prefix that documents
-    share.
+    """Keys that each document attends to, if documents share a prefix (GRPO: one prompt, several responses).
 
-    `index_M` int64: tokens of the B*T, those that the first document sees, then those of the second, and so on; of each
-    its own tokens last. `cu_seqlens` int32 `[documents + 1]`: where documents begin in it. `max_seqlen` (host int): of
-    the longest.
+    Attributes:
+        index_M: indices into the B*T tokens, int64. The keys of the first document, then of the second, and so on. The
+            document's tokens follow those of its prefix.
+        cu_seqlens: start of each document in `index_M`, int32 `[documents + 1]`.
+        max_seqlen: most keys of a document, an int on the host.
+
+    Example: a prompt of 2 tokens (0, 1) and responses of 2 (2, 3) and 1 (4) tokens give `index_M` = 0 1, 0 1 2 3, 0 1 4
+    and `cu_seqlens` = 0 2 6 9.
     """
 
     index_M: Tensor
@@ -37,21 +50,20 @@ class SeenKeys(NamedTuple):
 
     @classmethod
     def of(cls, bounds: Sequence[int], prefixes: Sequence[Run]) -> SeenKeys:
-        """Documents between `bounds`, each with the run that it sees before its own tokens."""
+        """Build from document bounds and the prefix of each document."""
         lengths = [b - a + more for (a, b), (_, more) in zip(pairwise(bounds), prefixes, strict=True)]
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(seen_index(bounds, prefixes), cu_seqlens, max(lengths))
 
     @classmethod
     def among(cls, model_inputs: Mapping[str, Any]) -> SeenKeys | None:
-        """What `Batch.model_inputs` holds of them."""
+        """Read from `Batch.model_inputs`. None: no document shares a prefix."""
         if KEY_INDEX not in model_inputs:
             return None
         return cls(model_inputs[KEY_INDEX], model_inputs["cu_seq_lens_k"], model_inputs["max_length_k"])
 
     def prefixes(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """First token and number of tokens, int64 `[documents]` each, of what the documents between these bounds see
-        before their own."""
+        """Return the first token and the length of each document's prefix, int64 `[documents]` each."""
         first = self.index_M[self.cu_seqlens[:-1].long().clamp(max=len(self.index_M) - 1)]
         return first, (self.cu_seqlens.diff() - cu_seqlens.diff()).long()
 
@@ -62,17 +74,17 @@ NO_RUN: Run = (0, 0)
 
 
 def seen_index(bounds: Sequence[int], prefixes: Sequence[Run]) -> Tensor:
-    """`SeenKeys.index_M`."""
+    """Compute `SeenKeys.index_M`."""
     runs = [run for (a, b), prefix in zip(pairwise(bounds), prefixes, strict=True) for run in (prefix, (a, b - a))]
     first_R, length_R = torch.tensor(runs, dtype=torch.int64).view(-1, 2).unbind(1)
-    skipped_R = first_R - length_R.cumsum(0) + length_R  # from a key's place here to its place among the B*T
+    skipped_R = first_R - length_R.cumsum(0) + length_R  # offset from an index here to an index into the B*T tokens
     return skipped_R.repeat_interleave(length_R) + torch.arange(int(length_R.sum()))
 
 
 @dataclass(frozen=True)
 class OnHost:
-    """What the host remembers of a batch that it sent to a device, for ranks that share its rows: bounds of documents,
-    and `Batch.label_positions_S` in host memory."""
+    """Host copies of a batch on a device, for ranks that share its sequences: document bounds and
+    `Batch.label_positions_S`. They avoid a device synchronization."""
 
     cu_seqlens: tuple[int, ...]
     label_positions_S: Tensor
@@ -80,15 +92,21 @@ class OnHost:
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: B rows of T tokens. Packing is the normal case; a padded row is one document and one of padding.
+    """One microbatch of B sequences with T tokens each.
 
-    `input_ids_BT`, `position_ids_BT` (in every document from 0, or on from its prefix) and `labels_BT` are int64.
-    Labels are already shifted: `labels[b, t]` is the token that follows `input_ids[b, t]` in the same document, or
-    `IGNORE_INDEX`. `cu_seqlens` is int32 `[documents + 1]` over the B*T tokens in row-major order; every row start is a
-    boundary, and padding at the end of a row is a document of its own. `max_seqlen` (host int) is the longest document.
-    `row_ids_B` int64 names the rows for error messages. `extra` holds more columns of the objective, by token `[B, T]`
-    (or `[B, T, N]`), document or pair (`objectives/base.py` lists them). `seen`: None where every document sees itself
-    alone.
+    Sequences are usually packed. A padded sequence holds one document and one document of padding.
+
+    Attributes:
+        input_ids_BT: token ids, int64.
+        position_ids_BT: positions within each document, int64. They start at 0, or after the shared prefix.
+        labels_BT: shifted labels, int64: the next token of the same document, or `IGNORE_INDEX`.
+        cu_seqlens: document boundaries over the B*T tokens in row-major order, int32 `[documents + 1]`. Each sequence
+            start is a boundary. Padding at the end of a sequence is a separate document.
+        max_seqlen: length of the longest document, an int on the host.
+        row_ids_B: int64, identifies the sequences in error messages.
+        extra: more columns of the objective by token (`[B, T]`, `[B, T, N]`), document or pair. `objectives/base.py`
+            lists them.
+        seen: keys of each document if documents share a prefix. None: each document attends to itself only.
     """
 
     input_ids_BT: Tensor
@@ -100,10 +118,10 @@ class Batch:
     extra: dict[str, Tensor] = field(default_factory=dict)
     seen: SeenKeys | None = None
     label_positions_S: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    """Where labels are among the B*T tokens, int64: found on the host by `to` and `pinned`, so that nobody waits for
-    the device to say. None before that, and in copies with other tensors (`dataclasses.replace`)."""
+    """Indices of the labels among the B*T tokens, int64. `to` and `pinned` compute them on the host, which avoids a
+    device synchronization. None before that, and in copies with other tensors (`dataclasses.replace`)."""
     on_host: OnHost | None = field(default=None, init=False, repr=False, compare=False)
-    """There where `label_positions_S` is."""
+    """Set together with `label_positions_S`."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,7 +136,7 @@ class Batch:
 
     @property
     def num_documents(self) -> int:
-        """Documents of the batch, those of padding included; known on the host."""
+        """Number of documents including padding, known on the host."""
         return len(self.cu_seqlens) - 1
 
     @property
@@ -128,11 +146,11 @@ class Batch:
         return (torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1).view(self.shape)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on `device`, with `label_positions_S`; copies are asynchronous from pinned memory."""
+        """Copy to `device`, with `label_positions_S`. Copies from pinned memory are asynchronous."""
         return self._with_tensors(lambda t: t.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """The same batch in pinned host memory, for a CUDA device to fetch by itself."""
+        """Copy to pinned host memory, for asynchronous copies to a CUDA device."""
         return self._with_tensors(lambda t: t.pin_memory())
 
     def _with_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -153,11 +171,11 @@ class Batch:
         return moved._at(None if positions_S is None else move(positions_S), on_host)
 
     def with_columns(self, **columns: Tensor) -> Batch:
-        """The same tokens with more columns in `extra`."""
+        """Return a copy with more columns in `extra`."""
         return replace(self, extra={**self.extra, **columns})._at(self.label_positions_S, self.on_host)
 
     def without_column(self, name: str) -> Batch:
-        """The same tokens without a column of `extra`, if it is there."""
+        """Return a copy without a column of `extra`, if present."""
         extra = {key: column for key, column in self.extra.items() if key != name}
         return replace(self, extra=extra)._at(self.label_positions_S, self.on_host)
 
@@ -167,12 +185,11 @@ class Batch:
         return self
 
     def further_labels(self, by: int) -> Tensor:
-        """`[B, T]`: the label of the token `by` places further on in the same document; `IGNORE_INDEX` where it ends
-        before."""
+        """Return the labels `by` tokens later in the same document, `[B, T]`; `IGNORE_INDEX` after its end."""
         return further(self.labels_BT, by, self.cu_seqlens, IGNORE_INDEX)
 
     def head_inputs(self, request: HeadRequest = LOGPROBS) -> dict[str, Tensor | HeadRequest | None]:
-        """The keywords for the head of the model. A KeyError names a column that is asked for and not there."""
+        """Return the keywords for the LM head. Raises KeyError if a requested column is missing."""
         token_ids_BTN = None if request.token_ids is None else self.extra[request.token_ids]
         return {
             "labels": self.labels_BT,
@@ -182,7 +199,7 @@ class Batch:
         }
 
     def model_inputs(self) -> dict[str, Tensor | int | OnHost]:
-        """The keywords that every pipeline stage of the model receives (the labels reach only the head)."""
+        """Return the keywords that every pipeline stage receives. Labels reach only the head."""
         routed_BTC, seen = self.extra.get(ROUTED_EXPERTS), self.seen
         return {
             **({} if routed_BTC is None else {"routed_experts": routed_BTC}),
@@ -198,17 +215,19 @@ class Batch:
 
 
 Columns = Callable[[list[Batch]], list[Batch]]
-"""Returns batches with more columns in `extra`. Collective; every rank brings equally many."""
+"""Return batches with more columns in `extra`. Collective: every rank passes the same number of batches."""
 
 
 def unchanged(batches: list[Batch]) -> list[Batch]:
-    """The `Columns` of an objective that reads nothing but the rows."""
+    """The `Columns` of an objective that needs no more columns."""
     return batches
 
 
 def further(x_BT: Tensor, by: int, cu_seqlens: Tensor, fill: int) -> Tensor:
-    """What a column has `by` tokens further on in the same document; `fill` where the document ends before. No host
-    synchronisation."""
+    """Shift a column by `by` tokens within each document, and fill the end of the document. No host synchronization.
+
+    Example: `by` 1, `fill` 0 and documents [1, 2, 3], [4, 5] give [2, 3, 0], [5, 0].
+    """
     x_N = x_BT.flatten()
     token_N = torch.arange(len(x_N), device=x_N.device)
     end_N = cu_seqlens[torch.bucketize(token_N, cu_seqlens[1:], right=True) + 1]
@@ -217,7 +236,7 @@ def further(x_BT: Tensor, by: int, cu_seqlens: Tensor, fill: int) -> Tensor:
 
 
 def one_document(ids: list[int]) -> Batch:
-    """A batch of one row that is one document, every token after the first a label: to score any text."""
+    """Return a batch with one document, in which every token after the first is a label. Used to score a text."""
     ids_BT = torch.tensor([ids], dtype=torch.int64)
     labels_BT = torch.full_like(ids_BT, IGNORE_INDEX)
     labels_BT[:, :-1] = ids_BT[:, 1:]
@@ -232,6 +251,9 @@ def one_document(ids: list[int]) -> Batch:
 
 
 def dual_chunks(cp_size: int) -> tuple[tuple[int, int], ...]:
-    """Which two of `2 * cp_size` equal chunks each rank of context parallelism holds: an early one and its mirror
-    image, so that causal attention costs every rank the same."""
+    """Return the two of `2 * cp_size` equal chunks that each context-parallel rank holds: one and its mirror image.
+
+    Causal attention costs more for later tokens. The pairing gives each rank the same cost. Example for `cp_size` 2:
+    rank 0 holds the chunks 0 and 3, rank 1 the chunks 1 and 2.
+    """
     return tuple((rank, 2 * cp_size - 1 - rank) for rank in range(cp_size))

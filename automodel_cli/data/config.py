@@ -15,7 +15,7 @@ from automodel_cli.data.formats.builtin import FORMATS, find_format, format_name
 if TYPE_CHECKING:
     FormatName = str
 else:
-    FormatName = Literal["auto", *FORMATS]  # so that a new format is named in one place
+    FormatName = Literal["auto", *FORMATS]  # so that a new format is listed in one place
 TxtRows = Literal["file", "paragraph", "line"]
 Packing = Literal["best_fit", "wrapped", "none"]
 LongDocuments = Literal["split", "truncate", "drop", "error"]
@@ -26,27 +26,27 @@ SpecialTokensInText = Literal["auto", "as_text", "keep", "refuse"]
 
 
 class DatasetGenerator(Protocol):
-    """A procedural dataset: rows made in code instead of read from files."""
+    """Interface of a node that generates rows in code instead of reading files."""
 
     def rows(self, split: Literal["train", "validation"]) -> Any:
-        """The rows of one split: dicts with `messages`; the same ones for the same `cache_key()`."""
+        """Return the rows of one split: dicts with `messages`. Equal `cache_key()` must mean equal rows."""
 
     def cache_key(self) -> str:
-        """Text that changes whenever the generated rows would."""
+        """Return a text that changes whenever the generated rows would change."""
 
 
 def answer_checker(
     task: DatasetGenerator | None, rows: Iterable[Mapping[str, Any]]
 ) -> Callable[[str, str], bool] | None:
-    """`check_answer(completion, answer)` of a task that knows right answers, which all rows bring as `answer`: runs
-    then report an accuracy. None for any other.
+    """Return `check_answer(completion, answer)` of a generator with verifiable answers in the column `answer`. Runs
+    then report an accuracy. None for other generators.
     """
     check: Callable[[str, str], bool] | None = getattr(task, "check_answer", None)
     return check if all("answer" in row for row in rows) else None
 
 
 def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
-    """Refuse a format that does not say what it makes, and a column map that names a field nothing reads."""
+    """Raise for a format without a valid `makes`, and for a column mapping with an unknown field."""
     if isinstance(fmt, str):
         known, reader = sorted({name for each in FORMATS.values() for name in each.fields}), "any format"
         fix = "data.column_mapping='{prompt: question, completion: answer}'"
@@ -74,15 +74,10 @@ def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One dataset of a mixture.
+    """One dataset of a mixture. The fields are those of `data` for one dataset, plus `weight`.
 
-    `path`: a file (json, jsonl, csv, parquet, arrow, txt; .gz of the text ones), a folder or glob of them, a folder
-    that `datasets` saved (`save_to_disk`), or a hub id. `name` and `revision` belong to hub datasets, `split` also to a
-    saved DatasetDict. `text_unit`: what is one document of a .txt file: the whole `file`, a `paragraph` (between blank
-    lines) or a `line`; the rows have the column `text`. `column_mapping` maps a field of the format to a column, for
-    example
-    `{prompt: question, completion: answer}`; an empty column name leaves an optional field out (`{tools: ""}`).
-    `weight` is how often each row of this source is seen per epoch: 2 is twice, 0.5 is every second epoch.
+    `path` accepts json, jsonl, csv, parquet, arrow and txt files (text files also as .gz), folders and globs of them, a
+    folder written by `datasets.save_to_disk`, or a hub id. Rows of a .txt file have the column `text`.
     """
 
     path: str
@@ -101,7 +96,7 @@ class SourceConfig:
     weight: float = 1.0
     """How often each row is used per epoch: 2 is twice, 0.5 is every second epoch."""
     text_unit: TxtRows = "file"
-    """Unit of a document in a .txt file: the whole `file`, a `paragraph` (between blank lines) or a `line`."""
+    """Document unit of a .txt file: the complete `file`, a `paragraph` (between blank lines) or a `line`."""
 
     def __post_init__(self) -> None:
         if not (self.weight > 0 and math.isfinite(self.weight)):
@@ -118,45 +113,23 @@ class SourceConfig:
 class DataConfig:
     """Training data and its conversion to token sequences. Set exactly one of `path`, `datasets` and `generator`.
 
-    Where from. `path, name, revision, split, format, columns, text_unit` describe one dataset as in `SourceConfig`;
-    `datasets` is a list of them with weights; `generator` is a node that generates rows.
-
-    Validation, at most one of: `validation_size` taken out of the training rows (below 1: a share; 1 or more: a
-    number), `validation_path` (a file, same format and columns), `validation_split` (of the same hub dataset). A task
-    brings its own.
-
-    Tokens. `seq_len`: tokens per row. `packing`: `best_fit` (whole documents, best-fit decreasing), `wrapped`
-    (documents one after the other, cut at every `seq_len`), `none` (one document per row, padded). `truncation`:
-    what happens to those longer than `seq_len`: `split` into pieces, `truncate`, `drop`, or `fail`; `auto` splits plain
-    text, truncates chats and prompts with completions (the later pieces of a chat would be trained without its
-    beginning), and drops pairs and prompts for sampling. `wrapped` cuts everywhere and takes only `split`. `padding`:
-    rows of unpacked data are padded to the `longest` of their microbatch or to `seq_len`; the length is rounded up to a
-    multiple of `pad_to_multiple_of`.
-
-    Loss mask. `loss_mask`: `assistant` turns, the `last_turn` only, or `all` tokens. `chat_template`: `auto` (or
-    null) and
-    `tokenizer` take the tokenizer's, `none` renders prompt and completion as they are, anything else is a file or the
-    template's text.
-
-    Turns. A turn is trained after what the model sees at inference: the chat template's rendering of the messages
-    before it, with its generation prompt. `multi_turn`: `auto` keeps a conversation as one document where that holds
-    for
-    every turn of it, and else unrolls it: one document for each trained turn with its own history. `unroll` always
-    does; `whole` never does, and under `chat_template=auto` takes a training template of this package where the
-    tokenizer's rewrites earlier turns (docs/guides/chat_templates.md). Rows with preferences hold two documents each,
-    so there only the last turn can be trained where turns must be unrolled.
-
-    Special tokens in the rows' own text (`<|im_end|>` in a question): `as_text` trains them as the characters they are,
-    while those that the chat template writes stay control tokens; `keep` makes control tokens of them; `refuse` refuses
-    their rows. `auto` is `as_text` for conversations, and `keep` where no template is used and a row writes its control
-    tokens itself. A row is refused where they cannot be told apart (a slow tokenizer). The report counts them.
-
-    Columns and keys. What would change the training and is read by nothing (`label` or `rejected` in plain rows,
-    `images`, `loss_weight`, an unknown key of a message or content part) refuses its row; `ignored_columns` names those
-    that may be left out. Other columns (`id`, `source`) are listed in the report.
-
-    Bad rows. `on_invalid_row`: `fail` lists all of them, `drop` goes on without them, up to the share
-    `max_invalid_fraction`.
+    - Validation: set at most one of `validation_size`, `validation_path` and `validation_split`. A generator has its
+      own validation rows.
+    - `truncation=auto` splits plain text, truncates chats and prompts with completions, and drops pairs and prompts for
+      sampling. Later pieces of a chat would be trained without their beginning. `packing=wrapped` splits every document
+      and accepts only `split`.
+    - Turns: each trained turn follows the text that the model sees at inference: the rendering of the earlier messages
+      with a generation prompt. `multi_turn=auto` keeps a conversation as one document if this holds for all its turns.
+      Otherwise it makes one document per trained turn, each with its history. `single` with `chat_template=auto` uses a
+      bundled training template if the tokenizer's template rewrites earlier turns (docs/guides/chat_templates.md).
+      Preference rows hold two documents each, so only their last turn can be trained separately.
+    - Special tokens in the text of rows (`<|im_end|>` in a question): `as_text` trains their characters, while those of
+      the chat template stay control tokens. `keep` makes control tokens of them, `refuse` rejects the row. `auto` is
+      `as_text` for conversations, and `keep` for rows without a template. Rows of slow tokenizers, which cannot
+      distinguish the two, are rejected. The report counts them.
+    - Unused columns: a column or key that would affect training but is not read (`label`, `rejected`, `images`,
+      `loss_weight`, unknown keys of a message) rejects its row, unless `ignored_columns` lists it. Other columns (`id`,
+      `source`) are only reported.
     """
 
     path: str | None = None
@@ -173,7 +146,7 @@ class DataConfig:
     """Map a field of the format to a column of `path`: `{prompt: question}`. An empty column omits an optional
     field."""
     text_unit: TxtRows = "file"
-    """Unit of a document in a .txt file in `path`: the whole `file`, a `paragraph` or a `line`."""
+    """Document unit of a .txt file in `path`: the complete `file`, a `paragraph` or a `line`."""
     datasets: list[SourceConfig] | None = None
     """Dataset mixture, each with a weight: `[{path: a.jsonl, weight: 2}, ...]`."""
     generator: DatasetGenerator | None = None
@@ -197,7 +170,7 @@ class DataConfig:
     pad_to_multiple_of: int = 1
     """Round the length of unpacked sequences up to a multiple of this."""
     loss_mask: Mask = "assistant"
-    """Tokens with loss: those of all `assistant` turns, of the `last_turn`, or `all`."""
+    """Tokens with loss: every `assistant` turn, the `last_turn` only, or `all` tokens."""
     multi_turn: Turns = "auto"
     """`single` keeps a conversation in one document. `per_turn` makes one document per trained turn. `auto` selects
     `per_turn` if the chat template rewrites earlier turns."""
@@ -351,7 +324,7 @@ class DataConfig:
             )
 
     def check_kind(self, *, preferences: bool) -> None:
-        """Refuse what does not fit rows with preferences, or formats of preferences where plain rows are trained."""
+        """Raise for settings that do not fit preference rows, and for preference formats in other recipes."""
         for fmt in (self.format, *(source.format for source in self.datasets or ())):
             if fmt != "auto" and (find_format(fmt).makes in PREFERENCES) != preferences:
                 kind = "preference data" if preferences else "data without preferences"
@@ -380,7 +353,7 @@ class DataConfig:
             )
 
     def long_choice(self, *, is_text: bool, preferences: bool) -> LongDocuments:
-        """What `truncation` means for plain text, for other rows, and for rows with preferences."""
+        """Resolve `truncation` for plain text, for other rows, and for preference rows."""
         if self.truncation != "auto":
             return self.truncation
         if preferences:
@@ -388,7 +361,7 @@ class DataConfig:
         return "split" if is_text or self.packing == "wrapped" else "truncate"
 
     def train_sources(self) -> list[SourceConfig]:
-        """The datasets to read, `path` and its companions as a list of one; empty for a task."""
+        """Return the datasets to read. `path` and its keys give a list of one; a generator gives an empty list."""
         if self.datasets:
             return list(self.datasets)
         if self.path is None:
@@ -406,7 +379,7 @@ class DataConfig:
         ]
 
     def validation_source(self) -> SourceConfig | None:
-        """What `validation_path` or `validation_split` names, read like the first of the training data."""
+        """Return the source of `validation_path` or `validation_split`, read like the first training dataset."""
         if self.validation_path:
             path = self.validation_path
             return SourceConfig(path, format=self.format, column_mapping=self.column_mapping, text_unit=self.text_unit)

@@ -1,6 +1,6 @@
-"""What a model gives an objective for every token of a batch, and how an objective asks for more than log-probs.
+"""Output of the LM head for each token of a batch, and the request for outputs other than log-probs.
 
-Torch-free to import: objectives are nodes of the config.
+Torch-free to import, because objectives are config nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """The fields of `HeadOutput` that somebody wants."""
+    """Requested fields of `HeadOutput`."""
 
     entropy: bool = False
     """`entropy_BT`."""
@@ -24,25 +24,25 @@ class HeadRequest:
     """`values_BT`: the model gets a value head (`models/lm_head/value_head.py`), trained, checkpointed and exported
     with it."""
     logprobs: bool = True
-    """False: nobody reads `logprobs_BT` or what is made of logits; all of it is 0 and costs nothing."""
+    """Compute `logprobs_BT` and everything else that needs logits. false: they are 0 and cost nothing."""
     topk: int = 0
-    """`topk_logprobs_BTK` and `topk_ids_BTK` of so many tokens."""
+    """Number of tokens in `topk_logprobs_BTK` and `topk_ids_BTK`."""
     token_ids: str | None = None
-    """`token_logprobs_BTN` of the tokens in this column of `Batch.extra`: int64 `[B, T, N]`, below 0 for none."""
+    """Column of `Batch.extra` with the tokens of `token_logprobs_BTN`: int64 `[B, T, N]`, below 0 for none."""
     further: bool = False
     """`further_logprobs_BTM`, of a model with layers for multi-token prediction (`models/mtp/layers.py`)."""
 
 
 LOGPROBS = HeadRequest()
-"""Nothing but the log-probs of the labels."""
+"""Log-probs of the labels only."""
 
 
 class HeadOutput(NamedTuple):
-    """One microbatch through the model: what leaves its head, whole or the last stage of a pipeline.
+    """Head output of one microbatch, from the full model or from the last pipeline stage.
 
-    fp32, and all but the values 0 (also the ids) where the label is ignored. All but the ids are differentiable. Under
-    a `SamplingTransform` they are of the distribution that completions were drawn from. Fields that nobody asked for
-    are None.
+    All fields are fp32 except the ids. All except the values are 0 where the label is ignored. All except the ids are
+    differentiable. With a `SamplingTransform`, they refer to the distribution that responses were sampled from. Fields
+    that were not requested are None.
 
     A named tuple, so that FSDP, DDP and torch's pipeline find the tensors in it.
     """
@@ -50,22 +50,22 @@ class HeadOutput(NamedTuple):
     logprobs_BT: Tensor
     """Log-prob of each label."""
     entropy_BT: Tensor | None = None
-    """Entropy in nats of the distribution that the label is drawn from: exact, over the whole vocabulary."""
+    """Entropy in nats of the distribution of the label: exact, over the full vocabulary."""
     values_BT: Tensor | None = None
-    """What the value head makes of each token's last hidden state; of every token, ignored or not."""
+    """Output of the value head on each token's last hidden state, also for ignored labels."""
     topk_logprobs_BTK: Tensor | None = None
-    """Log-probs of the likeliest tokens in the label's place, largest first."""
+    """Log-probs of the most likely tokens at the label's position, in descending order."""
     topk_ids_BTK: Tensor | None = None
-    """Which tokens those are, int64."""
+    """Ids of these tokens, int64."""
     token_logprobs_BTN: Tensor | None = None
-    """Log-probs of given tokens in the label's place, as of a teacher's likeliest ones; 0 for an id below 0."""
+    """Log-probs of given tokens at the label's position, for example of a teacher's top tokens. 0 for an id below 0."""
     further_logprobs_BTM: Tensor | None = None
-    """By multi-token prediction: log-prob of the label 1, 2, ... M tokens further on (`Batch.further_labels`)."""
+    """Multi-token prediction: log-prob of the label 1, 2, ... M tokens later (`Batch.further_labels`)."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> HeadOutput:
-        """Every field that is there changed alike."""
+        """Apply `change` to every field that is not None."""
         return HeadOutput(*(None if field is None else change(field) for field in self))  # type: ignore[arg-type]
 
     def detach(self) -> HeadOutput:
-        """The same without gradients."""
+        """Return the output without gradients."""
         return self.map(lambda field: field.detach())

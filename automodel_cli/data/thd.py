@@ -1,16 +1,24 @@
-"""Sequences laid out for variable-length attention kernels (THD: tokens, heads, width).
+"""Layout of sequences for variable-length attention kernels (THD: tokens, heads, dim).
 
-For trainers that hold token lists, as reinforcement learning does. (The packed `Batch` needs none of this: its
-`cu_seqlens` are such a kernel's boundaries already, and the part cuts rows itself.) The rules:
+For trainers that hold lists of tokens, as in reinforcement learning. The packed `Batch` does not need this module: its
+`cu_seqlens` are already the boundaries for such a kernel, and the model part splits sequences itself.
 
-1. Under context parallelism every sequence is padded to a multiple of `2 * cp_size`, so that each rank can take two
-   mirrored chunks of every sequence.
-2. A row is as long as the longest one, and at least `min_seq_len`; its last sequence absorbs the tail in the padded
-   lengths.
-3. Labels are the ids themselves, not shifted; `IGNORE_INDEX` on all padding, and where `token_mask` is below 0.5.
-4. `cu_seqlens` counts real tokens (slices what the trainer has per token); `cu_seqlens_padded_per_row` slices what the
-   model returns (divided by `cp_size` on each rank).
-5. Position ids start again in every sequence and run on through its own padding; 0 in the tail.
+1. With context parallelism, each sequence is padded to a multiple of `2 * cp_size`, so that each rank can hold two
+   mirrored chunks of it.
+2. All rows have the length of the longest row, at least `min_seq_len`. In the padded lengths, the last sequence of a
+   row includes the tail.
+3. Labels are the unshifted ids. Padding, and tokens with `token_mask` below 0.5, have the label `IGNORE_INDEX`.
+4. `cu_seqlens` counts real tokens, for slicing per-token data of the trainer. `cu_seqlens_padded_per_row` counts padded
+   tokens, for slicing model outputs (divided by `cp_size` on each rank).
+5. Position ids restart at 0 in each sequence and continue through its padding. The tail has position 0.
+
+Example: sequences of 3 and 5 tokens in one row with `cp_size` 2. They are padded to 4 and 8 tokens, the row has 12::
+
+    cu_seqlens                 0 3 8
+    cu_seqlens_padded_per_row  0 4 12
+    position_ids               0 1 2 3  0 1 2 3 4 5 6 7
+    tokens of rank 0           0 3      4 5 10 11          (chunks 0 and 3 of each sequence)
+    tokens of rank 1           1 2      6 7 8 9            (chunks 1 and 2)
 """
 
 from __future__ import annotations
@@ -28,7 +36,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX, dual_chunks
 
 RAGGED = -1000
-"""Fills the tables of lengths in rows that hold fewer sequences than another."""
+"""Fills unused entries of the boundary tables, in rows with fewer sequences than others."""
 
 
 class TokenAxis(Protocol):
@@ -36,7 +44,7 @@ class TokenAxis(Protocol):
 
 
 class Meshes(Protocol):
-    """The mesh of a run, as far as it matters here."""
+    """The part of a run's mesh that this module uses."""
 
     @property
     def cp(self) -> TokenAxis: ...
@@ -44,12 +52,15 @@ class Meshes(Protocol):
 
 @dataclass(frozen=True)
 class THDBatch:
-    """Rows of packed sequences, whole or one context-parallel rank's share of them.
+    """Rows of packed sequences, complete or the part of one context-parallel rank.
 
-    `input_ids`, `position_ids`, `labels` are int64 `[rows, tokens]`. `cu_seqlens` int32 `[sequences + 1]` are the real
-    boundaries, of all rows one after another; `cu_seqlens_per_row` and `cu_seqlens_padded_per_row` int32
-    `[rows, most sequences + 1]` those within each row, filled up with `RAGGED`. Boundaries and `max_seqlen` int32
-    `[rows]`, the longest padded sequence, are those of whole rows also in a share. `cp_rank` None: not yet cut.
+    Attributes:
+        input_ids, position_ids, labels: int64 `[rows, tokens]`.
+        cu_seqlens: boundaries of real tokens over all rows, int32 `[sequences + 1]`.
+        cu_seqlens_per_row, cu_seqlens_padded_per_row: boundaries within each row, int32 `[rows, most sequences + 1]`,
+            filled with `RAGGED`. They refer to complete rows, also in the part of one rank.
+        max_seqlen: longest padded sequence of each row, int32 `[rows]`.
+        cp_rank: rank of the part. None: complete rows.
     """
 
     input_ids: Tensor
@@ -64,8 +75,8 @@ class THDBatch:
     max_seqlen: Tensor
 
     def model_kwargs(self) -> dict[str, Tensor | str]:
-        """Keywords of a model with a THD kernel, a row each in dim 0; `cu_seqlens` are those of the padded tokens. A
-        pipeline cuts them row by row, and `squeeze_row` makes one row what the kernel takes."""
+        """Return the keywords of a model with a THD kernel, one row per entry of dim 0. `cu_seqlens` are the padded
+        boundaries. A pipeline splits them by rows, and `squeeze_row` converts one row to the kernel's form."""
         return {
             "input_ids": self.input_ids,
             "labels": self.labels,
@@ -79,8 +90,10 @@ class THDBatch:
 def squeeze_row(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`module.register_forward_pre_hook(squeeze_row, with_kwargs=True)`: drops the leading 1 of a chunk that is one
-    row, and what fills up its boundaries."""
+    """Drop the leading dim of a chunk with one row, and the fill values of its boundaries.
+
+    Use: `module.register_forward_pre_hook(squeeze_row, with_kwargs=True)`.
+    """
     if kwargs.get("qkv_format") != "thd" or kwargs["input_ids"].dim() == 1:
         return args, kwargs
     assert len(kwargs["input_ids"]) == 1, f"a chunk of {len(kwargs['input_ids'])} rows where THD takes one"
@@ -100,11 +113,15 @@ def pack_for_thd(
     meshes: Meshes | None = None,
     token_mask: Tensor | None = None,
 ) -> THDBatch:
-    """Lay out sequences, given one after another in `ids` `[sum(lengths)]`, in rows of `sequences_per_row` each.
+    """Arrange the sequences in `ids` `[sum(lengths)]` in rows of `sequences_per_row` each.
 
-    `num_chunks`: of a pipeline step, which the rows must divide into. With `meshes` the result is this rank's share
-    under context parallelism (see `share`), without it whole rows. `token_mask` `[sum(lengths)]`: what is trained on,
-    at 0.5 and above. Raises DataError where the numbers do not add up.
+    Args:
+        num_chunks: chunks of a pipeline step. Must divide the number of rows.
+        meshes: if given, return this rank's context-parallel part (see `share`), otherwise complete rows.
+        token_mask: `[sum(lengths)]`. Tokens with 0.5 and above have loss.
+
+    Raises:
+        DataError: the numbers are inconsistent.
     """
     _check(ids, lengths, sequences_per_row, num_chunks, token_mask)
     multiple = 2 * cp_size if cp_size > 1 else 1
@@ -137,8 +154,8 @@ def pack_for_thd(
 
 
 def share(batch: THDBatch, cp_rank: int) -> THDBatch:
-    """The tokens of one context-parallel rank: two mirrored chunks of every sequence, so that each rank sees the same
-    amount of causal attention."""
+    """Return the tokens of one context-parallel rank: two mirrored chunks of every sequence. This gives each rank the
+    same amount of causal attention."""
     indices = []
     for bounds in batch.cu_seqlens_padded_per_row.tolist():
         sequences = pairwise(bound for bound in bounds if bound != RAGGED)
@@ -155,8 +172,8 @@ def share(batch: THDBatch, cp_rank: int) -> THDBatch:
 
 
 def dual_chunk_order(length: int, cp_size: int) -> Tensor:
-    """Which tokens of one sequence each rank holds: int64 `[cp_size, length / cp_size]`. Raises DataError for a length
-    that `2 * cp_size` does not divide."""
+    """Return the token indices of one sequence by rank, int64 `[cp_size, length / cp_size]`. Raises DataError if
+    `2 * cp_size` does not divide the length."""
     if length % (2 * cp_size) and cp_size > 1:
         raise DataError(
             f"a sequence of {length} tokens is not divisible into 2 * cp_size = {2 * cp_size} chunks",
@@ -174,7 +191,7 @@ def _up(length: int, multiple: int) -> int:
 
 
 def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Boundaries of every row, filled up to the longest."""
+    """Return the boundaries of every row, filled to the longest."""
     width = max(len(row) for row in rows) + 1
     bounds = [[0, *accumulate(row)] for row in rows]
     filled = [[*row, *[RAGGED] * (width - len(row))] for row in bounds]

@@ -1,10 +1,10 @@
 """Which chat template renders the training rows.
 
-The tokenizer's own is what the model sees at inference, and by `data.multi_turn=auto` it is trained exactly. Where
-conversations are to stay one document each (`data.multi_turn=single`) and the tokenizer's template rewrites earlier
-turns,
-one of ours stands in: it renders a single turn as the tokenizer's does, text by text, and every other turn of a
-conversation as if it were the last. It is found by what the tokenizer's template renders, never by a model's name.
+By default (`data.multi_turn=auto`) the tokenizer's template is used, because it renders the text at inference too.
+
+A template that rewrites earlier turns cannot render a conversation as one document. With `data.multi_turn=single`, a
+bundled training template replaces it. The replacement renders a single turn exactly as the tokenizer's template does,
+and each turn of a conversation as if it were the last. It is selected by comparing rendered text, not by model name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
     "nemotron-3": ("nemotron_3", {"closing": "'\\n</think>\\n'", "cue": _OPENED}),
     "nemotron-3-ultra": ("nemotron_3", {"closing": "'</think>'", "cue": _OPENED}),
 }
-"""Our training templates: a name for the report, the file, and what tells relatives apart."""
+"""Bundled training templates: name in reports, file, and a text that distinguishes related templates."""
 
 _USER, _ANSWER = {"role": "user", "content": "What stands there?"}, {"role": "assistant", "content": "A tree."}
 _CALL = {
@@ -77,14 +77,14 @@ PROBES: dict[str, tuple[Messages, list[dict[str, Any]] | None]] = {
     "tools": ([_SYSTEM, _USER, _CALL], [_TOOL]),
     "result": ([_USER, {**_CALL, **_REASON}, _RESULT], None),
 }
-"""Conversations with one answer, in which there is no earlier turn to rewrite."""
+"""Conversations with one response. They have no earlier turn that a template could rewrite."""
 _FOLLOW_UP: Messages = [_USER, _ANSWER, {"role": "user", "content": "And there?"}, {**_ANSWER, "content": "A rock."}]
 
 
 @dataclass(frozen=True)
 class ChosenTemplate:
-    """`text` renders the rows (None: prompt and completion as they are). `name` is set where it is one of ours, which
-    stands in for `own`, the tokenizer's.
+    """The selected template. `text` renders the rows; None uses prompt and completion unchanged. `name` is set for a
+    bundled template, which replaces `own`, the template of the tokenizer.
     """
 
     text: str | None
@@ -93,7 +93,7 @@ class ChosenTemplate:
 
 
 def choose_template(choice: str | None, tokenizer: Any, turns: Turns) -> ChosenTemplate:
-    """The template that `data.chat_template` and `data.multi_turn` ask for."""
+    """Return the template that `data.chat_template` and `data.multi_turn` select."""
     text = resolve_chat_template(choice, tokenizer)
     if choice not in (None, "auto") or turns != "single" or text is None or GENERATION_TAG.search(text):
         return ChosenTemplate(text)
@@ -104,8 +104,8 @@ def choose_template(choice: str | None, tokenizer: Any, turns: Turns) -> ChosenT
 
 
 def resolve_chat_template(choice: str | None, tokenizer: Any) -> str | None:
-    """The template's text: the tokenizer's for `auto` and `tokenizer`, none for `none`, else a file's content or the
-    text itself. This is what a model is asked with; for training see `choose_template`.
+    """Return the template text: the tokenizer's for `auto` and `tokenizer`, None for `none`, otherwise the content of a
+    file or the text itself. Inference uses this template; training uses `choose_template`.
     """
     if choice in (None, "auto", "tokenizer"):
         template = tokenizer.chat_template
@@ -143,15 +143,17 @@ def resolve_chat_template(choice: str | None, tokenizer: Any) -> str | None:
 
 @cache
 def training_template(name: str) -> str:
-    """The text of one of our training templates."""
+    """Return the text of a bundled training template."""
     file, options = VARIANTS[name]
     head = "".join(f"{{%- set {key} = {value} %}}" for key, value in options.items())
     return head + files("automodel_cli.data.chat").joinpath("templates", f"{file}.jinja").read_text(encoding="utf-8")
 
 
 def find_training_template(tokenizer: Any, own: str) -> str | None:
-    """The name of our template that renders every probe as `own` does, or refuses what it has no format for; None
-    where there is none. The plain answer and the generation prompt must be equal.
+    """Return the name of the bundled template that renders every probe as `own` does. None if there is none.
+
+    A bundled template may reject probes in a format that it does not support. The plain response and the generation
+    prompt must be equal.
     """
     expected = list(_renderings(tokenizer, own))
     for name in VARIANTS:

@@ -1,5 +1,7 @@
-"""Which token ends a turn. The model stops where it was taught to, so every trained turn ends with a token that ends
-generation: the template's own, or, where the template writes none, the one that generation stops at.
+"""Find the token that ends a turn.
+
+A model stops where it learned to stop, so every trained turn must end with a token that stops generation. This is the
+end token of the template. If the template writes none, the token at which generation stops is appended.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import encode_texts
 
 _SAID, _NEXT = "kwelvorn", "zindrath"
-"""Words of the probe that no template writes."""
+"""Markers that occur in no template."""
 _QUESTION: dict[str, Any] = {"role": "user", "content": "?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": _SAID}}}
 _PROBES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -26,14 +28,16 @@ _PROBES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 Render = Callable[[list[dict[str, Any]], None], str]
-"""Messages to the template's text without a generation prompt; raises RowError where the template refuses them."""
+"""Render messages without a generation prompt. Raises RowError if the template rejects them."""
 
 
 @dataclass(frozen=True)
 class TurnEnds:
-    """The tokens at which generation stops (`stops`: the tokenizer's EOS and those of the model's configs), and which
-    of them belongs after a turn that the template leaves open. GLM-4.5 ends an answer with the `<|user|>` of the next
-    message and a call with `<|observation|>`: `after` has both, by the kind of turn. Others get EOS.
+    """Tokens that stop generation, and the token to append to a turn that the template leaves open.
+
+    `stops`: EOS of the tokenizer and the stop tokens of the model's configs. `after`: token to append by kind of turn.
+    Example: GLM-4.5 ends a response with the `<|user|>` of the next message, and a tool call with `<|observation|>`.
+    Other models get EOS.
     """
 
     stops: frozenset[int]
@@ -44,7 +48,8 @@ class TurnEnds:
 
     @classmethod
     def of(cls, tokenizer: Any, render: Render, stop_ids: Collection[int] = ()) -> TurnEnds:
-        """`stop_ids` that are no special token of the tokenizer are ignored: random models have configs with any."""
+        """Ids in `stop_ids` that are not special tokens of the tokenizer are ignored: random models have arbitrary
+        ids."""
         special = frozenset({*tokenizer.all_special_ids, *_special_added(tokenizer)})
         known = special | frozenset(tokenizer.added_tokens_decoder)
         eos = tokenizer.eos_token_id
@@ -54,11 +59,13 @@ class TurnEnds:
         return cls(stops, special, after, eos)
 
     def end(self, ids: np.ndarray, start: int, stop: int, kind: str, *, tokenizer: Any) -> int | None:
-        """Where a turn whose text is `ids[start:stop]` ends, its stop token included; None where it has none.
+        """Return the end of the turn with the text `ids[start:stop]`, including its stop token. None: there is none.
 
-        Looked for in this order: a stop in the special tokens and white space that the turn ends with; the token that
-        follows in `ids`, if it is a stop; the last special token of the turn, which is the template's own end mark
-        though generation is not known to stop there.
+        Searched in this order:
+
+        1. A stop token among the special tokens and white space at the end of the turn.
+        2. The token that follows in `ids`, if it is a stop token.
+        3. The last special token of the turn. It is the template's end token, although generation may not stop at it.
         """
         first = stop
         while first > start and (ids[first - 1] in self.special or self._is_space(int(ids[first - 1]), tokenizer)):
@@ -73,7 +80,7 @@ class TurnEnds:
         return first + marks[-1] + 1 if marks and kind not in self.after else None
 
     def missing(self, kind: str) -> int:
-        """The token to add to a turn that the template leaves open. Raises RowError when there is none."""
+        """Return the token to append to an open turn. Raises RowError if there is none."""
         token = self.after.get(kind, self.eos)
         if token is None:
             raise RowError(
@@ -100,7 +107,7 @@ def _special_added(tokenizer: Any) -> Sequence[int]:
 
 
 def _follows(tokenizer: Any, render: Render, kind: str) -> int | None:
-    """The first token that the template writes between a turn and the text of the message that follows it."""
+    """Return the first token that the template writes between a turn and the text of the next message."""
     turn, following = _PROBES[kind]
     try:
         alone, continued = render([_QUESTION, turn], None), render([_QUESTION, turn, following], None)

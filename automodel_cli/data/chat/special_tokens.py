@@ -32,21 +32,21 @@ from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.tokenized import Encoded, Unrolled, around
 
 PRIVATE = 0x10F700
-"""First of the characters used, at the end of the last plane for private use: no font and no known text has them."""
+"""First private-use character. It lies at the end of the last private-use plane, which no known text uses."""
 _KEEP_FIX = "data.special_tokens_policy=keep, which encodes them as control tokens"
 
 Encode = Callable[[ChatEncoder, Sequence[Conversation]], Sequence[Any]]
 
 
 class SpecialText:
-    """The special tokens of one tokenizer, in texts. Pickles, as long as nothing was encoded yet."""
+    """Special tokens of one tokenizer in texts. Can be pickled until the first text is encoded."""
 
     def __init__(self, tokenizer: Any, choice: SpecialTokensInText = "as_text"):
-        """`choice`: what to do with special tokens in rows; `auto` is for the caller to decide."""
+        """`choice`: treatment of special tokens in rows. The caller resolves `auto`."""
         self.tokenizer, self.choice = tokenizer, choice
         added = tokenizer.added_tokens_decoder.values()
         contents = {*(token.content for token in added if token.special), *tokenizer.all_special_tokens}
-        # the longest first, as the tokenizer takes them
+        # longest first, as in the tokenizer
         self.tokens = sorted(filter(None, contents), key=len, reverse=True)
         firsts = dict.fromkeys(token[0] for token in self.tokens)
         self.private = {first: chr(PRIVATE + i) for i, first in enumerate(firsts)}
@@ -56,7 +56,7 @@ class SpecialText:
         self._private_characters = re.compile("[" + "".join(self._plain) + "]") if self._plain else _NOTHING
 
     def count(self, value: Any) -> int:
-        """Special tokens in all strings of a value made of lists and dicts, keys included."""
+        """Count special tokens in all strings of nested lists and dicts, including keys."""
         if isinstance(value, str):
             return len(self._found.findall(value))
         if isinstance(value, dict):
@@ -66,7 +66,7 @@ class SpecialText:
         return 0
 
     def hide(self, value: Any) -> Any:
-        """A copy in which no string holds a special token: each begins with its private character."""
+        """Return a copy in which the first character of each special token is private."""
         if isinstance(value, str):
             return self._found.sub(lambda match: self.private[match[0][0]] + match[0][1:], value)
         if isinstance(value, dict):
@@ -76,7 +76,7 @@ class SpecialText:
         return value
 
     def restore(self, text: str) -> str:
-        """The text before `hide`."""
+        """Return the text before `hide`."""
         return self._private_characters.sub(lambda match: self._plain[match[0]], text)
 
     def swap(self, text: str) -> str:
@@ -127,7 +127,7 @@ class SpecialText:
 
     @cached_property
     def spelled(self) -> SpelledTokenizer:
-        """The tokenizer that reads texts with hidden tokens."""
+        """Tokenizer for texts with hidden special tokens."""
         return SpelledTokenizer(self)
 
     def encode_text(self, text: str, add_special_tokens: bool) -> np.ndarray:
@@ -145,7 +145,7 @@ class SpecialText:
 class SpelledTokenizer:
     """A fast tokenizer for rendered conversations whose own special tokens are hidden (`SpecialText.hide`).
 
-    Stands in for the tokenizer where conversations are rendered and encoded; everything else is the tokenizer's.
+    Replaces the tokenizer for rendering and encoding conversations. All other attributes are the tokenizer's.
     """
 
     is_fast = True
@@ -179,14 +179,14 @@ class SpelledTokenizer:
         return out
 
     def ids(self, text: str) -> list[int]:
-        """Of a text as the row has it, none of whose tokens is special."""
+        """Encode a text of a row. None of its tokens is special."""
         return self._back(self._inner(text, add_special_tokens=False)["input_ids"])
 
     def _back(self, ids: Sequence[int]) -> list[int]:
         return [self._original.get(number, number) for number in ids]
 
     def apply_chat_template(self, *args: Any, **options: Any) -> Any:
-        """The tokenizer's own, which calls this object to encode what it rendered."""
+        """Apply the tokenizer's method, which calls this object to encode the rendered text."""
         return type(self._tokenizer).apply_chat_template(self, *args, **options)
 
 
@@ -201,20 +201,21 @@ class SpecialChats:
         return self.encoder.with_tokenizer(self.special.spelled)
 
     def encode(self, chats: Sequence[Conversation]) -> list[Any]:
-        """Tokens and mask of each conversation with the number of special tokens in its text, or why it has none."""
+        """Return tokens and mask of each conversation with its number of special tokens, or its error."""
         counts = [self.special.count([chat.messages, chat.tools]) for chat in chats]
         results = self._dispatched(ChatEncoder.encode, chats, counts)
         return [_counted(result, count) for result, count in zip(results, counts, strict=True)]
 
     def prompt_ids(self, chats: Sequence[Conversation]) -> list[tuple[np.ndarray | RowError, int]]:
-        """Token ids of each conversation up to where the model begins to speak, or why it has none, and the number of
-        special tokens in its text.
+        """Return the prompt ids of each conversation, up to the start of the response, or its error. Also return the
+        number of special tokens in its text.
         """
         counts = [self.special.count([chat.messages, chat.tools]) for chat in chats]
         return list(zip(self._dispatched(ChatEncoder.prompt_ids, chats, counts), counts, strict=True))
 
     def _dispatched(self, encode: Encode, chats: Sequence[Conversation], counts: Sequence[int]) -> list[Any]:
-        """What the encoder that fits says of each: all conversations without special tokens in one call."""
+        """Return the results of the matching encoders. All conversations without special tokens are encoded in one
+        call."""
         plain = [not count or self.special.choice == "keep" for count in counts]
         together = iter(encode(self.encoder, [chat for chat, is_plain in zip(chats, plain, strict=True) if is_plain]))
         return [
@@ -226,9 +227,9 @@ class SpecialChats:
         return encode(self._apart, [self._hidden(chat)])[0]
 
     def _hidden(self, chat: Conversation) -> Conversation:
-        """The conversation with its special tokens hidden, if the template renders it as it renders the row itself.
+        """Return the conversation with hidden special tokens, if the template renders it as it renders the original.
 
-        Raises RowError where the template reads special tokens in the text: it would be shown other text.
+        Raises RowError if the template reacts to special tokens in the text, because it would render a different text.
         """
         special = self.special
         special.check([chat.messages, chat.tools])

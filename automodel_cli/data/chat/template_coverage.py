@@ -29,7 +29,7 @@ Path = tuple[Any, ...]
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 THINK_END = "</think>"
 KEY = object()
-"""Ends the path of a key, as opposed to that of its value."""
+"""Marks the end of a path to a key. Without it, the path leads to the value."""
 _FREE_KEYS = frozenset({"role", "tool_call_id", "train", "weight", "name"})
 """Keys that templates need not render. `name` is checked if the message is not a tool result."""
 
@@ -53,9 +53,9 @@ class RenderedCheck:
     whole_shapes: set[Any] = field(default_factory=set)
 
     def check(self, chat: Conversation, text: str, trained: Collection[int], render: Render) -> None:
-        """Raise RowError naming the first string of the row that `text` leaves out.
+        """Raise RowError naming the first string of the row that is missing in `text`.
 
-        `trained`: messages whose reasoning must stand there too. `render` gives the text of other messages and tools.
+        `trained`: messages whose reasoning must be rendered too. `render` renders other messages and tools.
         """
         slots = list(_slots(chat, trained))
         suspects = [slot for slot in slots if not _stands(slot.text, text)]
@@ -73,10 +73,10 @@ class RenderedCheck:
         return [] if text is None else [slot for slot in slots if words[slot.path + (slot.start,)] not in text]
 
     def _comes_out(self, chat: Conversation, slot: Slot, text: str, render: Render) -> bool:
-        """Whether a word at the start, in the middle and at the end of this string alone is rendered each time."""
+        """Return whether a marker at the start, in the middle and at the end of this string is rendered each time."""
         for at in {0, len(slot.text) // 2, len(slot.text)}:
             marked = _try(render, chat, {slot: (_word(0), at)})
-            if marked is None:  # the template validates this string: search the text instead
+            if marked is None:  # the template validates this string, so search the text instead
                 return _stands(slot.text, text)
             if _word(0) not in marked:
                 return False
@@ -84,7 +84,7 @@ class RenderedCheck:
 
 
 def _word(number: int) -> str:
-    """Letters and digits that no row holds and no escaping changes."""
+    """Return a marker of letters and digits that no row contains and no escaping changes."""
     return f"qzx{number}xzq"
 
 
@@ -100,7 +100,7 @@ def _try(render: Render, chat: Conversation, words: Mapping[Slot, tuple[str, int
 
 
 def _marked(value: Any, places: Mapping[Path, list[tuple[int, str]]], path: Path) -> Any:
-    """A copy with the words of `places` inserted."""
+    """Return a copy with the markers of `places` inserted."""
     if isinstance(value, str):
         for at, word in sorted(places.get(path, ()), reverse=True):
             value = value[:at] + word + value[at:]
@@ -110,14 +110,14 @@ def _marked(value: Any, places: Mapping[Path, list[tuple[int, str]]], path: Path
     if isinstance(value, dict):
         copy = {_marked(k, places, (*path, k, KEY)): _marked(v, places, (*path, k)) for k, v in value.items()}
         name = (*path, "function", "name")
-        if name in places and isinstance(value.get("id"), str):  # `functions.name:0`: read by some
+        if name in places and isinstance(value.get("id"), str):  # `functions.name:0`, which some templates read
             plain = value["function"]["name"]
             copy["id"] = value["id"].replace(plain, _marked(plain, places, name))
         return copy
     return value
 
 
-# -- what a row brings
+# -- strings of a row
 
 
 def _slots(chat: Conversation, trained: Collection[int]) -> Iterator[Slot]:
@@ -141,7 +141,7 @@ def _slots(chat: Conversation, trained: Collection[int]) -> Iterator[Slot]:
 
 
 def _content_slots(message: Mapping[str, Any], index: int, trained: bool) -> Iterator[Slot]:
-    """The content; of an assistant that thinks aloud in it, the thought (where trained) and what follows."""
+    """Yield the content. For an assistant message with inline reasoning: the reasoning (if trained) and the rest."""
     content, role = message["content"], message["role"]
     path: Path = ("messages", index, "content")
     fix = "data.chat_template=<a template that renders this role>, or rename the role in the data"
@@ -167,7 +167,7 @@ def _call_slots(call: Mapping[str, Any], path: Path, index: int) -> Iterator[Slo
 
 
 def _tool_slots(tools: Sequence[Mapping[str, Any]]) -> Iterator[Slot]:
-    """Of each tool its name and description, and the names of its parameters."""
+    """Yield name and description of each tool, and the names of its parameters."""
     for number, tool in enumerate(tools):
         inner: Path = ("function",) if isinstance(tool.get("function"), dict) else ()
         path: Path = ("tools", number, *inner)
@@ -189,7 +189,7 @@ def _slot(path: Path, text: str, label: str, *, start: int = 0, code: str = "", 
 
 
 def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    """Every string and every key of a value, with its path."""
+    """Yield every string and every key of a value, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, list):
@@ -202,7 +202,7 @@ def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _shape(chat: Conversation, trained: Collection[int]) -> Any:
-    """What a template without a look into the strings can tell conversations apart by."""
+    """Return the features by which a template can distinguish conversations without reading their strings."""
     messages = tuple(
         (
             message["role"],
@@ -217,11 +217,11 @@ def _shape(chat: Conversation, trained: Collection[int]) -> Any:
     return messages, len(chat.tools or ())
 
 
-# -- the text
+# -- the rendered text
 
 
 def _stands(said: str, text: str) -> bool:
-    """Whether the text holds a string, as it is or as JSON, a Python literal or HTML writes it, whitespace aside."""
+    """Return whether the text contains a string, unchanged or escaped as JSON, Python or HTML, ignoring white space."""
     if said in text:
         return True
     everything = "".join(text.split())

@@ -27,76 +27,76 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
     "pairs": (Pair,),
     "judged": (JudgedResponse,),
 }
-"""What `read` returns, by what the format says that it makes."""
+"""Return type of `read` for each value of `makes`."""
 PREFERENCES = ("pairs", "judged")
-"""What recipes of kind dpo train on; the others train on, or sample from, conversations and texts."""
+"""Kinds for preference recipes. All other recipes train on conversations and texts, or sample from them."""
 
 
 class Format(Protocol):
-    """What the node of `data.format` must have. Worker processes get a copy: it keeps nothing between rows."""
+    """Interface of the node in `data.format`. Worker processes get a copy, so it must keep no state between rows."""
 
     @property
     @abstractmethod
     def fields(self) -> Sequence[str]:
-        """What `read` asks the row for; `data.column_mapping` maps these names to columns."""
+        """Fields that `read` accesses. `data.column_mapping` maps these names to columns."""
         ...
 
     @property
     @abstractmethod
     def makes(self) -> Makes:
-        """`conversations` (sft, grpo), `texts` (sft), `pairs` or `judged` (dpo): what every row becomes."""
+        """Kind of the documents: `conversations` (sft, grpo), `texts` (sft), `pairs` or `judged` (dpo)."""
         ...
 
     @abstractmethod
     def read(self, row: Fields) -> Any:
-        """The row as a document: `row.conversation(...)`, `PlainText`, `row.pair(...)` or `row.judged(...)`.
+        """Return the row as a document: `row.conversation(...)`, `PlainText`, `row.pair(...)` or `row.judged(...)`.
 
-        For grpo a conversation; what the assistant says at its end is left out of the prompt. A row that cannot be used
-        raises RowError; any other exception refuses the row too, with the place that raised it.
+        For grpo return a conversation. Assistant messages at its end are removed from the prompt. Raise RowError for an
+        unusable row. Any other exception also rejects the row, with the location of the exception.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FirstRows:
-    """The first rows of a source, and `data.column_mapping`: what a format is told by."""
+    """The first rows of a source and `data.column_mapping`, from which the format is detected."""
 
     rows: Sequence[Mapping[str, Any]]
     columns: Mapping[str, str]
 
     @cached_property
     def shared(self) -> set[str]:
-        """Columns of more than half of the rows. One row without one of them is no sign of another format: it will be
-        refused by its number.
+        """Columns of more than half of the rows. A single row without a column does not indicate another format. It is
+        rejected later with its row number.
         """
         counts = Counter(column for row in self.rows for column in row)
         return {column for column, count in counts.items() if 2 * count > len(self.rows)}
 
     @cached_property
     def has(self) -> set[str]:
-        """Fields that most rows have, under their own name or a mapped one."""
+        """Fields that most rows have, under their name or a mapped one."""
         return self.shared | {field for field, column in self.columns.items() if column in self.shared}
 
     @cached_property
     def listed(self) -> str | None:
-        """The column that holds messages, if any."""
+        """Name of the column that holds messages, if any."""
         return self.columns.get("messages") or next((c for c in LIST_COLUMNS if c in self.shared), None)
 
     @property
     def is_pair(self) -> bool:
-        """Whether rows have two responses, and `columns` does not choose one of them."""
+        """Whether rows have two responses and `columns` does not select one of them."""
         return "completion" not in self.columns and {"chosen", "rejected"} <= self.shared
 
     def first(self, column: str) -> Any:
-        """The first value of a column."""
+        """Return the first value of a column."""
         return next((row[column] for row in self.rows if column in row), ())
 
 
 class KnownFormat(Format, Protocol):
-    """One of ours: it has a name, and is found by looking at rows."""
+    """A built-in format: it has a name and is detected from rows."""
 
     name: ClassVar[str]
 
     def detects(self, sample: FirstRows) -> bool:
-        """Whether rows like these are of this format."""
+        """Return whether these rows have this format."""
         ...

@@ -1,4 +1,4 @@
-"""A row as its format sees it: each field under the format's own name, whatever its column is called. Torch-free."""
+"""Access to a row by the field names of its format, independent of column names. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ Tools = list[dict[str, Any]] | None
 
 
 class Fields(Mapping[str, Any]):
-    """What a format's `read` is given: `row["question"]` is the column that `data.column_mapping` maps `question` to,
-    else the column `question`. What is missing, empty or of another type raises RowError with the column's own name.
+    """The argument of a format's `read`.
 
-    `chat`: whether there is a chat template. Without one, a prompt and its completion are the most that can be said.
+    `row["question"]` returns the column that `data.column_mapping` maps to `question`, or the column `question`. Raises
+    RowError with the column name if the value is missing, empty or has another type.
+
+    `chat`: whether there is a chat template. Without one, only a prompt and its completion can be rendered.
     """
 
     def __init__(
@@ -31,11 +33,11 @@ class Fields(Mapping[str, Any]):
         chat: bool = True,
         keys: AllowedKeys = NO_OTHER_KEYS,
     ):
-        """`names`: the format's fields. `columns`: field -> column. `keys`: what a message may hold besides ours."""
+        """`names`: fields of the format. `columns`: field -> column. `keys`: additional keys allowed in messages."""
         self.row, self.names, self.columns, self.chat, self.keys_known = row, names, columns, chat, keys
 
     def column(self, field: str) -> str:
-        """The column that holds a field. Raises RowError for a field that the format does not list."""
+        """Return the column that holds a field. Raises RowError for a field that the format does not list."""
         if field not in self.names:
             raise RowError(
                 "unlisted_field",
@@ -65,12 +67,12 @@ class Fields(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def get(self, field: str, default: Any = None) -> Any:
-        """The field, or `default` where the row has no such column or null in it."""
+        """Return the field, or `default` if the column is missing or null."""
         value = self.row.get(self.column(field))
         return default if value is None else value
 
     def text(self, field: str) -> str:
-        """A field that must be text, and not empty."""
+        """Return a field that must be non-empty text."""
         value = self[field]
         if not isinstance(value, str):
             raise RowError("not_text", f"{self.column(field)} is {type(value).__name__}, not text")
@@ -79,14 +81,14 @@ class Fields(Mapping[str, Any]):
         return value
 
     def optional_text(self, field: str) -> str:
-        """A field that is text where it is there; else ""."""
+        """Return a text field, or "" if it is missing."""
         value = self.get(field, "")
         if not isinstance(value, str):
             raise RowError("not_text", f"{self.column(field)} is {type(value).__name__}, not text")
         return value
 
     def tools(self) -> Tools:
-        """The field `tools`: descriptions of functions, as a list or as JSON text."""
+        """Return the field `tools`: function descriptions, as a list or as JSON text."""
         column, value = self.column("tools"), self.get("tools")
         if isinstance(value, str) and value.strip():
             value = json_value(value, column, "bad_tools")
@@ -97,27 +99,27 @@ class Fields(Mapping[str, Any]):
         return value
 
     def messages(self, field: str) -> tuple[Messages, list[bool]]:
-        """A field that holds OpenAI or sharegpt messages, as templates want them; and which of them are trained."""
+        """Return a field with OpenAI or ShareGPT messages in template form, and which of them have loss."""
         return read_messages(self[field], self.column(field), self.keys_known)
 
     def said(self, field: str, role: str) -> tuple[Messages, list[bool]]:
-        """The same of a field that may also hold one message, or the text of one of this role."""
+        """Like `messages`, for a field that may also hold one message, or the text of one message of this role."""
         return as_messages((self.column(field), self[field]), role, self.keys_known)
 
-    # -- what a format may return
+    # -- constructors of documents
 
     def conversation(self, messages: Messages) -> Document:
-        """OpenAI or sharegpt messages as a document; without a chat template, a prompt and its completion.
+        """Build a document from OpenAI or ShareGPT messages. Without a chat template: a prompt and its completion.
 
-        Trained are the assistant's messages without `train: false`. The fields `system` and `tools` are added where the
+        Assistant messages have loss, except those with `train: false`. The fields `system` and `tools` are added if the
         format lists them.
         """
         read, trained = read_messages(messages, "the format's messages", self.keys_known)
         return chat_or_text(read, trained, *self._around(), chat=self.chat)
 
     def pair(self, prompt: str | Messages, chosen: str | Messages, rejected: str | Messages) -> Pair:
-        """A prompt with the better and the worse response, each as text or as messages. The fields `system` and `tools`
-        are added where the format lists them.
+        """Build a pair from a prompt, a chosen and a rejected response, each as text or as messages. The fields
+        `system` and `tools` are added if the format lists them.
         """
         said, _ = as_messages(("the format's prompt", prompt), "user", self.keys_known)
         better, worse = (
@@ -129,7 +131,7 @@ class Fields(Mapping[str, Any]):
     def pair_of(
         self, prompt: Messages, chosen: tuple[Messages, list[bool]], rejected: tuple[Messages, list[bool]]
     ) -> Pair:
-        """The same of messages with their flags. Raises RowError where both say the same."""
+        """Like `pair`, for messages with loss flags. Raises RowError if both responses are equal."""
         if chosen[0] == rejected[0]:
             raise RowError("same_responses", "chosen and rejected are identical")
         before, (system, tools) = [False] * len(prompt), self._around()
@@ -140,14 +142,14 @@ class Fields(Mapping[str, Any]):
         return Pair(first, second)
 
     def judged(self, prompt: str | Messages, response: str | Messages, desirable: bool) -> JudgedResponse:
-        """A prompt and one response, each as text or as messages, that is good (`desirable`) or bad. The fields
-        `system` and `tools` are added where the format lists them.
+        """Build a rated response from a prompt and one response, each as text or as messages. `desirable`: whether it
+        is good. The fields `system` and `tools` are added if the format lists them.
         """
         said, _ = as_messages(("the format's prompt", prompt), "user", self.keys_known)
         messages, trained = as_messages(("the format's response", response), "assistant", self.keys_known)
         return JudgedResponse(said, messages, trained, *self._around(), bool(desirable))
 
     def _around(self) -> tuple[str, Tools]:
-        """System text and tools, of a format that reads them."""
+        """Return system text and tools, if the format reads them."""
         system = self.optional_text("system") if "system" in self.names else ""
         return system, self.tools() if "tools" in self.names else None

@@ -1,7 +1,7 @@
-"""Columns and keys that nothing acts on: those that would change what is trained are refused by name, never dropped.
+"""Detect columns and keys that no code reads. Those that would change training are rejected by name, never dropped.
 
-A column such as `id` or `source` says nothing about training and is only listed in the report. `data.ignored_columns`
-takes the names that may be left out.
+Columns such as `id` or `source` do not affect training and are only listed in the report. `data.ignored_columns` lists
+columns to ignore although they could affect training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MASKS = ("input_ids", "labels", "loss_mask", "assistant_masks", "completion_mas
 _PARTS = ("system", "tools", "functions", "history", "documents", "chat_template_kwargs")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 TRAINING_COLUMNS = frozenset({*MEDIA, *_WEIGHTS, *_MASKS, *_PARTS, *_REASONING, "label", "rejected"})
-"""Columns that mean something to training wherever they stand."""
+"""Columns that affect training in any format."""
 
 PREFERENCES = {
     "label": "it judges the response; a recipe for judged responses (kto) reads it",
@@ -33,8 +33,8 @@ _KEY = re.compile(r"""(?:\.|\[\s*['"]|get\(\s*['"])(\w+)|['"](\w+)['"]\s+(?:not\
 
 @dataclass(frozen=True)
 class AllowedKeys:
-    """Names that a row may hold besides what its format reads: `ignored` by choice, and `of_template`, which the chat
-    template looks at in a message.
+    """Names that a row may contain in addition to the fields of its format: `ignored` by config, and `of_template`,
+    which the chat template reads from a message.
     """
 
     ignored: frozenset[str] = frozenset()
@@ -42,14 +42,14 @@ class AllowedKeys:
 
     @classmethod
     def of(cls, template: str | None, ignored: Iterable[str] = ()) -> AllowedKeys:
-        """`of_template`: every name that the template's text reads from something."""
+        """`of_template` are all names that the template text reads from an object."""
         found = _KEY.findall(template or "")
         return cls(frozenset(ignored), frozenset(name for pair in found for name in pair if name))
 
     def kept(self, item: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
-        """The message or content part without ignored keys and keys without a value.
+        """Return the message or content part without ignored keys and keys without a value.
 
-        Raises RowError naming a key that neither `known` nor the template has.
+        Raises RowError for a key that is neither in `known` nor read by the template.
         """
         kept = {key: value for key, value in item.items() if key in known or not is_empty(value)}
         kept = {key: value for key, value in kept.items() if key not in self.ignored}
@@ -63,12 +63,12 @@ class AllowedKeys:
         return kept
 
     def refuse(self, row: Mapping[str, Any], read: Collection[str], reader: str, columns: Collection[str]) -> None:
-        """Raise RowError when the row has one of `columns` and nothing reads it."""
+        """Raise RowError if the row has one of `columns` that is not read."""
         for column in row.keys() & columns:
             if column not in read and column not in self.ignored and not is_empty(row[column]):
                 why = PREFERENCES.get(column, "it would have no effect")
                 fix = f"data.ignored_columns=[{column}] to train without it"
-                if column in MEDIA:  # without them the text's placeholders would be trained as they are written
+                if column in MEDIA:  # the placeholders in the text would be trained literally
                     why = "only text is supported, and a placeholder such as <image> would be trained as text"
                     fix = "data.on_invalid_row=drop data.max_invalid_fraction=1   (skips the rows that have it)"
                 raise RowError(
@@ -77,15 +77,15 @@ class AllowedKeys:
 
 
 class IgnoredNames:
-    """Watches rows for the names of `data.ignored_columns`: one that no row has leaves nothing out."""
+    """Watches rows for the names in `data.ignored_columns`, to detect names that no row has."""
 
     def __init__(self, ignored: Iterable[str]):
-        """`missing`: names that no row had so far. `present`: names that rows had while one was missing."""
+        """`missing`: names that no row had so far. `present`: names of rows seen while a name was missing."""
         self.missing: list[str] = list(ignored)
         self.present: list[str] = []
 
     def watch(self, origins: Iterable[SourceRow]) -> Iterator[SourceRow]:
-        """The same rows."""
+        """Yield the rows unchanged."""
         for origin in origins:
             if self.missing and not isinstance(origin.row, RowError):
                 names = dict.fromkeys(_names_in(origin.row))
@@ -96,13 +96,13 @@ class IgnoredNames:
 
 
 def check_ignored(ignored: Sequence[str], missing: Collection[str], present: Collection[str]) -> None:
-    """Refuse a name in `data.ignored_columns` that is no column of any row and no key inside one. Raises DataError."""
+    """Raise DataError for a name in `data.ignored_columns` that no row has as a column or as a key inside one."""
     listed = NameList("data.ignored_columns", ignored, "no row has as a column or key")
     check_entries(listed, lambda name: name not in missing, set(present) - set(ignored), error=DataError)
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    """Keys of a row, and of the messages and content parts in it."""
+    """Yield the keys of a row, and of the messages and content parts in it."""
     if isinstance(value, Mapping):
         yield from value
         for inner in value.values():
@@ -117,11 +117,11 @@ _SYNONYMS = dict.fromkeys(("loss", "mask", "trainable", "loss_weight"), ", or na
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a column or key says nothing: files of tables have every key in every row."""
+    """Return whether a value is empty. Tables have every key in every row."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def unused_columns(rows: Sequence[Mapping[str, Any]], read: Collection[str]) -> list[str]:
-    """Columns of these rows that are not read, in their order."""
+    """Return the columns of these rows that are not read, in their order."""
     columns = dict.fromkeys(column for row in rows for column in row)
     return [column for column in columns if column not in read]

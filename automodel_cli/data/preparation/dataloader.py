@@ -1,8 +1,14 @@
-"""Which rows each optimizer step sees, on each data-parallel rank; a position in one endless stream is the whole state.
+"""Assign sequences to optimizer steps and data-parallel ranks. The state is one position in an endless stream.
 
-The stream is the same for any number of ranks. Step k takes its rows `k * G ... (k + 1) * G - 1` (G the global batch);
-microbatch m of rank r takes the next `microbatch_size` of them after those of lower (m, r). So a run may be resumed
-with another number of ranks, or another microbatch size, and trains on the same rows in each step.
+The stream does not depend on the number of ranks. Step k uses its entries `k * G ... (k + 1) * G - 1` (G: global batch
+size). Within a step, microbatch m of rank r takes the next `microbatch_size` entries after all lower (m, r). A run can
+therefore be resumed with another number of ranks or another microbatch size, and each step trains on the same
+sequences.
+
+Example: G = 8, 2 ranks, `microbatch_size` 2. Step 0 uses the entries 0 to 7::
+
+    microbatch 0   rank 0: 0 1   rank 1: 2 3
+    microbatch 1   rank 0: 4 5   rank 1: 6 7
 """
 
 from __future__ import annotations
@@ -26,8 +32,8 @@ _OTHER_DATA = (
 
 
 class Rows(Protocol[T_co]):
-    """Numbered rows of one or more datasets: dataset i has those from `first_rows[i]` on, and is seen `weights[i]`
-    times per epoch."""
+    """Indexed sequences of one or more datasets. Dataset i starts at `first_rows[i]` and is used `weights[i]` times per
+    epoch."""
 
     first_rows: np.ndarray
     weights: list[float]
@@ -37,14 +43,14 @@ class Rows(Protocol[T_co]):
         """Name and content hash of each dataset."""
 
     def collate(self, row_indices: Sequence[int], /) -> T_co:
-        """These rows as what a step reads."""
+        """Return these sequences as input of a step."""
 
 
 class RowStream:
-    """The endless order of row numbers. An epoch holds `round(weight * rows)` rows of every dataset, at least one.
+    """Endless stream of indices. An epoch holds `round(weight * rows)` sequences of every dataset, at least one.
 
-    Each dataset is walked through on its own, in a new order on every pass, and an epoch takes its next rows: with
-    weight 0.5 two epochs together see every row once. Within an epoch the datasets are mixed.
+    Each dataset is traversed separately, in a new order on every pass. An epoch takes the next sequences of that
+    traversal: with weight 0.5, two epochs together use every sequence once. Within an epoch, the datasets are mixed.
     """
 
     def __init__(self, dataset: Rows[Any], seed: int, shuffle: bool):
@@ -56,7 +62,7 @@ class RowStream:
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def rows(self, start: int, number: int) -> np.ndarray:
-        """Row numbers at the positions `start ... start + number - 1` of the stream."""
+        """Return the indices at the positions `start ... start + number - 1` of the stream."""
         out = []
         while number:
             epoch, offset = divmod(start, self.rows_per_epoch)
@@ -88,9 +94,7 @@ class RowStream:
 
 
 class BatchLoader(Generic[T]):
-    """The microbatches of this rank, optimizer step by optimizer step. Stateful; `state_dict` is the same on every
-    rank.
-    """
+    """Iterator over the microbatches of this rank by optimizer step. Stateful. `state_dict` is equal on all ranks."""
 
     def __init__(
         self,
@@ -104,9 +108,9 @@ class BatchLoader(Generic[T]):
         shuffle: bool = True,
         prepare: Callable[[T], T] | None = None,
     ):
-        """Sizes count rows. `prepare` (pinning, say) makes the loader work ahead: while a step runs, a thread collates
-        the next one's microbatches and prepares them. Raises ConfigError when the global batch is not whole
-        microbatches on every rank.
+        """Sizes count sequences. With `prepare` (for example pinning), a thread collates and prepares the microbatches
+        of the next step while a step runs. Raises ConfigError if the global batch size is not a multiple of the
+        microbatch size times the number of ranks.
         """
         if global_batch_size < 1 or microbatch_size < 1 or global_batch_size % (microbatch_size * dp_size):
             unit = max(1, microbatch_size) * dp_size
@@ -128,31 +132,31 @@ class BatchLoader(Generic[T]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps that see every row of an epoch at least once (the last one may begin the next epoch)."""
+        """Optimizer steps that use every sequence of an epoch at least once. The last one may start the next epoch."""
         return -(-self.stream.rows_per_epoch // self.global_batch_size)
 
     @property
     def epoch(self) -> float:
-        """Epochs seen so far."""
+        """Epochs completed so far."""
         return self.position / self.stream.rows_per_epoch
 
     def next_rows(self, ahead: int = 0) -> np.ndarray:
-        """Row numbers of this rank's next step (or the one `ahead` steps after it), `[microbatches, microbatch_size]`,
-        without moving on."""
+        """Return the indices of this rank's next step, or `ahead` steps later, `[microbatches, microbatch_size]`,
+        without advancing."""
         rows = self.stream.rows(self.position + ahead * self.global_batch_size, self.global_batch_size)
         return rows.reshape(-1, self.dp_size, self.microbatch_size)[:, self.dp_rank]
 
     def peek_step(self, ahead: int = 0) -> list[T]:
-        """What `next_step` will return (or return after `ahead` further steps), without moving on."""
-        if not ahead and self._ahead is not None and self._ahead[0] == self.position:  # else a state was loaded since
+        """Return the result of the next `next_step` call, or `ahead` steps later, without advancing."""
+        if not ahead and self._ahead is not None and self._ahead[0] == self.position:  # unless a state was loaded since
             return self._ahead[1].result()
         return self._collated(self.next_rows(ahead))
 
     def next_step(self) -> list[T]:
-        """This rank's microbatches of one optimizer step; the stream goes on into the next epoch."""
+        """Return this rank's microbatches of one optimizer step. The stream continues in the next epoch."""
         batches = self.peek_step()
         self.position += self.global_batch_size
-        if self._thread is not None:  # the stream is read here: it is not made for two threads
+        if self._thread is not None:  # read the stream in this thread: it is not thread-safe
             self._ahead = self.position, self._thread.submit(self._collated, self.next_rows())
         return batches
 
@@ -161,7 +165,7 @@ class BatchLoader(Generic[T]):
         return batches if self._prepare is None else [self._prepare(batch) for batch in batches]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the stream and what the stream depends on; independent of rank and number of ranks."""
+        """Return the position in the stream and everything that defines the stream. Independent of the ranks."""
         stream = self.stream
         return {
             "position": self.position,
@@ -173,7 +177,7 @@ class BatchLoader(Generic[T]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` stopped. Raises RunError when the rows or their order are not those of the saved run."""
+        """Continue from `state`. Raises RunError if the sequences or their order differ from the saved run."""
         mine = self.state_dict()
         changed = [key for key in ("seed", "shuffle", "sizes", "takes") if state[key] != mine[key]]
         if changed:
@@ -208,8 +212,8 @@ def eval_batches(
     dp_size: int = 1,
     num_batches: int | None = None,
 ) -> list[Batch]:
-    """Every row once over all ranks, in order; padded with rows without labels so that all ranks get equally many
-    batches. `num_batches` takes only the first of each rank.
+    """Iterate once over all sequences in order, distributed over all ranks. Padding sequences without labels give all
+    ranks the same number of batches. `num_batches`: only the first batches of each rank.
     """
     unit = microbatch_size * dp_size
     rows = np.full(-(-len(dataset) // unit) * unit, DUMMY_ROW)

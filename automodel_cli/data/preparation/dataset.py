@@ -1,4 +1,4 @@
-"""Packed rows as a dataset: memory-mapped, addressed by row number, batched without a loop over tokens."""
+"""Packed sequences as a dataset: memory-mapped, indexed by number, collated without a loop over tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.storage.memmap_store import PackedStore
 
 _TAUGHT = 0.01
-"""Share of the trained turns that a token must end for the model to stop there."""
+"""A token counts as a learned stop token if it ends at least this fraction of the trained turns."""
 DUMMY_ROW = -1
-"""Row number of a row of padding without labels, for ranks that would otherwise have one row less."""
+"""Index of a padding sequence without labels, for ranks that would have one sequence less."""
 
 
 def shuffled(number: int, *seeds: int) -> np.ndarray:
     """A permutation of `range(number)` that depends on the seeds only.
 
-    Raw counter bits rather than `Generator.permutation`, whose stream numpy may change between versions: resumed runs
-    must see the same order.
+    Uses raw counter bits instead of `Generator.permutation`, whose stream may change between numpy versions. A resumed
+    run must see the same order.
     """
     words = np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]).generate_state(2, np.uint64)
     return np.argsort(np.random.Philox(key=words).random_raw(number), kind="stable")
@@ -40,8 +40,8 @@ def length_histogram(lengths: np.ndarray) -> dict[str, Any]:
 
 
 class PackedDataset:
-    """The rows of one or more datasets, numbered through; `weights[i]` says how often dataset i's rows are seen per
-    epoch.
+    """Packed sequences of one or more datasets with consecutive indices. `weights[i]`: how often the sequences of
+    dataset i are used per epoch.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PackedDataset:
         row_len: int | None,
         pad_to_multiple_of: int = 1,
     ):
-        """`row_len`: tokens of every row; None: of the longest in the microbatch, rounded up to
+        """`row_len`: tokens of every sequence. None: the longest of the microbatch, rounded up to
         `pad_to_multiple_of`."""
         self.stores, self.weights = list(stores), list(weights)
         self.pad_id, self.row_len, self.pad_to_multiple_of = pad_id, row_len, pad_to_multiple_of
@@ -76,12 +76,12 @@ class PackedDataset:
 
     @property
     def contents(self) -> list[tuple[str, str]]:
-        """Files and hash of every dataset."""
+        """Files and content hash of every dataset."""
         return [(", ".join(store.meta["files"]), store.content) for store in self.stores]
 
     def statistics(self) -> list[dict[str, Any]]:
-        """Of each dataset its name, how long its documents (or pieces of them) are, and which shares of its tokens are
-        trained and of its rows are filled, in 0..1."""
+        """Statistics of each dataset: name, document (or piece) lengths, trained fraction of its tokens and filled
+        fraction of its sequences, in 0..1."""
         found = []
         for store, (name, _) in zip(self.stores, self.contents, strict=True):
             num_tokens = int(store.offsets[-1])
@@ -91,9 +91,9 @@ class PackedDataset:
         return found
 
     def units_per_row(self) -> tuple[str, float]:
-        """Return what a row holds (`documents`, `pairs` or `responses`), and how many of them on average.
+        """Return the unit that sequences hold (`documents`, `pairs` or `responses`), and the mean number per sequence.
 
-        Rows count as often as an epoch has them. Where a document is cut, each of its pieces counts.
+        Sequences are weighted as in an epoch. Each piece of a split document counts.
         """
         sizes = [(store.num_rows, len(store.offsets) - 1) for store in self.stores]
         num_rows = sum(weight * rows for weight, (rows, _) in zip(self.weights, sizes, strict=True))
@@ -105,7 +105,7 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows; row r has those from `token_starts[r]` to `token_starts[r + 1]`."""
+        """Tokens of all sequences. Sequence r has `token_starts[r]` to `token_starts[r + 1]`."""
         return int(self.token_starts[-1])
 
     def taught_stops(self) -> list[int]:
@@ -125,8 +125,7 @@ class PackedDataset:
         return found
 
     def attach(self, name: str, values: np.ndarray) -> None:
-        """Give every batch a column of the objective, `extra[name]`: one value, or several, for each of the
-        `num_tokens`."""
+        """Add the column `extra[name]` to every batch: one or several values for each of the `num_tokens`."""
         assert len(values) == self.num_tokens, f"{values.shape} values for {self.num_tokens} tokens"
         self._columns[name] = values
 
@@ -137,35 +136,33 @@ class PackedDataset:
         return self.stores[source], row - int(self.first_rows[source])
 
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, label mask (1 where the next token is trained) and the boundaries of the row's documents, from 0 to its
-        length.
-        """
+        """Return ids, label mask (1 if the next token has loss) and document bounds, from 0 to the sequence length."""
         store, local = self._locate(row)
         bounds = store.offsets[store.row_offsets[local] : store.row_offsets[local + 1] + 1]
         a, b = int(bounds[0]), int(bounds[-1])
         return store.ids[a:b], store.label_mask[a:b], bounds - a
 
     def documents(self, row: int) -> list[tuple[str, int]]:
-        """File name and line of each document (or piece) of the row, in its order."""
+        """Return file name and line of each document (or piece) of the sequence, in order."""
         store, local = self._locate(row)
         pieces = slice(int(store.row_offsets[local]), int(store.row_offsets[local + 1]))
         names = [store.meta["files"][i] for i in store.files[pieces].tolist()]
         return list(zip(names, store.lines[pieces].tolist(), strict=True))
 
     def roles(self, row: int) -> np.ndarray:
-        """Role of each document of a row with preferences, see `PackedStore`."""
+        """Return the role of each document of a sequence with preferences, see `PackedStore`."""
         store, local = self._locate(row)
         return store.roles[int(store.row_offsets[local]) : int(store.row_offsets[local + 1])]
 
     def margins(self, row: int) -> np.ndarray:
-        """Margin of the pair of each document of a row, fp32: 0 where its dataset has none."""
+        """Return the margin of each document's pair, fp32. 0 if its dataset has none."""
         store, local = self._locate(row)
         pieces = slice(int(store.row_offsets[local]), int(store.row_offsets[local + 1]))
         return store.margins[pieces] if len(store.margins) else np.zeros(pieces.stop - pieces.start, np.float32)
 
     @property
     def judgements(self) -> set[int]:
-        """What responses are judged: 1 good, 0 bad."""
+        """Ratings that occur in the data: 1 good, 0 bad."""
         return {int(role) for store in self.stores for role in np.unique(store.roles) if role >= 0}
 
     @property
@@ -174,7 +171,7 @@ class PackedDataset:
         return any(len(store.margins) > 0 for store in self.stores)
 
     def describe(self, row: int) -> str:
-        """Where the row comes from, for messages: `train.jsonl:18, 44`."""
+        """Return the origin of a sequence, for messages: `train.jsonl:18, 44`."""
         if row == DUMMY_ROW:
             return "(padding)"
         by_file: dict[str, list[int]] = {}
@@ -184,20 +181,20 @@ class PackedDataset:
         return "; ".join(f"{name}:{', '.join(map(str, sorted(lines)))}" for name, lines in by_file.items())
 
     def num_label_tokens(self, row: int) -> int:
-        """Trained tokens of the row."""
+        """Return the number of trained tokens of a sequence."""
         store, local = self._locate(row)
         return int(store.num_label_tokens[local])
 
     def mean_context(self) -> float:
-        """Length of the document that the average token sits in, for the cost of attention."""
+        """Mean length of the document of a token, for the cost of attention."""
         lengths = np.concatenate([np.diff(store.offsets) for store in self.stores]).astype(np.float64)
         return float((lengths**2).sum() / lengths.sum())
 
     def collate(self, row_indices: Sequence[int]) -> Batch:
-        """The rows as one microbatch; `DUMMY_ROW` stands for a row of padding.
+        """Return the sequences as one microbatch. `DUMMY_ROW` is a padding sequence.
 
-        Padding at a row's end is a document of its own: no real token attends to it, nor it to one. Rows of pairs come
-        with `pairs_P2` and `margins_P`, of judged responses with `desirable_S` (see `objectives/base.py`).
+        Padding at the end of a sequence is a separate document, so no real token attends to it. Pairs have `pairs_P2`
+        and `margins_P`, rated responses have `desirable_S` (see `objectives/base.py`).
         """
         rows = [self.tokens(int(row)) if row != DUMMY_ROW else _EMPTY for row in row_indices]
         num_tokens = self.row_len or self._round_up(max(len(ids) for ids, _, _ in rows))
@@ -228,7 +225,7 @@ class PackedDataset:
         )
 
     def _column(self, values: np.ndarray, row_indices: Sequence[int], shape: tuple[int, int]) -> torch.Tensor:
-        """Attached values of the rows, 0 where there is no token."""
+        """Return attached values of the sequences, 0 at padding."""
         out_BT = np.zeros((*shape, *values.shape[1:]), values.dtype)
         for i, row in enumerate(row_indices):
             if row != DUMMY_ROW:
@@ -237,7 +234,7 @@ class PackedDataset:
         return torch.from_numpy(out_BT)
 
     def _preferences(self, row_indices: Sequence[int], counts: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What objectives of this kind of rows read; `counts` are the documents of each row, padding included."""
+        """Return the columns that preference objectives read. `counts`: documents per sequence, including padding."""
         if self.kind == "documents":
             return {}
         roles_S = np.full(sum(counts), -1, np.int64)

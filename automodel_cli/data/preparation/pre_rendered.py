@@ -23,16 +23,16 @@ KNOWN_OPENERS = (
     *("<|start|>user", "<|start|>system", "<|user|>", "<|system|>", "<｜User｜>", "<|turn>user", "<|turn>system"),
     *("<|START_OF_TURN_TOKEN|>", "[gMASK]"),
 )
-"""How other templates open a message: rendered for one model, trained with the template of another."""
+"""Message openings of other templates, for rows that were rendered for another model."""
 _SAID, _ANSWERED, _NEXT = "kwelvorn", "zindrath", "ombrellac"
-"""Words of the probe that no template writes."""
+"""Markers that occur in no template."""
 
 Render = Callable[[Messages, None], str]
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The texts with which a row begins and ends: what stands right behind BOS, and right before EOS ("": nothing)."""
+    """Text at both ends of a row: directly after BOS and directly before EOS. "" if there is none."""
 
     begin: str
     end: str
@@ -40,22 +40,22 @@ class Ends:
 
 @dataclass(frozen=True)
 class Added:
-    """What preparation writes around a row: BOS and EOS ("": the tokenizer has none), and how messages are opened."""
+    """Text that preparation adds around a row: BOS and EOS ("" if the tokenizer has none), and message openings."""
 
     bos: str
-    """The tokenizer's, whether or not it is added."""
+    """BOS of the tokenizer, whether or not it is added."""
     eos: str
     writes_bos: bool
-    """Whether rows get BOS: from the chat template, or where there is none from the tokenizer."""
+    """Whether rows get BOS, from the chat template or, without one, from the tokenizer."""
     begins_itself: bool
-    """Whether the tokenizer adds BOS by itself."""
+    """Whether the tokenizer adds BOS automatically."""
     ends_itself: bool
-    """Whether the tokenizer adds EOS by itself."""
+    """Whether the tokenizer adds EOS automatically."""
     openers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: Any, render: Render | None) -> Added:
-        """`render`: the chat template, where rows are rendered by one."""
+        """`render`: the chat template, if one renders the rows."""
         before, after = around(tokenizer)
         bos = "".join(tokenizer.convert_ids_to_tokens(before)) or tokenizer.bos_token or ""
         openers = () if render is None else _openers(render, bos)
@@ -63,7 +63,7 @@ class Added:
         return cls(bos, tokenizer.eos_token or "", writes_bos, bool(before), bool(after), openers)
 
     def is_rendered(self, ends: Ends) -> bool:
-        """Whether the text begins as the chat template opens a message."""
+        """Return whether the text begins as the chat template opens a message."""
         begin = ends.begin.lstrip()
         begin = begin.removeprefix(self.bos).lstrip()
         return begin.startswith((*self.openers, *KNOWN_OPENERS))
@@ -72,29 +72,29 @@ class Added:
         return bool(self.bos) and ends.begin.lstrip().startswith(self.bos)
 
     def has_eos(self, ends: Ends) -> bool:
-        """Whether an EOS that would be added stands behind another one."""
+        """Return whether an added EOS would follow another one."""
         said = ends.end.rstrip()
         return bool(self.eos) and said.endswith(self.eos) and (said != ends.end or self.ends_itself)
 
     def ends_turn(self, ends: Ends) -> bool:
-        """Whether the answer ends with the token that ends its turn."""
+        """Return whether the response ends with the end-of-turn token."""
         return bool(self.eos) and ends.end.rstrip().endswith(self.eos)
 
 
 def _openers(render: Render, bos: str) -> tuple[str, ...]:
-    """What the template writes before the first user's or system's text, less BOS and what stands there only once."""
+    """Return the text that the template writes before the first user or system text, without BOS and one-time text."""
     found = []
     for role in ("user", "system"):
         text = _try(render, role).removeprefix(bos)
         first, second = text.partition(_SAID)[0].strip(), text.partition(_ANSWERED)[2].partition(_NEXT)[0].strip()
         second = second.removeprefix(text.rpartition(_NEXT)[2].strip()).strip()
-        # a default system message stands before the first message only
+        # a default system message occurs before the first message only
         found += [first] if role == "system" else [first, _shared_end(first, second)]
     return tuple(opener for opener in found if len(opener) >= 3)
 
 
 def _try(render: Render, role: str) -> str:
-    """A conversation that begins with a message of this role; "" where the template refuses it."""
+    """Render a conversation that begins with a message of this role. "" if the template rejects it."""
     messages = [
         {"role": role, "content": _SAID},
         {"role": "assistant", "content": _ANSWERED},
@@ -116,7 +116,7 @@ def _shared_end(a: str, b: str) -> str:
 
 
 def ends_of(document: Any) -> Ends:
-    """Both ends of what a format made of a row; of a pair, those of the chosen document."""
+    """Return both ends of a document. For a pair, those of the chosen document."""
     match document:
         case PlainText():
             return Ends(document.text, document.text)
@@ -192,7 +192,7 @@ def _refuse_templated(ends: Sequence[Ends], added: Added, where: str, plain_work
         (lambda each: added.writes_bos and added.has_bos(each), added.bos, "begin"),
         (added.ends_turn, added.eos, "end"),
     ):
-        if _most(ends, held, least=2):  # one row alone may speak of the token
+        if _most(ends, held, least=2):  # a single row may be about the token
             raise DataError(
                 f"{where}: the rows {place} with {token!r} ({_shown(ends, held)}), which the chat template also adds",
                 code="invalid_template",
@@ -202,9 +202,9 @@ def _refuse_templated(ends: Sequence[Ends], added: Added, where: str, plain_work
 
 
 def _without_template(ends: Sequence[Ends], config: DataConfig, added: Added) -> list[str]:
-    """The overrides under which nothing is added a second time, where no template renders the rows."""
+    """Return the overrides that read rendered rows unchanged, if no template renders the rows."""
     keys = []
-    as_the_template = not added.writes_bos  # it writes none, so the rows that it rendered have none
+    as_the_template = not added.writes_bos  # the template writes no BOS, so the rows that it rendered have none
     if config.add_bos and added.begins_itself and (as_the_template or _most(ends, added.has_bos)):
         keys.append("data.add_bos=false")
     if config.add_eos and _most(ends, added.has_eos):
@@ -217,7 +217,7 @@ def _most(ends: Sequence[Ends], held: Callable[[Ends], bool], *, least: int = 1)
 
 
 def _shown(ends: Sequence[Ends], held: Callable[[Ends], bool]) -> str:
-    """How many rows of the sample, and the first of them."""
+    """Return how many rows of the sample match, and the first of them."""
     found = [each for each in ends if held(each)]
     example = found[0].begin or found[0].end
     shown = repr(example if len(example) <= 60 else f"{example[:40]} ... {example[-16:]}")

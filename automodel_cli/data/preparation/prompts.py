@@ -35,8 +35,8 @@ BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """`number` names it in the dataset, `tokens` end where the model begins to speak; `row` is what rewards read,
-    `tools` what the chat template shows of tools."""
+    """One prompt. `number`: index in the dataset. `tokens`: ids up to the start of the response. `row`: the row that
+    rewards read. `tools`: tool descriptions that the chat template renders."""
 
     number: int
     tokens: list[int]
@@ -50,12 +50,12 @@ ToolsOf = Callable[[Mapping[str, Any]], Sequence[dict[str, Any]]]
 
 
 def no_tools(row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """Rows whose tools, if any, stand in a column."""
+    """Return no tools: tools of these rows, if any, are in a column."""
     return ()
 
 
 class PromptDataset:
-    """The prompts of one or more sources, numbered through; `BatchLoader` deals them to ranks and steps like rows."""
+    """Prompts of one or more sources. `BatchLoader` distributes them over ranks and steps like sequences."""
 
     def __init__(self, sources: Sequence[Sequence[Prompt]], weights: Sequence[float]):
         self.prompts = [prompt for source in sources for prompt in source]
@@ -67,11 +67,11 @@ class PromptDataset:
         return len(self.prompts)
 
     def collate(self, row_indices: Sequence[int]) -> list[Prompt]:
-        """The prompts of these numbers."""
+        """Return the prompts with these indices."""
         return [self.prompts[int(row)] for row in row_indices]
 
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, label mask (no token of a prompt is trained) and bounds, as of a packed row."""
+        """Return ids, label mask and bounds like `PackedDataset.tokens`. No token of a prompt has loss."""
         ids = np.array(self.prompts[row].tokens, np.int64)
         return ids, np.zeros(len(ids), np.uint8), np.array([0, len(ids)])
 
@@ -88,7 +88,7 @@ class PromptDataset:
         return "prompts", 1.0
 
     def statistics(self) -> list[dict[str, Any]]:
-        """See `PackedDataset.statistics`; prompts are not packed, and none of their tokens is trained."""
+        """See `PackedDataset.statistics`. Prompts are not packed and have no loss."""
         bounds = self.first_rows.tolist()
         parts = [self.prompts[begin:end] for begin, end in itertools.pairwise(bounds)]
         return [
@@ -97,16 +97,16 @@ class PromptDataset:
         ]
 
     def mean_context(self) -> float:
-        """Mean tokens of a prompt; responses come on top."""
+        """Mean prompt length in tokens, without the response."""
         return float(np.mean([len(prompt.tokens) for prompt in self.prompts]))
 
     def describe(self, row: int) -> str:
-        """Where the prompt comes from, for messages."""
+        """Origin of the prompt, for messages."""
         return self.prompts[row].origin if 0 <= row < len(self) else "(padding)"
 
 
 def _content(prompts: Sequence[Prompt]) -> tuple[str, str]:
-    """The files that prompts come from, and a hash of what is sampled from and what rewards read."""
+    """Return the files of the prompts, and a hash of the tokens and of the rows that rewards read."""
     digest = Checksum()
     for prompt in prompts:
         digest.update(json.dumps([prompt.tokens, prompt.row], sort_keys=True, default=str).encode())
@@ -128,7 +128,7 @@ class PromptReport:
     special: SpecialReport
 
     def lines(self) -> list[str]:
-        """Prompts of both kinds, and a warning where many are left out."""
+        """Return the counts of both splits, and a warning if many prompts were skipped."""
         dropped = f", {self.num_dropped:,} longer than {self.limit} tokens dropped" if self.num_dropped else ""
         total = self.num_train + self.num_validation + self.num_dropped
         many = self.num_dropped > MANY * total
@@ -221,14 +221,14 @@ def _prepared(
 
 
 def _names(opened: Sequence[Source], sources: Sequence[SourceConfig]) -> list[str]:
-    """Each source with the format that reads it, where the config names one."""
+    """Return each source with the name of its format, if the config names one."""
     chosen = ["" if node.format == "auto" else f" ({format_name(find_format(node.format))})" for node in sources]
     notes = [f" ({source.note})" if source.note else "" for source in opened]
     return [f"{source.name}{fmt}{note}" for source, fmt, note in zip(opened, chosen, notes, strict=True)]
 
 
 def _hold_out(train: list[list[Prompt]], wanted: float, seed: int) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
-    """Take validation prompts out of all sources together, by a seeded shuffle."""
+    """Move validation prompts out of all sources together, by a seeded shuffle."""
     everything = [prompt for prompts in train for prompt in prompts]
     number = max(1, round(wanted * len(everything))) if wanted < 1 else int(wanted)
     if number >= len(everything):
@@ -244,7 +244,7 @@ def _hold_out(train: list[list[Prompt]], wanted: float, seed: int) -> tuple[list
 
 
 class _Reader:
-    """Rows to prompts, and an account of those that cannot be used."""
+    """Converts rows to prompts and counts unusable rows."""
 
     def __init__(
         self, config: DataConfig, tokenizer: Any, max_tokens: int, tools_of: ToolsOf, samples_per_row: int = 1
@@ -266,7 +266,7 @@ class _Reader:
         self._rejected: list[Rejected] = []
 
     def read(self, source: Source, node: SourceConfig) -> list[Prompt]:
-        """Every usable prompt of a source."""
+        """Return every usable prompt of a source."""
         sample = first_rows(source, SAMPLE_ROWS)
         check_mapped(sample, node.column_mapping, source.name)
         fmt = prompt_format(node.format)
@@ -345,23 +345,23 @@ class _Reader:
 
     @property
     def seq_len_of_all(self) -> int:
-        """Rows of which no prompt so far would have been dropped."""
+        """Smallest `data.seq_len` with which no prompt so far would be dropped."""
         kept_free = self.config.seq_len // self._samples_per_row - self.max_tokens  # for the response
         return round_length(self._samples_per_row * (self.longest_dropped + kept_free))
 
     def special_report(self) -> SpecialReport:
-        """Special tokens in the text of prompts so far."""
+        """Special tokens in the text of the prompts so far."""
         return SpecialReport(self.special.choice, sum(self._special_counts), sum(map(bool, self._special_counts)))
 
     def finish(self) -> None:
-        """The policy for refused rows, over all sources together."""
+        """Apply the policy for invalid rows over all sources."""
         refuse_damaged(self._rejected, self.num_rows)
         allowed = 0.0 if self.config.on_invalid_row == "fail" else self.config.max_invalid_fraction * self.num_rows
         if len(self._rejected) > allowed:
             raise rows_error(self._rejected, self.num_rows, fix="correct the rows, or data.on_invalid_row=drop")
 
     def _tokens(self, chats: Sequence[Conversation]) -> list[np.ndarray | RowError]:
-        """Token ids of each conversation, up to where the model begins to speak."""
+        """Return the prompt ids of each conversation, up to the start of the response."""
         if self.chats is not None:
             encoded = self.chats.prompt_ids(chats)
         else:

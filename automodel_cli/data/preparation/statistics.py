@@ -1,4 +1,4 @@
-"""What preparation did to the data, in numbers: the lines of the run's header."""
+"""Statistics of data preparation, printed in the startup summary."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MANY = 0.01
-"""Leaving out a larger share of the rows than this is a warning of its own."""
+"""Skipping a larger fraction of the rows than this logs a separate warning."""
 KEEP_MOST = 0.95
-"""The share of documents for which the warning names a length, besides all of them."""
+"""Fraction of documents for which the warning suggests a length, in addition to all of them."""
 
 
 def round_length(tokens: int) -> int:
-    """The next multiple of 64: a `seq_len` that parallel layouts divide."""
+    """Return the next multiple of 64, which parallel layouts divide."""
     return -(-tokens // 64) * 64
 
 
 @dataclass(frozen=True)
 class LongReport:
-    """Documents longer than `seq_len`: how many there were, the tokens in them, and how many of those are not trained
-    on. `length_of_most` is what `KEEP_MOST` of all documents fit into.
+    """Documents longer than `seq_len`: their number, their tokens, and how many of these tokens are not trained.
+    `length_of_most`: a length that `KEEP_MOST` of all documents fit into.
     """
 
     choice: str
@@ -32,7 +32,7 @@ class LongReport:
     length_of_most: int = 0
 
     def text(self, total: int) -> str:
-        """One phrase for the header; says zero as well."""
+        """Return one phrase for the startup summary, also for zero documents."""
         if not self.num_documents:
             return "no document longer than a row"
         done = {"split": "split", "truncate": "truncated", "drop": "dropped"}.get(self.choice, self.choice)
@@ -45,7 +45,7 @@ class LongReport:
         return text + ")"
 
     def warning(self, total: int) -> str | None:
-        """Where many documents vanish: how many, and the lengths that keep them."""
+        """Return a warning if many documents are dropped: their number, and the lengths that keep them."""
         gone = {"drop": self.num_documents, "truncate": self.pieces_without_labels}.get(self.choice, 0)
         if gone <= MANY * total:
             return None
@@ -60,16 +60,14 @@ class LongReport:
 
 @dataclass(frozen=True)
 class UnrolledReport:
-    """Conversations that became one document per trained turn, and the tokens that repeat what an earlier turn's
-    document says too.
-    """
+    """Conversations that became one document per trained turn, and the number of tokens that are repeated in them."""
 
     rows: int = 0
     documents: int = 0
     repeated: int = 0
 
     def text(self, num_rows: int, num_tokens: int) -> str:
-        """One phrase for the header."""
+        """Return one phrase for the startup summary."""
         share = 100 * self.repeated / max(1, num_tokens)
         return (
             f"turns: {self.rows:,} of {num_rows:,} rows unrolled into {self.documents:,} documents, because the chat "
@@ -79,14 +77,14 @@ class UnrolledReport:
 
 @dataclass(frozen=True)
 class SpecialReport:
-    """Special tokens that rows have in their own text: what is done with them, how many, in how many rows."""
+    """Special tokens in the text of rows: their treatment, their number, and the number of rows."""
 
     choice: str
     num_tokens: int = 0
     num_rows: int = 0
 
     def lines(self) -> Iterable[str]:
-        """One line where there are any."""
+        """Yield one line, if there are any."""
         if self.num_tokens:
             done = "control tokens" if self.choice == "keep" else "plain text"
             where = "1 row" if self.num_rows == 1 else f"{self.num_rows:,} rows"
@@ -95,7 +93,7 @@ class SpecialReport:
 
 @dataclass(frozen=True)
 class SourceReport:
-    """One dataset from its rows to its packed rows. Token counts are before packing, label tokens after it."""
+    """Statistics of one dataset. Token counts are before packing, label tokens after it."""
 
     name: str
     fmt: str
@@ -120,7 +118,7 @@ class SourceReport:
     note: str = ""
 
     def lines(self) -> Iterable[str]:
-        """Rows, tokens and packing; one line each, and a warning of its own for each thing that deserves one."""
+        """Yield one line each for rows, tokens and packing, and one for each warning."""
         times = "" if self.weight == 1 else f", each seen {self.weight:g} times per epoch"
         refused = f", {self.num_rejected:,} rejected -> {self.rejected_path}" if self.num_rejected else ""
         yield f"{self.name}: {self.num_rows:,} rows ({self.fmt}){refused}{times}"
@@ -159,7 +157,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """All datasets of a run. `built` is False when everything came from the cache."""
+    """Statistics of all datasets of a run. `built` is False if everything came from the cache."""
 
     train: list[SourceReport]
     validation: list[SourceReport] = field(default_factory=list)
@@ -168,11 +166,11 @@ class DataReport:
 
     @property
     def built(self) -> bool:
-        """Whether anything was tokenised or packed now."""
+        """Whether data was tokenized or packed in this call."""
         return any(source.built for source in [*self.train, *self.validation])
 
     def lines(self) -> list[str]:
-        """For the run's header, without a label in front."""
+        """Return the lines of the startup summary, without a label."""
         out = [line for source in self.train for line in source.lines()]
         for source in self.validation:
             label = f"{source.num_label_tokens:,} trained tokens in {source.num_packed_rows:,} rows"

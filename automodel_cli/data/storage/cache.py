@@ -1,11 +1,11 @@
-"""A content-addressed cache of folders: one process builds an entry, the others wait for it, a killed builder leaves
-nothing.
+"""A content-addressed cache of folders. One process builds an entry while others wait. A killed process leaves no
+entry.
 
-An entry's name is the hash of everything its content depends on, the code of this package included. It is built under a
-temporary name next to its place and renamed when whole, so an entry that exists was complete. What happens to it later
-(a bad disk, a copy cut short) is noticed by sizes and hashes in its `files.json`, and it is built again. A file lock
-admits one builder; it needs no process group, so ranks may come before `init_process_group` and no collective waits
-for tokenisation.
+The name of an entry is the hash of everything that determines its content, including the code of this package. It is
+built under a temporary name in the same folder and renamed when complete, so an existing entry was complete once. Later
+damage (disk errors, a partial copy) is detected by the sizes and hashes in its `files.json`; the entry is then rebuilt.
+A file lock admits one builder. It needs no process group, so ranks may call it before `init_process_group`, and no
+collective operation waits for tokenization.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from automodel_cli.data.storage.checksums import content_hash
 
 REMEMBERED_HASH_BYTES = 64 << 20
 HASHED_BYTES = 64 << 20
-"""Files of an entry up to this size are compared by content, 10 ms at most; of larger ones (tokens) only the size."""
+"""Files of an entry up to this size are verified by content (at most 10 ms), larger ones (tokens) by size."""
 MANIFEST = "files.json"
 WAIT_SECONDS = 5.0
 _DATA = Path(__file__).resolve().parents[1]
@@ -78,7 +78,7 @@ def entry_key(ingredients: dict[str, Any]) -> str:
 
 @cache
 def data_code_version() -> str:
-    """Hash of the source files that decide what is in an entry."""
+    """Return the hash of the source files that determine the content of an entry."""
     digest = hashlib.sha256()
     for name in CODE_FILES:
         digest.update(name.encode() + (_DATA / name).read_bytes())
@@ -86,12 +86,12 @@ def data_code_version() -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash of what the tokenizer does: vocabulary, rules and special tokens; not of its chat template, nor of where it
-    lies.
+    """Return the hash of a tokenizer's behavior: vocabulary, rules and special tokens. Neither the chat template nor
+    the path is included.
     """
     parts = [type(tokenizer).__name__, json.dumps(_plain(tokenizer.special_tokens_map), sort_keys=True)]
     if tokenizer.is_fast:
-        # in front of "added_tokens" stand truncation and padding, set by any earlier call and of no effect on ours
+        # skip truncation and padding, which precede "added_tokens": earlier calls set them, and we do not use them
         head, key, rules = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')
         parts.append(rules if key else head)
     else:
@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def file_hash(path: Path, root: Path) -> str:
-    """Hash of a file's bytes. Of large files it is remembered under the file's identity, size and time of change."""
+    """Return the hash of a file. Hashes of large files are cached by file identity, size and modification time."""
     stat = path.stat()
     if stat.st_size < REMEMBERED_HASH_BYTES:
         return content_hash(path)
@@ -116,7 +116,7 @@ def file_hash(path: Path, root: Path) -> str:
     if note.is_file():
         return note.read_text()
     digest = content_hash(path)
-    with suppress(OSError):  # a full or read-only cache costs the next start a reading of the file
+    with suppress(OSError):  # with a full or read-only cache the next start reads the file again
         note.parent.mkdir(parents=True, exist_ok=True)
         temporary = note.with_suffix(f".{os.getpid()}")
         temporary.write_text(digest)
@@ -125,10 +125,10 @@ def file_hash(path: Path, root: Path) -> str:
 
 
 def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
-    """The folder of entry `key`, and whether this call built it. `build` fills an empty folder; what it raises is
-    passed on. An entry that is damaged is built again, with a line on standard error.
+    """Return the folder of entry `key`, and whether this call built it.
 
-    Safe to call from any number of processes at once. Raises DataError when the disk is full or the folder not
+    `build` fills an empty folder. Its exceptions are passed on. A damaged entry is rebuilt, with a message on standard
+    error. Safe to call from any number of processes at once. Raises DataError if the disk is full or the folder is not
     writable.
     """
     final = root / key
@@ -137,7 +137,7 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[P
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{key}.lock"):
-            for left_over in root.glob(f"{key}.tmp-*"):  # of one that was killed: it held this lock, so it is gone
+            for left_over in root.glob(f"{key}.tmp-*"):  # of a killed process: it held this lock, so it is gone
                 shutil.rmtree(left_over)
             if final.is_dir():
                 if (damage := _damage(final)) is None:
@@ -157,7 +157,7 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[P
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
     except OSError as error:
-        ours = error.filename is None or str(error.filename).startswith(str(root))  # not a source that cannot be read
+        ours = error.filename is None or str(error.filename).startswith(str(root))  # not an unreadable source
         if not ours or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
             raise
         raise cache_unwritable(root, error) from error
@@ -165,7 +165,7 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[P
 
 
 def cache_unwritable(root: Path, error: OSError) -> DataError:
-    """The user's error where the disk is full or may not be written."""
+    """Return the error for a full or read-only disk."""
     reason = f"cannot write the data cache {root}: {os.strerror(error.errno or 0)}"
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return DataError(
@@ -185,7 +185,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with an entry, if anything."""
+    """Return a description of the damage of an entry, or None."""
     try:
         files = dict(json.loads((folder / MANIFEST).read_bytes()))
         for name, (size, digest) in files.items():
@@ -203,7 +203,7 @@ def _damage(folder: Path) -> str | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Wait for, hold and give back an exclusive lock; the kernel gives back the lock of a process that dies."""
+    """Wait for an exclusive lock and hold it. The kernel releases the lock of a process that dies."""
     with open_own(path, "a+") as file:
         if not _soon(file):
             file.seek(0)
@@ -216,7 +216,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _soon(file: IO[str]) -> bool:
-    """Whether the lock is had within a few seconds, as by the ranks of one run."""
+    """Return whether the lock is acquired within a few seconds, as with the ranks of one run."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         try:
@@ -229,7 +229,7 @@ def _soon(file: IO[str]) -> bool:
 
 
 def _to_disk(folder: Path) -> None:
-    """Before the rename: after a power cut an entry must not exist with files that do not."""
+    """Flush to disk before the rename, so that after a power cut no entry exists without its files."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
