@@ -19,7 +19,7 @@ Row = dict[str, Any]
 NumberedRow = tuple[int, "Row | RowError"]
 
 MAX_DEPTH = 100
-"""Nesting above this is no data of ours, and a few times more exhausts the stack of what walks through a row."""
+"""Maximum nesting. Valid data is flatter, and a few times more would exhaust the stack of recursive functions."""
 MAX_ROW = 256 << 20
 """Bytes of one row. A few MB of gzip unpack to a line of GiB."""
 BLOCK = 1 << 20
@@ -82,7 +82,7 @@ def _depth(value: Any) -> int:
 
 
 def _lone_surrogate(value: Any, place: str) -> tuple[str, str] | None:
-    """Where it stands and what it is. A pair that JSON escapes as two halves has become one character by now."""
+    """Return path and text of a lone surrogate. A pair of escaped halves is already one character here."""
     if isinstance(value, str):
         half = _SURROGATE.search(value)
         return (place, half[0]) if half else None
@@ -138,15 +138,15 @@ def too_long(name: object) -> DataError:
 
 
 def _spread(first: int, line: bytes, lines: Iterator[tuple[int, bytes]]) -> tuple[RowError, tuple[int, bytes] | None]:
-    """The error of a value that is printed over several lines, up to the bracket that closes it in the same column,
-    and the line that follows where it never closes.
+    """Return the error of a value that is printed over several lines. It extends to the closing bracket in the same
+    column. If there is none, the error includes the following line.
     """
     opening = line.removeprefix(b"\xef\xbb\xbf")
     indent = opening[: len(opening) - len(opening.lstrip())]
     closing = b"}" if opening.strip() == b"{" else b"]"
     head, last, rest = [opening], first, None
     for number, inner in lines:
-        if inner.startswith(indent + b'{"') and inner.rstrip().endswith(b"}"):  # a row of its own: ours never closed
+        if inner.startswith(indent + b'{"') and inner.rstrip().endswith(b"}"):  # another row: this one never closed
             rest = (number, inner)
             break
         last = number
@@ -215,7 +215,7 @@ class _Window:
         self.has_bad_bytes = False
 
     def more(self) -> bool:
-        """Forget what is behind the place and read on, at least as much as is left; False at the end of the text."""
+        """Drop the text behind the position and read at least as much as remains. False at the end of the text."""
         if self.ended:
             return False
         self.line, self.column = self._position(self.at)

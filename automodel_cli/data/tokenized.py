@@ -1,4 +1,4 @@
-"""What a row becomes: token ids, and which of them are trained."""
+"""Tokens of a document with their loss mask."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ TOKENIZER_OPTIONS = {"return_attention_mask": False, "verbose": False}
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of one document; `trained` says of each whether the model must learn to produce it.
+    """Tokens of one document.
 
-    Of two documents that stay together the tokens follow each other: `split` are the first one's. `judgement` of such
-    a row is 1 or 0 for a response judged good or bad, `margin` that of a pair. `num_special`: special tokens in the
-    row's own text.
+    Attributes:
+        trained: for each token, whether it has loss.
+        split: length of the first of two concatenated documents (pairs, rated responses).
+        judgement: 1 for a good, 0 for a bad response of a rated row.
+        margin: margin of a pair.
+        num_special: special tokens in the text of the row.
     """
 
     ids: np.ndarray

@@ -40,7 +40,7 @@ class TrainedModel(Protocol):
 
 
 class Run(Protocol):
-    """The run, as a callback sees it. Exists on every rank."""
+    """Interface of a run for callbacks. Exists on every rank."""
 
     run_dir: Path
     is_main: bool

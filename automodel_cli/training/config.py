@@ -1,7 +1,4 @@
-"""Config nodes of the loop: how long, how often, what is written.
-
-Torch-free; every field acts, or its value is refused here.
-"""
+"""Config nodes of the training loop: length, intervals and outputs. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from automodel_cli.training.trackers import TrackerName, TrackerNode, tracker_no
 
 
 def _positive(section: str, **fields: int | float | None) -> None:
-    """Refuse zero and negative numbers; None means "not used" and passes."""
+    """Raise for zero and negative numbers. None means "not used" and passes."""
     for name, value in fields.items():
         if value is not None and not value > 0:
             raise ConfigError(
@@ -28,16 +25,13 @@ def _positive(section: str, **fields: int | float | None) -> None:
 class TrainConfig:
     """Length of the run and size of a step.
 
-    `global_batch_size` and `microbatch_size` count rows (packs, when packing). A step is `global_batch_size` rows
-    over all ranks, run as microbatches of `microbatch_size`; accumulation is what remains and is not a setting of its
-    own. The run ends at `max_steps` or after `epochs`: whichever is given last (the command line after files, a file
-    after its defaults) replaces the other. Where one place gives both, the one that is reached first ends the run.
-    `max_grad_norm=None` does not clip (the norm is still measured). `deterministic` makes torch refuse kernels
-    without a reproducible result.
-    `step_timeout_seconds`: seconds after which a rank that comes no further is named, with the stacks of all, and the
-    run ends;
-    `auto` is ten times the slowest step so far, at least 300; null does not watch. First steps (compilation),
-    validations and checkpoints may always take 25 minutes.
+    - A step trains on `global_batch_size` sequences over all ranks, in microbatches of `microbatch_size`. The number of
+      accumulation steps follows from both. Example: 32 sequences, 4 data-parallel ranks and microbatches of 2 give 4
+      microbatches per rank.
+    - The run ends at `max_steps` or after `epochs`. The last one set wins: the command line over files, a file over its
+      defaults. If both are set in the same place, the run ends at the one reached first.
+    - `step_timeout_seconds=auto` is ten times the slowest step so far, at least 300. The first step (compilation),
+      validations and checkpoints have 25 minutes in any case.
     """
 
     global_batch_size: int
@@ -105,7 +99,7 @@ class TrainConfig:
             )
 
     def _fitting_microbatch(self, dp_size: int) -> int:
-        """The largest up to the one that is asked for: smaller ones train the same, another global batch does not."""
+        """Return the largest valid size up to the configured one. Smaller microbatches do not change the training."""
         of_rank = self.global_batch_size // dp_size
         return next(rows for rows in range(self.microbatch_size, 0, -1) if of_rank % rows == 0)
 
@@ -113,7 +107,7 @@ class TrainConfig:
         return max(1, round(self.global_batch_size / multiple)) * multiple
 
     def num_microbatches(self, dp_size: int) -> int:
-        """Microbatches of one rank in one step, with `dp_size` data-parallel ranks."""
+        """Return the microbatches of one rank in one step, with `dp_size` data-parallel ranks."""
         rows = self.microbatch_size * dp_size
         if self.global_batch_size % rows:
             raise ConfigError(
@@ -128,7 +122,7 @@ class TrainConfig:
         return self.global_batch_size // rows
 
     def num_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run. Ask after packing: only then is `steps_per_epoch` known."""
+        """Return the optimizer steps of the run. `steps_per_epoch` is known after packing."""
         return self._ends(steps_per_epoch)[0]
 
     def limit(self, steps_per_epoch: int) -> str:
@@ -146,23 +140,20 @@ class TrainConfig:
 
 
 class ValidationTask(Protocol):
-    """A task of `automodel eval` (`evaluation/config.py`)."""
+    """Interface of a task of `automodel eval` (`evaluation/config.py`)."""
 
     @abstractmethod
     def run(self, candidate: Any) -> Any:
-        """Ask the model as it is trained, and judge what it says. Collective."""
+        """Generate responses with the model in training and score them. Collective."""
         ...
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """When the validation loss is measured, and on how much data.
+    """Interval and size of validations, and the metric of the best checkpoint.
 
-    `every` steps (None: not during the run), `at_start` before the first step, `at_end` after the last. `num_batches`
-    limits one validation to that many microbatches of every rank; None takes the whole validation set.
-
-    `metric` and `direction` decide which checkpoint is the best one. With `patience` the run ends after that many
-    validations in a row without improvement. Each improvement is saved then, and the best checkpoint is exported.
+    With `patience`, the run ends after this number of consecutive validations without improvement. Then each
+    improvement is saved, and the best checkpoint is exported.
     """
 
     every: int | None = None
@@ -208,11 +199,11 @@ class ValidationConfig:
 
     @property
     def goal(self) -> Goal:
-        """What the best checkpoint is best in."""
+        """Metric and direction of the best checkpoint."""
         return Goal(self.metric, self.direction == "max")
 
     def due(self, step: int, num_steps: int) -> bool:
-        """Is a validation due after optimizer step `step` (1-based; 0 is before the first)?"""
+        """Return whether a validation is due after optimizer step `step` (1-based; 0 is before the first step)."""
         if step == 0:
             return self.at_start
         if step == num_steps:
@@ -225,14 +216,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written and which are kept.
-
-    `every` steps (None: only at the end), the newest `keep_latest_k` stay (None: all) and the one with the best
-    validation
-    stays too. `async_save` copies the state and writes it while training goes on. `resume`: None starts at step
-    0, "auto" continues from the newest whole checkpoint of the run directory if there is one, anything else is the
-    folder of a checkpoint. `save_final` also saves after the last step. A run that is interrupted saves always.
-    """
+    """Interval of checkpoints, and which are kept. An interrupted run always saves a checkpoint."""
 
     every: int | None = None
     """Steps between checkpoints. null: only at the end."""
@@ -266,7 +250,7 @@ class CheckpointConfig:
             )
 
     def due(self, step: int, num_steps: int) -> bool:
-        """Is a checkpoint due after optimizer step `step` (1-based)?"""
+        """Return whether a checkpoint is due after optimizer step `step` (1-based)."""
         if step == num_steps and self.save_final:
             return True
         return self.every is not None and step % self.every == 0
@@ -274,11 +258,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """A torch profiler trace of `num_steps` steps, beginning with step `start_step` (1-based), into `<run>/profile/`.
-
-    `ranks` are the global ranks that record. `memory` adds allocations and `stacks` source lines; both make traces
-    large.
-    """
+    """Trace of `num_steps` steps by the torch profiler, starting with `start_step` (1-based), in `<run>/profile/`."""
 
     start_step: int = 3
     """First step of the trace, counted from 1."""
@@ -306,11 +286,8 @@ class ProfileConfig:
 class LoggingConfig:
     """Console output, trackers and reports of a run.
 
-    `metrics.jsonl` gets one row per step whatever `every` is; `every` is how often step lines are printed, and how
-    often numbers are fetched from the device. `console`: "auto" draws a live line on a terminal and prints plain
-    lines elsewhere; "live" and "plain" force one. `trackers` is a list of names (tensorboard, wandb, mlflow, trackio)
-    or nodes of `automodel_cli.training.trackers`. `profile` records a profiler trace. `report` writes report.html and
-    loss.svg at the end.
+    `every` is the interval of printed lines, and of the device synchronization that fetches their numbers.
+    `metrics.jsonl` has one row per step in any case.
     """
 
     every: int = 1

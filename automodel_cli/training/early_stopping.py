@@ -17,7 +17,7 @@ class Goal:
     maximize: bool = False
 
     def better(self, value: float | None, than: float | None) -> bool:
-        """Return whether `value` is better; a number is better than none, and NaN is none."""
+        """Return whether `value` is better. A number is better than None, and NaN counts as None."""
         if value is None or math.isnan(value):
             return False
         if than is None or math.isnan(than):
@@ -27,7 +27,8 @@ class Goal:
 
 @dataclass
 class EarlyStop:
-    """The best validation so far, and how many came after it. `patience` None: nothing ends the run."""
+    """The best validation so far, and the number of validations after it. `patience` None: the run never stops
+    early."""
 
     goal: Goal
     patience: int | None
@@ -37,7 +38,7 @@ class EarlyStop:
     _improved: int | None = field(default=None, repr=False)
 
     def add(self, step: int, value: float | None) -> None:
-        """Count the validation of `step`; the one before the first step is no candidate."""
+        """Count the validation of `step`. The validation before the first step does not count."""
         if step == 0:
             return
         if self.goal.better(value, self.best):
@@ -59,7 +60,7 @@ class EarlyStop:
         return {"metric": self.goal.metric, "best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting; another metric begins anew."""
+        """Restore the count. Another metric starts again."""
         if state["metric"] == self.goal.metric:
             self.best, self.best_step, self.waited = state["best"], state["best_step"], state["waited"]
 

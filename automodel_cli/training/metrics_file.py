@@ -14,7 +14,7 @@ Row = Mapping[str, float | int | None]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole rows of the file, in order; [] where there is none. A last line cut short by a kill is left out."""
+    """Read all complete rows of the file, in order; [] if it does not exist. A partial last line is skipped."""
     if not path.exists():
         return []
     rows = []

@@ -1,4 +1,4 @@
-"""`Stages`: how a step reaches the model without knowing whether it is cut into pipeline stages."""
+"""`Stages`: interface of the training step to the model, with or without pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,73 +15,77 @@ from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.sharded_module import handle_of
 
 LossFn = Callable[[HeadOutput, Batch], Tensor]
-"""(output, batch) -> scalar, already divided by the global weight."""
+"""(output, batch) -> scalar loss, already divided by the global weight."""
 
 
 class Stages(Protocol):
-    """The modules this rank owns, and the two ways to run them. Implemented by `SingleStage` and
-    `PipelineStages`."""
+    """Modules of this rank, and two ways to run them. Implemented by `SingleStage` and `PipelineStages`."""
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The modules whose parameters are trained, never a wrapper's."""
+        """Modules with the trained parameters, without wrappers such as DDP."""
         ...
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn, request: HeadRequest = LOGPROBS) -> Tensor:
-        """Run every microbatch and leave summed gradients on the parts.
+        """Run forward and backward of every microbatch, and leave summed gradients on the parts.
 
-        `loss` is called where the head is (the last stage), on the fields that `request` asks for, and is already
-        divided by the global weight; nothing in here rescales. Collective: all ranks that share a batch must pass
-        equally many microbatches. Gradients are reduced over the data-parallel ranks (by SUM) once, on the last
-        microbatch.
+        Collective: all ranks that share a batch must pass the same number of microbatches. Gradients are summed over
+        the data-parallel ranks once, after the last microbatch.
 
-        Returns the summed loss of this rank's rows, a detached scalar; zero on ranks without the last stage.
+        Args:
+            batches: microbatches of this rank.
+            loss: called on the rank with the LM head (last stage). It is already divided by the global weight, so
+                nothing is rescaled here.
+            request: head outputs that `loss` reads.
+
+        Returns:
+            Summed loss of this rank's sequences, a detached scalar. 0 on ranks without the last stage.
         """
         ...
 
     def forward(self, batches: Sequence[Batch], reduce: LossFn, request: HeadRequest = LOGPROBS) -> list[Tensor]:
-        """Forward only, no gradients: `reduce(output, batch)` per microbatch, on every rank of the batch."""
+        """Run forward without gradients. Returns `reduce(output, batch)` per microbatch, on every rank of the batch."""
         ...
 
     def in_float32(self) -> AbstractContextManager[bool]:
-        """Inside, `forward` computes in float32 where the strategy can change its compute dtype; gives whether it
-        does."""
+        """Context in which `forward` computes in float32, if the strategy can change its compute dtype. Yields whether
+        it can."""
         ...
 
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the stages of this model; None for a whole one."""
+        """Ranks that hold the stages of this model. None without a pipeline."""
         ...
 
     @property
     def stage_owners(self) -> tuple[int, ...]:
-        """Rank in `pp_group` of every stage of the model, in its order; `(0,)` for a whole one."""
+        """Rank in `pp_group` of every stage of the model, in order; `(0,)` without a pipeline."""
         ...
 
     @property
     def boundary_dtype(self) -> torch.dtype | None:
-        """Of the hidden states between stages; None where there is nothing between."""
+        """Dtype of the hidden states between stages. None without a pipeline."""
         ...
 
     def schedule_svg(self, num_microbatches: int) -> str:
-        """The timeline of a step as a picture; "" where nothing is cut."""
+        """Return the timeline of a step as SVG. "" without a pipeline."""
         ...
 
     def takes(self, num_microbatches: int) -> bool:
-        """Whether a step may have so many microbatches, with equally many for every rank to wait for."""
+        """Return whether a step may have this number of microbatches on every rank."""
         ...
 
     def forward_size(self, num_microbatches: int) -> int:
-        """Microbatches that a call of `forward` should get where many are at hand and a step has `num_microbatches`: as
-        many as keep all ranks busy."""
+        """Return the number of microbatches per `forward` call that keeps all ranks busy, if a step has
+        `num_microbatches`."""
         ...
 
 
 class SingleStage:
-    """The whole model on this rank: every microbatch forward and backward, one after another.
+    """The complete model on this rank. Runs forward and backward of one microbatch after another.
 
-    Takes what `parallelize` returned, or a plain part. `parts` holds the part itself, never a DDP wrapper, so that
-    names and parameters look the same under every strategy.
+    Accepts the result of `parallelize`, or a plain part. `parts` holds the part and never a DDP wrapper, so that names
+    and parameters are the same under every strategy.
     """
 
     def __init__(self, module: nn.Module):
@@ -99,7 +103,7 @@ class SingleStage:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch], reduce: LossFn, request: HeadRequest = LOGPROBS) -> list[Tensor]:
-        """Runs in evaluation mode (no dropout, nothing recomputed) and leaves modes and shards as they were."""
+        """Run in evaluation mode (no dropout, no recomputation), and restore modes and shards."""
         training = {module: module.training for module in self._module.modules()}
         self._module.eval()
         try:

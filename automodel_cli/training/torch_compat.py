@@ -2,11 +2,11 @@
 
 torch 2.11 to 2.13.
 
-Relied on: that fused optimizers say `_step_supports_amp_scaling` and look at `found_inf`; of checkpoints, what
-`.metadata` is a pickle of, and that `FileSystemReader` finds, reads and hands it on by `_get_metadata_path`,
+Relies on the following. Fused optimizers have `_step_supports_amp_scaling` and check `found_inf`. The metadata of a
+checkpoint is a pickle in `.metadata`. `FileSystemReader` locates and reads it by `_get_metadata_path`,
 `fs.create_stream` and `read_metadata`. tests/unit/training/test_torch_compat.py reads a real checkpoint through it,
-tests/dist/test_step.py has a fused optimizer refuse a step. `torch.cuda.memory._dump_snapshot(path)` is what torch's
-own documentation of its memory viewer calls.
+tests/dist/test_step.py verifies that a fused optimizer skips a step. `torch.cuda.memory._dump_snapshot(path)` is what
+torch's own documentation of its memory viewer calls.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("pathlib", "WindowsPath"): _path,
     ("pathlib._local", "PosixPath"): _path,  # Python 3.13
 }
-"""Everything that the metadata of tensors consists of; dtypes are known by their names. Torch's own reader would import
-and call whatever the file names."""
+"""Classes in the metadata of tensors, and dtypes by name. Torch's own reader would import and call anything that the
+file names."""
 
 
 class CheckpointReader(dcp.FileSystemReader):
     """Reader of checkpoint folders of untrusted origin. Code in the files is never executed.
 
-    `.metadata` may name the classes that describe tensors and nothing else. Tensors are read with `weights_only`, by
-    torch itself; entries that are no tensors, which torch would unpickle without it, are refused.
+    `.metadata` may contain only classes that describe tensors. torch reads tensors with `weights_only`. Entries that
+    are not tensors, which torch would unpickle without it, are rejected.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -136,11 +136,12 @@ def _refused(path: Path, what: str) -> RunError:
 
 
 def step_if_finite(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Launch `optimizer.step()` so that it changes nothing, states included, where `bad` (bool scalar on `device`) is
-    true; nobody waits for that. False, and nothing done, for optimizers whose kernels cannot be told.
+    """Run `optimizer.step()` without an effect if `bad` (bool scalar on `device`) is true, and without a
+    synchronization.
 
-    The way is that of `torch.amp.GradScaler`, which hands fused kernels a `found_inf`. It is a copy in flight for
-    parameters on another device, which those would not wait for.
+    Returns False, and does nothing, for optimizers whose kernels do not support this. The mechanism is that of
+    `torch.amp.GradScaler`, which passes `found_inf` to fused kernels. Parameters on another device would not wait for
+    the copy of `found_inf`, so it must be on theirs.
     """
     there = {param.device.type for group in optimizer.param_groups for param in group["params"]}
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or there != {device.type}:
@@ -154,7 +155,7 @@ def step_if_finite(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.
 
 
 def refuses_by_found_inf(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """An optimizer class whose steps change nothing while its `found_inf` is 1, as `step_unless` wants them."""
+    """Return an optimizer class whose steps change nothing while its `found_inf` is 1, for `step_unless`."""
     kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return kind
 

@@ -1,6 +1,6 @@
 """Optional experiment trackers behind one small protocol. Torch-free; a tracker's package is imported when it starts.
 
-Nothing is sent anywhere unless the config names a tracker; metrics.jsonl is always written.
+No data leaves the machine unless the config names a tracker. metrics.jsonl is always written.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from automodel_cli.training.metrics_file import Row
 
 
 class Tracker(Protocol):
-    """A running tracker. Only rank 0 has one. What it raises ends the run."""
+    """A running tracker, on rank 0 only. Its exceptions end the run."""
 
     def log(self, row: Row, step: int) -> None:
-        """Record one row; None values are left out."""
+        """Record one row. None values are skipped."""
         ...
 
     def finish(self, succeeded: bool) -> None:
@@ -31,17 +31,17 @@ class Tracker(Protocol):
 
 
 class TrackerNode(Protocol):
-    """What a node of `logging.trackers` must have. Your own: examples/own_tracker.py."""
+    """Interface of a node of `logging.trackers`. Custom trackers: examples/own_tracker.py."""
 
     @abstractmethod
     def start(self, run_name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker:
-        """Begin to record a run, or go on with it where one of this name is there already. `config` is the composed
-        config, without what its interpolations stand for."""
+        """Start to record a run, or continue an existing one with this name. `config` is the composed config with
+        unresolved interpolations."""
         ...
 
 
 def _require(module: str, package: str) -> None:
-    """Refuse a tracker whose package is not installed, without importing it."""
+    """Raise for a tracker whose package is not installed, without importing it."""
     if find_spec(module) is None:
         raise ConfigError(
             f"tracker {package!r} requires the package {package!r}, which is not installed",
@@ -99,7 +99,7 @@ class _TensorBoardRun:
 
 @dataclass(frozen=True)
 class WandB:
-    """Weights & Biases. `mode="offline"` writes below the run directory and sends nothing."""
+    """Weights & Biases. `mode="offline"` writes below the run folder and uploads nothing."""
 
     module: ClassVar[str] = "wandb"
     project: str = "automodel"
@@ -109,7 +109,7 @@ class WandB:
     group: str | None = None
     """Name of a group of runs."""
     mode: Literal["online", "offline"] = "online"
-    """`offline` writes below the run folder and sends nothing."""
+    """`offline` writes below the run folder and uploads nothing."""
 
     def __post_init__(self) -> None:
         _require(self.module, "wandb")
@@ -141,7 +141,7 @@ class _WandBRun:
 
 @dataclass(frozen=True)
 class MLflow:
-    """MLflow at `tracking_uri`; without one, a local SQLite store in `<run>/mlflow.db`."""
+    """MLflow at `tracking_uri`. Without one, a local SQLite store in `<run>/mlflow.db`."""
 
     module: ClassVar[str] = "mlflow"
     experiment: str = "automodel"
@@ -177,7 +177,7 @@ class _MLflowRun:
 
 @dataclass(frozen=True)
 class Trackio:
-    """Trackio, local by default; `space_id` names a Hugging Face Space to show the run in."""
+    """Trackio, local by default. `space_id` names a Hugging Face Space that shows the run."""
 
     module: ClassVar[str] = "trackio"
     project: str = "automodel"
@@ -208,7 +208,7 @@ class _TrackioRun:
 
 @contextmanager
 def tracker_errors(tracker: object, hook: str) -> Iterator[None]:
-    """What a tracker raises in here names it. Raises RunError."""
+    """Convert exceptions of a tracker to a RunError that names it."""
     try:
         yield
     except ConfigError:

@@ -19,17 +19,16 @@ from automodel_cli.training.stages import Stages
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """Scalars, equal on every rank; `loss` is nan where nothing has a weight."""
+    """Scalars, equal on every rank. `loss` is nan if no token has a weight."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
 
 
 def validate(stages: Stages, batches: Sequence[Batch], objective: Objective, mesh: Mesh) -> ValidationResult:
-    """The objective over all ranks' batches, per unit of weight: what `train_step` calls the loss, without a step; and
-    what the objective measures besides.
+    """Compute the objective per unit of weight over all ranks' batches, like the loss of `train_step`, and its metrics.
 
-    Collective; every rank brings equally many batches.
+    Collective. Every rank passes the same number of batches.
     """
     tally = MetricAccumulator(objective, mesh.device)
     weight, batches = with_denominators(objective, batches, lambda local: mesh.sum_over(mesh.dp, local))

@@ -448,7 +448,7 @@ def _edges(whole: str, located: Sequence[int], prefixes: Sequence[str | RowError
     An EOS token that a template writes only after the last message (Phi-3) is not part of a turn.
 
     Args:
-        whole: text of the conversation.
+        whole: text of the complete conversation.
         located: indices of the turns.
         prefixes: two rendered prefixes per turn: with the generation prompt before it, and up to its end.
         eos_token: the EOS token of the tokenizer.

@@ -32,8 +32,10 @@ STAND_IN = {"role": "assistant", "content": "kwelvorn"}
 
 @dataclass(frozen=True)
 class TurnTexts:
-    """Renderings around one turn: the messages before it with the generation prompt (`prompt`) and without it
-    (`history`), those up to it (`upto`), and those with another turn in its place (`other`).
+    """Renderings around one turn.
+
+    `prompt`: earlier messages with the generation prompt. `history`: earlier messages without it. `upto`: messages up
+    to and including the turn. `other`: the same with a replacement turn.
     """
 
     prompt: str
@@ -87,7 +89,7 @@ def _close_reasoning(turn: str, message: dict[str, Any]) -> str:
 
 
 def reasoning_of(message: dict[str, Any]) -> str:
-    """The reasoning of an assistant message: a field of its own, or the `<think>` block of its content."""
+    """Return the reasoning of an assistant message: its separate field, or the `<think>` block of its content."""
     for key in REASONING_KEYS:
         if message.get(key):
             return str(message[key]).strip("\n")

@@ -1,11 +1,14 @@
-"""Token ids of a text and of prefixes of it, for the price of the text.
+"""Encode a text and its prefixes for the cost of the text alone.
 
-A fast tokenizer cuts a text at its special tokens first, by their literal match, and encodes what lies between them
-piece by piece. So the ids of a prefix are those of the text up to the last special token that lies in the prefix whole,
-followed by the ids of the rest of the prefix: only that rest, which is often the header of a turn or nothing at all,
-must be encoded anew. It is encoded with its special token in front, because some tokenizers treat the start of a text
-in another way. What comes out is what encoding every prefix by itself gives, not an estimate from offsets: those say
-where tokens lie in the whole, and a prefix may end in other tokens than the whole has there.
+A fast tokenizer first splits a text at its special tokens, by literal match, and encodes the parts between them
+separately. The ids of a prefix are therefore the ids of the text up to the last special token inside the prefix,
+followed by the ids of the remaining characters. Only these, often the header of a turn or nothing, are encoded again.
+They are encoded with the special token in front, because some tokenizers treat the start of a text differently. The
+result equals that of encoding every prefix separately. Token offsets would only be an estimate: a prefix may end in
+other tokens than the text has there.
+
+Example: the prefix `<s>Hi the` of `<s>Hi there` ends inside the token ` there`. Its ids are those of `<s>`, then those
+of `Hi the`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class PrefixEncoder:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        # a token that takes in spaces around it, looks at its neighbours or is matched after normalising cuts elsewhere
+        # tokens that strip spaces, match whole words or match after normalization split elsewhere
         self.cuts: dict[int, str] = {
             number: token.content
             for number, token in tokenizer.added_tokens_decoder.items()
@@ -43,7 +46,7 @@ class PrefixEncoder:
             each = iter(encode_texts(self.tokenizer, [text for row in rows for text in row]))
             return [[next(each) for _ in row] for row in rows]
         out = self.tokenizer([row[0] for row in rows], add_special_tokens=False, **TOKENIZER_OPTIONS)
-        as_text = self.tokenizer.backend_tokenizer.encode_special_tokens  # then special tokens cut nothing
+        as_text = self.tokenizer.backend_tokenizer.encode_special_tokens  # then special tokens do not split the text
         cuts = {} if as_text else self.cuts
         found = [
             [_last_cut(encoding, ids, row[0], len(prefix), cuts) for prefix in row[1:]]
@@ -71,7 +74,7 @@ class PrefixEncoder:
 
 
 def _last_cut(encoding: Any, ids: Sequence[int], text: str, stop: int, cuts: dict[int, str]) -> tuple[int, int]:
-    """Token and character at which the last special token before character `stop` begins; 0 and 0 if there is none."""
+    """Return token and character index of the last special token before character `stop`; 0 and 0 if there is none."""
     token = None
     for character in range(stop - 1, -1, -1):  # spaces may belong to no token
         token = encoding.char_to_token(character)
@@ -84,6 +87,6 @@ def _last_cut(encoding: Any, ids: Sequence[int], text: str, stop: int, cuts: dic
         if content is None:
             continue
         start, end = encoding.token_to_chars(place)
-        if end <= stop and text[start:end] == content:  # and not an unknown word that is given the same number
+        if end <= stop and text[start:end] == content:  # exclude unknown words with the same id
             return place, start
     return 0, 0

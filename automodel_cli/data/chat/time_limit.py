@@ -14,20 +14,20 @@ from automodel_cli.config.errors import DataError
 _LOOK_SECONDS = 0.5
 _lock = threading.Lock()
 _deadlines: dict[int, float] = {}
-"""Thread -> the moment at which its code must have ended. One thread watches all: a timer for each rendering would take
-a quarter of its time."""
+"""Thread -> time at which its code must have ended. One thread watches all deadlines, because one timer per rendering
+would take a quarter of the rendering time."""
 _watches = False
 
 
 class _Expired(BaseException):
-    """Not an Exception, so that no handler inside takes it for an error of the code."""
+    """Not an Exception, so that handlers in the interrupted code do not catch it."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str, fix: str) -> Iterator[None]:
-    """Raise DataError in this thread once `seconds` are over. It interrupts Python, not a call into C.
+    """Raise DataError in this thread after `seconds`. Interrupts Python code, but no call into C.
 
-    Inside of another limit it changes nothing.
+    Has no effect inside another limit.
     """
     thread = threading.get_ident()
     if thread in _deadlines:

@@ -1,4 +1,4 @@
-"""Our formats of rows, one object each in one table; and how the one of given rows is found. Torch-free."""
+"""Table of the built-in formats, and detection of the format of given rows. Torch-free."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Alpaca:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A prompt and what follows it, each as text or as messages."""
+    """A prompt and its completion, each as text or as messages."""
 
     name: ClassVar[str] = "prompt_completion"
     fields: ClassVar[tuple[str, ...]] = ("prompt", "completion", "system", "tools")
@@ -112,7 +112,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a recipe samples from: in each row messages or a prompt. Rewards read the rest."""
+    """Prompts for generation: messages or a prompt in each row. Rewards read the other columns."""
 
     name: ClassVar[str] = "of prompts"
     fields: ClassVar[tuple[str, ...]] = ("messages", "prompt", "system", "tools")
@@ -154,16 +154,16 @@ def prompt_format(fmt: str | Format) -> Format:
 
 
 def format_name(fmt: Format) -> str:
-    """What messages call a format: as the config does."""
+    """Return the name of a format in messages, as written in the config."""
     return _NAMES.get(type(fmt)) or f"{type(fmt).__module__}.{type(fmt).__qualname__}"
 
 
 def detect_format(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str, *, preferences: bool = False
 ) -> KnownFormat:
-    """The format of the first rows, told by the columns that most of them share, or by `columns` alone.
+    """Detect the format of the first rows by the columns that most of them share, or by `columns` alone.
 
-    Raises DataError naming the columns and a `columns` to paste.
+    Raises DataError with the columns and a `columns` value to paste.
     """
     sample = FirstRows(rows, columns)
     of_kind = [fmt for fmt in FORMATS.values() if (fmt.makes in PREFERENCES) == preferences]

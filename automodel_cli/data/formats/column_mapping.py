@@ -23,11 +23,11 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_prompt"),
     "tools": ("tools", "functions"),
 }
-"""What people call the column of a field, the likeliest first."""
+"""Common column names of each field, most likely first."""
 
 
 def column_for(field: str, columns: Iterable[str]) -> str | None:
-    """The column that usually holds this field, or None: `question` and `user_question` hold a prompt, `id` nothing."""
+    """Return the usual column of this field or None. Example: `question` and `user_question` hold a prompt."""
     columns = list(columns)
     for usual in USUAL_NAMES.get(field, (field,)):
         for column in columns:
@@ -37,9 +37,9 @@ def column_for(field: str, columns: Iterable[str]) -> str | None:
 
 
 def check_mapped(rows: Sequence[Mapping[str, Any]], mapped: Mapping[str, str], where: str) -> None:
-    """Refuse a map whose column none of these rows has, with the column it should be.
+    """Raise DataError for a mapped column that no row has, and suggest the correct column.
 
-    Raises DataError. Columns that may be absent from most rows are left to `MissingColumnTracker`.
+    Columns that may be missing in most rows are left to `MissingColumnTracker`.
     """
     present = list(dict.fromkeys(column for row in rows for column in row))
     wrong = [field for field, column in mapped.items() if column and column not in present]

@@ -1,4 +1,4 @@
-"""What a row becomes: the documents that formats make and encoders turn into tokens. Torch-free."""
+"""Documents: results of formats and inputs of encoders. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Document = Conversation | AnsweredPrompt | PlainText
 
 @dataclass(frozen=True)
 class Pair:
-    """The same prompt with the better and the worse response; `margin`: by how much, in units of a reward model."""
+    """One prompt with a better and a worse response. `margin`: difference of their scores."""
 
     chosen: Document
     rejected: Document
@@ -46,8 +46,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class JudgedResponse:
-    """A prompt and one response, good (`desirable`) or bad; apart, because the prompt is also scored with a response
-    that was given to another.
+    """A prompt and one response, good (`desirable`) or bad. Prompt and response are separate, because KTO also scores
+    the prompt with the response of another row.
     """
 
     prompt: Messages

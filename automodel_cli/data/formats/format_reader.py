@@ -1,4 +1,4 @@
-"""A format at work: rows of one source to documents, with what the run knows of them. Torch-free."""
+"""Apply a format to the rows of one source. Torch-free."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class RowReader:
         keys: AllowedKeys = NO_OTHER_KEYS,
         refused: Collection[str] = TRAINING_COLUMNS,
     ):
-        """`chat`: a chat template is there, so prompt and completion become a user and an assistant turn. `keys`: what
-        a row may hold besides the fields of its format. `refused`: columns that must not be there unread.
+        """`chat`: a chat template exists, so prompt and completion become a user and an assistant turn. `keys`: allowed
+        names in addition to the fields of the format. `refused`: columns that must not occur unread.
         """
         self.format, self.columns, self.chat, self.keys, self.refused = fmt, dict(columns), chat, keys, refused
         self.name, self._is_ours = format_name(fmt), targets.is_own(type(fmt))
@@ -46,20 +46,20 @@ class RowReader:
         self.columns_read, self._what = self._columns_read(), f"format {self.name}"
 
     def read(self, row: Mapping[str, Any]) -> Any:
-        """The row as a document. Raises RowError naming the field, what stands there, and what would be read."""
+        """Return the row as a document. Raises RowError with the field, its value and the expected value."""
         row = without_nulls(row)
         self.keys.refuse(row, self.columns_read, self._what, self.refused)
         fields = Fields(row, self.format.fields, self.columns, chat=self.chat, keys=self.keys)
         return self.format.read(fields) if self._is_ours else self._read_with_care(fields)
 
     def reads_without_template(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these rows can be read where no chat template renders them."""
+        """Return whether these rows can be read without a chat template."""
         plain = RowReader(self.format, self.columns, chat=False, keys=self.keys, refused=self.refused)
         documents = [attempt(plain.read, row) for row in rows]
         return all(isinstance(d, AnsweredPrompt | PlainText | Pair | JudgedResponse) for d in documents)
 
     def _columns_read(self) -> set[str]:
-        """Columns that `read` looks at, and `rejected` for those who chose to train on `chosen` alone."""
+        """Return the columns that `read` uses, and `rejected` if the config trains on `chosen` alone."""
         read = {self.columns.get(field, field) for field in self.format.fields}
         if "messages" in self.format.fields and "messages" not in self.columns:
             read.update(LIST_COLUMNS)
@@ -67,7 +67,7 @@ class RowReader:
         return read | left_out | ({"rejected"} if "chosen" in self.columns.values() else set())
 
     def _read_with_care(self, fields: Fields) -> Any:
-        """What a user's format returns, if it is what the format says that it makes."""
+        """Return the result of a custom format, after checking that it has the declared kind."""
         try:
             document = self.format.read(fields)
         except RowError:

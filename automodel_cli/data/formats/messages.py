@@ -1,4 +1,4 @@
-"""Messages as chat templates want them, from what rows hold: text, OpenAI messages or sharegpt messages. Torch-free."""
+"""Convert text, OpenAI messages and ShareGPT messages to messages for chat templates. Torch-free."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def turn(role: str, content: str) -> dict[str, Any]:
 def with_system(
     messages: list[dict[str, Any]], trained: list[bool], system: str, tools: list[dict[str, Any]] | None
 ) -> Conversation:
-    """The conversation with the system text of a column of its own in front. Raises RowError where it has another."""
+    """Return the conversation with the system text of a separate column in front. Raises RowError if it has another."""
     if system.strip() and messages[0]["role"] != "system":
         return Conversation([turn("system", system), *messages], [False, *trained], tools)
     if system.strip() and messages[0]["content"].strip() != system.strip():
@@ -76,7 +76,7 @@ def chat_or_text(
 
 
 def messages_in(value: Any) -> Any:
-    """The list of messages that JSON text holds, as tables without nested columns (csv) store it; else the value."""
+    """Parse a list of messages from JSON text, as tables without nested columns (csv) store it. Other values pass."""
     if not isinstance(value, str) or not _ARRAY_OF_OBJECTS.match(value):
         return value
     try:

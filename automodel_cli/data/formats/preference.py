@@ -1,4 +1,4 @@
-"""Rows with preferences: two responses of which one is better, or one response that is judged good or bad."""
+"""Rows with preferences: two responses of which one is better, or one response rated good or bad."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from automodel_cli.data.row_errors import RowError
 
 @dataclass(frozen=True)
 class PreferencePairs:
-    """A prompt, the chosen and the rejected response; or two conversations that begin alike."""
+    """A prompt with a chosen and a rejected response, or two conversations with the same beginning."""
 
     name: ClassVar[str] = "preference"
     fields: ClassVar[tuple[str, ...]] = ("prompt", "messages", "chosen", "rejected", "margin", "system", "tools")

@@ -1,4 +1,4 @@
-"""Tool calls and their answers as chat templates want them, and what is wrong with those that are not."""
+"""Convert tool calls and their results to the form of chat templates, and describe invalid ones."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ FUNCTION_KEYS = frozenset({"name", "arguments"})
 
 
 def read_calls(calls: Any, where: str) -> list[Message]:
-    """The calls of one message: `type`, `function` with `name` and `arguments` as an object, `id` where there is one.
+    """Return the calls of one message: `type`, `function` with `name` and `arguments` as an object, and `id` if
+    present.
 
-    OpenAI writes arguments as JSON text; templates write an object out as JSON once more. Raises RowError naming the
+    OpenAI writes arguments as JSON text. Templates write an object out as JSON again. Raises RowError naming the
     call by its index.
     """
     if not isinstance(calls, list):
@@ -72,10 +73,11 @@ def json_value(text: str, where: str, code: str) -> Any:
 
 
 def link_answers(messages: Sequence[Message], column: str) -> None:
-    """Give calls without `id` one, and their answers the same as `tool_call_id`, in place and in order.
+    """Add missing `id`s to calls and the matching `tool_call_id` to their results, in place and in order.
 
-    Nine letters and digits, which every template takes, made from the call, so that equal rows stay equal. Raises
-    RowError for an answer that does not say which of the calls it belongs to although they have ids.
+    An id has nine letters and digits, which every template accepts. It is derived from the call, so equal rows stay
+    equal.
+    Raises RowError for a result without `tool_call_id` if the calls have ids.
     """
     for index, message in enumerate(messages):
         calls = message.get("tool_calls") or []
@@ -113,10 +115,10 @@ def _made_id(*of: Any) -> str:
 
 
 class ArgumentForm:
-    """How one template wants arguments: as an object, or as JSON text where it joins them to other text (DeepSeek-V3).
+    """Form of arguments that one template expects: an object, or JSON text if it concatenates them (DeepSeek-V3).
 
-    Found on the first row that passes any, by rendering it: an object that raises, or comes out as Python writes a
-    dict, was meant to be text.
+    Detected by rendering the first row with arguments. Text is required if an object raises an exception, or is
+    rendered as a Python dict.
     """
 
     def __init__(self) -> None:

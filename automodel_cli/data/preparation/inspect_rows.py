@@ -1,7 +1,7 @@
-"""Rows as the model sees them: decoded tokens, which of them are trained, where documents and turns end.
+"""Print rows as the model sees them: decoded tokens, trained tokens, and ends of documents and turns.
 
-In colour trained tokens are green, the others dim, special tokens boxed. Without colour `{trained}` and `[masked]`;
-special tokens show as their text in both.
+With color, trained tokens are green, other tokens dim and special tokens boxed. Without color, `{trained}` and
+`[masked]` mark them. Special tokens are printed as their text in both cases.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def print_row(console: Console, dataset: PackedDataset, tokenizer: Any, row: int
 
 
 def choose_shown_rows(dataset: PackedDataset, number: int, row: int | None, worst: bool) -> Sequence[int]:
-    """The rows to show: the one asked for, those with the fewest trained tokens per token, or the first."""
+    """Return the rows to print: the requested one, those with the lowest trained fraction, or the first."""
     if row is not None:
         if not 0 <= row < len(dataset):
             raise DataError(
@@ -115,7 +115,8 @@ def show_rows(
     worst: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print rows of the training data, then the totals. `row` shows that one, `worst` those with the least to learn.
+    """Print rows of the training data, then the totals. `row` selects one, `worst` those with the fewest trained
+    tokens.
 
     Raises DataError for a row that does not exist.
     """
@@ -128,7 +129,7 @@ def show_rows(
 
 
 def show_prompts(prepared: PreparedPrompts, tokenizer: Any, *, rows: int) -> None:
-    """Print the first `rows` prompts as the model reads them, what rewards may read with them, and the totals."""
+    """Print the first `rows` prompts as the model reads them, the columns for rewards, and the totals."""
     console = Console(highlight=False, soft_wrap=True)
     for prompt in prepared.train.prompts[:rows]:
         console.print(f"{prompt.origin}: {len(prompt.tokens):,} tokens", style="bold", markup=False)

@@ -1,7 +1,6 @@
-"""From the `data:` section to packed rows on disk, once, whoever asks first.
+"""Convert the `data:` section to packed sequences on disk.
 
-`prepare` needs no process group and may be called by every rank at once: a file lock lets one of them build what is
-missing.
+`prepare` needs no process group. All ranks may call it at once: a file lock lets one rank build missing entries.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a run reads: training rows, validation rows if configured, and what was done to get them."""
+    """Data of a run: training and validation sequences, and the report of the preparation."""
 
     train: PackedDataset
     validation: PackedDataset | None
@@ -58,7 +57,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class _Part:
-    """One dataset on its way: source, weight, tokens, and the documents of it that this part takes."""
+    """One dataset during preparation: source, weight, tokens, and the documents selected for this split."""
 
     source: Source
     weight: float
@@ -78,13 +77,16 @@ def prepare_data(
     stop_ids: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> PreparedData:
-    """Tokenise, mask, pack and cache the data, or find it in the cache.
+    """Tokenize, mask, pack and cache the data, or load it from the cache.
 
-    `preferences`: rows are pairs or judged responses (`data/formats/preference.py`), not plain documents. `seed`
-    decides which
-    rows `validation_size` takes out. `stop_ids` are the tokens at which generation stops, besides EOS. `progress`
-    receives a line each few seconds of a long tokenisation (default: standard error). Raises DataError with every row
-    that cannot be used, grouped by cause.
+    Args:
+        preferences: rows are pairs or rated responses (`data/formats/preference.py`).
+        seed: selects the rows for `validation_size`.
+        stop_ids: tokens that stop generation, in addition to EOS.
+        progress: called with a line every few seconds of a long tokenization. Default: standard error.
+
+    Raises:
+        DataError: lists every unusable row, grouped by cause.
     """
     began = time.perf_counter()
     config.check_kind(preferences=preferences)
@@ -118,7 +120,7 @@ def _check_ignored(config: DataConfig, parts: Sequence[_Part]) -> None:
 
 
 def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
-    """The policy for refused rows, over all datasets together so that one run shows every problem."""
+    """Apply the policy for invalid rows over all datasets together, so that one run shows every problem."""
     rejected = [row for part in parts for row in part.tokens.rejected()]
     num_rows = sum(part.tokens.meta["num_rows"] for part in parts)
     if rejected and config.on_invalid_row == "fail":
@@ -151,8 +153,8 @@ def _round_up(share: float) -> float:
 
 
 def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part], list[_Part]]:
-    """Take validation rows out of every dataset, in proportion to its size, by a seeded shuffle. All documents of a row
-    go with it: those of one conversation repeat each other.
+    """Move validation rows out of every dataset, in proportion to its size, by a seeded shuffle. All documents of a row
+    move together, because those of one conversation repeat each other.
     """
     sizes = np.array([part.tokens.num_used_rows for part in parts])
     total = int(sizes.sum())
@@ -180,7 +182,7 @@ def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part]
 
 
 class _Builder:
-    """One call of `prepare`: the tokenizer, the template and the cache folder, and what they make of a source."""
+    """State of one `prepare` call: tokenizer, template and cache folder."""
 
     def __init__(
         self, config: DataConfig, tokenizer: Any, preferences: bool, stop_ids: tuple[int, ...], progress: Progress
@@ -234,7 +236,7 @@ class _Builder:
             fmt = find_format(config.format)
         elif examples:
             fmt = detect_format(examples, config.column_mapping, source.name, preferences=self.preferences)
-        else:  # no readable row at all: any format will do, since every row is refused by its own error
+        else:  # no readable row: any format works, since every row is rejected by its own error
             fmt = FORMATS["unpaired_preference" if self.preferences else "text"]
         template, data = self.template, self.config
         spec = EncodeSpec(
@@ -378,10 +380,10 @@ class _Builder:
     def _without_labels(
         self, tokens: TokenStore, pieces: Pieces, lengths: np.ndarray, choice: LongDocuments
     ) -> tuple[Pieces, LongReport]:
-        """Leave out pieces of cut documents in which nothing is trained: they cost compute and give no gradient.
+        """Remove pieces of split documents without a trained token: they cost compute and have no gradient.
 
-        A document that an explicit `truncate` leaves without any trained token is refused like a row that never had
-        one; what `auto` leaves out is counted.
+        If an explicit `truncate` leaves a document without a trained token, it is rejected like a row without trained
+        tokens. Documents removed by `auto` are counted.
         """
         config = self.config
         cut = np.flatnonzero(pieces.length < tokens.lengths[pieces.document])

@@ -1,5 +1,5 @@
-"""What can be known of local data without a tokenizer: whether its columns are those of a format, and how many packed
-rows it makes at most. Torch-free, for `check` and `submit`.
+"""Checks of local data without a tokenizer: the columns of a format, and an upper bound of the number of packed
+sequences. Torch-free, for `check` and `submit`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ MOST_BYTES = 4 << 20
 
 
 def head_problems(config: DataConfig, *, preferences: bool, prompts: bool) -> Iterator[ConfigError]:
-    """One error for each source whose first rows cannot be read as the config says. Sources that are not here are
-    skipped. `prompts`: the rows are sampled from.
+    """Yield one error for each source whose first rows do not fit the config. Sources on other machines are skipped.
+
+    `prompts`: responses are sampled for the rows.
     """
     places = [("data.path", source) for source in config.train_sources()]
     if config.datasets:
@@ -51,7 +52,7 @@ def _check_head(source: SourceConfig, *, whole: bool, preferences: bool, prompts
 
 
 def most_rows(config: DataConfig) -> float | None:
-    """A number of packed rows in an epoch that is not exceeded; None where nothing is known."""
+    """Return an upper bound of the packed sequences per epoch, or None if unknown."""
     if isinstance(config.generator, ChatTasks | PreferenceTasks):
         tasks = config.generator.tasks if isinstance(config.generator, PreferenceTasks) else config.generator
         return None if _cuts(config) else tasks.num_train

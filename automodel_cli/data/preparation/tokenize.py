@@ -34,7 +34,7 @@ from automodel_cli.data.tokenized import Encoded, Unrolled, around, encode_texts
 
 BATCH_ROWS = 256
 BYTES_PER_WORKER = 16 << 20
-"""Tokenizing this many bytes takes as long as starting a worker, a few seconds."""
+"""Number of bytes whose tokenization takes as long as starting a worker, a few seconds."""
 
 
 @dataclass(frozen=True)

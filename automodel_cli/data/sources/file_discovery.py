@@ -23,17 +23,17 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""What file names of a folder call its splits, standing alone or between - . _ blanks and digits, as on the hub."""
+"""Split names in file names, as separate words between - . _ spaces and digits, as on the hub."""
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""What the `datasets` library writes beside the rows."""
+"""Files that the `datasets` library writes in addition to the rows."""
 
 
 def local_files(path: str, split: str = "train", *, whole: bool = False) -> list[Path] | None:
     """The files that `path` names (one, a folder's, or a glob's, sorted), or None when it can only be a hub id.
 
-    `split` chooses one of a saved DatasetDict, or of a folder whose file names say the split (`train-0.jsonl`,
-    `test.csv`); nothing else here has splits. `whole`: the path must stand for one split. Raises DataError when the
-    path looks local and nothing usable is there.
+    `split` selects a split of a saved DatasetDict, or of a folder with split names in its file names (`train-0.jsonl`,
+    `test.csv`). Other paths have no splits. `whole`: the path must stand for one split. Raises DataError if the
+    path looks local and contains no usable file.
     """
     here = Path(path).expanduser()
     if (here / "dataset_dict.json").is_file():
@@ -83,7 +83,7 @@ def _files(path: str, here: Path) -> list[Path] | None:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """All tables of a folder; its texts only where there are no tables, which often have a README beside them."""
+    """Return all tables of a folder. Text files are used only if there are no tables, because of README files."""
     files = [f for f in folder.iterdir() if f.is_file() and f.name not in METADATA]
     for suffixes in (TABLES, TEXTS):
         if found := sorted(f for f in files if f.name.endswith(suffixes)):
@@ -96,7 +96,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _splits(files: Sequence[Path]) -> dict[str | None, list[Path]]:
-    """The files of a folder by the split that their names say; None: that say none, or several."""
+    """Return the files of a folder by the split in their names. None: files with no or several split names."""
     found: dict[str | None, list[Path]] = {}
     for file in files:
         words = set(re.split(r"[-._\s\d]+", file.name.lower()))
@@ -106,7 +106,7 @@ def _splits(files: Sequence[Path]) -> dict[str | None, list[Path]]:
 
 
 def _of_split(path: str, names: Mapping[str | None, list[Path]], split: str, whole: bool) -> list[Path]:
-    """The files of one of several splits. Raises DataError where it is not plain which files these are."""
+    """Return the files of one of several splits. Raises DataError if the assignment of files is ambiguous."""
     known = [name for name in names if name is not None]
     listed = ", ".join(f"{files[0].name} ({name or 'no split'})" for name, files in names.items())
     if None in names:

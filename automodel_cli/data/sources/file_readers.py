@@ -32,7 +32,7 @@ __all__ = ["NumberedRow", "Row", "load_hub", "read_file", "read_hub"]
 def read_file(path: Path, text_unit: TxtRows = "file") -> Iterator[NumberedRow]:
     """The rows of one local file with their 1-based numbers: the line in jsonl and text, the record in other forms.
 
-    Where a file is damaged its last row is a `DAMAGED` error: nothing behind it can be read.
+    The last row of a damaged file is a `DAMAGED` error, because the rest cannot be read.
     """
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
@@ -48,11 +48,11 @@ def read_file(path: Path, text_unit: TxtRows = "file") -> Iterator[NumberedRow]:
 
 
 def _refuse_wide_characters(path: Path) -> None:
-    """Raise DataError for a text of UTF-16 or UTF-32, told by its byte order mark or the zero bytes of its start."""
+    """Raise DataError for UTF-16 or UTF-32 text, detected by its byte order mark or by zero bytes at its start."""
     try:
         with _open(path) as file:
             head = file.read(4)
-    except (OSError, EOFError, zlib.error):  # damaged: its reader finds out where
+    except (OSError, EOFError, zlib.error):  # damaged: its reader reports the position
         return
     zeros = tuple(byte == 0 for byte in head)
     if head[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
@@ -83,7 +83,7 @@ def _from_binary(path: Path, read: Any) -> Iterator[NumberedRow]:
 
 
 def _until_damaged(rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
-    """The rows of a compressed file up to where it is damaged, and that as the last."""
+    """Yield the rows of a compressed file up to the damage, then an error."""
     number = 0
     try:
         for number, row in rows:
@@ -97,7 +97,7 @@ def _until_damaged(rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
 
 
 def _read_json(path: Path, file: IO[bytes]) -> Iterator[NumberedRow]:
-    """One object per line, or (in .json only) one array of objects: the first character tells."""
+    """Read one object per line, or (in .json only) one array of objects. The first character decides."""
     if ".json" in path.suffixes and _first_character(file) == b"[":
         return read_array(file)
     return read_lines(file)
@@ -110,9 +110,9 @@ def _first_character(file: IO[bytes]) -> bytes:
 
 
 def _read_csv(path: Path) -> Iterator[NumberedRow]:
-    """Records after the header; a record with another number of cells than the header is refused, not shifted."""
+    """Read the records after the header. A record with another number of cells is rejected, not shifted."""
     csv.field_size_limit(MAX_ROW)  # the default of 128 KiB is shorter than a long document
-    # bytes that are no UTF-8 arrive as surrogates, by which their record is told
+    # invalid UTF-8 bytes arrive as surrogates, which identify the record
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
         records = _records(csv.reader(_lines(file, path), strict=True, delimiter=_delimiter(path)))
         header = next(records, None)
@@ -136,8 +136,8 @@ def _lines(file: IO[str], path: Path) -> Iterator[str]:
 
 
 def _delimiter(path: Path) -> str:
-    """What separates the columns: a comma, unless the header has none, and then the `;`, tab or `|` that it has.
-    Spreadsheets write a semicolon where the comma is the decimal point.
+    """Return the column separator: a comma, unless the header has none but a `;`, tab or `|`. Spreadsheets write a
+    semicolon if the comma is the decimal separator.
     """
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="replace", newline="") as file:
         header = re.sub(r'"[^"]*"', "", file.readline(MAX_HEADER))
@@ -251,7 +251,7 @@ def load_hub(source: SourceConfig) -> Any:
     """The hub dataset as `datasets.Dataset`, from the local cache when it is there. Raises DataError with the library's
     reason.
     """
-    import datasets  # 0.7 CPU-seconds: only those who need it pay
+    import datasets  # 0.7 CPU seconds, so imported only if needed
 
     try:
         return datasets.load_dataset(source.path, source.name, split=source.split, revision=source.revision)

@@ -1,4 +1,4 @@
-"""Where rows come from: local files, a hub dataset, or a task node; each with what its content depends on."""
+"""Origins of rows: local files, a hub dataset or a generator node, each with the key of its content."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Source(Protocol):
     files: list[str]
     num_bytes: int
     note: str
-    """What else the report says of it; "" for nothing."""
+    """Additional text for the report, or ""."""
 
     def ingredients(self) -> dict[str, Any]:
-        """What identifies the content, for the cache key."""
+        """Return everything that identifies the content, for the cache key."""
 
     def rows(self) -> Iterator[SourceRow]:
-        """Every row in order; `SourceRow.row` is a RowError where it could not be parsed."""
+        """Yield every row in order. `SourceRow.row` is a RowError if the row could not be parsed."""
 
 
 def open_source(config: SourceConfig, root: Path, *, whole: bool = False) -> Source:
-    """The local files or the hub dataset that `config.path` names. `whole`: see `local_files`. Raises DataError when
-    there is neither.
+    """Open the local files or the hub dataset in `config.path`. `whole`: see `local_files`. Raises DataError if neither
+    exists.
     """
     paths = local_files(config.path, config.split, whole=whole)
     if paths is None:
@@ -51,7 +51,7 @@ def open_source(config: SourceConfig, root: Path, *, whole: bool = False) -> Sou
 
 
 def first_rows(source: Source, number: int = 16) -> list[dict[str, Any]]:
-    """The first readable rows, to tell the format by."""
+    """Return the first readable rows, for format detection."""
     readable = (origin.row for origin in source.rows() if not isinstance(origin.row, RowError))
     return list(itertools.islice(readable, number))
 
@@ -69,7 +69,7 @@ class FileSource:
         self.note = f"split {config.split}: {', '.join(self.files)}; left out: {', '.join(others)}" if others else ""
 
     def ingredients(self) -> dict[str, Any]:
-        """Names too: they stand in messages about rows."""
+        """Includes file names, because messages about rows contain them."""
         hashes = [[path.name, file_hash(path, self.root)] for path in self.paths]
         return {"files": hashes, "text_unit": self.text_unit}
 
@@ -92,7 +92,7 @@ class HubSource:
         self.note = ""
 
     def ingredients(self) -> dict[str, Any]:
-        """Cached files rather than the hub's answer, so that a node without network gives the same key.
+        """Use the cached files instead of a request to the hub, so that a node without network gets the same key.
 
         The last folders of their paths are the builder's configuration and the hash of its code and data files.
         """

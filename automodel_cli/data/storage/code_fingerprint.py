@@ -1,4 +1,4 @@
-"""What a user's object depends on, for the key of what it makes: its values, and the files of its code."""
+"""Fingerprint of a custom object for cache keys: its values and the files of its code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from automodel_cli.config.errors import DataError
 
 
 def fingerprint(instance: Any) -> str:
-    """Hash of the class's name, the values of the instance, and every file beside the class's module that it imports,
-    directly or through others: an edit of one gives another key. Installed packages count by none.
+    """Hash the class name, the values of the instance, and every file next to the class's module that it imports
+    directly or indirectly. An edit of one of them changes the key. Installed packages are not included.
 
-    Raises DataError for a class that lies in no file.
+    Raises DataError for a class that is not defined in a file.
     """
     kind = type(instance)
     module = sys.modules[kind.__module__]
@@ -45,7 +45,7 @@ def _values(instance: Any) -> str:
 
 
 def _sources(module: str, file: Path) -> dict[str, bytes]:
-    """The file's content and that of the files under the same root that it imports, by module."""
+    """Return the content of the file and of the imported files under the same root, by module."""
     root = file.parents[module.count(".") + (file.name == "__init__.py")]
     installed = {Path(path) for path in sysconfig.get_paths().values()}
     top = module.partition(".")[0]
@@ -57,7 +57,7 @@ def _sources(module: str, file: Path) -> dict[str, bytes]:
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         for wanted in _imported(found[name], package):
             if root in installed and wanted.partition(".")[0] != top:
-                continue  # other packages lie beside it, and are no part of it
+                continue  # another package in the same folder
             for inner in _prefixes(wanted):
                 if inner not in found and (there := _file(root, inner)) is not None:
                     waiting[inner] = there
@@ -65,7 +65,7 @@ def _sources(module: str, file: Path) -> dict[str, bytes]:
 
 
 def _imported(source: bytes, package: str) -> Iterator[str]:
-    """Dotted names that a module imports, at its top or inside its functions; of `from a import b` also `a.b`."""
+    """Return the dotted names that a module imports, also inside functions. `from a import b` also gives `a.b`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

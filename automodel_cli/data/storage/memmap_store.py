@@ -50,7 +50,7 @@ class TokenStore:
         rows: row number of each document. Documents with the same number are turns of one conversation.
         shared: document d begins with the first `shared[d]` tokens of document d - 1. They are not trained.
         splits: length of the first of two concatenated documents. 0 for single documents.
-        judgements: 1 for a good, 0 for a bad response, -1 if not judged.
+        judgements: 1 for a good, 0 for a bad response, -1 if not rated.
         margins: margin of each pair.
     """
 
@@ -135,7 +135,7 @@ class TokenStore:
 class PackedStore:
     """Packed rows of one dataset, ready to be batched.
 
-    The last token of a piece has no label. If `kind` is `pairs` or `judged`, the pieces 2i and 2i + 1 belong together.
+    The last token of a piece has no label. If `kind` is `pairs` or `judged`, pieces 2i and 2i + 1 belong together.
 
     Attributes:
         meta: contents of `meta.json`.

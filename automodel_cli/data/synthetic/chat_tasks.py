@@ -1,8 +1,8 @@
-"""Chat tasks made in code: short questions with one exact answer, for runs that download nothing.
+"""Generated chat tasks: short questions with one exact answer, for runs without a download. Torch-free.
 
-Every problem (a kind and its operands) belongs to the training or to the validation split by a hash of the problem
-alone. The splits are disjoint for every seed and size, so a later stage (DPO, GRPO) with a seed of its own still asks
-held-out questions. Strings are random capital letters: an answer can be worked out, never looked up. Torch-free.
+A hash of each problem (a kind and its operands) assigns it to the training or the validation split. The splits are
+therefore disjoint for every seed and size, and a later stage (DPO, GRPO) with another seed still uses held-out
+questions. Strings are random capital letters, so that answers must be computed and cannot be memorized.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Operands = tuple[int | str, ...]
 
 # Part of every cache key. Raise it when the same node would produce other rows.
 _VERSION = 1
-# One problem in ten is held out. A constant: were it an option, two runs could disagree on what is held out.
+# One problem in ten is held out. A constant: as an option, two runs could disagree on the held-out problems.
 _HELD_OUT_IN = 10
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one kind of problem is drawn, asked and answered; operands come in a canonical order (2 + 3 is 3 + 2)."""
+    """Sampling, question and answer of one kind of problem. Operands have a canonical order (2 + 3 is 3 + 2)."""
 
     draw: Callable[[random.Random, ChatTasks], Operands]
     ask: Callable[[random.Random, Operands], str]
@@ -39,11 +39,10 @@ class _Kind:
 class ChatTasks:
     """Verifiable chat rows: one user question, one assistant answer, both short.
 
-    `kinds` maps a kind to its share of the rows (any positive numbers; 0 leaves the kind out). `max_number` bounds
-    every number, `max_addend` the smaller operand of a sum or a difference, `max_length` the letters or digits of a
-    string (at least 2). `context` are messages in front of each question, `{role: ..., content: ...}`: what the model
-    is told, or worked examples; none of them is trained. `num_train` rows are drawn with replacement; `num_validation`
-    rows are distinct problems, none of which occurs in the training split of any seed.
+    `kinds` maps a kind to its relative frequency. `max_number` bounds every number, `max_addend` the smaller operand of
+    a sum or a difference, `max_length` the letters or digits of a string (at least 2). `context` are untrained messages
+    before each question, `{role: ..., content: ...}`, for example instructions or worked examples. `num_train` rows are
+    sampled with replacement. `num_validation` rows are distinct problems that occur in no training split.
     """
 
     kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 1.0))
@@ -151,7 +150,7 @@ class ChatTasks:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def check_answer(self, completion: str, answer: str) -> bool:
-        """Whether the completion is the answer and nothing else; only white space around it is forgiven."""
+        """Return whether the completion is exactly the answer, ignoring surrounding white space."""
         return completion.strip() == answer
 
 
@@ -161,7 +160,7 @@ def _is_held_out(kind: str, operands: Operands) -> bool:
 
 
 def _phrases(*templates: str) -> Callable[[random.Random, Operands], str]:
-    """Ask with one of the templates; `{0}`, `{1}` are the operands in the order they were drawn."""
+    """Write the question with one of the templates. `{0}` and `{1}` are the operands in sampling order."""
 
     def ask(rng: random.Random, operands: Operands) -> str:
         return rng.choice(templates).format(*operands)
@@ -170,7 +169,8 @@ def _phrases(*templates: str) -> Callable[[random.Random, Operands], str]:
 
 
 def _either_order(*templates: str) -> Callable[[random.Random, Operands], str]:
-    """Ask with the two operands in either order: for commutative kinds, whose canonical order must not show."""
+    """Write the question with the operands in either order, for commutative kinds. The canonical order must not
+    show."""
 
     def ask(rng: random.Random, operands: Operands) -> str:
         return rng.choice(templates).format(*rng.sample(operands, 2))

@@ -20,15 +20,13 @@ _DIGITS, _LETTERS = "0123456789", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class PreferenceTasks:
-    """Pairs for the questions of `tasks`, in the same splits: those of the validation split occur in no training
-    split.
-    """
+    """Preference pairs for the questions of `tasks`, in the same disjoint splits."""
 
     tasks: ChatTasks = field(default_factory=ChatTasks)
     """Questions that the pairs answer."""
 
     def rows(self, split: Split) -> Iterator[dict[str, Any]]:
-        """Dicts with `prompt` (one user message), `chosen` and `rejected`; the same for the same node."""
+        """Return dicts with `prompt` (one user message), `chosen` and `rejected`. Equal nodes return equal rows."""
         rng = random.Random(f"slips {self.tasks.seed} {split}")
         for row in self.tasks.rows(split):
             yield {"prompt": row["messages"][:1], "chosen": row["answer"], "rejected": _with_a_slip(rng, row["answer"])}

@@ -423,7 +423,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _find(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
-    """The error of a kind behind what torch raised: a CheckpointException holds one per rank that failed."""
+    """Return the error of a kind inside an exception of torch: a CheckpointException holds one per failed rank."""
     while error is not None:
         if isinstance(error, kind):
             return error

@@ -1,14 +1,14 @@
-"""Model FLOPs per token from a Hugging Face config, and the BF16 peak of a device: what MFU is made of. Torch-free.
+"""Model FLOPs per token from a Hugging Face config, and the BF16 peak of a device, for MFU. Torch-free.
 
 Per token, forward and backward (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B):
 
     6 N + 6 * sum over layers of H * (d_qk + d_v) * C        (PaLM's 12 L H Q T when d_qk = d_v = Q and C = T)
 
-N counts the matrix parameters a token passes through: all linear layers and the head, of a mixture of experts only the
-chosen and the shared experts and the router; neither the embedding table (a lookup) nor norms and biases. H is the
-number of query heads (grouped-query attention saves cache, not products), d_qk and d_v their sizes, C the tokens a
-query is compared with: the length of its document, at most the window in layers with a sliding window. No discount
-for causality, and recomputed activations do not count: more recompute must not look like a better machine.
+N: matrix parameters that a token passes through. These are all linear layers and the LM head. Of a mixture of experts,
+they are the selected and shared experts and the router. Embedding table (a lookup), norms and biases are excluded.
+H: number of query heads. Grouped-query attention saves cache, but no FLOPs. d_qk and d_v: head sizes.
+C: tokens that a query attends to: its document length, at most the window in layers with a sliding window. Causal
+masking is not subtracted. Recomputed activations do not count, so that recomputation does not raise MFU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Two matrices in the MLP instead of three (no gate).
+# The MLP has two matrices instead of three (no gate).
 _UNGATED = frozenset(
     {
         "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
@@ -25,7 +25,7 @@ _UNGATED = frozenset(
 )  # fmt: skip
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
-# Dense BF16 with FP32 accumulation, no sparsity, in TFLOP/s; from the vendors' data sheets. First match wins.
+# Dense BF16 with FP32 accumulation, without sparsity, in TFLOP/s, from the vendors' data sheets. The first match wins.
 _PEAK_TFLOPS = (
     ("GB300", 2500.0),
     ("B300", 2500.0),
@@ -60,7 +60,7 @@ _PEAK_TFLOPS = (
 
 
 def device_peak_flops(device_name: str) -> float | None:
-    """BF16 FLOP/s of one device by its name (`torch.cuda.get_device_name()`); None where no peak is known."""
+    """Return the BF16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`), or None if unknown."""
     for name, teraflops in _PEAK_TFLOPS:
         if name in device_name:
             return teraflops * 1e12
@@ -70,7 +70,7 @@ def device_peak_flops(device_name: str) -> float | None:
 def model_flops_utilisation(
     flops_per_token: float | None, tokens_per_second: float | None, num_devices: int, peak: float | None
 ) -> float | None:
-    """MFU in 0..1; None where a factor is unknown. `tokens_per_second` is that of all devices together."""
+    """Return MFU in 0..1, or None if a factor is unknown. `tokens_per_second` covers all devices."""
     if flops_per_token is None or tokens_per_second is None or peak is None:
         return None
     return flops_per_token * tokens_per_second / (num_devices * peak)
@@ -78,7 +78,7 @@ def model_flops_utilisation(
 
 @dataclass(frozen=True)
 class _Layer:
-    """Matrix parameters that one token passes through, and sizes for its attention products."""
+    """Matrix parameters that one token passes through, and sizes of its attention GEMMs."""
 
     matrices: int
     heads: int
@@ -95,13 +95,16 @@ def training_flops_per_token(
     num_depths: int = 0,
     num_outputs: int | None = None,
 ) -> float | None:
-    """FLOPs to train on one token; see the module's text. None for layers of unknown cost (state space, linear).
+    """Return the FLOPs to train on one token (see the module docstring). None for unsupported layers (state space,
+    linear).
 
-    `context_length` is the mean length of the documents that tokens sit in, weighted by tokens; for unpacked text the
-    length of a row. With `frozen_base` (LoRA) the backward of frozen matrices has one product per weight instead of
-    two, so 4 N, and the adapter's own parameters count 6 each. Attention has no weights: its backward is the same.
-    Each of `num_depths` layers for multi-token prediction is a layer like the last, a projection of two hidden states,
-    and the head once more. `num_outputs` of the head for a token; None: logits of the whole vocabulary.
+    Args:
+        context_length: mean document length weighted by tokens. For unpacked text: the sequence length.
+        frozen_base: LoRA. The backward pass of a frozen matrix has one GEMM instead of two, so 4 N. Adapter parameters
+            count 6 each. Attention has no weights, so its backward pass is unchanged.
+        num_depths: layers for multi-token prediction. Each costs one layer like the last, a projection of two hidden
+            states and the LM head.
+        num_outputs: outputs of the head per token. None: logits of the full vocabulary.
     """
     counted = _layers(hf_config)
     if counted is None:
@@ -134,7 +137,7 @@ def _layers(hf_config: Any) -> list[_Layer] | None:
 
 
 def _get(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of `names` that the config has and that is not None: families name the same thing differently."""
+    """Return the first of `names` that the config has and that is not None. Model families use different names."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -156,7 +159,7 @@ def _window(config: Any, kind: str) -> int | None:
     if kind == "chunked_attention":
         return _get(config, "attention_chunk_size")
     window = _get(config, "sliding_window")
-    # Without layer_types (Mistral) every layer has the window; with them only those that say so.
+    # Without layer_types (Mistral) every layer has the window. With layer_types only the sliding layers have it.
     everywhere = _get(config, "layer_types") is None and _get(config, "use_sliding_window", default=True)
     return window if kind == "sliding_attention" or everywhere else None
 
@@ -191,7 +194,7 @@ def _mlp_matrices(config: Any, layer: int) -> int:
 
 
 def _is_sparse(config: Any, layer: int) -> bool:
-    """Does this layer have experts? Families say it in four ways."""
+    """Return whether this layer has experts. Model families declare this in four ways."""
     kinds = _get(config, "mlp_layer_types")
     if kinds is not None:
         return kinds[layer] == "sparse"

@@ -1,4 +1,4 @@
-"""An objective's metrics over microbatches and ranks: gathered where the head is, reduced once."""
+"""Accumulate an objective's metrics over microbatches and ranks: collected at the LM head, reduced once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from automodel_cli.objectives.base import MeasuredObjective, Objective, metrics_
 
 
 class MetricAccumulator:
-    """What an objective measures on this rank's microbatches, as one vector of sums and one of extrema.
+    """Metrics of an objective on this rank's microbatches, as one vector of sums and one of extrema.
 
-    Both are empty for an objective without metrics, and then nothing is communicated. Smallest values are kept negated,
-    so that all extrema are largest values. A microbatch that is seen twice counts once.
+    Both are empty for an objective without metrics; then nothing is communicated. Minima are stored negated, so that
+    all extrema are maxima. A microbatch that is passed twice counts once.
     """
 
     def __init__(self, objective: Objective, device: torch.device):
         self._metrics = metrics_of(objective)
-        self._measured = cast(MeasuredObjective, objective)  # asked only where it declares metrics
+        self._measured = cast(MeasuredObjective, objective)  # used only if it declares metrics
         self._sums = [name for name, metric in self._metrics.items() if metric.combine == "sum"]
         self._extrema = [name for name, metric in self._metrics.items() if metric.combine != "sum"]
         self._device = device
@@ -46,11 +46,11 @@ class MetricAccumulator:
             self.keep(id(batch), self.measure(output, batch))
 
     def keep(self, key: int, measured: Tensor) -> None:
-        """Keep what `measure` returned for the microbatch of this key."""
+        """Store the result of `measure` for the microbatch with this key."""
         self._seen[key] = measured
 
     def sums(self) -> Tensor:
-        """This rank's sums, zeros where it has seen nothing; to be summed over ranks."""
+        """Return this rank's sums, zeros without microbatches, to be summed over ranks."""
         if not self._seen:
             return torch.zeros(len(self._sums), device=self._device)
         return torch.stack([*self._seen.values()])[:, : len(self._sums)].sum(0)

@@ -1,4 +1,4 @@
-"""What a run shows and records: metrics.jsonl, step lines, trackers, header and footer."""
+"""Output of a run: metrics.jsonl, step lines, trackers, startup summary and final lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Scalar = Tensor | float | int
 
 @dataclass(frozen=True)
 class Machine:
-    """What rates are measured against: ranks, FLOPs of one token and BF16 peak of one device (None: unknown)."""
+    """Reference of rates: ranks, FLOPs per token and BF16 peak of one device (None: unknown)."""
 
     num_ranks: int = 1
     flops_per_token: float | None = None
@@ -45,14 +45,14 @@ class Machine:
 
 
 class MetricLogger:
-    """Records steps and validations of one run. Every rank has one; only rank 0 (`is_main`) writes and prints.
+    """Records steps and validations of one run. Exists on every rank; only rank 0 (`is_main`) writes and prints.
 
-    Numbers may be tensors: they are fetched only when a line is due (`logging.every`), so the steps between do not wait
-    for the device. metrics.jsonl still gets a row for every step, in order, flushed line by line; steps fetched
-    together share their time evenly. The first step after a start or resume (compilation, allocation) has no rates:
-    its `tokens_per_second` and `mfu` are null, and the time left does not count it.
-
-    `resume_step` removes rows of later steps: they belong to an attempt whose work was lost.
+    - Values may be tensors. They are fetched only if a line is due (`logging.every`), so other steps do not synchronize
+      with the device. metrics.jsonl still gets one row per step, in order. Steps fetched together share their time
+      evenly.
+    - The first step after a start or resume (compilation, allocation) has no rates: `tokens_per_second` and `mfu` are
+      null, and the remaining time excludes it.
+    - `resume_step` removes rows of later steps, which belong to an attempt that was lost.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MetricLogger:
                 self._trackers.append(node.start(run_dir.name, run_dir, tracked_config or {}))
 
     def start(self) -> None:
-        """Start the clock: call right before the first step."""
+        """Start the clock. Call directly before the first step."""
         self._clock = time.perf_counter()
 
     def step(
@@ -104,11 +104,11 @@ class MetricLogger:
         unshown: Mapping[str, Scalar] = MappingProxyType({}),
         **more: Scalar,
     ) -> None:
-        """Record optimizer step `step` (1-based). Loss, norm and counts are those of all ranks together.
+        """Record optimizer step `step` (1-based). Loss, norm and counts cover all ranks.
 
-        `memory_gib` is the maximum over ranks; it may be None at steps that are not `due`. `more` are further columns
-        (reward, kl, ...); `unshown` those that are recorded but do not stand on the step line. The time of a step runs
-        from the end of the one before, less `pause`.
+        `memory_gib` is the maximum over ranks and may be None at steps that are not `due`. `more` are further columns
+        (reward, kl, ...), `unshown` are recorded but not printed. The time of a step starts at the end of the previous
+        one and excludes `pause`.
         """
         self._last_step = step
         values: dict[str, Scalar] = {
@@ -130,11 +130,11 @@ class MetricLogger:
                 self._display.step(step, step_text(line, self._machine.num_ranks), self._time_left())
 
     def due(self, step: int) -> bool:
-        """Is a line printed (and the device waited for) at this step? Always at the first and the last."""
+        """Return whether a line is printed at this step, which synchronizes with the device. True at both ends."""
         return step == self._resume_step + 1 or step % self._every == 0 or step >= self._num_steps
 
     def validation(self, step: int, **values: Scalar) -> None:
-        """Record a validation after `step` steps; the first value (`val_loss`) is printed."""
+        """Record a validation after `step` steps. The first value (`val_loss`) is printed."""
         self.flush()
         self._last_val = {"step": step, **_fetch(values)}
         if self._is_main:
@@ -145,7 +145,7 @@ class MetricLogger:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Time spent in here (validation, checkpoint) counts for no step."""
+        """Exclude the time in this context (validation, checkpoint) from step times."""
         self.flush()
         begin = time.perf_counter()
         try:
@@ -154,17 +154,17 @@ class MetricLogger:
             self._clock += time.perf_counter() - begin
 
     def print(self, text: str) -> None:
-        """A line above the live line; rank 0 only."""
+        """Print a line above the live line, on rank 0."""
         if self._is_main:
             self._display.line(text)
 
     def header(self, rows: Sequence[tuple[str, str]]) -> None:
-        """The lines before the first step: (short label, text); a text may have several lines."""
+        """Print the startup summary: (short label, text) pairs. A text may have several lines."""
         for line in aligned(rows):
             self.print(line)
 
     def footer(self, rows: Sequence[tuple[str, str]] = ()) -> None:
-        """The lines after the last step: `done` with time and final losses, then `rows`."""
+        """Print the final lines: `done` with time and final losses, then `rows`."""
         self.flush()
         if not self._is_main:
             return
@@ -178,8 +178,8 @@ class MetricLogger:
         self.header([("done", text), *rows])
 
     def summary(self) -> dict[str, float | int | None]:
-        """Final numbers: those of the last step and validation; rates are means without first steps. A last step that
-        had no update has no loss."""
+        """Return the values of the last step and validation. Rates are means without first steps. If the last step had
+        no update, it has no loss."""
         self.flush()
         rate = self._rate_tokens / self._rate_seconds if self._rate_seconds else None
         rates = {"tokens_per_second": rate, "mfu": self._mfu(rate), "step": self._last_step}
@@ -187,11 +187,11 @@ class MetricLogger:
         return {**last, **self._last_val, **rates}
 
     def flush(self) -> None:
-        """Fetch and write every step recorded so far."""
+        """Fetch and write every recorded step."""
         pending, self._pending = self._pending, []
         if not pending:
             return
-        fetched = [(step, _fetch(values)) for step, values in pending]  # waits for the device
+        fetched = [(step, _fetch(values)) for step, values in pending]  # synchronizes with the device
         now = time.perf_counter()
         seconds, self._clock = (now - self._clock) / len(pending), now
         for step, values in fetched:
@@ -208,7 +208,7 @@ class MetricLogger:
                 self._write(self._last)
 
     def write_again(self) -> None:
-        """Where metrics.jsonl was removed, make it anew with every row: it is open, so they are still to be had."""
+        """Write metrics.jsonl again with every row, if it was removed. The open file still has them."""
         if self._is_main and not self._path.exists():
             self._file.seek(0)
             rows = self._file.read()
@@ -217,7 +217,7 @@ class MetricLogger:
             self._file.write(rows)
 
     def close(self, *, succeeded: bool = True) -> None:
-        """Flush, and close file, display and trackers. Also when the run failed."""
+        """Flush, and close file, display and trackers. Also called after a failed run."""
         self.flush()
         if self._is_main:
             self._display.close()
@@ -240,7 +240,7 @@ class MetricLogger:
             self._file.write(to_line(row))
             self._file.flush()
         except OSError as error:
-            with suppress(OSError):  # it tries once more to write what is left
+            with suppress(OSError):  # closing writes the remaining rows once more
                 self._file.close()
             path = Path(self._file.name)
             raise RunError(
@@ -255,5 +255,5 @@ class MetricLogger:
 
 
 def _fetch(values: Mapping[str, Scalar]) -> dict[str, float | int | None]:
-    """Tensors as Python numbers."""
+    """Convert tensors to Python numbers."""
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""Peak memory of a run: the device's where there is one, the process's resident set on CPU."""
+"""Peak memory of a run: of the device, or the resident set size of the process on CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 def peak_memory_gib(device: torch.device) -> float:
     """GiB at the peak so far: memory reserved by torch on an accelerator, peak resident set of the process on CPU.
 
-    Reserved, not allocated: it is what decides whether the next allocation fits.
+    Reserved instead of allocated memory, because it decides whether the next allocation fits.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
@@ -23,7 +23,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:
-    """The largest `value` of all ranks. Collective, and waits for the device: call it where a log line is due."""
+    """Return the largest `value` of all ranks. Collective. Synchronizes with the device, so call it for log lines
+    only."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     tensor = torch.tensor(value, dtype=torch.float64, device=device)

@@ -11,7 +11,7 @@ from automodel_cli.config.plain_text import visible
 from automodel_cli.training.metrics_file import Row
 
 REASONS = ("num_groups", "num_zero_std_groups")
-"""What says why a step of reinforcement learning has no update."""
+"""Columns that explain why a step of reinforcement learning has no update."""
 _KNOWN = frozenset(
     {
         *REASONS,
@@ -33,11 +33,11 @@ _LEAD = {
     "entropy": "entropy",
     "token_mult_prob_error": "mismatch",
 }
-"""What says how reinforcement learning goes, and how it is called on the line; its loss does not say."""
+"""Columns that show the progress of reinforcement learning, with their labels. Its loss does not show it."""
 
 
 class Display(Protocol):
-    """Where lines go. A line may quote a sample or an error of a reward, so control characters are written out."""
+    """Destination of lines. A line may quote a sample or an error of a reward, so control characters are escaped."""
 
     def step(self, step: int, text: str, seconds_left: float | None) -> None: ...
     def line(self, text: str) -> None: ...
@@ -59,11 +59,11 @@ class PlainDisplay:
         self._stream.flush()
 
     def close(self) -> None:
-        """Nothing to undo."""
+        """Nothing to restore."""
 
 
 class LiveDisplay:
-    """One line that is drawn again in place, with a bar; other lines scroll above it."""
+    """One line that is redrawn in place, with a bar. Other lines scroll above it."""
 
     def __init__(self, num_steps: int, done: int, stream: TextIO):
         from rich.console import Console
@@ -109,8 +109,8 @@ def step_label(step: int, num_steps: int) -> str:
 
 
 def step_text(row: Row, num_ranks: int) -> str:
-    """A metrics row as text; what is null or a mean of nothing is left out, unknown columns come last under their own
-    names. Rewards and what belongs to them lead where there are any. A step without an update has no loss.
+    """Format a metrics row. Null values and means of nothing are omitted; unknown columns come last under their names.
+    Rewards and related columns come first. A step without an update has no loss.
     """
     lead = [f"{name} {show_number(row[key])}" for key, name in _LEAD.items() if key in row and not _is_nan(row[key])]
     loss, norm = row["loss"], row["grad_norm"]
@@ -146,7 +146,7 @@ def _is_nan(value: float | int | None) -> bool:
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """`label   text` lines with one margin; further lines of a text are indented to it."""
+    """Format `label   text` lines with one margin. Further lines of a text are indented to it."""
     width = max(8, *(len(label) for label, _ in rows)) + 1 if rows else 0
     lines = []
     for label, text in rows:

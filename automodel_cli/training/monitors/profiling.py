@@ -14,7 +14,7 @@ class StepProfiler:
     """Call `before(step)` and `after(step)` around every optimizer step (1-based); it records the steps of the config.
 
     The trace is `<run>/profile/rank-N.json`, for chrome://tracing or ui.perfetto.dev. With config None, or on a rank
-    that does not record, both calls do nothing.
+    If config is None, or on a rank that does not record, both calls have no effect.
     """
 
     def __init__(self, config: ProfileConfig | None, run_dir: Path, rank: int):
@@ -40,7 +40,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded; also right when the run ends inside the window."""
+        """Write the recorded trace. Also valid if the run ends inside the window."""
         if self._profile is None:
             return
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""How many graphs a step compiled: many in the first, none after the third, or somebody should know."""
+"""Count the graphs compiled per step. Many are normal in the first step, any after the third causes a warning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SETTLED_AFTER = 3
 
 
 class CompileWatch:
-    """A `StepHook`: the metric `compiled_graphs`, of this rank, and one warning where graphs are compiled later on."""
+    """`StepHook` for the metric `compiled_graphs` of this rank. Warns once if graphs are compiled later."""
 
     def __init__(self) -> None:
         self._steps = self._before = 0

@@ -9,7 +9,7 @@ _STEPS, _TIMES = 20, 1.25
 
 
 class SlowRank:
-    """Own seconds of every rank, as they come with each step's loss; nothing is fetched before a line is due."""
+    """Busy seconds of every rank, received with each step's loss. Nothing is fetched before a line is due."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -17,7 +17,7 @@ class SlowRank:
         self._told: set[int] = set()
 
     def add(self, seconds: Tensor) -> dict[str, Tensor]:
-        """One step: `seconds` by rank, on any device. Returns columns of its row; empty where there is one rank."""
+        """Record one step: `seconds` by rank, on any device. Returns columns of its row; none with one rank."""
         if seconds.numel() < 2:
             return {}
         self._sum = seconds if self._sum is None else self._sum + seconds
@@ -26,9 +26,10 @@ class SlowRank:
         return {"rank_busy_seconds_min": seconds.min(), "rank_busy_seconds_max": most, "slowest_rank": rank}
 
     def warning(self) -> tuple[int, str] | None:
-        """A rank that took a quarter more than the median over the last 20 steps or more, and the words; once a rank.
+        """Return a rank that took 25% more than the median over the last 20 or more steps, and a message. Once per
+        rank.
 
-        Waits for the device: ask where a line is due.
+        Synchronizes with the device, so call it when a line is due.
         """
         if self._sum is None or self._steps < _STEPS:
             return None

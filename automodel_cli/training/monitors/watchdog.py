@@ -1,9 +1,9 @@
-"""A run that stands still ends with a sentence: which rank, where it is, and what the others wait in.
+"""End a hanging run with a message: the rank that hangs, its position, and the collective that the others wait in.
 
-Every rank has one thread besides, which looks whether its own has come further; it never waits for the store. Another
-one (`StoreTalk`) tells the others through the store of the process group how far its rank is. A rank that is stopped,
-that holds the interpreter in C, or whose host cannot be reached, tells nothing any more; one that sleeps or waits for a
-disk tells that it is not in a collective, where all others are.
+Every rank has one thread that checks the rank's progress and never waits for the store. A second thread (`StoreTalk`)
+publishes the progress through the store of the process group. A rank that is stopped, that holds the interpreter in C,
+or whose host is unreachable publishes nothing. A rank that sleeps or waits for a disk reports that it is not in a
+collective, while all others are.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from automodel_cli.launch import rank_process, safe_output
 
 T = TypeVar("T")
 FIRST_SECONDS = 1500.0
-"""For the first step (compilation), validations, checkpoints: less than the 30 minutes of the collectives."""
+"""Limit of the first step (compilation), validations and checkpoints: below the 30 minutes of collectives."""
 _AUTO_SECONDS, _AUTO_STEPS = 300.0, 10.0
 _MAX_BEAT, _SAMPLE = 5.0, 0.02
 _ANSWER_SECONDS = 5.0
-"""For the store to answer; on a network of a cluster it takes a millisecond."""
+"""Response time of the store. On a cluster network it takes a millisecond."""
 _EXPIRED, _SPEAKER = "hang/expired", "hang/speaker"
 _TORCH = f"{os.sep}torch{os.sep}"
 _DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
@@ -48,10 +48,10 @@ _UNHEARD |= {"seconds": FIRST_SECONDS}
 
 
 class Watchdog:
-    """`tick` says that this rank has come further; where it does not for too long, the run ends with exit code 1.
+    """Ends the run with exit code 1 if this rank makes no progress (`tick`) for too long.
 
-    `timeout`: seconds between ticks after the first step; "auto": ten times the slowest step so far, 5 minutes at
-    least; None: nothing is watched. Collective only in that every rank makes one.
+    `timeout`: seconds between ticks after the first step. "auto": ten times the slowest step so far, at least 5
+    minutes. None: no limit. Every rank must construct one.
     """
 
     def __init__(self, timeout: float | Literal["auto"] | None, logs: Path, how_to_go_on: Callable[[], str]):
@@ -60,7 +60,7 @@ class Watchdog:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident or 0
         self._step, self._where, self._since = 0, "", time.monotonic()
-        self._long = 1  # phases that may take FIRST_SECONDS, one inside the other
+        self._long = 1  # nesting depth of phases that may take FIRST_SECONDS
         self._slowest, self._step_began = 0.0, time.monotonic()
         self._beats = 0
         self._samples, self._busy, self._asked = 0, 0, time.monotonic()
@@ -76,7 +76,7 @@ class Watchdog:
         self.stop()
 
     def start(self) -> None:
-        """Before the first step."""
+        """Start before the first step."""
         if self._timeout is None:
             return
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class Watchdog:
         self._thread.start()
 
     def step(self, step: int) -> None:
-        """Step `step` begins."""
+        """Start step `step`."""
         now = time.monotonic()
         if self._step:
             self._long = 0
@@ -99,12 +99,12 @@ class Watchdog:
         self.tick("the rows of the step")
 
     def tick(self, where: str) -> None:
-        """This rank has come as far as `where`."""
+        """Record that this rank has reached `where`."""
         self._where, self._since = where, time.monotonic()
 
     @contextmanager
     def long(self, what: str) -> Iterator[None]:
-        """What happens in here may take as long as a first step."""
+        """Context of a phase that may take as long as a first step."""
         self._long += 1
         self.tick(what)
         begin = time.monotonic()
@@ -116,9 +116,9 @@ class Watchdog:
             self.tick(f"after {what}")
 
     def busy_seconds(self) -> float:
-        """Of the time since the last call, what the main thread did not wait for others or for the device: by samples.
+        """Return the seconds since the last call in which the main thread did not wait for other ranks or the device.
 
-        A GPU that computes more slowly than the others is not seen: the host waits for it as for them.
+        Estimated by sampling. A slow GPU is not detected, because the host waits for it as for other ranks.
         """
         now = time.monotonic()
         elapsed, samples, busy = now - self._asked, self._samples, self._busy
@@ -126,24 +126,24 @@ class Watchdog:
         return elapsed * busy / samples if samples else elapsed
 
     def host_of(self, rank: int) -> str:
-        """As rank `rank` told it."""
+        """Return the host of rank `rank`, as published by it."""
         told = self._ask(lambda store: store.get(_key(rank)))
         return json.loads(told)["host"] if told is not None else socket.gethostname()
 
     def stop(self) -> None:
-        """After the last step, or when the run ends otherwise."""
+        """Stop after the last step, or if the run ends otherwise."""
         if self._thread is not None:
             self._done.set()
             self._thread.join()
             self._thread = None
             faulthandler.unregister(_STACKS_SIGNAL)
-            empty = not os.fstat(self._file.fileno()).st_size  # its folder may be gone
+            empty = not os.fstat(self._file.fileno()).st_size  # its folder may be deleted
             self._file.close()
             if empty:
                 Path(self._file.name).unlink(missing_ok=True)
 
     def limit(self) -> float:
-        """Seconds that the present phase may stand still."""
+        """Seconds without progress that the present phase allows."""
         if self._timeout == "auto":
             seconds = max(_AUTO_SECONDS, _AUTO_STEPS * self._slowest)
         else:
@@ -193,14 +193,14 @@ class Watchdog:
         }
 
     def _expire(self, beat: float) -> NoReturn:
-        """Stacks and collectives of this rank into files; one rank says what it means; all end."""
+        """Write stacks and collectives of this rank to files, print the diagnosis on one rank, and end all ranks."""
         self._ask(lambda store: store.set(_EXPIRED, "1"))
         faulthandler.dump_traceback(self._file, all_threads=True)
         recorded = process_group.recorded_collectives()
         if recorded is not None:
             replace(self._logs / f"rank-{self._rank}.collectives.json", recorded)
         before = self._states()
-        until = time.monotonic() + 3 * beat + (0 if self._rank == 0 else 2.0)  # rank 0 has the terminal
+        until = time.monotonic() + 3 * beat + (0 if self._rank == 0 else 2.0)  # rank 0 prints to the terminal
         while time.monotonic() < until:
             time.sleep(beat)
             self._tell()
@@ -212,13 +212,13 @@ class Watchdog:
             error = RunError(text, code="timeout", fix=self._how_to_go_on())
             safe_output.urgent(f"\n{error.full_text}\n")
         else:
-            time.sleep(1.0)  # the speaker ends first
+            time.sleep(1.0)  # the rank that prints ends first
         safe_output.flush()
         rank_process.report_exit_code(1)
         os._exit(1)
 
     def _states(self) -> dict[int, dict[str, Any]]:
-        """What every rank told last; this one alone where the store does not answer."""
+        """Return the last published state of every rank; only that of this rank if the store does not respond."""
 
         def of_all(store: dist.Store) -> dict[int, dict[str, Any]]:
             keys = {rank: _key(rank) for rank in range(self._world_size)}
@@ -236,8 +236,11 @@ def sentence(
     *,
     reached: bool = True,
 ) -> str:
-    """Which rank stands still, and what the others wait in. `before` and `after`: what the ranks told, some beats
-    apart; this one alone in `after` where the store was not `reached`."""
+    """Return a message with the hanging rank and the collective that the others wait in.
+
+    `before` and `after`: published states, some beats apart. `after` holds only this rank if the store was not
+    `reached`.
+    """
     if not reached:
         (mine,) = after.values()
         return (
@@ -266,7 +269,7 @@ def sentence(
 
 
 def last_collective(recorded: bytes) -> str | None:
-    """The newest entry of torch's flight recorder that has not ended: what, of which sizes, in which group."""
+    """Return the newest unfinished entry of torch's flight recorder: operation, sizes and group."""
     entries = [entry for entry in json.loads(recorded).get("entries", []) if not entry.get("retired", False)]
     if not entries:
         return None
@@ -279,7 +282,7 @@ def last_collective(recorded: bytes) -> str | None:
 def _ask_for_stacks(
     before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]], speaker: int
 ) -> None:
-    """A rank of this host that tells nothing may hold the interpreter: faulthandler's handler needs none."""
+    """Print the stacks of a silent rank on this host. It may hold the interpreter, which faulthandler does not need."""
     here = after[speaker]["host"]
     for rank, state in after.items():
         if (
@@ -299,18 +302,18 @@ def _key(rank: int) -> str:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether the innermost Python frame is torch.distributed's, or the one place where a step waits for the device."""
+    """Return whether the innermost Python frame belongs to torch.distributed, or waits for the device in a step."""
     if frame is None:
         return False
     if _DISTRIBUTED in frame.f_code.co_filename:
         return True
-    while frame.f_back is not None and _TORCH in frame.f_code.co_filename:  # an event's own Python
+    while frame.f_back is not None and _TORCH in frame.f_code.co_filename:  # Python code of a CUDA event
         frame = frame.f_back
     return frame.f_code.co_name == "wait_for_device"
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost frame, and the first one outside of torch that called it."""
+    """Return the innermost frame, and the first frame outside of torch that called it."""
     if frame is None:
         return "no Python frame"
     inner = f"{frame.f_code.co_name} ({_short(frame)})"

@@ -1,4 +1,4 @@
-"""Learning-rate schedules in closed form: the learning rate of step s depends on s alone, never on the steps before it.
+"""Learning-rate schedules in closed form: the learning rate of step s depends on s only, not on earlier steps.
 
 Steps are counted from 0: s is the number of optimizer steps done, N the number of the run, w of the warm-up. Warm-up is
 `(s + 1) / (w + 1)`, so the first step already trains and the peak is reached exactly at s = w. What follows is a
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LRSchedule(Protocol):
-    """What the loop and the checkpoint need; torch's own schedulers have it too."""
+    """Methods that the loop and the checkpoint use. torch's schedulers have them too."""
 
     def step(self) -> None: ...
     def get_last_lr(self) -> list[Any]: ...
@@ -29,18 +29,18 @@ class LRSchedule(Protocol):
 
 
 class ScheduleNode(Protocol):
-    """What the `lr_scheduler` section is, unless it is a `_partial_` of `torch.optim.lr_scheduler`. Your own:
-    examples/own_schedule.py."""
+    """Interface of the `lr_scheduler` section, unless it is a `_partial_` of `torch.optim.lr_scheduler`. Custom
+    schedules: examples/own_schedule.py."""
 
     def build(self, optimizer: torch.optim.Optimizer, num_steps: int) -> LRSchedule:
-        """For a run of `num_steps`; `ClosedFormLR` makes one from a function of the step."""
+        """Build the schedule of a run with `num_steps`. `ClosedFormLR` converts a function of the step."""
         ...
 
 
 class ClosedFormLR:
     """Sets `lr = peak * factor(step)` in every group of an optimizer; the peak is the group's `lr` at construction.
 
-    The state is the step alone: peaks are the config's, so a changed `optimizer.lr` acts after a resume.
+    The state is the step only. Peaks come from the config, so a changed `optimizer.lr` takes effect after a resume.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]):
@@ -102,7 +102,7 @@ def _check_ratio(name: str, value: float | None) -> None:
 
 @dataclass(frozen=True)
 class _Warmup:
-    """Warm-up in steps or as a share of the run; at most one of the two."""
+    """Warmup in steps or as a fraction of the run. Set at most one of them."""
 
     warmup_steps: int | None = None
     """Steps of linear warmup."""
@@ -153,7 +153,7 @@ class _Warmup:
         raise NotImplementedError
 
     def build(self, optimizer: torch.optim.Optimizer, num_steps: int) -> ClosedFormLR:
-        """The schedule over every group of `optimizer`, for a run of `num_steps`; call its `step()` after each step."""
+        """Build the schedule for every group of `optimizer` and a run of `num_steps`. Call `step()` after each step."""
         self.num_warmup_steps(num_steps)
         return ClosedFormLR(optimizer, lambda step: self.factor(min(step, num_steps), num_steps))
 
@@ -201,12 +201,12 @@ class Linear(_Decay):
 class WSD(_Decay):
     """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395): the peak is held, then left in the last part.
 
-    The decay takes `decay_steps`, or `decay_ratio` of the run when that is not given, and has the form `decay`;
-    "1-sqrt" is from Haegele et al. 2024, arXiv:2405.18392.
+    The decay lasts `decay_steps`, or `decay_ratio` of the run if that is not set, and has the shape `decay`. "1-sqrt"
+    is from Haegele et al. 2024, arXiv:2405.18392.
     """
 
     decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """Shape of the decay at the end; `1-sqrt` is from arXiv:2405.18392."""
+    """Shape of the decay at the end. `1-sqrt` is from arXiv:2405.18392."""
     decay_ratio: float = 0.2
     """Fraction of the run's steps in the decay phase."""
     decay_steps: int | None = None

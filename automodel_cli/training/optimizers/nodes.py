@@ -1,4 +1,4 @@
-"""Optimizer nodes. Torch-free until `.build`; groups and weight decay are explained in `param_groups`."""
+"""Optimizer nodes. Torch-free until `.build`. `param_groups` explains groups and weight decay."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from automodel_cli.training.optimizers.param_groups import TrainableParam
 
-_8BIT_BLOCK, _8BIT_MIN = 256, 4096  # values that share a scale; smaller tensors keep ordinary moments
+_8BIT_BLOCK, _8BIT_MIN = 256, 4096  # values per scale; smaller tensors keep ordinary moments
 _WHOLE_MATRICES = ("Muon", "AdamW8bit", "Adafactor")
 Implementation = Literal["auto", "fused", "foreach", "loop"]
 
 
 class OptimizerNode(Protocol):
-    """What the `optimizer` section is, unless it is a `_partial_` of `torch.optim`. Your own:
+    """Interface of the `optimizer` section, unless it is a `_partial_` of `torch.optim`. Custom optimizers:
     examples/own_optimizer.py.
 
-    A node may say `state_bytes(item, numel)`: what it keeps of one parameter, of which a rank has `numel` elements. Of
-    one that does not, `automodel plan` measures a step on a small matrix.
+    A node may define `state_bytes(item, numel)`: the state of one parameter of which a rank holds `numel` elements.
+    Otherwise `automodel plan` measures a step on a small matrix.
     """
 
     @abstractmethod
@@ -63,8 +63,8 @@ def _check_adam(lr: float, betas: tuple[float, ...], eps: float, weight_decay: f
 def _kernel(implementation: Implementation) -> dict[str, bool]:
     """`torch.optim` keywords.
 
-    Groups are split by mesh, so the fused kernel (CPU and CUDA have it) is right for every layout. Measured on one
-    core, 100 matrices of 256 x 256: 4.4 ms a step, foreach 14.6, loop 13.5; as DTensors 6.4, 21.4, 21.9.
+    Groups are split by mesh, so the fused kernel (CPU and CUDA) is correct for every layout. Measured on one core with
+    100 matrices of 256 x 256: 4.4 ms per step, foreach 14.6, loop 13.5. As DTensors: 6.4, 21.4, 21.9.
     """
     return {
         "auto": {"fused": True},
@@ -88,8 +88,8 @@ def _check_implementation(implementation: str) -> None:
 class AdamW:
     """`torch.optim.AdamW` (Loshchilov and Hutter 2019, arXiv:1711.05101).
 
-    `implementation="auto"` takes the fused kernel. `state_dtype` and `stochastic_rounding` have code of their own, one
-    kernel a parameter where torch's compiler makes it on a CUDA device.
+    `implementation="auto"` uses the fused kernel. `state_dtype` and `stochastic_rounding` use separate code, which
+    torch's compiler turns into one kernel per parameter on a CUDA device.
     """
 
     lr: float
@@ -106,8 +106,8 @@ class AdamW:
     implementation: Implementation = "auto"
     """Implementation of the update. `auto` selects the fused kernel."""
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of both moments. `auto`: that of the parameters, float32 for float16 parameters. bfloat16 moments of
-    float32 parameters save 4 bytes per parameter."""
+    """Dtype of both moments. `auto` uses the dtype of the parameters, and float32 for float16 parameters. bfloat16
+    moments of float32 parameters save 4 bytes per parameter."""
     stochastic_rounding: bool = False
     """Round bfloat16 parameters and moments stochastically, so that small updates accumulate."""
 
@@ -177,20 +177,20 @@ class AdamW:
 class Muon:
     """`torch.optim.Muon` for the hidden matrices, AdamW for everything else, in one optimizer.
 
-    Muon takes the trainable parameters of exactly two dims, except embeddings, biases and any whose name contains one
-    of `adamw_names` (heads). Stacked experts have three dims and go to AdamW. `adjust_lr="match_rms_adamw"` scales
-    the update so that learning rates tuned for AdamW fit (arXiv:2502.16982); "original" is sqrt(max(1, rows /
+    Muon updates trainable parameters with exactly two dims. Exceptions are embeddings, biases and names that contain
+    one of `adamw_names` (heads). Stacked experts have three dims and use AdamW. `adjust_lr="match_rms_adamw"` scales
+    the update so that learning rates tuned for AdamW fit (arXiv:2502.16982). "original" is sqrt(max(1, rows /
     columns)). `adamw_lr=None` uses `lr` for AdamW too.
 
-    `ns_dtype`: of the matrix products that orthogonalize. `auto` is bfloat16, and float32 where a measurement at the
-    start shows that the device has no units for bfloat16 (then 10 times slower). All ranks take the same one, and a run
-    that is resumed elsewhere keeps it.
+    `ns_dtype` is the dtype of the orthogonalization GEMMs. `auto` selects bfloat16, or float32 if a measurement at
+    startup shows that the device emulates bfloat16 (10 times slower). All ranks use the same dtype, and a resumed run
+    keeps it.
     """
 
     lr: float
     """Peak learning rate of Muon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of Muon's and AdamW's matrices; of embeddings and tied heads only with
+    """Decoupled weight decay of the matrices of Muon and AdamW. Embeddings and tied heads have none without
     `decay_embeddings`."""
     decay_embeddings: bool = False
     """Apply weight decay to embeddings and tied heads too."""
@@ -210,7 +210,7 @@ class Muon:
     adamw_eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
     adamw_names: tuple[str, ...] = ("lm_head", "embed", "wte", "wpe")
-    """Name parts of matrices that AdamW updates, such as the head. Each of your own must match a matrix."""
+    """Name parts of matrices that AdamW updates, such as the head. Each custom part must match a matrix."""
     ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the orthogonalization GEMMs."""
     implementation: Implementation = "auto"
@@ -257,7 +257,7 @@ class Muon:
             )
 
     def orthogonalizes(self, item: TrainableParam) -> bool:
-        """Whether this parameter is Muon's; AdamW has the others."""
+        """Return whether Muon updates this parameter. AdamW updates all others."""
         is_matrix = item.param.ndim == 2 and item.is_matrix and not item.is_embedding
         return is_matrix and not any(name in item.name for name in self.adamw_names)
 
@@ -352,7 +352,7 @@ class AdamW8bit:
         return kind(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
 
     def state_bytes(self, item: TrainableParam, numel: int) -> float:
-        """Two moments of a byte with float32 scales per block; small tensors keep ordinary ones."""
+        """Two 8-bit moments with float32 scales per block. Small tensors keep ordinary moments."""
         if numel < _8BIT_MIN:
             return 2.0 * item.param.dtype.itemsize * numel
         return 2.0 * (numel + 4 * numel / _8BIT_BLOCK)
@@ -375,12 +375,12 @@ class FromTorch:
 
     @property
     def kind(self) -> Any:
-        """What is called in the end; a partial may wrap any callable."""
+        """Return the callable inside nested partials."""
         return getattr(self.make, "func", self.make)
 
     def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
-        """One that knows `weight_decay` gets the same groups as the nodes; its own or default value acts on the
-        matrices.
+        """Optimizers with a `weight_decay` argument get the same groups as the nodes. Their configured or default value
+        applies to the matrices.
         """
         import torch
 
@@ -448,7 +448,7 @@ def refuse_float16_moments(section: Any) -> None:
 
 
 def optimizer_node(section: Any) -> OptimizerNode:
-    """The node that an `optimizer` section is, or stands for."""
+    """Return the node of an `optimizer` section, also if it is a partial."""
     return section if hasattr(section, "build") else FromTorch(section)
 
 
@@ -464,8 +464,8 @@ def build_optimizer(section: Any, parts: Sequence[nn.Module]) -> torch.optim.Opt
 
 
 def _refuse_uneven_shards(node: OptimizerNode, parts: Sequence[nn.Module]) -> None:
-    """Shards that borders cut anywhere suit optimizers that treat every element alone; others would be wrong without a
-    word."""
+    """Raise for optimizers that do not treat every element alike, if shard borders split parameters anywhere. Their
+    results would be wrong without an error."""
     from automodel_cli.models.uneven_dtensor import is_uneven
 
     name = _name(node)

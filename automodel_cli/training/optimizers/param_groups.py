@@ -1,10 +1,10 @@
 """Which parameters an optimizer gets, in which groups.
 
-Weight decay acts on matrices only: parameters with fewer than two dims, biases (also the stacked ones of experts) and
-norms are never decayed, embeddings (and heads tied to them) only where the optimizer asks for it. Frozen parameters are
-in no group and so have no state.
-Groups are also split by device mesh: foreach and fused kernels refuse a mix of plain tensors and DTensors, or of
-meshes, within one group, so with this split the fast kernels serve every layout.
+Weight decay applies to matrices only. Parameters with fewer than two dims, biases (also stacked ones of experts) and
+norms are never decayed. Embeddings and heads tied to them are decayed only if the optimizer requests it. Frozen
+parameters are in no group and so have no state.
+Groups are also split by device mesh, because foreach and fused kernels reject a mix of plain tensors and DTensors, or
+of meshes, within one group. With this split the fast kernels support every layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from automodel_cli.config.errors import ConfigError
 
 
 class TrainableParam(NamedTuple):
-    """A parameter to optimize, and where it sits."""
+    """A parameter to optimize, with its name and module."""
 
     name: str
     param: nn.Parameter
@@ -60,7 +60,7 @@ def trainable(parts: Sequence[nn.Module]) -> Iterator[TrainableParam]:
 def decay_groups(
     params: Sequence[TrainableParam], weight_decay: float, *, embeddings: bool = False
 ) -> list[dict[str, Any]]:
-    """Return groups for `torch.optim`, split into decayed and not, and by mesh; none is empty. `embeddings`: decay them
+    """Return groups for `torch.optim`, split by weight decay and by mesh. No group is empty. `embeddings`: decay them
     too."""
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for item in params:
@@ -72,7 +72,7 @@ def decay_groups(
 
 
 def require_trainable(parts: Sequence[nn.Module]) -> list[TrainableParam]:
-    """`trainable` as a list. Raises ConfigError when everything is frozen: there would be nothing to optimize."""
+    """Return `trainable` as a list. Raises ConfigError if all parameters are frozen."""
     params = list(trainable(parts))
     if not params:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Which schedule gives the learning rate of which step, also after a run was resumed with another number of steps.
+"""Learning-rate schedule of each step, also after a run was resumed with another number of steps.
 
-A plan is a row of spans, each a schedule of its own: `first` step (counted from 0) and `length`. One span is the normal
+A plan is a list of spans with one schedule each: `first` step (counted from 0) and `length`. Most plans have one
 case. Torch-free at import.
 """
 
@@ -36,7 +36,7 @@ class SchedulePlan:
         return cls((ScheduleSpan(0, num_steps),), num_steps)
 
     def extended(self, done: int, num_steps: int, how: ExtendSchedule) -> SchedulePlan:
-        """Return the plan of a run that goes on after `done` steps and ends after `num_steps`."""
+        """Return the plan of a run that continues after `done` steps and ends after `num_steps`."""
         if how == "stretch":
             return SchedulePlan.whole(num_steps)
         if how == "continue" or num_steps <= done:
@@ -45,7 +45,7 @@ class SchedulePlan:
         return SchedulePlan((*before, ScheduleSpan(done, num_steps - done)), num_steps)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return the number of the span that gives the rate of `step`, and the step within it."""
+        """Return the index of the span of `step`, and the step within it."""
         number = max(i for i, span in enumerate(self.spans) if span.first <= step or i == 0)
         span = self.spans[number]
         goes_on = span.first + span.length < self.num_steps
@@ -57,12 +57,12 @@ class SchedulePlan:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SchedulePlan:
-        """Read what `as_json` returned."""
+        """Read the result of `as_json`."""
         return cls(tuple(ScheduleSpan(*span) for span in values["spans"]), values["num_steps"])
 
 
 def factor_of(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
-    """Return the share of the peak rate as a function of the step; None for a schedule that is not of closed form."""
+    """Return the fraction of the peak rate as a function of the step, or None for a schedule not in closed form."""
     import torch
 
     factors: list[Callable[[int], float]] = []
@@ -81,12 +81,12 @@ def factor_of(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
 
 
 def extended_factor(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
-    """Return `factor_of` for a run that was extended; None for any other run, whose schedule the node makes itself."""
+    """Return `factor_of` for an extended run, or None for any other run, whose node builds the schedule."""
     return None if plan == SchedulePlan.whole(plan.num_steps) else factor_of(node, plan)
 
 
 def differ(node: Any, one: SchedulePlan, other: SchedulePlan, done: int) -> bool:
-    """Return whether two plans give different rates after `done` steps; False for schedules not of closed form."""
+    """Return whether two plans differ after `done` steps. False for schedules not in closed form."""
     first, second = factor_of(node, one), factor_of(node, other)
     if first is None or second is None:
         return False

@@ -1,9 +1,9 @@
-"""AdamW with moments of a dtype of their own, whose bfloat16 results may be rounded at random.
+"""AdamW with a configurable dtype of the moments and optional stochastic rounding to bfloat16.
 
-A value between two bfloat16 numbers goes up with the probability that makes its mean the value itself, so that updates
-far below the distance of two numbers still add up (Zamirai et al. 2020, arXiv:2010.06192; Higham and Mary 2022 on
-stochastic rounding). The numbers it is drawn from are a hash of step, parameter and element: copies of a parameter on
-several ranks stay equal, and a resumed run goes on to the same bits.
+A value between two bfloat16 numbers is rounded up with the probability that keeps its expectation. Updates far below
+the distance of two numbers therefore still accumulate (Zamirai et al. 2020, arXiv:2010.06192; Higham and Mary 2022).
+Example: a value 1/4 of the way between two numbers is rounded up in 1 of 4 cases. The random numbers are a hash of
+step, parameter and element, so that replicas of a parameter stay equal and a resumed run is bitwise identical.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MASK = 0xFFFFFFFF
 
 @refuses_by_found_inf
 class RoundedAdamW(torch.optim.Optimizer):
-    """Every element is updated in float32. `state_dtype` of both moments, None for `moment_dtype`; with
-    `stochastic_rounding`, bfloat16 parameters and moments are rounded at random, else to the nearest. A step whose
-    `found_inf` is set (`torch_compat.step_if_finite`) changes nothing.
+    """Every element is updated in float32. `state_dtype`: dtype of both moments, None for `moment_dtype`. With
+    `stochastic_rounding`, bfloat16 parameters and moments are rounded stochastically, otherwise to the nearest. A step
+    with `found_inf` set (`torch_compat.step_if_finite`) changes nothing.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the moments of a parameter of `dtype` where the config leaves it open.
+    """Return the dtype of the moments of a parameter of `dtype`, if the config does not set it.
 
     float16 ends at 6e-8: squares of gradients and `eps` would become 0, and the update a division by 0.
     """
@@ -91,7 +91,7 @@ def load_moments(
     names: Collection[str],
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> None:
-    """Load the moments `names` into `optimizer`, each in the dtype that `dtype_of` gives its parameter."""
+    """Load the moments `names` into `optimizer`, each in the dtype that `dtype_of` returns for its parameter."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for index, saved in state_dict["state"].items():
         param = params[index]
@@ -111,7 +111,7 @@ def _number(value: float, like: Tensor, dtype: torch.dtype = torch.float32) -> T
 
 @cache
 def _run(device: torch.device) -> Callable[..., Any]:
-    """One kernel a parameter where the compiler makes it, else as written."""
+    """Compile to one kernel per parameter if possible, otherwise run as written."""
     if device.type != "cuda":
         return update
     run = by_compiler("inductor", device, torch.float32)(FusibleRegion("AdamW", update, None, _sample, by_element=True))
@@ -139,7 +139,7 @@ def update(
     weight_decay: float,
     rounds: bool,
 ) -> tuple[Tensor, ...]:
-    """One step of AdamW in place, `step` (scalar) counting it; nothing where `bad` is 1. Returns what it wrote."""
+    """Run one AdamW step in place. `step` (scalar) counts it. Nothing changes if `bad` is 1. Returns the results."""
     is_bad = bad > 0
     count = step + 1
     grad, mean, square, param = grad_N.float(), mean_N.float(), square_N.float(), param_N.float()

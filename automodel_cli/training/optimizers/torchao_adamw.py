@@ -14,9 +14,10 @@ _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class QuantizedAdamW(TorchAOAdamW8bit):  # type: ignore[misc]
-    """A checkpoint holds the moments dequantised, since it must be cut anew for another layout; loading quantises them.
+    """Checkpoints hold dequantized moments, because another layout shards them differently. Loading quantizes them
+    again.
 
-    With the same blocks this gives back the same codes, and scales up to their last bit.
+    With the same blocks, this restores the same codes, and the scales up to their last bit.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -29,14 +30,14 @@ class QuantizedAdamW(TorchAOAdamW8bit):  # type: ignore[misc]
                 if isinstance(target, OptimState8bit):
                     _quantise(loaded, target)
                 else:
-                    target.copy_(loaded)  # torchao leaves small tensors alone
+                    target.copy_(loaded)  # torchao does not quantize small tensors
 
 
 def _quantise(values: Tensor, target: OptimState8bit) -> None:
     """Codes and scales of dequantised `values`, written into `target`.
 
     The table of codes ends at +1, but at -0.993 below zero: a block whose largest value was negative came back smaller.
-    torchao's own copy would take that for the block's scale and move every code.
+    torchao's copy would use that as the scale of the block and shift every code.
     """
     blocks = values.reshape(-1, target.block_size)
     table = target.qmap
