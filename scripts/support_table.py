@@ -6,7 +6,7 @@ user's own config. Nothing is downloaded.
     python scripts/support_table.py [--families llama,qwen3] [--output docs/support.md]
     python scripts/support_table.py --training        # renew that column only, which takes most of the time
     python scripts/support_table.py --render          # write the page anew from its own table, without measuring
-    python scripts/support_table.py --against 5.17.0    # in an environment of its own: what differs from --output
+    python scripts/support_table.py --output NEW --compare docs/support.md   # what differs, without training
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ import argparse
 import copy
 import re
 import signal
-import subprocess
-import sysconfig
-import tempfile
-import venv
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +151,11 @@ def with_usual_fields(config: PretrainedConfig) -> PretrainedConfig:
 
 def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedModel], known: Row | None = None) -> Row:
     """Every capability of a family; with a `known` row only `training`, and the rest as it says."""
-    if known is not None:
-        return with_training(known, config)
+    return with_training(known or measured(name, config, model_class), config)
+
+
+def measured(name: str, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> Row:
+    """Every capability of a family but `training`."""
 
     def split_of(config: PretrainedConfig) -> tuple[str, str]:
         text = config.get_text_config()
@@ -171,8 +171,7 @@ def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedMode
     sampling, sampling_reason = measure(lambda: check_decoding(copy.deepcopy(config)))
     reasons = (("split", split_reason), ("packing", packing_reason), ("sampling", sampling_reason))
     notes = [f"{what}: {_short(reason)}" for what, reason in reasons if reason]
-    found = Row(name, model_class.__name__, split, packing, sampling, "unknown", tuple(notes))
-    return with_training(found, config)
+    return Row(name, model_class.__name__, split, packing, sampling, "unknown", tuple(notes))
 
 
 def with_training(row: Row, config: PretrainedConfig) -> Row:
@@ -386,69 +385,31 @@ def rows_of(table: str) -> dict[str, Row]:
     return rows
 
 
-def verdicts(table: str) -> dict[str, tuple[str, ...]]:
-    """Of a rendered table: family -> its verdict on each capability."""
-    cells = [line.strip("| ").split(" | ") for line in _full_table(table).splitlines() if line.startswith("| ")]
-    rows = [row for row in cells if len(row) == 2 + len(CAPABILITIES) and row[0] != "family"]
-    return {row[0]: tuple(row[2:]) for row in rows}
-
-
-def changes(old: dict[str, tuple[str, ...]], new: dict[str, tuple[str, ...]]) -> list[str]:
-    """What a reader of the table must know of another release, one line a family."""
+def changes(old: dict[str, Row], new: dict[str, Row]) -> list[str]:
+    """What differs between two tables, without the column training, one line a family."""
     lines = [f"{name}: not there" for name in old if name not in new]
     lines += [f"{name}: new: {_said(new[name])}" for name in new if name not in old]
     for name in old:
-        if name in new and old[name] != new[name]:
-            lines.append(f"{name}: {_said(old[name])} -> {_said(new[name])}")
+        if name in new and (before := _said(old[name])) != (now := _said(new[name])):
+            lines.append(f"{name}: {before} -> {now}")
     return lines
 
 
-def _said(found: tuple[str, ...]) -> str:
-    return ", ".join(f"{what} {verdict}" for what, verdict in zip(CAPABILITIES, found, strict=True))
-
-
-def against(release: str, table: Path, options: list[str]) -> None:
-    """Build the table in an environment of its own that has this release of transformers (`latest`: the index's
-    newest), and print how it differs from `table`. Everything else comes from this environment."""
-    with tempfile.TemporaryDirectory() as folder:
-        python = Path(folder, "bin", "python")
-        venv.create(folder, with_pip=True)
-        wanted = "transformers" if release == "latest" else f"transformers=={release}"
-        subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", wanted], check=True)
-        there = subprocess.run(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True
-        )
-        # after its own packages: this environment's torch, and this project
-        paths = "\n".join([sysconfig.get_path("purelib"), str(Path(__file__).resolve().parents[1])])
-        Path(there.stdout.decode().strip(), "zz_outer.pth").write_text(paths + "\n", encoding="utf-8")
-        found = Path(folder, "support.md")
-        subprocess.run([python, __file__, "--output", found, *options], check=True, stdout=subprocess.DEVNULL)
-        new = found.read_text(encoding="utf-8")
-    old = table.read_text(encoding="utf-8")
-    for title, text in ((str(table), old), (release, new)):
-        print(f"{title}: {' '.join(text.split('Measured with ')[1].split(' by ')[0].split())}")
-        print("\n".join(line for line in text.splitlines() if line.startswith(tuple(f"| {w} |" for w in CAPABILITIES))))
-    was, families_now = verdicts(old), verdicts(new)
-    if "--families" in options:
-        was = {name: found for name, found in was.items() if name in families_now}
-    print("\n".join(changes(was, families_now)) or "no family differs")
+def _said(row: Row) -> str:
+    return ", ".join(f"{what} {getattr(row, what)}" for what in CAPABILITIES if what != "training")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", help="comma-separated model types (default: all)")
     parser.add_argument("--output", type=Path, default=Path("docs/support.md"))
-    parser.add_argument("--against", metavar="VERSION", help="a release of transformers, or latest: print what differs")
+    parser.add_argument("--compare", type=Path, help="print what differs from this table; do not measure training")
     parser.add_argument("--training", action="store_true", help="measure that column only; the rest is as in --output")
     parser.add_argument("--render", action="store_true", help="write --output anew from its own table; measure nothing")
     options = parser.parse_args()
     if options.render:
         known = rows_of(options.output.read_text(encoding="utf-8"))
         options.output.write_text(render(list(known.values())), encoding="utf-8")
-        return
-    if options.against:
-        chosen = ["--families", options.families] if options.families else []
-        against(options.against, options.output, chosen)
         return
     wanted = options.families.split(",") if options.families else None
     warnings.simplefilter("ignore")
@@ -458,10 +419,15 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     for name, config, model_class in families():
         if wanted is None or name in wanted:
-            row = rows[name] = row_of(name, config, model_class, rows.get(name))
+            measure_row = measured if options.compare else partial(row_of, known=rows.get(name))
+            row = rows[name] = measure_row(name, config, model_class)
             said = " ".join(f"{what} {getattr(row, what):8s}" for what in CAPABILITIES)
             print(f"{name:28s} {said} {'; '.join(row.notes)[:150]}", flush=True)
             options.output.write_text(render(list(rows.values())), encoding="utf-8")  # what is known so far
+    if options.compare:
+        before = rows_of(options.compare.read_text(encoding="utf-8"))
+        was = {name: row for name, row in before.items() if wanted is None or name in wanted}
+        print("\n".join(["== differences", *changes(was, rows)]))
 
 
 if __name__ == "__main__":

@@ -39,13 +39,13 @@ TESTED: dict[str, tuple[str, ...]] = {
 }
 """Distribution, and its tested releases. A release of two numbers stands for all its patch releases."""
 
-_OTHER_RANGES = {"sglang": ">=0.5.21"}
+OTHER_RANGES = {"sglang": ">=0.5.21"}
 """Ranges of packages that no extra installs."""
 
 
 def ranges() -> dict[str, str]:
     """Return the supported range of Python, of each dependency and of each package of an extra."""
-    found = {"python": _metadata()["Requires-Python"], **_OTHER_RANGES}
+    found = {"python": _metadata()["Requires-Python"], **OTHER_RANGES}
     for line in _metadata().get_all("Requires-Dist") or ():
         match = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", line)
         assert match is not None, line
