@@ -11,6 +11,7 @@ from pathlib import Path
 
 from automodel_cli.config.error_codes import ALL_CODES, CODES, LAYOUT_CODES, ROW_CODES, ErrorCode
 from automodel_cli.config.fix_syntax import label
+from automodel_cli.config.value_checks import choice_rule, range_rule
 
 ROOT = Path(__file__).parents[1]
 _CLASSES = {
@@ -80,6 +81,8 @@ class Message:
 def messages() -> Iterator[Message]:
     """The messages of all raise sites with a code."""
     for path in sorted((*(ROOT / "automodel_cli").rglob("*.py"), *(ROOT / "recipes").glob("*.py"))):
+        if path.name == "value_checks.py":  # their calls have the texts
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         helpers = {
             node.name: node.returns.id
@@ -100,6 +103,15 @@ def _message(
     kind = helpers.get(name, name)
     named = {word.arg: word.value for word in call.keywords}
     parts = list(call.args)
+    if name in ("check_choice", "check_range", "check_minimums"):
+        return _checked(call, function, name)
+    if name == "_reject" and len(parts) > 2 and _codes(parts[0]):  # (code, reason, *fields)
+        fields = [_text(part) or "…" for part in parts[2:] if not isinstance(part, ast.Starred)]
+        values = " with ".join(f"{field}=<{field}>" if field != "…" else "<name>=<value>" for field in fields)
+        reason = _text(_assigned(parts[1], function, call.lineno))
+        return Message(
+            _codes(parts[0]), 2, f"{values} {reason}", _text(_assigned(named.get("fix"), function, call.lineno))
+        )
     codes = _codes(named.get("code"))
     if (kind in _CLASSES or name in ("add", "warn")) and len(parts) > 1 and (first := _codes(parts[0])):
         codes, parts = first, parts[1:]
@@ -116,6 +128,30 @@ def _message(
     if len(re.sub(r"<\w+>|…|\W", "", text)) < 8:  # the text is computed
         text = ""
     return Message(codes, exit_code, text, _text(_assigned(named.get("fix"), function, call.lineno)))
+
+
+def _checked(call: ast.Call, function: ast.AST, name: str) -> Message:
+    """The message of a call of `config.value_checks`."""
+    parts, named = call.args, {word.arg: word.value for word in call.keywords}
+    if name == "check_minimums":
+        return Message(("out_of_range",), 2, f"<name>=<value> {range_rule({'at_least': '<minimum>'})}", "")
+    key = "<name>" if isinstance(parts[0], ast.Name) else _text(parts[0])
+    field = key.rpartition(".")[2]
+    field = "value" if "<" in field else field
+    start, fix = f"{key}=<{field}>", _text(named.get("fix"))
+    if name == "check_choice":
+        choices = parts[2]
+        shown = map(ast.unparse, choices.elts) if isinstance(choices, ast.Tuple) else ["…"]
+        words = [choice.strip("'").replace("None", "null") for choice in shown]
+        return Message(("invalid_choice",), 2, f"{start} {choice_rule(words)}", fix)
+    bounds = {
+        bound: f"<{named[bound].id}>" if isinstance(named[bound], ast.Name) else ast.unparse(named[bound])
+        for bound in ("at_least", "above", "at_most", "below")
+        if bound in named
+    }
+    note = _text(_assigned(named.get("note"), function, call.lineno))
+    unit = f" {_text(named['unit'])}" if "unit" in named else ""
+    return Message(("out_of_range",), 2, f"{start}{unit} {range_rule(bounds)}{note}", fix)
 
 
 def _codes(node: ast.expr | None) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def choose_alternative(value: object, hint: Any) -> Any:
     raise _mismatch(value, options)
 
 
-def check_range(value: object, hint: Any, name: str) -> None:
+def check_number(value: object, hint: Any, name: str) -> None:
     """Raise Mismatch for a number that no setting can be: infinite, beyond 64 bits, or a negative seed."""
     if hint not in (int, float) or isinstance(value, bool) or not isinstance(value, int | float):
         return

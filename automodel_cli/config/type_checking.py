@@ -185,7 +185,7 @@ class Binder:
             return {k: self.value(v, inner, join(key, str(k))) for k, v in value.items()}
         if isinstance(value, list):
             return self.sequence(value, chosen, key)
-        scalar_conversion.check_range(value, chosen, key.rpartition(".")[2])
+        scalar_conversion.check_number(value, chosen, key.rpartition(".")[2])
         return scalar_conversion.convert_scalar(value, chosen)
 
     def sequence(self, value: list[Any], hint: Any, key: str) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.data.formats.base import DOCUMENTS, PREFERENCES, Format
 from automodel_cli.data.formats.builtin import FORMATS, find_format, format_name
 
@@ -273,19 +274,8 @@ class DataConfig:
             )
 
     def _check_numbers(self) -> None:
-        if self.seq_len < 2:
-            raise ConfigError(
-                f"seq_len={self.seq_len} must be at least 2",
-                code="out_of_range",
-                keys=("seq_len",),
-                fix="data.seq_len=2048",
-            )
-        if self.pad_to_multiple_of < 1:
-            raise ConfigError(
-                f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1",
-                code="out_of_range",
-                keys=("pad_to_multiple_of",),
-            )
+        check_range("seq_len", self.seq_len, at_least=2, fix="data.seq_len=2048")
+        check_range("pad_to_multiple_of", self.pad_to_multiple_of, at_least=1)
         if self.packing != "none" and self.padding != "longest":
             raise ConfigError(
                 f"padding={self.padding} has no effect with packing={self.packing}, which pads to seq_len",
@@ -309,19 +299,14 @@ class DataConfig:
                 keys=("packing", "truncation"),
                 fix="data.truncation=split, or data.packing=best_fit",
             )
-        if not 0 <= self.max_invalid_fraction <= 1:
-            raise ConfigError(
-                f"max_invalid_fraction={self.max_invalid_fraction} must be between 0 and 1",
-                code="out_of_range",
-                keys=("max_invalid_fraction",),
-                fix="data.max_invalid_fraction=0.01",
-            )
-        if self.num_workers is not None and self.num_workers < 0:
-            raise ConfigError(
-                f"num_workers={self.num_workers} must be at least 0 (0 tokenizes in the main process)",
-                code="out_of_range",
-                keys=("num_workers",),
-            )
+        check_range(
+            "max_invalid_fraction",
+            self.max_invalid_fraction,
+            at_least=0,
+            at_most=1,
+            fix="data.max_invalid_fraction=0.01",
+        )
+        check_range("num_workers", self.num_workers, at_least=0, note=" (0 tokenizes in the main process)")
 
     def check_kind(self, *, preferences: bool) -> None:
         """Raise for settings that do not fit preference rows, and for preference formats in other recipes."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.evaluation.settings import GenerationSettings, MultipleChoiceSettings, at_least_one
+from automodel_cli.config.value_checks import check_minimums
+from automodel_cli.evaluation.settings import GenerationSettings, MultipleChoiceSettings
 
 if TYPE_CHECKING:
     from automodel_cli.evaluation.eval_model import EvalModel
@@ -77,7 +78,7 @@ class EvalConfig:
     """Draws of the bootstrap behind each interval."""
 
     def __post_init__(self) -> None:
-        at_least_one(num_resamples=self.num_resamples)
+        check_minimums(self, num_resamples=1)
         if not self.tasks:
             raise ConfigError("tasks must have at least one entry", code="empty_value", keys=("tasks",))
 

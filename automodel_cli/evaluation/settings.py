@@ -6,16 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_minimums
 from automodel_cli.data.config import DataConfig
 from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.rollout.rewards.text import ExactAnswer
-
-
-def at_least_one(**fields: int | None) -> None:
-    """Raise ConfigError for a number below 1."""
-    for name, value in fields.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1", code="out_of_range", keys=(name,), fix=f"{name}=1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +40,7 @@ class GenerationSettings:
     """Seed of the samples. A sample depends on the seed, its question and the weights only."""
 
     def __post_init__(self) -> None:
-        at_least_one(num_samples=self.num_samples, max_new_tokens=self.max_new_tokens, limit=self.limit)
+        check_minimums(self, num_samples=1, max_new_tokens=1, limit=1)
         if not self.rewards:
             raise ConfigError("rewards must have at least one entry", code="empty_value", keys=("rewards",))
         if not self.pass_at or min(self.pass_at) < 1 or max(self.pass_at) > self.num_samples:
@@ -78,4 +72,4 @@ class MultipleChoiceSettings:
     """Maximum number of questions, the first ones. null: all."""
 
     def __post_init__(self) -> None:
-        at_least_one(limit=self.limit)
+        check_minimums(self, limit=1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import override
+from automodel_cli.config.value_checks import check_choice, check_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,21 +54,9 @@ class LoRAConfig:
     """`nf4` stores the adapted layers' frozen weights in 4 bits with bitsandbytes (QLoRA)."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(
-                f"rank={self.rank} must be at least 1", code="out_of_range", keys=("rank",), fix="model.lora.rank=16"
-            )
-        if self.alpha <= 0:
-            raise ConfigError(
-                f"alpha={self.alpha} must be above 0", code="out_of_range", keys=("alpha",), fix="model.lora.alpha=32"
-            )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(
-                f"dropout={self.dropout} must be at least 0 and below 1",
-                code="out_of_range",
-                keys=("dropout",),
-                fix="model.lora.dropout=0",
-            )
+        check_range("rank", self.rank, at_least=1, fix="model.lora.rank=16")
+        check_range("alpha", self.alpha, above=0, fix="model.lora.alpha=32")
+        check_range("dropout", self.dropout, at_least=0, below=1, fix="model.lora.dropout=0")
         if not self.target_modules:
             raise ConfigError(
                 "target_modules is empty, so no layer would be trained",
@@ -97,13 +86,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("aux_loss_coef", "bias_update_rate"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be at least 0",
-                    code="out_of_range",
-                    keys=(name,),
-                    fix=f"model.moe.{name}=0",
-                )
+            check_range(name, getattr(self, name), at_least=0, fix=f"model.moe.{name}=0")
 
 
 @dataclass(frozen=True)
@@ -117,20 +100,14 @@ class MTPConfig:
     number."""
 
     def __post_init__(self) -> None:
-        if self.loss_weight <= 0:
-            raise ConfigError(
-                f"loss_weight={self.loss_weight} must be above 0, or the layers would not be trained",
-                code="out_of_range",
-                keys=("loss_weight",),
-                fix="model.mtp.loss_weight=0.1, or model.mtp=null",
-            )
-        if self.depths is not None and self.depths < 1:
-            raise ConfigError(
-                f"depths={self.depths} must be at least 1",
-                code="out_of_range",
-                keys=("depths",),
-                fix="model.mtp.depths=1",
-            )
+        check_range(
+            "loss_weight",
+            self.loss_weight,
+            above=0,
+            note=", or the layers would not be trained",
+            fix="model.mtp.loss_weight=0.1, or model.mtp=null",
+        )
+        check_range("depths", self.depths, at_least=1, fix="model.mtp.depths=1")
 
 
 @dataclass(frozen=True)
@@ -152,13 +129,12 @@ class TransformerEngineConfig:
     """Scales of fp8 GEMMs: `current` has one per tensor, `block` one per 128 values, `mxfp8` one per 32 (Blackwell)."""
 
     def __post_init__(self) -> None:
-        if self.fp8_recipe not in ("none", "current", "block", "mxfp8"):
-            raise ConfigError(
-                f"fp8_recipe={self.fp8_recipe!r} must be one of: none, current, block, mxfp8",
-                code="invalid_choice",
-                keys=("fp8_recipe",),
-                fix="model.transformer_engine.fp8_recipe=current",
-            )
+        check_choice(
+            "fp8_recipe",
+            self.fp8_recipe,
+            ("none", "current", "block", "mxfp8"),
+            fix="model.transformer_engine.fp8_recipe=current",
+        )
         if self.fp8_recipe != "none" and not self.linear:
             raise ConfigError(
                 f"fp8_recipe={self.fp8_recipe} has no effect with linear=false, because it applies to linear layers",
@@ -198,13 +174,12 @@ class Fp8Config:
     """Cast in the same way but multiply in float32, slower. Use it to check the numbers on a CPU or an older GPU."""
 
     def __post_init__(self) -> None:
-        if self.recipe not in ("rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"):
-            raise ConfigError(
-                f"recipe={self.recipe!r} must be one of: rowwise, tensorwise, rowwise_with_gw_hp, mxfp8",
-                code="invalid_choice",
-                keys=("recipe",),
-                fix="model.fp8.recipe=rowwise",
-            )
+        check_choice(
+            "recipe",
+            self.recipe,
+            ("rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"),
+            fix="model.fp8.recipe=rowwise",
+        )
 
 
 @dataclass(frozen=True)
@@ -281,13 +256,7 @@ class ModelConfig:
         self._check_transformer_engine()
         self._check_fp8()
         self._check_mtp()
-        if self.lm_head_chunk_size is not None and self.lm_head_chunk_size < 1:
-            raise ConfigError(
-                f"lm_head_chunk_size={self.lm_head_chunk_size} must be at least 1",
-                code="out_of_range",
-                keys=("lm_head_chunk_size",),
-                fix="model.lm_head_chunk_size=null",
-            )
+        check_range("lm_head_chunk_size", self.lm_head_chunk_size, at_least=1, fix="model.lm_head_chunk_size=null")
         if self.attention_kernel != "auto" and (self.attn_implementation != "packed" or self._engine_attends):
             raise ConfigError(
                 f"attention_kernel={self.attention_kernel} has no effect, because it selects the kernel of packed "

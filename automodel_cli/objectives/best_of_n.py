@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.objectives.base import Metric, RewardKL
 
 if TYPE_CHECKING:
@@ -38,13 +38,7 @@ class BestOfN:
     """Train only on responses with a reward above this. null: no bound."""
 
     def __post_init__(self) -> None:
-        if self.num_kept < 1:
-            raise ConfigError(
-                f"num_kept={self.num_kept} must be at least 1",
-                code="out_of_range",
-                keys=("num_kept",),
-                fix="objective.num_kept=1",
-            )
+        check_range("num_kept", self.num_kept, at_least=1, fix="objective.num_kept=1")
 
     @property
     def columns(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.data.head_output import HeadRequest
 from automodel_cli.objectives.base import Metric
 
@@ -38,13 +38,9 @@ class BradleyTerry:
     """Weight of (chosen + rejected score)^2, which keeps scores near 0 (arXiv:2312.09244)."""
 
     def __post_init__(self) -> None:
-        if not self.center_rewards_coef >= 0:
-            raise ConfigError(
-                f"center_rewards_coef={self.center_rewards_coef} must be at least 0",
-                code="out_of_range",
-                keys=("center_rewards_coef",),
-                fix="objective.center_rewards_coef=0.01",
-            )
+        check_range(
+            "center_rewards_coef", self.center_rewards_coef, at_least=0, fix="objective.center_rewards_coef=0.01"
+        )
 
     @property
     def needs(self) -> HeadRequest:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.data.head_output import HeadRequest
 from automodel_cli.objectives.base import Metric, RewardKL
 
@@ -54,31 +54,16 @@ class Distillation:
     """Weight of the NLL of the labels."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ConfigError(
-                f"beta={self.beta} must be between 0 and 1",
-                code="out_of_range",
-                keys=("beta",),
-                fix="objective.beta=0.5",
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(
-                f"top_k={self.top_k} must be at least 1", code="out_of_range", keys=("top_k",), fix="objective.top_k=64"
-            )
-        if not self.kd_weight > 0:
-            raise ConfigError(
-                f"kd_weight={self.kd_weight} must be above 0, or the loss does not depend on the teacher",
-                code="out_of_range",
-                keys=("kd_weight",),
-                fix="objective.kd_weight=1.0",
-            )
-        if not self.nll_weight >= 0:
-            raise ConfigError(
-                f"nll_weight={self.nll_weight} must be at least 0",
-                code="out_of_range",
-                keys=("nll_weight",),
-                fix="objective.nll_weight=0.0",
-            )
+        check_range("beta", self.beta, at_least=0, at_most=1, fix="objective.beta=0.5")
+        check_range("top_k", self.top_k, at_least=1, fix="objective.top_k=64")
+        check_range(
+            "kd_weight",
+            self.kd_weight,
+            above=0,
+            note=", or the loss does not depend on the teacher",
+            fix="objective.kd_weight=1.0",
+        )
+        check_range("nll_weight", self.nll_weight, at_least=0, fix="objective.nll_weight=0.0")
 
     @property
     def needs(self) -> HeadRequest:

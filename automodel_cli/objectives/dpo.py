@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range, reject_fields
 from automodel_cli.objectives.base import Metric
 
 if TYPE_CHECKING:
@@ -103,10 +104,7 @@ class DPO:
     - log sum p^2 (WPO, arXiv:2406.11827), without gradient. Costs one more forward pass per step."""
 
     def __post_init__(self) -> None:
-        if not self.beta >= 0:
-            raise ConfigError(
-                f"beta={self.beta} must be at least 0", code="out_of_range", keys=("beta",), fix="objective.beta=0.1"
-            )
+        check_range("beta", self.beta, at_least=0, fix="objective.beta=0.1")
         if self.beta == 0 and self.loss in ("ipo", "sppo_hard", "discopop", "orpo"):
             raise ConfigError(
                 f"beta=0 is not supported with loss={self.loss}, because the loss would be constant or undefined",
@@ -123,19 +121,15 @@ class DPO:
                     keys=(name, "loss"),
                     fix=f"objective.loss={loss}, or remove objective.{name}",
                 )
-        if self.tau is not None and not self.tau > 0:
-            raise ConfigError(
-                f"tau={self.tau} must be above 0", code="out_of_range", keys=("tau",), fix="objective.tau=0.05"
-            )
-        self._check_more()
+        check_range("tau", self.tau, above=0, fix="objective.tau=0.05")
+        self._check_extra_losses()
+        self._check_sorted()
+        self._check_divergence()
+        self._check_weights()
+
+    def _check_weights(self) -> None:
         for name in ("preference_weight", "nll_weight"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be at least 0",
-                    code="out_of_range",
-                    keys=(name,),
-                    fix=f"objective.{name}=1.0",
-                )
+            check_range(name, getattr(self, name), at_least=0, fix=f"objective.{name}=1.0")
         if not self.preference_weight + self.nll_weight > 0:
             raise ConfigError(
                 "preference_weight and nll_weight are both 0, so nothing is trained",
@@ -165,11 +159,10 @@ class DPO:
                 fix="objective.nll_weight=0.1",
             )
 
-    def _check_more(self) -> None:
-        def reject(code: str, reason: str, *keys: str, fix: str) -> None:
-            values = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
-            raise ConfigError(f"{values} {reason}", code=code, keys=keys, fix=fix)
+    def _reject(self, code: str, reason: str, *names: str, fix: str) -> NoReturn:
+        reject_fields(self, code, reason, *names, fix=fix)
 
+    def _check_extra_losses(self) -> None:
         plain = "objective.extra_losses={}"
         for name, weight in self.extra_losses.items():
             if (
@@ -177,7 +170,7 @@ class DPO:
                 or name == self.loss
                 or name in ("robust", "exo_pair", "discopop", "simpo", *SORTED)
             ):
-                reject(
+                self._reject(
                     "invalid_choice",
                     f"contains {name}, which cannot be added to another loss",
                     "extra_losses",
@@ -186,39 +179,27 @@ class DPO:
                 )
             if (name in REFERENCE_FREE) != (self.loss in REFERENCE_FREE):
                 reason = "is not supported because only one of the two uses a reference model"
-                reject("unsupported_combination", reason, "extra_losses", "loss", fix=plain)
+                self._reject("unsupported_combination", reason, "extra_losses", "loss", fix=plain)
             if not weight > 0:
-                reject("out_of_range", "must have weights above 0", "extra_losses", fix=plain)
+                self._reject("out_of_range", "must have weights above 0", "extra_losses", fix=plain)
         if self.extra_losses and self.average_log_probs is not None:
             reason = "is not supported because each loss averages by its own definition"
-            reject("unsupported_combination", reason, "extra_losses", "average_log_probs", fix=plain)
-        if self.loss in SORTED:
-            if self.averages:
-                reject(
-                    "unsupported_combination",
-                    "is not supported because the loss sorts sums of log-probs",
-                    "average_log_probs",
-                    "loss",
-                    fix="remove objective.average_log_probs",
-                )
-            if self.ld_alpha is not None:
-                reject(
-                    "unsupported_combination",
-                    "is not supported because the loss compares responses of different pairs",
-                    "ld_alpha",
-                    "loss",
-                    fix="objective.ld_alpha=null",
-                )
-            if self.use_wpo_weighting:
-                reject(
-                    "unsupported_combination",
-                    "is not supported because the loss compares responses of different pairs",
-                    "use_wpo_weighting",
-                    "loss",
-                    fix="objective.use_wpo_weighting=false",
-                )
-        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
-            reject("out_of_range", "must be between 0 and 1", "ld_alpha", fix="objective.ld_alpha=0.5")
+            self._reject("unsupported_combination", reason, "extra_losses", "average_log_probs", fix=plain)
+
+    def _check_sorted(self) -> None:
+        if self.loss not in SORTED:
+            return
+        code, reason = "unsupported_combination", "is not supported because the loss sorts sums of log-probs"
+        if self.averages:
+            self._reject(code, reason, "average_log_probs", "loss", fix="remove objective.average_log_probs")
+        reason = "is not supported because the loss compares responses of different pairs"
+        if self.ld_alpha is not None:
+            self._reject(code, reason, "ld_alpha", "loss", fix="objective.ld_alpha=null")
+        if self.use_wpo_weighting:
+            self._reject(code, reason, "use_wpo_weighting", "loss", fix="objective.use_wpo_weighting=false")
+
+    def _check_divergence(self) -> None:
+        check_range("ld_alpha", self.ld_alpha, at_least=0, at_most=1, fix="objective.ld_alpha=0.5")
         if self.f_divergence != "reverse_kl":
             losses = (self.loss, *self.extra_losses)
             if self.averages or any(name not in _OF_DIFFERENCES for name in losses):
@@ -226,23 +207,17 @@ class DPO:
                     f"is not supported. loss must be one of: {', '.join(_OF_DIFFERENCES)}, on sums of log-probs "
                     "(average_log_probs=false)"
                 )
-                reject(
+                self._reject(
                     "unsupported_combination", reason, "f_divergence", "loss", fix="objective.f_divergence=reverse_kl"
                 )
         if (self.f_divergence == "alpha") != (self.f_alpha is not None) or self.f_alpha == 1:
             fix = "objective.f_divergence=alpha objective.f_alpha=0.5"
             reason = "is not valid: f_divergence=alpha requires f_alpha, and f_alpha=1 is f_divergence=reverse_kl"
-            reject("requires_setting", reason, "f_divergence", "f_alpha", fix=fix)
+            self._reject("requires_setting", reason, "f_divergence", "f_alpha", fix=fix)
 
     def _check_smoothing(self) -> None:
         smoothing = self.label_smoothing
-        if not 0 <= smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing={smoothing} must be at least 0 and below 0.5",
-                code="out_of_range",
-                keys=("label_smoothing",),
-                fix="objective.label_smoothing=0.1",
-            )
+        check_range("label_smoothing", smoothing, at_least=0, below=0.5, fix="objective.label_smoothing=0.1")
         if smoothing and self.loss not in _SMOOTHED:
             raise ConfigError(
                 f"label_smoothing={smoothing} has no effect with loss={self.loss}. loss must be one of: "

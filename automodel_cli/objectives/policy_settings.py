@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range, reject_fields
 from automodel_cli.objectives.kl import KLType
 
 
@@ -68,40 +68,24 @@ class PolicySettings:
     """Slope of sapo's gate for negative advantages."""
 
     def __post_init__(self) -> None:
+        self._check_clipping()
         self._check_surrogate()
         self._check_aggregation()
         self._check_kl()
         self._check_correction()
-        if not self.positive_nll_coef >= 0:
-            raise ConfigError(
-                f"positive_nll_coef={self.positive_nll_coef} must be at least 0",
-                code="out_of_range",
-                keys=("positive_nll_coef",),
-                fix="objective.positive_nll_coef=0.0",
-            )
-        if not self.entropy_coef >= 0:
-            self._reject("out_of_range", "must be at least 0", "entropy_coef", fix="objective.entropy_coef=0.001")
+        check_range("positive_nll_coef", self.positive_nll_coef, at_least=0, fix="objective.positive_nll_coef=0.0")
+        check_range("entropy_coef", self.entropy_coef, at_least=0, fix="objective.entropy_coef=0.001")
+        fraction = self.top_entropy_fraction
+        check_range("top_entropy_fraction", fraction, above=0, below=1, fix="objective.top_entropy_fraction=0.2")
 
-        if self.top_entropy_fraction is not None and not 0 < self.top_entropy_fraction < 1:
-            self._reject(
-                "out_of_range",
-                "must be between 0 and 1",
-                "top_entropy_fraction",
-                fix="objective.top_entropy_fraction=0.2",
-            )
+    def _reject(self, code: str, reason: str, *names: str, fix: str) -> NoReturn:
+        reject_fields(self, code, reason, *names, fix=fix)
 
-    def _reject(self, code: str, reason: str, *keys: str, fix: str) -> None:
-        values = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
-        raise ConfigError(f"{values} {reason}", code=code, keys=keys, fix=fix)
-
-    def _check_surrogate(self) -> None:
-        if not 0 <= self.clip_low <= 1:
-            self._reject("out_of_range", "must be between 0 and 1", "clip_low", fix="objective.clip_low=0.2")
-        if not self.clip_high >= 0:
-            self._reject("out_of_range", "must be at least 0", "clip_high", fix="objective.clip_high=0.2")
+    def _check_clipping(self) -> None:
+        check_range("clip_low", self.clip_low, at_least=0, at_most=1, fix="objective.clip_low=0.2")
+        check_range("clip_high", self.clip_high, at_least=0, fix="objective.clip_high=0.2")
+        check_range("dual_clip_ratio", self.dual_clip_ratio, above=1, fix="objective.dual_clip_ratio=3.0")
         if self.dual_clip_ratio is not None:
-            if not self.dual_clip_ratio > 1:
-                self._reject("out_of_range", "must be above 1", "dual_clip_ratio", fix="objective.dual_clip_ratio=3.0")
             if self.policy_loss != "clip":
                 self._reject(
                     "no_effect",
@@ -129,9 +113,10 @@ class PolicySettings:
                     "importance_sampling_level",
                     fix=f"objective.{name}={default}",
                 )
+
+    def _check_surrogate(self) -> None:
         for name, default in (("sapo_positive", 1.0), ("sapo_negative", 1.05)):
-            if not getattr(self, name) > 0:
-                self._reject("out_of_range", "must be above 0", name, fix=f"objective.{name}={default}")
+            check_range(name, getattr(self, name), above=0, fix=f"objective.{name}={default}")
             if getattr(self, name) != default and self.policy_loss != "sapo":
                 self._reject(
                     "no_effect",
@@ -182,19 +167,14 @@ class PolicySettings:
                 "normalization_length",
                 fix="objective.loss_aggregation=constant objective.normalization_length=1024",
             )
-        if self.normalization_length is not None and self.normalization_length < 1:
-            self._reject(
-                "out_of_range", "must be at least 1", "normalization_length", fix="objective.normalization_length=1024"
-            )
+        length = self.normalization_length
+        check_range("normalization_length", length, at_least=1, fix="objective.normalization_length=1024")
 
     def _check_kl(self) -> None:
-        if not self.kl_coef >= 0:
-            self._reject("out_of_range", "must be at least 0", "kl_coef", fix="objective.kl_coef=0.01")
+        check_range("kl_coef", self.kl_coef, at_least=0, fix="objective.kl_coef=0.01")
         for name in ("kl_input_clamp", "kl_output_clamp"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                self._reject(
-                    "out_of_range", "must be above 0, or null for no clamp", name, fix=f"objective.{name}=null"
-                )
+            note = ", or null for no clamp"
+            check_range(name, getattr(self, name), above=0, note=note, fix=f"objective.{name}=null")
         kl_defaults = {
             "kl_type": "k3",
             "kl_placement": "loss",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.data.head_output import HeadRequest
 from automodel_cli.objectives.base import Metric
 from automodel_cli.objectives.grpo import GRPO
@@ -38,20 +39,12 @@ class PPO(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.value_coef > 0:
-            self._reject(
-                "out_of_range",
-                "must be above 0, or the critic is not trained",
-                "value_coef",
-                fix="objective.value_coef=0.1",
-            )
-        if self.value_clip_range is not None and not self.value_clip_range > 0:
-            self._reject(
-                "out_of_range",
-                "must be above 0, or null for no clip",
-                "value_clip_range",
-                fix="objective.value_clip_range=null",
-            )
+        note = ", or the critic is not trained"
+        check_range("value_coef", self.value_coef, above=0, note=note, fix="objective.value_coef=0.1")
+        note = ", or null for no clip"
+        check_range(
+            "value_clip_range", self.value_clip_range, above=0, note=note, fix="objective.value_clip_range=null"
+        )
 
     @property
     def columns(self) -> frozenset[str]:

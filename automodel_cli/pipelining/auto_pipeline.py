@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.mesh import Mesh
@@ -165,13 +166,7 @@ class AutoPipeline(PipelineStages):  # Public: docs/api.md
     def update_seq_len(self, seq_len: int) -> None:
         """Describe the buffers for sequences of `seq_len` tokens. No effect for the current length."""
         self._built()
-        if seq_len < 1:
-            raise ConfigError(
-                f"seq_len={seq_len} must be at least 1",
-                code="out_of_range",
-                keys=("pp_seq_len",),
-                fix="pp_seq_len=2048",
-            )
+        check_range("pp_seq_len", seq_len, at_least=1, fix="pp_seq_len=2048")
         if seq_len != self._seq_len:
             self._seq_len = seq_len
             self._describe(seq_len)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice, check_range
 from automodel_cli.pipelining.schedule.program import Program, read_csv
 from automodel_cli.pipelining.schedule.schedules import Schedule, check_schedule, find_schedule
 
@@ -87,30 +88,12 @@ def _check_cut(config: PipelineConfig) -> None:
         raise ConfigError(
             f"{' and '.join(given)} cannot be set together", code="mutually_exclusive", keys=given, fix=others
         )
-    if config.layers_per_stage is not None and config.layers_per_stage < 1:
-        raise ConfigError(
-            f"layers_per_stage={config.layers_per_stage} must be at least 1",
-            code="out_of_range",
-            keys=("layers_per_stage",),
-            fix="layers_per_stage=null",
-        )
+    check_range("layers_per_stage", config.layers_per_stage, at_least=1, fix="layers_per_stage=null")
     rounding = config.round_virtual_stages_to_pp_multiple
     if rounding not in (None, "up", "down"):
         key = "round_virtual_stages_to_pp_multiple"
         raise ConfigError(
             f"{key}={rounding!r} must be one of: up, down, null", code="invalid_choice", keys=(key,), fix=f"{key}=up"
         )
-    if config.balance not in ("even", "cost"):
-        raise ConfigError(
-            f"balance={config.balance!r} must be one of: even, cost",
-            code="invalid_choice",
-            keys=("balance",),
-            fix="balance=even",
-        )
-    if config.microbatch_group_size is not None and config.microbatch_group_size < 1:
-        raise ConfigError(
-            f"microbatch_group_size={config.microbatch_group_size} must be at least 1",
-            code="out_of_range",
-            keys=("microbatch_group_size",),
-            fix="microbatch_group_size=null",
-        )
+    check_choice("balance", config.balance, ("even", "cost"), fix="balance=even")
+    check_range("microbatch_group_size", config.microbatch_group_size, at_least=1, fix="microbatch_group_size=null")

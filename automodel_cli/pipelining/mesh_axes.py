@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.distributed.mesh import Mesh
 
 OUR_DP_AXES = ("dp_replicate", "dp_shard")  # Axes that "dp" means on the mesh of `distributed.mesh`.
@@ -100,13 +101,7 @@ class Axes:
 
 def check_batch_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
     """Raise ConfigError for invalid numbers of sequences per microbatch and step, or tokens per sequence."""
-    if microbatch < 1:
-        raise ConfigError(
-            f"pp_microbatch_size={microbatch} must be at least 1",
-            code="out_of_range",
-            keys=("pp_microbatch_size",),
-            fix="pp_microbatch_size=1",
-        )
+    check_range("pp_microbatch_size", microbatch, at_least=1, fix="pp_microbatch_size=1")
     if batch < 1 or batch % microbatch:
         raise ConfigError(
             f"pp_microbatch_size={microbatch} must divide pp_batch_size={batch}",
@@ -114,10 +109,7 @@ def check_batch_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
             keys=("pp_microbatch_size", "pp_batch_size"),
             fix=f"pp_microbatch_size={max((d for d in range(1, microbatch) if batch % d == 0), default=1)}",
         )
-    if seq_len is not None and seq_len < 1:
-        raise ConfigError(
-            f"pp_seq_len={seq_len} must be at least 1", code="out_of_range", keys=("pp_seq_len",), fix="pp_seq_len=null"
-        )
+    check_range("pp_seq_len", seq_len, at_least=1, fix="pp_seq_len=null")
 
 
 def default_device() -> torch.device:

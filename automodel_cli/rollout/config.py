@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice, check_minimums, check_range
 from automodel_cli.launch.generation_servers import GenerationServers
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.rollout.engines.base import EngineConfig
@@ -30,13 +31,7 @@ class DynamicSampling:
     """Maximum number of prompt batches per step. After them the step trains on the available groups."""
 
     def __post_init__(self) -> None:
-        if self.max_gen_batches < 1:
-            raise ConfigError(
-                f"max_gen_batches={self.max_gen_batches} must be at least 1",
-                code="out_of_range",
-                keys=("max_gen_batches",),
-                fix="max_gen_batches=10",
-            )
+        check_range("max_gen_batches", self.max_gen_batches, at_least=1, fix="max_gen_batches=10")
 
 
 @dataclass(frozen=True)
@@ -61,10 +56,7 @@ class OverlongConfig:
     """Factor from 0 to 1 on the reward of a truncated response. null: 1."""
 
     def __post_init__(self) -> None:
-        if self.buffer is not None and self.buffer < 1:
-            raise ConfigError(
-                f"buffer={self.buffer} must be at least 1", code="out_of_range", keys=("buffer",), fix="buffer=128"
-            )
+        check_range("buffer", self.buffer, at_least=1, fix="buffer=128")
         if self.buffer is None and self.penalty != 1.0:
             raise ConfigError(
                 f"penalty={self.penalty} requires a buffer",
@@ -72,14 +64,8 @@ class OverlongConfig:
                 keys=("penalty", "buffer"),
                 fix="buffer=128",
             )
-        if not self.penalty > 0:
-            raise ConfigError(
-                f"penalty={self.penalty} must be above 0", code="out_of_range", keys=("penalty",), fix="penalty=1.0"
-            )
-        if self.factor is not None and not 0 <= self.factor <= 1:
-            raise ConfigError(
-                f"factor={self.factor} must be from 0 to 1", code="out_of_range", keys=("factor",), fix="factor=0.5"
-            )
+        check_range("penalty", self.penalty, above=0, fix="penalty=1.0")
+        check_range("factor", self.factor, at_least=0, at_most=1, fix="factor=0.5")
 
     def shaped(self, reward: float, num_tokens: int, truncated: bool, max_new_tokens: int) -> float:
         """The reward as training sees it."""
@@ -206,34 +192,23 @@ class RolloutConfig:
                 self.engine.check_params(params)
 
     def _check_numbers(self) -> None:
-        for name, least in (
-            ("prompts_per_step", 1),
-            ("group_size", 1),
-            ("num_iterations", 1),
-            ("num_samples_logged", 1),
-            ("log_samples_every", 1),
-            ("num_reward_workers", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(
-                    f"{name}={value} must be at least {least}", code="out_of_range", keys=(name,), fix=f"{name}={least}"
-                )
-        if not self.warn_token_mult_prob_error > 1:
-            raise ConfigError(
-                f"warn_token_mult_prob_error={self.warn_token_mult_prob_error} must be above 1 (1 is "
-                "perfect agreement)",
-                code="out_of_range",
-                keys=("warn_token_mult_prob_error",),
-                fix="warn_token_mult_prob_error=1.05",
-            )
-        if self.validation_samples < 0:
-            raise ConfigError(
-                f"validation_samples={self.validation_samples} must be at least 0",
-                code="out_of_range",
-                keys=("validation_samples",),
-                fix="validation_samples=0",
-            )
+        check_minimums(
+            self,
+            prompts_per_step=1,
+            group_size=1,
+            num_iterations=1,
+            num_samples_logged=1,
+            log_samples_every=1,
+            num_reward_workers=1,
+        )
+        check_range(
+            "warn_token_mult_prob_error",
+            self.warn_token_mult_prob_error,
+            above=1,
+            note=" (1 is perfect agreement)",
+            fix="warn_token_mult_prob_error=1.05",
+        )
+        check_range("validation_samples", self.validation_samples, at_least=0, fix="validation_samples=0")
         if self.validation_temperature is not None and not (
             self.validation_samples and self.validation_temperature > 0
         ):
@@ -244,13 +219,13 @@ class RolloutConfig:
                 keys=("validation_temperature", "validation_samples"),
                 fix="validation_temperature=null",
             )
-        if not self.max_initial_logprob_gap > 0:
-            raise ConfigError(
-                f"max_initial_logprob_gap={self.max_initial_logprob_gap} nats must be above 0",
-                code="out_of_range",
-                keys=("max_initial_logprob_gap",),
-                fix="max_initial_logprob_gap=0.1",
-            )
+        check_range(
+            "max_initial_logprob_gap",
+            self.max_initial_logprob_gap,
+            above=0,
+            unit="nats",
+            fix="max_initial_logprob_gap=0.1",
+        )
 
     def _check_overlong(self) -> None:
         buffer = self.overlong.buffer
@@ -271,13 +246,7 @@ class RolloutConfig:
 
     def _check_placement(self) -> None:
         serves = isinstance(self.engine, LiveServerConfig)
-        if self.placement not in (None, "colocated", "disaggregated"):
-            raise ConfigError(
-                f"placement={self.placement!r} must be one of: colocated, disaggregated, null",
-                code="invalid_choice",
-                keys=("placement",),
-                fix="placement=null",
-            )
+        check_choice("placement", self.placement, ("colocated", "disaggregated", None), fix="placement=null")
         if self.placement == "disaggregated" and not serves:
             raise ConfigError(
                 f"placement=disaggregated requires generation servers, but {type(self.engine).__name__} "
@@ -362,13 +331,7 @@ class RolloutConfig:
         if self.gae_lambda != 0.95 and self.advantage_estimator != "critic":
             reject("no_effect", "gae_lambda", "only a critic uses it", "gae_lambda=0.95")
         for key in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ConfigError(
-                    f"{key}={getattr(self, key)} must be from 0 to 1",
-                    code="out_of_range",
-                    keys=(key,),
-                    fix=f"{key}=1.0",
-                )
+            check_range(key, getattr(self, key), at_least=0, at_most=1, fix=f"{key}=1.0")
 
     def _check_capabilities(self) -> None:
         able = self.engine.capabilities
@@ -407,13 +370,7 @@ class RolloutConfig:
             )
 
     def _check_staleness(self) -> None:
-        if self.max_off_policy_steps < 0:
-            raise ConfigError(
-                f"max_off_policy_steps={self.max_off_policy_steps} must be at least 0",
-                code="out_of_range",
-                keys=("max_off_policy_steps",),
-                fix="max_off_policy_steps=0",
-            )
+        check_range("max_off_policy_steps", self.max_off_policy_steps, at_least=0, fix="max_off_policy_steps=0")
         if self.max_off_policy_steps and self.engine.capabilities.live_weights:
             name = type(self.engine).__name__
             raise ConfigError(

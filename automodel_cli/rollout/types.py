@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,15 +45,10 @@ class SamplingParams:
     routing: bool = False
 
     def __post_init__(self) -> None:
-        rules = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1", "max_new_tokens=256"),
-            ("temperature", self.temperature >= 0, "must be at least 0 (0 is greedy)", "temperature=1.0"),
-            ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1", "top_p=1.0"),
-            ("top_k", self.top_k >= 0, "must be at least 0 (0 keeps all tokens)", "top_k=0"),
-        )
-        for name, holds, rule, fix in rules:
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)} {rule}", code="out_of_range", keys=(name,), fix=fix)
+        check_range("max_new_tokens", self.max_new_tokens, at_least=1, fix="max_new_tokens=256")
+        check_range("temperature", self.temperature, at_least=0, note=" (0 is greedy)", fix="temperature=1.0")
+        check_range("top_p", self.top_p, above=0, at_most=1, fix="top_p=1.0")
+        check_range("top_k", self.top_k, at_least=0, note=" (0 keeps all tokens)", fix="top_k=0")
         if self.greedy and (self.top_p != 1 or self.top_k != 0):
             raise ConfigError(
                 f"top_p={self.top_p}, top_k={self.top_k} have no effect with temperature=0",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice, check_range
 from automodel_cli.training.early_stopping import LOSS, Goal
 from automodel_cli.training.trackers import TrackerName, TrackerNode, tracker_nodes
 
@@ -15,10 +16,7 @@ from automodel_cli.training.trackers import TrackerName, TrackerNode, tracker_no
 def _positive(section: str, **fields: int | float | None) -> None:
     """Raise for zero and negative numbers. None means "not used" and passes."""
     for name, value in fields.items():
-        if value is not None and not value > 0:
-            raise ConfigError(
-                f"{name}={value} must be greater than 0", code="out_of_range", keys=(name,), fix=f"{section}.{name}=1"
-            )
+        check_range(name, value, above=0, fix=f"{section}.{name}=1")
 
 
 @dataclass(frozen=True)
@@ -68,20 +66,13 @@ class TrainConfig:
             max_grad_norm=self.max_grad_norm,
             step_timeout_seconds=None if self.step_timeout_seconds == "auto" else self.step_timeout_seconds,
         )
-        if self.extend_schedule not in (None, "continue", "restart", "stretch"):
-            raise ConfigError(
-                f"extend_schedule={self.extend_schedule!r} must be one of: continue, restart, stretch",
-                code="invalid_choice",
-                keys=("extend_schedule",),
-                fix="train.extend_schedule=restart",
-            )
-        if self.max_restarts < 0:
-            raise ConfigError(
-                f"max_restarts={self.max_restarts} must be at least 0",
-                code="out_of_range",
-                keys=("max_restarts",),
-                fix="train.max_restarts=0",
-            )
+        check_choice(
+            "extend_schedule",
+            self.extend_schedule,
+            ("continue", "restart", "stretch", None),
+            fix="train.extend_schedule=restart",
+        )
+        check_range("max_restarts", self.max_restarts, at_least=0, fix="train.max_restarts=0")
         if self.max_steps is None and self.epochs is None:
             raise ConfigError(
                 "the length of the run is missing: set max_steps or epochs",
@@ -175,13 +166,7 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         _positive("validation", every=self.every, num_batches=self.num_batches, patience=self.patience)
-        if self.direction not in (None, "min", "max"):
-            raise ConfigError(
-                f"direction={self.direction!r} must be one of: min, max",
-                code="invalid_choice",
-                keys=("direction",),
-                fix="validation.direction=min",
-            )
+        check_choice("direction", self.direction, ("min", "max", None), fix="validation.direction=min")
         if self.direction is None and self.metric != LOSS:
             raise ConfigError(
                 f"metric={self.metric} requires direction: min if smaller values are better, max if larger ones are",

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.config.value_checks import check_minimums, check_range
 from automodel_cli.data.formats.messages import ROLES
 
 Split = Literal["train", "validation"]
@@ -68,13 +69,7 @@ class ChatTasks:
                 raise ConfigError(
                     f"kinds.{name} must be one of: {', '.join(KINDS)}", code="invalid_choice", keys=(f"kinds.{name}",)
                 )
-            if not share >= 0:
-                raise ConfigError(
-                    f"kinds.{name}={share} must be at least 0",
-                    code="out_of_range",
-                    keys=(f"kinds.{name}",),
-                    fix=f"kinds.{name}=1",
-                )
+            check_range(f"kinds.{name}", share, at_least=0, fix=f"kinds.{name}=1")
         if not sum(self.kinds.values()) > 0:
             raise ConfigError(
                 f"kinds={self.kinds} must contain a share greater than 0",
@@ -90,20 +85,7 @@ class ChatTasks:
                     keys=("context",),
                     fix="context=[{role: system, content: Be brief.}]",
                 )
-        for name, least in (
-            ("num_train", 1),
-            ("num_validation", 0),
-            ("max_number", 9),
-            ("max_addend", 1),
-            ("max_length", 2),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be at least {least}",
-                    code="out_of_range",
-                    keys=(name,),
-                    fix=f"{name}={least}",
-                )
+        check_minimums(self, num_train=1, num_validation=0, max_number=9, max_addend=1, max_length=2)
 
     def rows(self, split: Split) -> Iterator[dict[str, Any]]:
         """The rows of one split, the same for the same node: dicts with `messages` (the context, user, assistant),

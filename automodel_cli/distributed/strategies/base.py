@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 from automodel_cli.distributed.mesh_config import MeshConfig
@@ -129,25 +130,20 @@ class ParallelizerConfig:
     """Backend of torch.compile."""
 
     def __post_init__(self) -> None:
-        check_choice("backend", self.backend, BACKENDS, "parallelizer.backend")
+        check_choice("backend", self.backend, BACKENDS, fix=f"parallelizer.backend={BACKENDS[0]}")
         check_dtype("autocast_dtype", self.autocast_dtype, "parallelizer.autocast_dtype")
         value = self.activation_checkpointing
         every_nth = isinstance(value, int) and value >= 1
         if not (isinstance(value, bool) or every_nth or value in ("full", "selective", "minimal", AUTO)):
-            choices = "false, true, full, selective, minimal, auto, or n >= 1 (every n-th layer)"
             raise ConfigError(
-                f"activation_checkpointing={value!r} must be one of: {choices}",
+                f"activation_checkpointing={value!r} must be one of: false, true, full, selective, minimal, auto, "
+                "or n >= 1 (every n-th layer)",
                 code="invalid_choice",
                 keys=("activation_checkpointing",),
                 fix="parallelizer.activation_checkpointing=full",
             )
-        if not isinstance(self.enable_compile, bool) and self.enable_compile not in (FUSED_OPS, AUTO):
-            raise ConfigError(
-                f"enable_compile={self.enable_compile!r} must be one of: auto, fused_ops, true, false",
-                code="invalid_choice",
-                keys=("enable_compile",),
-                fix="parallelizer.enable_compile=auto",
-            )
+        choices = (AUTO, FUSED_OPS, True, False)
+        check_choice("enable_compile", self.enable_compile, choices, fix="parallelizer.enable_compile=auto")
         if self.compile_backend != DEFAULT_COMPILE_BACKEND and not self.enable_compile:
             raise ConfigError(
                 f"compile_backend={self.compile_backend} has no effect with enable_compile=false",
@@ -263,17 +259,7 @@ def torch_dtype(name: str | None) -> Any:
 
 def check_dtype(name: str, value: object, path: str) -> None:
     if value is not None:
-        check_choice(name, value, DTYPES, path)
-
-
-def check_choice(name: str, value: object, choices: Sequence[str], path: str) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"{name}={value!r} must be one of: {', '.join(choices)}",
-            code="invalid_choice",
-            keys=(name,),
-            fix=f"{path}={choices[0]}",
-        )
+        check_choice(name, value, DTYPES, fix=f"{path}={DTYPES[0]}")
 
 
 def refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:

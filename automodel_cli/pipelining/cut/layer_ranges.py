@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice, check_range
 from automodel_cli.pipelining.schedule.stage_ranks import ScheduleKind
 
 
@@ -36,20 +37,11 @@ def stage_count(
         rounding: rounds the number to a multiple of `pp_size`.
     """
     key = "round_virtual_stages_to_pp_multiple"
-    if rounding not in (None, "up", "down"):
-        raise ConfigError(
-            f"{key}={rounding!r} must be one of: up, down, null", code="invalid_choice", keys=(key,), fix=f"{key}=up"
-        )
+    check_choice(key, rounding, ("up", "down", None), fix=f"{key}=up")
     if layers_per_stage is None:
         count = pp_size if kind == "single" else 2 * pp_size
     else:
-        if layers_per_stage < 1:
-            raise ConfigError(
-                f"layers_per_stage={layers_per_stage} must be at least 1",
-                code="out_of_range",
-                keys=("layers_per_stage",),
-                fix="layers_per_stage=null",
-            )
+        check_range("layers_per_stage", layers_per_stage, at_least=1, fix="layers_per_stage=null")
         count = -(-num_layers // layers_per_stage)
         if count % pp_size and rounding is None:
             more = _round_up(count, pp_size)

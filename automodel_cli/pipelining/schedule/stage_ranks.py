@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice
 
 ScheduleKind = Literal["single", "multi"]
 
@@ -25,8 +26,7 @@ def stages_of_rank(rank: int, pp_size: int, num_stages: int, style: Style = "loo
         )
     if style == "loop":
         return tuple(range(rank, num_stages, pp_size))
-    if style != "v":
-        raise ConfigError(f"style={style!r} must be one of: loop, v", code="invalid_choice")
+    check_choice("style", style, ("loop", "v"))
     if num_stages != 2 * pp_size:
         raise ConfigError(
             f"a V placement needs exactly 2 stages per rank, not {num_stages // pp_size}",

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice, check_minimums, check_range
 from automodel_cli.rollout.engines.base import Capabilities
 from automodel_cli.rollout.engines.servers.launch_commands import VLLM_WITH_EXPERTS
 from automodel_cli.rollout.engines.servers.managed_servers import ManagedServers
@@ -52,14 +53,8 @@ class SamplerConfig:
     """Launch a decoding step as one CUDA graph. `auto`: on CUDA if a rank has unsharded weights."""
 
     def __post_init__(self) -> None:
-        _at_least(self, max_num_batched_tokens=1, **({} if self.max_num_seqs is None else {"max_num_seqs": 1}))
-        if not 0 <= self.refill_threshold <= 1:
-            raise ConfigError(
-                f"refill_threshold={self.refill_threshold} must be from 0 to 1",
-                code="out_of_range",
-                keys=("refill_threshold",),
-                fix="refill_threshold=0.125",
-            )
+        check_minimums(self, max_num_batched_tokens=1, max_num_seqs=1)
+        check_range("refill_threshold", self.refill_threshold, at_least=0, at_most=1, fix="refill_threshold=0.125")
 
     def build(self, host: EngineContext) -> Engine:
         """See `EngineConfig`."""
@@ -81,7 +76,7 @@ class HFConfig:
     """Tokens of prompts and responses per generation batch."""
 
     def __post_init__(self) -> None:
-        _at_least(self, max_batch_tokens=1)
+        check_minimums(self, max_batch_tokens=1)
 
     def build(self, host: EngineContext) -> Engine:
         """See `EngineConfig`."""
@@ -110,12 +105,9 @@ class ServerConfig:
     """Treat the log-probs of the server as those of the sampled distribution."""
 
     def __post_init__(self) -> None:
-        _at_least(self, concurrency=1, retries=0)
+        check_minimums(self, concurrency=1, retries=0)
         self._check_urls()
-        if not self.timeout > 0:
-            raise ConfigError(
-                f"timeout={self.timeout} s must be above 0", code="out_of_range", keys=("timeout",), fix="timeout=600"
-            )
+        check_range("timeout", self.timeout, above=0, unit="s", fix="timeout=600")
 
     @property
     def urls(self) -> list[str]:
@@ -231,13 +223,7 @@ class LiveServerConfig(ServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.start_timeout > 0:
-            raise ConfigError(
-                f"start_timeout={self.start_timeout} s must be above 0",
-                code="out_of_range",
-                keys=("start_timeout",),
-                fix="start_timeout=900",
-            )
+        check_range("start_timeout", self.start_timeout, above=0, unit="s", fix="start_timeout=900")
         if not self.trust_logprobs:
             raise ConfigError(
                 f"trust_logprobs=false is not supported: {self.untrusted}",
@@ -245,13 +231,7 @@ class LiveServerConfig(ServerConfig):
                 keys=("trust_logprobs",),
                 fix="trust_logprobs=true",
             )
-        if self.way not in self.transports:
-            raise ConfigError(
-                f"transport={self.way!r} must be one of: {', '.join(self.transports)}",
-                code="invalid_choice",
-                keys=("transport",),
-                fix="transport=files",
-            )
+        check_choice("transport", self.way, self.transports, fix="transport=files")
         if self.way != "files" and self.weights_dir is not None:
             raise ConfigError(
                 f"weights_dir={self.weights_dir} has no effect with transport={self.way}",
@@ -426,14 +406,3 @@ def program_arguments(command: str | list[str], key: str = "command") -> list[st
     if not words or not words[0]:
         raise ConfigError(f"{key}={command!r} contains no program", code="empty_value", keys=(key,), fix=f"{key}=null")
     return list(words)
-
-
-def _at_least(node: object, **least: int) -> None:
-    for name, value in least.items():
-        if getattr(node, name) < value:
-            raise ConfigError(
-                f"{name}={getattr(node, name)} must be at least {value}",
-                code="out_of_range",
-                keys=(name,),
-                fix=f"{name}={value}",
-            )

@@ -6,10 +6,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.base import OnError, check_on_error
+from automodel_cli.config.value_checks import check_choice, check_range
+from automodel_cli.rollout.rewards.base import OnError
 from automodel_cli.rollout.types import Message
 
 
@@ -162,20 +162,10 @@ class Environment:
 def check_limits(node: EnvironmentNode, place: str = "") -> None:
     """Raise ConfigError for invalid limits. `place` is the key of the node with a dot."""
     for name, least in (("max_turns", 1), ("concurrency", 1), ("retries", 0)):
-        value = getattr(node, name)
-        if value < least:
-            fix = None if place else f"{name}={least}"  # a class without our base has no such key
-            raise ConfigError(
-                f"{place}{name}={value} must be at least {least}",
-                code="out_of_range",
-                keys=(f"{place}{name}",),
-                fix=fix,
-            )
+        fix = None if place else f"{name}={least}"  # a class without our base has no such key
+        check_range(f"{place}{name}", getattr(node, name), at_least=least, fix=fix)
     for name in ("turn_timeout", "episode_timeout"):
-        value = getattr(node, name)
-        if value is not None and not value > 0:
-            fix = None if place else f"{name}=60"
-            raise ConfigError(
-                f"{place}{name}={value} s must be above 0", code="out_of_range", keys=(f"{place}{name}",), fix=fix
-            )
-    check_on_error(node.on_error, f"{place}on_error" if place else None)
+        fix = None if place else f"{name}=60"
+        check_range(f"{place}{name}", getattr(node, name), above=0, unit="s", fix=fix)
+    fix = None if place else "on_error=zero"
+    check_choice(f"{place}on_error", node.on_error, get_args(OnError), fix=fix)

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice
 from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.types import Message
 
@@ -53,10 +54,7 @@ class Calculator(Environment):
                 keys=("pattern",),
                 fix="pattern='calc: (.+)'",
             )
-        if self.role not in ("tool", "user"):
-            raise ConfigError(
-                f"role={self.role!r} must be one of: tool, user", code="invalid_choice", keys=("role",), fix="role=tool"
-            )
+        check_choice("role", self.role, ("tool", "user"), fix="role=tool")
 
     def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
         """See `Environment.step`."""

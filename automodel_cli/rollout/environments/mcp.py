@@ -18,6 +18,7 @@ from typing import Any
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.config.warn import warn
 from automodel_cli.rollout.engines.config import program_arguments
 from automodel_cli.rollout.environments.event_loop import LoopThread
@@ -63,13 +64,7 @@ class MCPTools(ToolEnvironment):
                     code="unknown_name",
                     keys=(f"tools_of_server.{name}",),
                 )
-        if not self.start_timeout > 0:
-            raise ConfigError(
-                f"start_timeout={self.start_timeout} s must be above 0",
-                code="out_of_range",
-                keys=("start_timeout",),
-                fix="start_timeout=60",
-            )
+        check_range("start_timeout", self.start_timeout, above=0, unit="s", fix="start_timeout=60")
 
     def check(self) -> None:
         """Raise ConfigError if the package is not installed, and RunError if a server does not start."""

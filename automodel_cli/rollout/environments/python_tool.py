@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.rollout.environments.event_loop import in_thread
 from automodel_cli.rollout.environments.tools import ToolCall, ToolEnvironment, ToolError
 from automodel_cli.rollout.rewards.code import code_blocks
@@ -50,10 +50,7 @@ class PythonTool(ToolEnvironment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.seconds > 0:
-            raise ConfigError(
-                f"seconds={self.seconds} must be above 0", code="out_of_range", keys=("seconds",), fix="seconds=5"
-            )
+        check_range("seconds", self.seconds, above=0, fix="seconds=5")
         check_memory(self.memory_mib)
 
     def check(self) -> None:

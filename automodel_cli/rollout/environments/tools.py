@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice, check_minimums
 from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.rewards.text import check_pattern
 from automodel_cli.rollout.types import Message
@@ -62,18 +62,8 @@ class ToolEnvironment(Environment):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_pattern("pattern", self.pattern, groups=1)
-        if self.role not in ("tool", "user"):
-            raise ConfigError(
-                f"role={self.role!r} must be one of: tool, user", code="invalid_choice", keys=("role",), fix="role=tool"
-            )
-        for name in ("max_calls", "max_result_chars"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be at least 1",
-                    code="out_of_range",
-                    keys=(name,),
-                    fix=f"{name}=1",
-                )
+        check_choice("role", self.role, ("tool", "user"), fix="role=tool")
+        check_minimums(self, max_calls=1, max_result_chars=1)
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:

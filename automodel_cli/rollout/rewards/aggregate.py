@@ -14,9 +14,10 @@ from typing import Any, Literal, cast, get_args
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import NameList, check_entries
+from automodel_cli.config.value_checks import check_choice
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.device_threads import threads_on_this_device
-from automodel_cli.rollout.rewards.base import Many, RewardFunction, RewardInput, SupportsBatchScoring, check_on_error
+from automodel_cli.rollout.rewards.base import Many, OnError, RewardFunction, RewardInput, SupportsBatchScoring
 from automodel_cli.rollout.rewards.worker_process import Helper
 from automodel_cli.rollout.types import Score
 
@@ -158,7 +159,7 @@ class RewardSum:
 def check_nodes(rewards: Mapping[str, RewardFunction]) -> None:
     """Raise ConfigError for reward classes, including custom ones, that cannot be called."""
     for name, reward in rewards.items():
-        check_on_error(reward.on_error, f"rewards.{name}.on_error")
+        check_choice(f"rewards.{name}.on_error", reward.on_error, get_args(OnError))
         kind, several = type(reward).__name__, hasattr(reward, "scores")
         method = cast(SupportsBatchScoring, reward).scores if several else reward.score
         if getattr(method, "__isabstractmethod__", False):

@@ -7,22 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
-from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.schema import wraps_functions
+from automodel_cli.config.value_checks import check_choice, check_range
 
 OnError = Literal["zero", "fail", "skip"]
 Many = Literal["group", "batch"]
-
-
-def check_on_error(value: str, key: str | None = None) -> None:
-    """Raise ConfigError for an unknown `on_error`. `key` is its config key, or None within the node."""
-    if value not in get_args(OnError):
-        raise ConfigError(
-            f"on_error={value!r} must be one of: {', '.join(get_args(OnError))}",
-            code="invalid_choice",
-            keys=(key or "on_error",),
-            fix=None if key else "on_error=zero",
-        )
 
 
 @dataclass(frozen=True)
@@ -147,18 +136,9 @@ class Reward:
     """Rows to which this reward applies, by column: `{kind: math}` or `{kind: [math, code]}`."""
 
     def __post_init__(self) -> None:
-        check_on_error(self.on_error)
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError(
-                f"timeout={self.timeout} s must be above 0", code="out_of_range", keys=("timeout",), fix="timeout=5"
-            )
-        if self.concurrency < 1:
-            raise ConfigError(
-                f"concurrency={self.concurrency} must be at least 1",
-                code="out_of_range",
-                keys=("concurrency",),
-                fix="concurrency=32",
-            )
+        check_choice("on_error", self.on_error, get_args(OnError), fix="on_error=zero")
+        check_range("timeout", self.timeout, above=0, unit="s", fix="timeout=5")
+        check_range("concurrency", self.concurrency, at_least=1, fix="concurrency=32")
 
     @property
     def columns(self) -> tuple[str, ...]:

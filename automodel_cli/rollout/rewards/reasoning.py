@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.config.value_checks import check_minimums
 from automodel_cli.rollout.rewards.base import Reward, RewardInput
 from automodel_cli.rollout.rewards.safe_eval import guard_eval, guard_sympy
 
@@ -37,11 +38,7 @@ class ReasoningTasks:
     """Seed of the training rows. Validation rows have another seed and none of the training questions."""
 
     def __post_init__(self) -> None:
-        for name, least in (("num_train", 1), ("num_validation", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be at least {least}", code="out_of_range", keys=(name,)
-                )
+        check_minimums(self, num_train=1, num_validation=0)
 
     def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
         """Yield dicts with `messages` (user, assistant), `answer`, `kind` and `entry` (data of the verifier).

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.rewards.base import BatchReward, Many, Reward, RewardInput
 from automodel_cli.rollout.rewards.text import check_pattern
@@ -51,13 +52,7 @@ class ScoreServer(BatchReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_url(self.url)
-        if self.batch_size < 1:
-            raise ConfigError(
-                f"batch_size={self.batch_size} must be at least 1",
-                code="out_of_range",
-                keys=("batch_size",),
-                fix="batch_size=64",
-            )
+        check_range("batch_size", self.batch_size, at_least=1, fix="batch_size=64")
 
     def check(self) -> None:
         """Raise ConfigError if the server does not respond."""
@@ -139,8 +134,7 @@ class ModelJudge(Reward):
                 keys=("instruction",),
                 fix="instruction='Rate this answer from 0 to 10: {completion}'",
             )
-        if not self.best > 0:
-            raise ConfigError(f"best={self.best} must be above 0", code="out_of_range", keys=("best",), fix="best=10")
+        check_range("best", self.best, above=0, fix="best=10")
 
     @property
     def columns(self) -> tuple[str, ...]:

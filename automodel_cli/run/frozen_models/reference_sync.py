@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 
 if TYPE_CHECKING:
     from automodel_cli.distributed.strategies.base import Strategy
@@ -26,20 +27,8 @@ class ReferenceSync:
     """Weight of the policy in the new reference. 1: a copy of the policy."""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 1:
-            raise ConfigError(
-                f"every_steps={self.every_steps} must be at least 1",
-                code="out_of_range",
-                keys=("every_steps",),
-                fix="every_steps=1",
-            )
-        if not 0 < self.mixup_alpha <= 1:
-            raise ConfigError(
-                f"mixup_alpha={self.mixup_alpha} must be above 0 and at most 1",
-                code="out_of_range",
-                keys=("mixup_alpha",),
-                fix="mixup_alpha=1.0",
-            )
+        check_range("every_steps", self.every_steps, at_least=1, fix="every_steps=1")
+        check_range("mixup_alpha", self.mixup_alpha, above=0, at_most=1, fix="mixup_alpha=1.0")
 
     def due(self, step: int) -> bool:
         """Whether the reference changes after `step` steps."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice, check_range
 
 if TYPE_CHECKING:
     import torch
@@ -91,13 +92,7 @@ _DECAYS = {"cosine": _cosine, "linear": _linear, "1-sqrt": _one_minus_sqrt}
 
 
 def _check_ratio(name: str, value: float | None) -> None:
-    if value is not None and not 0 <= value <= 1:
-        raise ConfigError(
-            f"{name}={value} must be between 0 and 1",
-            code="out_of_range",
-            keys=(name,),
-            fix=f"lr_scheduler.{name}=0.1",
-        )
+    check_range(name, value, at_least=0, at_most=1, fix=f"lr_scheduler.{name}=0.1")
 
 
 @dataclass(frozen=True)
@@ -117,13 +112,7 @@ class _Warmup:
                 keys=("warmup_steps", "warmup_ratio"),
                 fix="lr_scheduler.warmup_ratio=null",
             )
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise ConfigError(
-                f"warmup_steps={self.warmup_steps} must be at least 0",
-                code="out_of_range",
-                keys=("warmup_steps",),
-                fix="lr_scheduler.warmup_steps=0",
-            )
+        check_range("warmup_steps", self.warmup_steps, at_least=0, fix="lr_scheduler.warmup_steps=0")
         _check_ratio("warmup_ratio", self.warmup_ratio)
 
     def num_warmup_steps(self, num_steps: int) -> int:
@@ -215,20 +204,8 @@ class WSD(_Decay):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_ratio("decay_ratio", self.decay_ratio)
-        if self.decay not in _DECAYS:
-            raise ConfigError(
-                f"decay={self.decay!r} must be one of: {', '.join(_DECAYS)}",
-                code="invalid_choice",
-                keys=("decay",),
-                fix="lr_scheduler.decay=linear",
-            )
-        if self.decay_steps is not None and self.decay_steps < 0:
-            raise ConfigError(
-                f"decay_steps={self.decay_steps} must be at least 0",
-                code="out_of_range",
-                keys=("decay_steps",),
-                fix="lr_scheduler.decay_steps=100",
-            )
+        check_choice("decay", self.decay, _DECAYS, fix="lr_scheduler.decay=linear")
+        check_range("decay_steps", self.decay_steps, at_least=0, fix="lr_scheduler.decay_steps=100")
 
     def num_warmup_steps(self, num_steps: int) -> int:
         warmup, decay = super().num_warmup_steps(num_steps), self._num_decay_steps(num_steps)

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice, check_range
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +39,7 @@ class OptimizerNode(Protocol):
 
 
 def _check_adam(lr: float, betas: tuple[float, ...], eps: float, weight_decay: float) -> None:
-    if not lr > 0:
-        raise ConfigError(f"lr={lr} must be greater than 0", code="out_of_range", keys=("lr",), fix="optimizer.lr=1e-5")
+    check_range("lr", lr, above=0, fix="optimizer.lr=1e-5")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(
             f"betas={list(betas)} must be two numbers in [0, 1)",
@@ -47,17 +47,8 @@ def _check_adam(lr: float, betas: tuple[float, ...], eps: float, weight_decay: f
             keys=("betas",),
             fix="optimizer.betas=[0.9,0.95]",
         )
-    if not eps > 0:
-        raise ConfigError(
-            f"eps={eps} must be greater than 0", code="out_of_range", keys=("eps",), fix="optimizer.eps=1e-8"
-        )
-    if weight_decay < 0:
-        raise ConfigError(
-            f"weight_decay={weight_decay} must be at least 0",
-            code="out_of_range",
-            keys=("weight_decay",),
-            fix="optimizer.weight_decay=0.0",
-        )
+    check_range("eps", eps, above=0, fix="optimizer.eps=1e-8")
+    check_range("weight_decay", weight_decay, at_least=0, fix="optimizer.weight_decay=0.0")
 
 
 def _kernel(implementation: Implementation) -> dict[str, bool]:
@@ -75,13 +66,9 @@ def _kernel(implementation: Implementation) -> dict[str, bool]:
 
 
 def _check_implementation(implementation: str) -> None:
-    if implementation not in ("auto", "fused", "foreach", "loop"):
-        raise ConfigError(
-            f"implementation={implementation!r} must be one of: auto, fused, foreach, loop",
-            code="invalid_choice",
-            keys=("implementation",),
-            fix="optimizer.implementation=auto",
-        )
+    check_choice(
+        "implementation", implementation, ("auto", "fused", "foreach", "loop"), fix="optimizer.implementation=auto"
+    )
 
 
 @dataclass(frozen=True)
@@ -114,13 +101,7 @@ class AdamW:
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
         _check_implementation(self.implementation)
-        if self.state_dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(
-                f"state_dtype={self.state_dtype!r} must be one of: auto, float32, bfloat16",
-                code="invalid_choice",
-                keys=("state_dtype",),
-                fix="optimizer.state_dtype=auto",
-            )
+        check_choice("state_dtype", self.state_dtype, ("auto", "float32", "bfloat16"), fix="optimizer.state_dtype=auto")
         if self._is_own and self.implementation != "auto":
             raise ConfigError(
                 f"implementation={self.implementation} selects torch.optim.AdamW, which does not support state_dtype "
@@ -219,13 +200,7 @@ class Muon:
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.adamw_betas, self.adamw_eps, self.weight_decay)
         _check_implementation(self.implementation)
-        if self.adamw_lr is not None and not self.adamw_lr > 0:
-            raise ConfigError(
-                f"adamw_lr={self.adamw_lr} must be greater than 0",
-                code="out_of_range",
-                keys=("adamw_lr",),
-                fix="optimizer.adamw_lr=1e-5",
-            )
+        check_range("adamw_lr", self.adamw_lr, above=0, fix="optimizer.adamw_lr=1e-5")
         if not 0 <= self.momentum < 1:
             raise ConfigError(
                 f"momentum={self.momentum} must be in [0, 1)",
@@ -233,28 +208,12 @@ class Muon:
                 keys=("momentum",),
                 fix="optimizer.momentum=0.95",
             )
-        if not 1 <= self.ns_steps < 100:
-            raise ConfigError(
-                f"ns_steps={self.ns_steps} must be between 1 and 99",
-                code="out_of_range",
-                keys=("ns_steps",),
-                fix="optimizer.ns_steps=5",
-            )
-        if self.adjust_lr not in ("match_rms_adamw", "original"):
-            raise ConfigError(
-                f"adjust_lr={self.adjust_lr!r} must be one of: match_rms_adamw, original",
-                code="invalid_choice",
-                keys=("adjust_lr",),
-                fix="optimizer.adjust_lr=match_rms_adamw",
-            )
+        check_range("ns_steps", self.ns_steps, at_least=1, at_most=99, fix="optimizer.ns_steps=5")
+        check_choice(
+            "adjust_lr", self.adjust_lr, ("match_rms_adamw", "original"), fix="optimizer.adjust_lr=match_rms_adamw"
+        )
 
-        if self.ns_dtype not in ("auto", "bfloat16", "float32"):
-            raise ConfigError(
-                f"ns_dtype={self.ns_dtype!r} must be one of: auto, bfloat16, float32",
-                code="invalid_choice",
-                keys=("ns_dtype",),
-                fix="optimizer.ns_dtype=auto",
-            )
+        check_choice("ns_dtype", self.ns_dtype, ("auto", "bfloat16", "float32"), fix="optimizer.ns_dtype=auto")
 
     def orthogonalizes(self, item: TrainableParam) -> bool:
         """Return whether Muon updates this parameter. AdamW updates all others."""
@@ -317,13 +276,7 @@ class AdamW8bit:
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
-        if self.library not in ("torchao", "bitsandbytes"):
-            raise ConfigError(
-                f"library={self.library!r} must be one of: torchao, bitsandbytes",
-                code="invalid_choice",
-                keys=("library",),
-                fix="optimizer.library=torchao",
-            )
+        check_choice("library", self.library, ("torchao", "bitsandbytes"), fix="optimizer.library=torchao")
         if find_spec(self.library) is None:
             raise ConfigError(
                 f"library={self.library} requires the package {self.library!r}, which is not installed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.distributed.strategies.base import (
     BuiltInStrategy,
     MemoryTraits,
@@ -35,13 +35,7 @@ class DDPConfig(BuiltInStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise ConfigError(
-                f"bucket_cap_mb={self.bucket_cap_mb!r} must be a positive size in MiB",
-                code="out_of_range",
-                keys=("bucket_cap_mb",),
-                fix="parallelizer.bucket_cap_mb=25",
-            )
+        check_range("bucket_cap_mb", self.bucket_cap_mb, above=0, unit="MiB", fix="parallelizer.bucket_cap_mb=25")
 
     def storage(self) -> MemoryTraits:
         """Return the memory traits. Buckets are a second copy of the gradients, unless gradients are views of them."""

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_choice
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import (
     BuiltInStrategy,
     MemoryTraits,
-    check_choice,
     check_dtype,
     check_tp_plan,
     refuse_idle_tp_options,
@@ -144,15 +144,12 @@ class FSDP2Config(BuiltInStrategy):
         _check_policy("offload_policy", self.offload_policy, CPUOffload, "CPUOffloadPolicy")
         check_tp_plan(self.tp_plan)
         self._check_autocast()
-        check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL, "parallelizer.context_parallel")
-        check_choice("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCH, "parallelizer.expert_dispatch")
-        if not isinstance(self.keep_cast_experts, bool) and self.keep_cast_experts != AUTO:
-            raise ConfigError(
-                f"keep_cast_experts={self.keep_cast_experts!r} must be one of: auto, true, false",
-                code="invalid_choice",
-                keys=("keep_cast_experts",),
-                fix="parallelizer.keep_cast_experts=auto",
-            )
+        for name, choices in (
+            ("context_parallel", CONTEXT_PARALLEL),
+            ("expert_dispatch", EXPERT_DISPATCH),
+            ("keep_cast_experts", (AUTO, True, False)),
+        ):
+            check_choice(name, getattr(self, name), choices, fix=f"parallelizer.{name}={choices[0]}")
         if self.enable_async_tensor_parallel and self.enable_compile is not True:
             raise ConfigError(
                 "enable_async_tensor_parallel=true needs compiled layers, but "

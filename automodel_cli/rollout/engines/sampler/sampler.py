@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.expert_parallel.router_replay import RouterRecorder, choosing
 from automodel_cli.rollout.engines.base import Capabilities, resolve_seeds
@@ -90,13 +90,9 @@ class Sampler:
         refill_threshold: float = 0.125,
         capture: Capture | None = None,
     ):
-        for name, holds, rule in (
-            ("max_num_seqs", max_num_seqs >= 1, "must be at least 1"),
-            ("max_num_batched_tokens", max_num_batched_tokens >= 1, "must be at least 1"),
-            ("refill_threshold", 0 <= refill_threshold <= 1, "must be from 0 to 1"),
-        ):
-            if not holds:
-                raise ConfigError(f"{name}={locals()[name]} {rule}", code="out_of_range", keys=(name,))
+        check_range("max_num_seqs", max_num_seqs, at_least=1)
+        check_range("max_num_batched_tokens", max_num_batched_tokens, at_least=1)
+        check_range("refill_threshold", refill_threshold, at_least=0, at_most=1)
         self.decoder = decoder
         self.stop_token_ids = frozenset(stop_token_ids)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens

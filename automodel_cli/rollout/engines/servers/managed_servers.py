@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_minimums, check_range
 from automodel_cli.launch.generation_servers import GenerationServers
 
 if TYPE_CHECKING:
@@ -77,12 +78,7 @@ class ManagedServers(ABC):
     """Additional arguments of the server's command; needs `--trust command`."""
 
     def __post_init__(self) -> None:
-        for name, least in (("num_servers", 1), ("gpus_per_server", 0), ("tensor_parallel_size", 1), ("port", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(
-                    f"{name}={value} must be at least {least}", code="out_of_range", keys=(name,), fix=f"{name}={least}"
-                )
+        check_minimums(self, num_servers=1, gpus_per_server=0, tensor_parallel_size=1, port=1)
         if self.gpus_per_server % self.tensor_parallel_size:
             raise ConfigError(
                 f"gpus_per_server={self.gpus_per_server} must be a multiple of "
@@ -99,13 +95,9 @@ class ManagedServers(ABC):
                 keys=(key, "gpus_per_server"),
                 fix="gpus_per_server=1",
             )
-        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization < 1:
-            raise ConfigError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and below 1",
-                code="out_of_range",
-                keys=("gpu_memory_utilization",),
-                fix="gpu_memory_utilization=0.5",
-            )
+        check_range(
+            "gpu_memory_utilization", self.gpu_memory_utilization, above=0, below=1, fix="gpu_memory_utilization=0.5"
+        )
         if not self.words():
             own = type(self).executable
             raise ConfigError(

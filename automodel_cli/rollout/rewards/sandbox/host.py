@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import check_range
 from automodel_cli.config.warn import warn
 
 logger = logging.getLogger(__name__)
@@ -120,13 +121,7 @@ def isolation() -> frozenset[str]:
 
 def check_memory(memory_mib: int) -> None:
     """Raise ConfigError if `memory_mib` is too small."""
-    if memory_mib < 64:
-        raise ConfigError(
-            f"memory_mib={memory_mib} must be at least 64, which Python itself needs",
-            code="out_of_range",
-            keys=("memory_mib",),
-            fix="memory_mib=512",
-        )
+    check_range("memory_mib", memory_mib, at_least=64, note=", which Python itself needs", fix="memory_mib=512")
 
 
 def require_isolation(*, allow: bool) -> None:
