@@ -1,1 +1,1 @@
-"""YAML to checked objects. Nothing in this package imports torch."""
+"""Convert YAML to checked objects. No module of this package imports torch."""

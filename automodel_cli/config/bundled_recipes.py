@@ -1,4 +1,4 @@
-"""Where the shipped YAML lives, and what it says about itself. Imports nothing but the standard library."""
+"""Location and descriptions of the bundled configs. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _SHOWN_AS: dict[Path, Path] = {}
 
 
 def conf_dir() -> Path:
-    """The folder of the bundled configs: `automodel_cli/conf` in a wheel, `conf/` beside the package in a checkout."""
+    """Return the folder of the bundled configs: `automodel_cli/conf` in a wheel, `conf/` in a checkout."""
     installed = _PACKAGE / "conf"
     return installed if installed.is_dir() else _PACKAGE.parent / "conf"
 
 
 def recipe_names() -> list[str]:
-    """The bundled configs that `-c NAME` accepts, sorted; files below a group folder are options, not recipes."""
+    """Return the bundled configs that `-c NAME` accepts, sorted. Files in group folders are options, not recipes."""
     return sorted(path.stem for path in conf_dir().glob("*.yaml"))
 
 
 def recipe_path(name: str) -> Path:
-    """The file of one bundled config; the caller has checked that it exists."""
+    """Return the file of a bundled config. The caller has checked that it exists."""
     return conf_dir() / f"{name}.yaml"
 
 
@@ -42,7 +42,7 @@ def own_copy(path: Path, content: bytes) -> Iterator[Path]:
 
 
 def display(path: Path) -> str:
-    """How messages name a config file: bundled ones as `conf/...`, those below the working directory relative to it."""
+    """Return the name of a config file for messages: `conf/...` if bundled, relative if below the working directory."""
     path = _SHOWN_AS.get(path, path)
     for base, prefix in ((conf_dir(), "conf/"), (Path.cwd(), "")):
         if path.is_relative_to(base):

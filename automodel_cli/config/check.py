@@ -1,5 +1,5 @@
-"""The strict check, in two passes: `bind.Binder` walks the composed tree against annotations and calls nothing,
-`build.Builder` constructs what is clean."""
+"""Strict check in two passes: `bind.Binder` compares the composed tree with annotations without calling anything.
+`build.Builder` then constructs the valid parts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ from automodel_cli.config.type_checking import WRONG, Binder
 def check_config(
     composed: Composed, trust: Trust = NOTHING, untrusted: list[Need] | None = None, *, kind: type | None = None
 ) -> Any:
-    """Check the whole config and build its root. `trust` is what the command line allows it to execute.
+    """Check the complete config and build its root.
 
-    Nothing but config nodes (frozen dataclasses, pure to construct) runs before every error is known. Raises one
-    ConfigError with all of them, sorted by file and line. What is not trusted is an error too; with the list
-    `untrusted` it is added there instead, and the field has its default: for commands that execute nothing. `kind` is
-    the class of a root that names no `_target_`; without one such a file is refused.
+    Only config nodes (frozen dataclasses without side effects) are constructed before all errors are known.
+
+    Args:
+        trust: code that the command line allows the config to execute.
+        untrusted: if given, untrusted values are appended to it and their fields get the default. Otherwise they are
+            errors. For commands that execute nothing.
+        kind: class of a root without `_target_`. If None, such a file is rejected.
+
+    Raises:
+        ConfigError: contains all errors, sorted by file and line.
     """
     for name in trust.packages:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -30,7 +36,7 @@ def check_config(
                 f"--trust-package {name} is not the name of a package", code="invalid_value", keys=("--trust-package",)
             )
     if trust.packages and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a trusted package may lie beside the user's config; appended, it shadows nothing
+        sys.path.append(os.getcwd())  # a trusted package may be next to the config; appended, it shadows nothing
     binder = Binder(composed, trust, untrusted)
     root = binder.root(kind)
     problems = binder.problems

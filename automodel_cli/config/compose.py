@@ -1,4 +1,4 @@
-"""YAML files and command-line overrides -> one composed config that knows where every value came from."""
+"""Compose YAML files and command-line overrides into one config that records the origin of every value."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ OmegaConf.register_new_resolver("oc.env", secrets.read_env, replace=True)
 class Composed:
     """A composed config, not yet checked.
 
-    `tree` is plain and resolved. `problems` holds what composing found wrong (spellings, interpolations): `check`
-    raises them together with its own. `path` is the file that was named; `run_dir` is set when a run is resumed or
-    exported from its folder; `content` is then the file as it was read. `trust` is what its user allows it to execute.
+    `tree` is plain and resolved. `problems` are errors of the composition (spelling, interpolations), which `check`
+    raises together with its own. `path` is the named file. `run_dir` is set if a run is resumed or exported from its
+    folder; then `content` is the file as it was read. `trust` is the code that the user allows the config to execute.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Composed:
     """Groups whose option the command line names."""
 
     def where(self, key: str) -> Origin:
-        """The origin of `key`, or "default" where nobody set it."""
+        """Return the origin of `key`, or "default" if it is not set."""
         return self._origins.get(key, Origin("", text=DEFAULT))
 
     def origin(self, key: str) -> str:
@@ -61,7 +61,7 @@ class Composed:
         return str(self.where(key))
 
     def nearest_origin(self, key: str) -> Origin:
-        """The origin of `key` or of the closest section above it; for a missing key, where it should stand."""
+        """Return the origin of `key` or of the closest section above it. A missing key would belong there."""
         while key:
             if key in self._origins:
                 return self._origins[key]
@@ -73,8 +73,8 @@ class Composed:
         return as_error(problems, bundled_recipes.display(self.path))
 
     def forget_replaced(self, section: str, name: str) -> bool:
-        """Drop an option that a bundled file brought for another `_target_` than the one that the user has named
-        since, itself or as a group's option. Returns whether it was such an option."""
+        """Drop a bundled option of another `_target_` than the user's later one, set directly or as a group option.
+        Returns whether the key was such an option."""
         key = f"{section}.{name}"
         option, target = self.where(key).file, self.where(f"{section}._target_").file
         named = section in self._chosen or not _is_bundled(target)
@@ -86,8 +86,8 @@ class Composed:
         return True
 
     def forget_unasked(self, section: str) -> None:
-        """Drop the entries of a section of named nodes that only the group's default option brings, where the user has
-        named some of their own: who asks for `rewards.mine` has not asked for `rewards.exact` beside it.
+        """Drop bundled default entries of a section of named nodes if the user adds entries. Example: a config with
+        `rewards.mine` does not get the default `rewards.exact`.
         """
         if section not in self._unasked:
             return
@@ -111,14 +111,14 @@ class Composed:
                 del self._origins[key]
 
     def public(self) -> dict[str, Any]:
-        """The config as it may be shown to others: what an interpolation stands for (a secret of the environment, or
-        a value that holds one) stays unresolved.
+        """The config for display. Interpolations (a secret of the environment, or
+        a value that holds one) stay unresolved.
         """
         raw: Any = OmegaConf.to_container(self._config, resolve=False)
         return raw
 
     def shown(self, key: str) -> Any:
-        """The value of `key` as `public` has it; of a key inside an interpolation, that interpolation."""
+        """Return the value of `key` in `public`, or the interpolation that contains the key."""
         value: Any = self.public()
         for part in key.split("."):
             if isinstance(value, str):
@@ -137,14 +137,15 @@ class Composed:
 def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | None = None) -> Composed:
     """Compose `conf` (a path ending in .yaml, or a bundled name) and apply the overrides in Hydra's grammar.
 
-    Search path: the file's own folder, then the bundled conf/. A value override may set any key, known or not: the
-    checker refuses the unknown ones with a suggestion, which Hydra's struct mode cannot. Raises ConfigError.
+    Search path: the folder of the file, then the bundled conf/. A value override may set any key: the checker rejects
+    unknown keys with a suggestion, which Hydra's struct mode does not offer. Raises ConfigError.
     """
     path = locate(str(conf))
     if run_dir is None:
         return _compose(path, path, overrides, None)
-    # Other users may be able to write into a run's folder. What is composed is read once, so that the seal of the run
-    # (`config.remembered`) is compared with just that, and nothing else of the folder is a config.
+    # Other users may be able to write into a run's folder. The composed files are read once, so that the seal of the
+    # run (`config.remembered`) is compared with exactly this content, and no other file of the folder is used as a
+    # config.
     check_file(path)
     content = read_regular(path)
     with bundled_recipes.own_copy(path, content) as copy:
@@ -192,7 +193,7 @@ def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path
     replace_alternatives(merged.config, origins, [bundled_recipes.display(file) for file, _ in merged.files])
     data_paths.forget_described(merged.config, origins, data_before, _is_bundled)
     _check_interpolations(merged.config, origins, path)
-    problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
+    problems = [p for p in problems if origins.get(p.key) is p.where]  # skip problems of values replaced later
     tree = _resolve(merged.config, origins, problems)
     name = run_dir.name if run_dir else path.stem
     files = tuple(dict.fromkeys(original if file == path else file for file, _ in merged.files))
@@ -251,8 +252,8 @@ def _first_lines(error: Exception) -> str:
 def _split(
     loader: hydra_adapter.Loader, in_use: Mapping[str, Any], overrides: Sequence[str]
 ) -> tuple[list[hydra_adapter.Override], list[hydra_adapter.Override]]:
-    """Parse the overrides into choices of a group's option (Hydra's business) and values (ours). `~GROUP` is both: it
-    takes away the file of the group, and what the recipe itself says under its name."""
+    """Parse the overrides into choices of group options (for Hydra) and values (for us). `~GROUP` is both: it removes
+    the file of the group, and the recipe's section of the same name."""
     groups, values = [], []
     for text in overrides:
         override = _parse(text)
@@ -337,7 +338,8 @@ def _record_file(path: Path, package: str, origins: dict[str, Origin], problems:
 
 
 def _apply(config: DictConfig, override: hydra_adapter.Override, origins: dict[str, Origin]) -> None:
-    """Set, merge (a dict) or delete one key. `key=`, `+key=` and `++key=` mean the same: the checker knows the keys."""
+    """Set, merge (a dict) or delete one key. `key=`, `+key=` and `++key=` are equal, because the checker knows the
+    keys."""
     key, value = override.key_or_group, override.value()
     origin = f"{override.input_line} (command line)"
     try:
@@ -363,7 +365,7 @@ def _apply(config: DictConfig, override: hydra_adapter.Override, origins: dict[s
 
 
 def _cannot_be_set(config: DictConfig, key: str, error: Exception, origin: str) -> ConfigError:
-    """The error of an override that leads into a list by a name, or past its end; or into what is no section."""
+    """Return the error of an override that uses a name or an invalid index in a list, or a key below a plain value."""
     parts = key.split(".")
     above = [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
     listed = next((name for name in above if isinstance(_selected(config, name), ListConfig)), None)
@@ -416,7 +418,7 @@ def _check_interpolations(config: DictConfig, origins: Mapping[str, Origin], pat
 
 
 def _resolve(config: DictConfig, origins: Mapping[str, Origin], problems: list[Problem]) -> dict[str, Any]:
-    """The plain tree with every interpolation resolved; one that fails stays as text and becomes a problem."""
+    """Resolve every interpolation of the plain tree. A failing one stays as text and becomes a problem."""
 
     def plain(node: DictConfig | ListConfig, prefix: str) -> Any:
         raws: Any = OmegaConf.to_container(node, resolve=False)
@@ -448,7 +450,7 @@ def _resolve(config: DictConfig, origins: Mapping[str, Origin], problems: list[P
 
 
 def _emit(raw: dict[str, Any], prefix: str, indent: int, composed: Composed) -> list[str]:
-    """YAML lines of a section; scalars and flat lists on one line each, with the origin as comment."""
+    """Return the YAML lines of a section. Scalars and flat lists take one line, with the origin as comment."""
     lines = []
     pad = "  " * indent
     for name, value in raw.items():

@@ -1,7 +1,7 @@
-"""A dataset of the user's own in place of the one that a bundled group brings.
+"""Replace the dataset of a bundled group by the user's dataset.
 
-`data: dolly` names a dataset and describes it: its columns, split, configuration. None of that is true of another
-dataset. A `data.path`, `data.datasets` or `data.generator` that the user gives takes the description with it.
+`data: dolly` names a dataset and describes its columns, split and configuration. The description does not apply to
+another dataset. If the user sets `data.path`, `data.datasets` or `data.generator`, the bundled description is removed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from automodel_cli.config.diagnostics import Origin
 NAMES = {"path": "data.path", "datasets": "data.datasets", "generator": "data.generator._target_"}
 """Keys of `data` that name a dataset, and the key whose origin decides who named it."""
 DESCRIBES = ("name", "revision", "split", "format", "column_mapping", "text_unit", "validation_split")
-"""Keys of `data` that say something about one dataset."""
+"""Keys of `data` that describe one dataset."""
 WHOLE = ("data.column_mapping",)
-"""Maps that an override replaces; `data.column_mapping.prompt=question` changes one entry."""
+"""Mappings that an override replaces. `data.column_mapping.prompt=question` changes one entry."""
 
 
 def forget_described(
     config: DictConfig, origins: MutableMapping[str, Origin], before: Any, is_bundled: Callable[[str], bool]
 ) -> None:
-    """Drop what bundled files say about their own dataset where the user has named another one.
+    """Drop the bundled description of a dataset if the user has set another dataset.
 
     `before`: `data.path` as the files have it, before the command line.
     """
@@ -47,7 +47,7 @@ def _by_user(origins: MutableMapping[str, Origin], key: str, is_bundled: Callabl
 def _forget(
     section: DictConfig, name: str, origins: MutableMapping[str, Origin], is_bundled: Callable[[str], bool]
 ) -> None:
-    """Delete a key of bundled origin; of a column map, its entries of bundled origin."""
+    """Delete a key of bundled origin. Of a column mapping, delete its entries of bundled origin."""
     key = f"data.{name}"
     below = [other for other in origins if f"{other}.".startswith(f"{key}.")]
     bundled = [other for other in below if is_bundled(origins[other].file)]

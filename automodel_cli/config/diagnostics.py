@@ -10,14 +10,14 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import label
 
 Finding = tuple[Literal["ok", "warn", "fail"], str, str, str]
-"""Of something that was looked at: how it is, what it is, what was found, and a fix or ""."""
+"""Result of one check: status, subject, finding, and a fix or ""."""
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written. `file` is as displayed; "" stands for the command line or a default, told apart by
+    """Place of a value. `file` is as displayed. "" stands for the command line or a default, distinguished by
     `text`.
     """
 

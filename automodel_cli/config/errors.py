@@ -58,7 +58,7 @@ class ConfigError(Exception):
         return _printable("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep all attributes in the copy that another process receives, whatever arguments the class takes."""
+        """Preserve all attributes in the copy that another process receives, whatever arguments the class takes."""
         return _restored, (type(self), self.args, self.__dict__)
 
     @property

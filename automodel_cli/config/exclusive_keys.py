@@ -1,4 +1,4 @@
-"""Keys of which one stands for the other: where one is given explicitly, a default of the other gives way."""
+"""Pairs of keys with the same purpose: if one is set explicitly, a default of the other is dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from automodel_cli.config.diagnostics import COMMAND_LINE, Origin
 
 ALTERNATIVES = (("train.max_steps", "train.epochs"),)
-"""The limits of a run. Both count only where one place gives both."""
+"""Limits of a run. Both apply only if they are set in the same place."""
 
 
 def replace_alternatives(config: DictConfig, origins: dict[str, Origin], files: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ def _value(config: DictConfig, key: str) -> Any:
 
 
 def _place(origins: Mapping[str, Origin], files: Sequence[str], key: str) -> int:
-    """Return the position of the place that gave `key`; what is neither a file nor the command line comes first."""
+    """Return the rank of the place that set `key`. Origins other than files and the command line come first."""
     origin = origins.get(key)
     if origin is None:
         return -1

@@ -1,8 +1,9 @@
 """The language of `fix`: text that works when pasted, or words that are marked as such.
 
-A fix is one or several alternatives, ", or " between them, the first being ours; a space and a parenthesis begin a
-note. An alternative is *overrides* (`mesh.pp_size=2 pipeline=1f1b`), a *command* (`pip install x`, `-c quickstart`) or
-*words* ("start the server"). Where the first alternative is words, the label is `try` instead of `fix`.
+A fix has one or several alternatives, separated by ", or ". The first one comes from this package. A space and a
+parenthesis begin a note. An alternative is *overrides* (`mesh.pp_size=2 pipeline=1f1b`), a *command* (`pip install x`,
+`-c quickstart`) or *words* ("start the server"). If the first alternative is words, the label is `try` instead of
+`fix`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _OVERRIDE = re.compile(r"~[A-Za-z_][\w.]*|~?[A-Za-z_][\w.]*=\S.*", re.S)
 def word(value: object) -> str:
     """Return `value` (a path, a run, an address) as one word of a shell.
 
-    Text with single quotes stands between double ones where a shell reads nothing else there, since `shlex.quote`
+    Text with single quotes is put between double quotes if a shell expands nothing in it, since `shlex.quote`
     writes each as `'"'"'`.
     """
     text = str(value)
@@ -34,7 +35,7 @@ def word(value: object) -> str:
 
 
 def override(key: str, value: str) -> str:
-    """Return `key=value` as a shell and the grammar of overrides take it."""
+    """Return `key=value` quoted for a shell and for the grammar of overrides."""
     if all(character.isalnum() or character in "._/+-" for character in value):
         return f"{key}={value}"
     # Hydra reads a backslash as one unless a quote follows, perhaps behind further ones.
@@ -48,7 +49,7 @@ def alternatives(fix: str) -> list[str]:
 
 
 def shell_words(text: str) -> list[str]:
-    """The words of one alternative as a shell makes them; the whole text where its quotes do not match."""
+    """Split one alternative like a shell. Returns the complete text if its quotes do not match."""
     try:
         return shlex.split(text)
     except ValueError:
@@ -56,7 +57,7 @@ def shell_words(text: str) -> list[str]:
 
 
 def kind(text: str) -> Kind:
-    """What one alternative is. A placeholder (`<path>`, `...`) makes it words."""
+    """Classify one alternative. A placeholder (`<path>`, `...`) makes it words."""
     words = shell_words(text)
     if not words:
         return "words"
@@ -67,12 +68,12 @@ def kind(text: str) -> Kind:
 
 
 def label(fix: str) -> str:
-    """`fix` where the text can be pasted, `try` where it is advice."""
+    """Return `fix` for text that can be pasted and `try` for advice."""
     return "try" if kind(alternatives(fix)[0]) == "words" else "fix"
 
 
 def map_keys(fix: str, place: Callable[[str], str]) -> str:
-    """The fix with the key of every override replaced by `place(key)`; words and commands are left alone."""
+    """Replace the key of every override in the fix by `place(key)`. Words and commands stay unchanged."""
     return ", or ".join(_mapped(text, place) for text in fix.split(", or "))
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Foreign:
-    """Our key and what differs.
+    """A key of this package and the difference to the other tool.
 
-    `ours` may carry a value where the foreign name implies one (`data.packing=best_fit`). `values` translates theirs,
-    as lower-case text, into whole overrides of ours. Without either, the value is taken over as it is, unless
-    `other_value`: then the note says how to find ours.
+    `ours` may contain a value if the foreign name implies one (`data.packing=best_fit`). `values` translates lower-case
+    foreign values into overrides. Without either, the value is used unchanged, unless `other_value` is set: then the
+    note explains how to choose the value.
     """
 
     ours: str

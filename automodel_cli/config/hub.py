@@ -1,4 +1,4 @@
-"""What a machine without the Hugging Face hub can do about a model or dataset that it lacks. Imports no library."""
+"""Suggestions if a model or dataset is not available from the Hugging Face hub. Imports no library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OFF = ("", "0", "false", "no", "off")
 
 
 def is_offline(error: BaseException) -> bool:
-    """Whether `error`, or one that it came from, means that the hub was not reached."""
+    """Return whether `error`, or one of its causes, means that the hub could not be reached."""
     for found in _chain(error):
         names = {cls.__name__ for cls in type(found).__mro__}
         text = str(found).lower()
@@ -24,14 +24,14 @@ def is_offline(error: BaseException) -> bool:
 
 
 def not_here(repo: str) -> str:
-    """Say why a repository cannot be had: how the hub is switched off, and which cache was searched."""
+    """Explain why a repository is not available: how the hub is disabled, and which cache was searched."""
     switch = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(name)), None)
     why = f"{switch}={os.environ[switch]} is set" if switch else "the hub cannot be reached from this machine"
     return f"{why}, and the cache HF_HOME={home()} holds no {repo}"
 
 
 def download(repo: str, revision: str | None = None) -> str:
-    """Return the fix for a model: the command that fills the cache where there is a network."""
+    """Return the fix for a model: the command that fills the cache on a machine with network access."""
     words = ["hf", "download", repo, *(["--revision", revision] if revision else [])]
     command = " ".join(map(word, words))
     return f"{command}   (where there is a network, with this HF_HOME or one to copy; then HF_HUB_OFFLINE=1 here)"

@@ -48,14 +48,14 @@ def parse(override: str) -> Override:
 
 
 def _is_list(override: Override) -> bool:
-    """A list of values, `choice(...)` or `range(...)`; a glob over the options of a group asks a loader of Hydra's."""
+    """Return a list of values, `choice(...)` or `range(...)`. A glob over group options uses a loader of Hydra."""
     is_glob = override.value_type is ValueType.GLOB_CHOICE_SWEEP
     return (override.is_choice_sweep() and not is_glob) or override.is_range_sweep()
 
 
 def points(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
-    """The runs of a sweep in Hydra's order, the last override fastest: (what is swept, all overrides) of each. Raises
-    HydraException, and ValueError for what names no finite list of values."""
+    """Return the runs of a sweep in Hydra's order, the last override fastest, as (swept overrides, all overrides).
+    Raises HydraException, and ValueError for overrides without a finite list of values."""
     choices: list[list[tuple[str, bool]]] = []
     for text in overrides:
         override = parse(text)
@@ -72,8 +72,8 @@ def points(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
 
 @dataclass(frozen=True)
 class SweepAxis:
-    """What one override lets a search choose from: `values` (`ordered`: of a range, in equal steps), or all numbers
-    from `low` to `high`."""
+    """Search space of one override: `values` (`ordered`: an evenly spaced range), or all numbers from `low` to
+    `high`."""
 
     key: str
     values: tuple[str, ...] = ()
@@ -101,8 +101,8 @@ class SweepAxis:
 
 
 def sweep_axes(overrides: Sequence[str]) -> tuple[list[SweepAxis], list[str]]:
-    """What a search varies, and the overrides that stay: `choice(...)`, lists, `range(...)`, `interval(...)` with the
-    tags `log` and `int`. Raises HydraException, and ValueError for what is none of them."""
+    """Return the search space and the fixed overrides. Supports `choice(...)`, lists, `range(...)`, and `interval(...)`
+    with the tags `log` and `int`. Raises HydraException, and ValueError for other forms."""
     found, fixed = [], []
     for text in overrides:
         override = parse(text)
@@ -129,8 +129,9 @@ _NEXT = " (next)"
 
 
 class _Checked(CachingConfigRepository):
-    """Checks a file before Hydra builds it: a few lines of YAML can stand for more than memory holds. A file whose
-    defaults name itself, as `sft.yaml` with `defaults: [sft, _self_]`, means the next one of that name."""
+    """Check the size of a file before Hydra composes it: a few lines of YAML can expand beyond the memory. If the
+    defaults of a file name the file itself, as `sft.yaml` with `defaults: [sft, _self_]`, the next one of that name is
+    used."""
 
     def __init__(self, repository: Any, folders: Sequence[Path]):
         super().__init__(repository)
@@ -158,7 +159,7 @@ class _Checked(CachingConfigRepository):
 
 
 def _named(default: str, within: str) -> str:
-    """Return the name that an entry of the defaults of `within` stands for."""
+    """Return the name of an entry in the defaults list of `within`."""
     folder = within.rpartition("/")[0]
     return default.lstrip("/") if default.startswith("/") or not folder else f"{folder}/{default}"
 
@@ -181,13 +182,13 @@ class Loader:
         self._repository = _Checked(self._loader.repository, folders)
 
     def options(self, group: str) -> list[str]:
-        """The files of a config group; empty for a plain key (and for a folder of data that happens to have its
+        """Return the files of a config group. Empty for a plain key (and for a folder of data that happens to have its
         name).
         """
         return self._repository.get_group_options(group) if self._repository.group_exists(group) else []
 
     def groups_in_use(self, name: str) -> dict[str, Any]:
-        """The groups of the defaults list and what each is set to."""
+        """Return the groups of the defaults list with their options."""
         return self._defaults(name, []).overrides.known_choices
 
     def merge(self, name: str, group_overrides: Sequence[Override]) -> Merged:

@@ -14,8 +14,8 @@ TABLES: dict[str, Table] = {
 
 
 def recognise(tree: Mapping[str, Any], unknown: Collection[str] | None = None) -> Table | None:
-    """The tool that a whole file was written for: the one with the largest share of the keys that it asks for, None
-    where none has enough. `unknown`: of the root's keys those that are not ours.
+    """Return the tool that a file was written for: the one with the largest share of its required keys. None if no tool
+    has enough. `unknown`: root keys that this package does not have.
     """
     if unknown is not None:
         tree = {key: tree[key] for key in unknown if key in tree}

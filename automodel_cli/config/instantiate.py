@@ -1,4 +1,4 @@
-"""The tree of objects, made bottom-up of what is bound."""
+"""Construct the object tree bottom-up from the bound nodes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from automodel_cli.config.type_checking import WRONG, BoundTarget, join
 
 
 class Builder:
-    """Builds every frozen dataclass whose subtree is clean, so that the rules of `__post_init__` report together with
-    the typing errors; objects of other packages only once `only_nodes` is off, when nothing at all is wrong.
+    """Builds every frozen dataclass with a valid subtree, so that rules of `__post_init__` are reported together with
+    type errors. Objects of other packages are built after `only_nodes` is off, when there are no errors.
     """
 
     def __init__(self, composed: Composed, problems: list[Problem], only_nodes: bool):
         self.composed, self.problems, self.only_nodes = composed, problems, only_nodes
 
     def build(self, node: BoundTarget) -> Any:
-        """Call the target of `node` with what its arguments become; `WRONG` where anything is wrong."""
+        """Call the target of `node` with its built arguments. Returns `WRONG` if any of them is invalid."""
         arguments = {name: self.value(item) for name, item in node.arguments.items()}
         wrong = not node.clean or any(_contains_wrong(item) for item in arguments.values())
         is_node = targets.is_node(node.target)
@@ -51,7 +51,7 @@ class Builder:
         return item
 
     def refused(self, node: BoundTarget, arguments: dict[str, Any], error: ConfigError) -> None:
-        """A node refused its own values: name the keys, their values and where each was written."""
+        """Report a node that rejects its values: the keys, their values and origins."""
         located = [_located(node, arguments, key) for key in error.keys]
         keys = [join(node.key, key) if key else node.key for key in located] or [node.key]
         where = self.composed.nearest_origin(keys[0])
@@ -62,7 +62,7 @@ class Builder:
     def sources(self, node: BoundTarget, arguments: dict[str, Any], keys: list[str]) -> str:
         groups: dict[Origin, list[str]] = {}
         for key in keys:
-            if key == node.key:  # the node as a whole
+            if key == node.key:  # the complete node
                 groups.setdefault(self.composed.nearest_origin(key), []).append(key)
                 continue
             text = f"{key}={format_value(_effective(node, arguments, key[len(node.key) + 1 if node.key else 0 :]))}"
@@ -71,8 +71,8 @@ class Builder:
 
 
 def _located(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
-    """A key relative to `node`. A section that a node asks for a rule may name its own fields: they are looked up
-    there. "" (the node as a whole) for a key that neither has.
+    """Resolve a key relative to `node`. If a section raises on behalf of a node, the key may be one of its fields. ""
+    (the complete node) if neither has the key.
     """
     name = key.partition(".")[0]
     if name in node.signature.parameters:
@@ -82,7 +82,7 @@ def _located(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
 
 
 def _placed(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
-    """The key of a fix as the root knows it: nodes may name their own fields, and those of their sections."""
+    """Return the key of a fix relative to the root. Nodes may name their fields and those of their sections."""
     name = key.partition(".")[0]
     if name in node.signature.parameters:
         return join(node.key, key)
@@ -93,12 +93,12 @@ def _placed(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The fields of a config node; nothing for any other value."""
+    """Return the fields of a config node, or nothing for any other value."""
     return vars(value) if targets.is_node(type(value)) else {}
 
 
 def _effective(node: BoundTarget, arguments: dict[str, Any], key: str) -> Any:
-    """The value that a refused node saw under a key relative to it: as set, or the default."""
+    """Return the value of a key relative to the rejected node: as set, or the default."""
     name, *rest = key.split(".")
     if name in arguments:
         value = arguments[name]

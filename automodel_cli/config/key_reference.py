@@ -1,4 +1,4 @@
-"""What every key of a config is: type, default, choices and a sentence, from the nodes themselves. Imports no torch.
+"""Reference of all config keys: type, default, choices and description, read from the nodes. Imports no torch.
 
 The sentence of a key is the docstring right below its field. A field that a class redefines without one has its base's.
 """
@@ -68,7 +68,7 @@ _OPEN = {
         )
     ),
 }
-"""Nodes of ours for keys that take any node of a kind; groups of conf/ add theirs."""
+"""Bundled nodes for keys that accept any node of a kind. Groups of conf/ add theirs."""
 
 _GROUPS = ("objective", "optimizer", "lr_scheduler", "parallelizer", "pipeline")
 """Groups of conf/ whose files name nodes."""
@@ -79,7 +79,7 @@ _ELEMENT = {"rewards": "NAME", "validation.tasks": "NAME", "data.datasets": "0"}
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its full name, its type in words, its default as YAML writes it ("" where it must be given)."""
+    """One key: its full name, its type in words, its default as YAML ("" if required)."""
 
     name: str
     kind: str
@@ -99,7 +99,7 @@ class ReferenceNode:
 
 
 def nodes() -> list[ReferenceNode]:
-    """Every node of every recipe, in the order of the recipe's fields; a node that two recipes share once."""
+    """Return every node of every recipe, in the order of the recipe's fields. Shared nodes occur once."""
     found: dict[tuple[str, str], ReferenceNode] = {}
     walked: list[tuple[str, Any]] = []
     root: dict[str, schema.Parameter] = {}
@@ -133,13 +133,13 @@ def _below(path: str, hint: Any) -> Iterator[ReferenceNode]:
         summary = _paragraphs(inspect.getdoc(target) or "")[0]
         yield ReferenceNode(place, name, options, summary, keys)
         if path == "validation.tasks":
-            continue  # what is below are a `data` and `rewards` again
+            continue  # the sections below are `data` and `rewards` again
         for k, p in parameters.items():
             yield from _below(f"{place}.{k}", p.hint)
 
 
 def _dataclasses(hint: Any) -> list[type]:
-    """Return the config nodes that a value of this annotation may hold, also those in a list or by name."""
+    """Return the config nodes that an annotation allows, also in lists or by name."""
     found = schema.dataclass_members(hint)
     for member in schema.members(hint):
         found += [cls for argument in typing.get_args(member) for cls in _dataclasses(argument)]
@@ -147,20 +147,20 @@ def _dataclasses(hint: Any) -> list[type]:
 
 
 def _choices(path: str) -> list[tuple[type, tuple[str, ...]]]:
-    """The nodes that a group's files name, with their options, and those of `_OPEN`."""
+    """Return the nodes in the files of a group with their options, and those of `_OPEN`."""
     import yaml
 
     named: dict[str, list[str]] = {name: [] for name in _OPEN.get(path, ())}
     for file in sorted((bundled_recipes.conf_dir() / path).glob("*.yaml")) if path in _GROUPS else ():
         tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        node = tree if "_target_" in tree else tree.get(path)  # below its path where it sets another section too
+        node = tree if "_target_" in tree else tree.get(path)  # below its path if it also sets another section
         if isinstance(node, dict) and "_target_" in node:
             named.setdefault(node["_target_"], []).append(file.stem)
     return [(targets.resolve(name), tuple(options)) for name, options in named.items()]  # type: ignore[misc]
 
 
 def node_for(key: str, given: dict[str, Any]) -> str | None:
-    """Return the first node of ours at `key`, or at the list or named nodes above, that has all of `given`."""
+    """Return the first bundled node at `key`, or at the list or named nodes above it, that has all of `given`."""
     for path in (key, key.rpartition(".")[0]):
         for target, _ in _choices(path):
             if given.keys() <= schema.signature(target).parameters.keys():
@@ -190,7 +190,7 @@ def _key(name: str, parameter: schema.Parameter, text: str) -> Key:
 
 @functools.cache
 def sentences(target: Callable[..., Any]) -> dict[str, str]:
-    """Return the docstring below each field; "" where there is none."""
+    """Return the docstring below each field, or "" without one."""
     found = dict.fromkeys(schema.signature(target).parameters, "")
     for cls in inspect.getmro(target)[:-1] if isinstance(target, type) else ():
         below = _below_fields(cls.__module__).get(cls.__name__, {})
@@ -200,7 +200,7 @@ def sentences(target: Callable[..., Any]) -> dict[str, str]:
 
 @functools.cache
 def _below_fields(module: str) -> dict[str, dict[str, str]]:
-    """Of each class of a module the docstrings that stand right below its fields."""
+    """Return the field docstrings of each class of a module."""
     file = getattr(sys.modules[module], "__file__", None)
     if file is None:
         return {}

@@ -154,7 +154,7 @@ def _table(keys: Sequence[Key], seen: dict[str, int]) -> list[str]:
 
 
 def _row(key: Key, seen: dict[str, int]) -> str:
-    """Return one line of a table. The anchor of a key is its name; later classes of a page count on."""
+    """Return one line of a table. The anchor of a key is its name; later classes of a page append a number."""
     seen[key.name] = seen.get(key.name, 0) + 1
     anchor = key.name if seen[key.name] == 1 else f"{key.name}-{seen[key.name]}"
     default = _code(key.default) if key.default else "required"
@@ -163,7 +163,7 @@ def _row(key: Key, seen: dict[str, int]) -> str:
 
 
 def _text(text: str) -> str:
-    """Return text with `_target_` as code, which Markdown takes for emphasis otherwise."""
+    """Return text with `_target_` as code, because Markdown would render it as emphasis."""
     return "".join(_marked(text))
 
 
@@ -173,5 +173,5 @@ def _marked(text: str) -> Iterator[str]:
 
 
 def _code(text: str) -> str:
-    """Return text as code. mkdocs takes `<!` for the begin of a declaration even between backticks."""
+    """Return text as code. mkdocs parses `<!` as a declaration even between backticks."""
     return f"<code>{html.escape(text, quote=False)}</code>" if "<!" in text else f"`{text}`"

@@ -1,4 +1,4 @@
-"""Lists of names and patterns: an entry that matches nothing is refused, with the name that was probably meant."""
+"""Lists of names and patterns. An entry without a match is rejected with the most similar name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _SHOWN = 12
 
 
 class NameList(NamedTuple):
-    """Names in a config. `key` is dotted. `entries` is a list, or a mapping whose keys are the names. `rule` is what an
-    unmatched entry breaks, as "no linear layer's name ends in". `empty` is the key's value where no entry is left.
+    """Names in a config. `key` is dotted. `entries` is a list, or a mapping whose keys are the names. `rule` is the
+    violated rule, for example "no linear layer's name ends in". `empty` is the value of the key if no entry remains.
     """
 
     key: str
@@ -32,8 +32,8 @@ def check_entries(
 ) -> None:
     """Raise `error` for the first entry for which `matches` is false.
 
-    `names` are what an entry could have been. In the fix, near names take the place of unmatched entries, and entries
-    that are near nothing are left out.
+    `names` are the valid names. In the fix, similar names replace unmatched entries, and entries without a similar
+    name are removed.
     """
     wrong = [entry for entry in listed.entries if not matches(entry)]
     if not wrong:
@@ -56,7 +56,7 @@ def nearest(entry: str, names: Collection[str]) -> str | None:
 
 
 def endings(names: Iterable[str]) -> set[str]:
-    """What dotted names end in."""
+    """Return the last parts of dotted names."""
     return {name.rpartition(".")[2] for name in names}
 
 

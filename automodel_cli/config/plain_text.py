@@ -1,10 +1,10 @@
-"""Text of others (a row, a completion, a server's answer) as it may be printed: a terminal obeys what it contains."""
+"""Sanitize untrusted text (a row, a completion, a server's response) for printing, because terminals interpret it."""
 
 from __future__ import annotations
 
 import re
 
-# C0 and C1 controls but tab and newline, DEL, and what reorders the text around it
+# C0 and C1 controls except tab and newline, DEL, and characters that reorder the text around them
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 

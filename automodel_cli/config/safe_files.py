@@ -20,7 +20,7 @@ _FLAGS = {
 
 
 def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file whole or not at all, through a new file of a random name. Replaces a link, never its target."""
+    """Write a file atomically through a temporary file with a random name. Replaces a link, never its target."""
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -50,7 +50,7 @@ def open_own(path: Path, mode: str, *, binary: bool = False) -> IO[Any]:
 
 def _regular(path: Path, mode: str) -> int:
     try:
-        # O_NONBLOCK: a pipe that nobody reads must not block the run. It changes nothing for a regular file.
+        # O_NONBLOCK: a pipe without a reader must not block the run. It does not affect regular files.
         descriptor = os.open(path, _FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -66,7 +66,8 @@ def _regular(path: Path, mode: str) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a file. Raises OSError for what is no regular file: reading a pipe or a device may never end."""
+    """Return the content of a regular file. Raises OSError otherwise, because reading a pipe or a device may never
+    end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""One value against one annotation: strict, with a pasteable correction where the intention is plain."""
+"""Check one value against one annotation: strict, with a pasteable correction if the intention is clear."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Mismatch(Exception):
 
 
 def is_dtype(hint: Any) -> bool:
-    """Whether the annotation is torch.dtype, told by name: torch is not imported here."""
+    """Return whether the annotation is torch.dtype, by its name, because torch is not imported here."""
     return isinstance(hint, type) and hint.__module__ == "torch" and hint.__name__ == "dtype"
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether `value` has the outer shape of one alternative; contents are `convert`'s business."""
+    """Return whether `value` has the outer shape of one alternative. `convert` checks the contents."""
     origin = typing.get_origin(hint) or hint
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(hint))
     if protocols := protocol_members(origin):
         return all(hasattr(value, name) for name in protocols[origin])
     if origin is Any or not isinstance(origin, type):
-        return True  # nothing that a value could be compared with
+        return True  # an annotation that values cannot be compared with
     if value is None:
         return hint is types.NoneType
     if isinstance(value, bool):
@@ -153,7 +153,7 @@ def _mismatch(value: object, options: tuple[Any, ...]) -> Mismatch:
 
 
 def _correction(value: object, options: tuple[Any, ...]) -> str | None:
-    """What was probably meant, as text after `key=`."""
+    """Return the probable intention, as text after `key=`."""
     choices = [choice for o in options if typing.get_origin(o) is Literal for choice in typing.get_args(o)]
     if choices:
         return _choice(value, choices, nothing=types.NoneType in options)
@@ -181,7 +181,7 @@ _OFF = ("none", "off", "never", "false", "no")
 
 
 def _choice(value: object, choices: list[Any], nothing: bool) -> str | None:
-    """The choice that is spelled most alike. Of yes and no: the one that switches off, or the first that does not."""
+    """Return the most similar choice. For booleans: the choice that disables, or the first that does not."""
     off = [format_value(choice) for choice in choices if str(choice).lower() in _OFF] + ["null"] * nothing
     if value is None or value is False or str(value).lower() in _OFF:
         return off[0] if off else None

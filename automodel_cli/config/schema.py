@@ -1,4 +1,4 @@
-"""What a target accepts: its parameters, their annotations and defaults, without calling it."""
+"""Signature of a target: its parameters, annotations and defaults, without calling it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Parameter:
-    """`default` is REQUIRED, a value, or a zero-argument factory where `is_factory`."""
+    """`default` is REQUIRED, a value, or a zero-argument factory if `is_factory`."""
 
     name: str
     hint: Any
@@ -26,7 +26,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """`open` means that any further keyword is taken (`**kwargs`)."""
+    """`open`: further keywords are accepted (`**kwargs`)."""
 
     parameters: dict[str, Parameter]
     open: bool = False
@@ -57,7 +57,7 @@ def signature(target: Callable[..., Any]) -> Signature:
 
 
 def returned(target: Callable[..., Any]) -> Any:
-    """What a function says that it returns; Any where it does not say."""
+    """Return the annotated return type of a function, or Any without an annotation."""
     annotation = getattr(target, "__annotations__", {}).get("return", inspect.Parameter.empty)
     return _hints(target, {"return": annotation}, sys.modules[target.__module__])["return"]
 
@@ -74,7 +74,7 @@ def _hints(owner: Any, raw: dict[str, Any], module: types.ModuleType) -> dict[st
     try:
         hints = typing.get_type_hints(owner)
     except Exception:
-        hints = {}  # one unresolvable name spoils get_type_hints as a whole: evaluate each on its own
+        hints = {}  # one unresolvable name makes get_type_hints fail: evaluate each name separately
     return {name: hints.get(name, _evaluate(annotation, module)) for name, annotation in raw.items()}
 
 
@@ -90,7 +90,7 @@ def _evaluate(annotation: Any, module: types.ModuleType) -> Any:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the hint alone."""
+    """Return the alternatives of a union, or the hint alone."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)
@@ -121,7 +121,7 @@ def wraps_functions(node: str) -> Callable[[type], type]:
 
 
 def wrapper_of(target: Callable[..., Any], hint: Any) -> str | None:
-    """What makes a node that `hint` asks for of a plain function; None where `target` is none, or makes one itself."""
+    """Return the wrapper that turns a plain function into a node of type `hint`. None if `target` is not a function."""
     protocols = protocol_members(hint)
     made = returned(target) if isinstance(target, types.FunctionType) else target
     if isinstance(target, type) or any(
@@ -132,7 +132,7 @@ def wrapper_of(target: Callable[..., Any], hint: Any) -> str | None:
 
 
 def wrapper_for(hint: Any) -> str | None:
-    """What makes a node that `hint` asks for of any plain function; None where nothing does."""
+    """Return the wrapper that turns any plain function into a node of type `hint`, or None."""
     return next((_WRAPPERS[protocol] for protocol in protocol_members(hint) if protocol in _WRAPPERS), None)
 
 
@@ -150,8 +150,8 @@ def holds_named_nodes(hint: Any) -> bool:
 
 
 def missing_members(made: type, names: Iterable[str]) -> list[str]:
-    """Which of `names` a class neither has nor takes as a keyword, or has only as its base's `@abstractmethod`; and
-    what else a base left abstract."""
+    """Return the names in `names` that a class does not implement and does not accept as a keyword. Also return other
+    abstract methods of its bases."""
     offered = signature(made).parameters
     lacking = []
     left = {name for base in made.__mro__ for name, found in vars(base).items() if _is_abstract(found)}

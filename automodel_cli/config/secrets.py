@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 _SHORTEST = 4
-"""Characters. What is shorter is no secret, and stands in most texts."""
+"""Minimum length of a secret in characters. Shorter texts occur in most messages."""
 _names: set[str] = set()
 
 
 def read_env(name: str, *default: object) -> str | None:
-    """What `${oc.env:NAME}` stands for: the variable, else the default as OmegaConf gives it. Raises KeyError."""
+    """Return the value of `${oc.env:NAME}`: the variable, otherwise the default. Raises KeyError."""
     if name in os.environ:
         _names.add(name)
         return os.environ[name]
@@ -20,7 +20,7 @@ def read_env(name: str, *default: object) -> str | None:
 
 
 def hide(text: str) -> str:
-    """The text with interpolations in place of the values, also where a value was cut short by an ellipsis."""
+    """Replace secret values in a text by their interpolations, also if an ellipsis truncates a value."""
     values = {os.environ.get(name, ""): f"${{oc.env:{name}}}" for name in _names}
     for value, name in sorted(values.items(), key=lambda item: -len(item[0])):
         if len(value) < _SHORTEST:

@@ -1,4 +1,4 @@
-"""Did you mean: from an unknown key to the key that was probably meant. Nothing is ever corrected silently."""
+"""Suggestions for unknown keys: the most similar known key. Corrections are never applied silently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from automodel_cli.config.renamed_keys import renamed
 
 
 class Suggestion(NamedTuple):
-    """`fix` is `key=value` of ours, None where only a person can choose the value; `note` says what differs."""
+    """`fix` is `key=value`, or None if only the user can choose the value. `note` describes the difference."""
 
     fix: str | None
     note: str = ""
@@ -45,8 +45,8 @@ def suggest(key: str, value: object, known: Collection[str]) -> Suggestion | Non
 
 
 def _is_typo(given: str, known: str) -> bool:
-    """Whether a hand that meant `known` may have written `given`: one slip, two in a long name that begins alike. More
-    makes another word: `precision` is no `revision`, `use_dora` no `use_rslora`, `value_coef` no `kl_coef`."""
+    """Return whether `given` may be a misspelling of `known`: one edit, or two in a long name with the same beginning.
+    With more edits, other words would match: `precision` and `revision`, `use_dora` and `use_rslora`."""
     edits = _edits(given, known)
     shorter = min(len(given), len(known))
     return (edits == 1 and shorter > 2) or (edits == 2 and shorter > 6 and given[0] == known[0])
@@ -94,7 +94,7 @@ def _closest(key: str, candidates: list[str]) -> str:
 
 
 def _set(key: str, value: object) -> Suggestion:
-    """`key=value` as a shell takes it; a section or nothing is no value to carry over."""
+    """Return `key=value` quoted for a shell. Sections and null are not carried over."""
     if isinstance(value, dict) or value is None:
         return Suggestion(None, f"{key} here")
     text = format_value(value, limit=1000)

@@ -1,8 +1,8 @@
 """Which objects a config may name in `_target_`.
 
 An allow-list, compared twice: the text before anything is imported, and the module and qualified name of the object
-that the text resolves to, so that an alias (`automodel_cli.config.compose.yaml.dump`) is judged by what it is. Hydra
-itself keeps a deny-list and runs everything else.
+that the text resolves to. An alias (`automodel_cli.config.compose.yaml.dump`) is therefore checked by its real name.
+Hydra itself keeps a deny-list and runs everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from automodel_cli.config.errors import ConfigError
 
 OWN = ("automodel_cli",)
-"""Only frozen dataclasses are config nodes here: a function or another class of ours is refused."""
+"""Only frozen dataclasses are config nodes in these modules. Functions and other classes are rejected."""
 
 THIRD_PARTY = (
     "torch.optim",
@@ -42,8 +42,8 @@ def inside(name: str, packages: Sequence[str]) -> bool:
 def resolve(path: object, trust: Sequence[str] = ()) -> Callable[..., Any]:
     """The class (or, in a package named by --trust-package, the function) that `path` names.
 
-    Raises ConfigError when the text or the object lies outside the allow-list, when it does not exist, or when it is
-    nothing that a config builds.
+    Raises ConfigError if the text or the object is outside the allow-list, if it does not exist, or if a config cannot
+    build it.
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         message = f"_target_ must be a dotted name such as automodel_cli.recipes.sft.SFTRecipe, got {path!r}"
@@ -94,7 +94,7 @@ def _outside(path: str, allowed: Sequence[str]) -> ConfigError:
 
 
 def _walk(path: str) -> object:
-    """Import module by module, then take one attribute. A module reached under another name than its own is refused."""
+    """Import module by module, then read one attribute. A module reached under an alias is rejected."""
     parts = path.split(".")
     found: object = _import(parts[0], path)
     for i, part in enumerate(parts[1:], start=1):
@@ -105,7 +105,7 @@ def _walk(path: str) -> object:
         if isinstance(inner, types.ModuleType) and inner.__name__ != here:
             raise ConfigError(f"{path} is an alias: {here} is the module {inner.__name__}", code="invalid_target")
         if inner is None or isinstance(inner, types.ModuleType):
-            # A lazy module (PEP 562) may know the name although its dict does not.
+            # A lazy module (PEP 562) may provide the name although its dict does not contain it.
             inner = _import(here, path) if _exists(here) else getattr(found, part, None)
         if inner is None:
             raise _no_such(path, found, part, parts[:i])
@@ -147,8 +147,8 @@ def _no_such(path: str, module: types.ModuleType, part: str, parents: Sequence[s
 
 
 def _node_called(path: str) -> str | None:
-    """Where a node of ours of the last name of `path` stands: it was moved, or the path to it is misspelt. The nearest
-    path, where several nodes have that name. Nothing is imported: the files are read."""
+    """Return the module path of a bundled node with the last name of `path`, for moved nodes and misspelled paths. If
+    several nodes have that name: the nearest path. Files are read and not imported."""
     name = path.rpartition(".")[2]
     if not inside(path, OWN):
         return None

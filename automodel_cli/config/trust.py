@@ -1,8 +1,8 @@
-"""What a config may make this machine execute, and who has allowed it.
+"""Code that a config may execute on this machine, and the permission for it.
 
 A YAML file may come from anybody, so it cannot allow anything by itself: only the command line of the person who runs
 it can, with `--trust command`, `--trust remote-code` or `--trust-package NAME`. A field of a config node that executes
-something says so in its metadata (`field(metadata=runs(...))`), and the checker asks for the flag.
+code declares it in its metadata (`field(metadata=runs(...))`), and the checker requires the flag.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 COMMAND, REMOTE_CODE = "command", "remote-code"
 WORDS = (COMMAND, REMOTE_CODE)
-"""What `--trust` takes."""
+"""Values of `--trust`."""
 
 _KNOWN_PACKAGES = ("torch", "transformers", "automodel_cli")
 _KEY = "trust"
@@ -22,8 +22,8 @@ _KEY = "trust"
 
 @dataclass(frozen=True)
 class Trust:
-    """What the user allows: `words` of WORDS, and packages whose code a config may name. `note` says why what an
-    earlier command allowed does not count, where that is so."""
+    """Permissions of the user: `words` of WORDS, and packages whose code a config may name. `note` explains why
+    remembered permissions do not apply, if so."""
 
     words: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Trust:
         return need.option in self.options()
 
     def options(self) -> tuple[str, ...]:
-        """As they stand on a command line, one text each."""
+        """Return the permissions as command-line options, one text each."""
         return (*(f"--trust {w}" for w in sorted(self.words)), *(f"--trust-package {p}" for p in self.packages))
 
     def arguments(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ NOTHING = Trust()
 
 @dataclass(frozen=True)
 class Need:
-    """One value of a config that makes the machine execute something: what it does, and the option that allows it."""
+    """A config value that executes code: its effect, and the option that allows it."""
 
     key: str
     what: str
@@ -69,7 +69,7 @@ class _Danger:
 
 
 def executes_code(word: str, what: str, when: Callable[[Any], bool] = bool) -> dict[str, Any]:
-    """Metadata of a field that executes something if `when(value)`; `what` completes "KEY=VALUE ..."."""
+    """Metadata of a field that executes code if `when(value)`. `what` completes "KEY=VALUE ..."."""
     return {_KEY: _Danger(word, what, when)}
 
 
@@ -79,7 +79,8 @@ def imports() -> dict[str, Any]:
 
 
 def needs(target: object, name: str, key: str, value: Any) -> list[Need]:
-    """What the field `name` of the config node `target` executes with `value`; `key` is its place in the config."""
+    """Return the code that the field `name` of the config node `target` executes with `value`. `key` is its config
+    key."""
     if not (isinstance(target, type) and dataclasses.is_dataclass(target)):
         return []
     danger = next((f.metadata.get(_KEY) for f in dataclasses.fields(target) if f.name == name), None)

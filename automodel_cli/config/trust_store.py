@@ -1,7 +1,7 @@
-"""What the user allowed when a run began, so that `resume` need not ask again.
+"""Store the permissions of a run, so that `resume` does not ask again.
 
-It stands in the run's folder, sealed with a key from the user's home. Another user's folder, a config that was edited
-since, and a file that somebody put there do not bear the seal, and then nothing is remembered.
+They are stored in the run's folder, sealed with a key from the user's home. Another user's folder, an edited config and
+a file from another user do not have the seal. Then no permissions are restored.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _CONFIG = "config.yaml"
 
 
 def remember(folder: Path, trust: Trust, config: str) -> None:
-    """Write what is allowed beside the run's `config.yaml`, whose text is `config`; nothing where nothing is.
+    """Write the permissions next to the run's `config.yaml` with the text `config`. Nothing is written without
+    permissions.
 
-    The file is not read again: another user may have replaced it. A home that cannot be written to means only that
-    `resume` asks again.
+    The file is not read again, because another user may have replaced it. If the home folder is not writable, `resume`
+    asks again.
     """
     path = folder / FILE
     if not trust:
@@ -37,8 +38,8 @@ def remember(folder: Path, trust: Trust, config: str) -> None:
 
 
 def load_trust(folder: Path, config: bytes) -> Trust:
-    """What was allowed for the `config.yaml` of `folder` with this content, which is what was composed; with a note
-    where something was allowed, but not for it."""
+    """Return the permissions for the `config.yaml` of `folder` with this content. A note explains if there are
+    permissions for another content."""
     try:
         stored = json.loads(read_regular(folder / FILE))
         words, packages, seal = stored["trust"], stored["packages"], stored["seal"]
@@ -59,7 +60,7 @@ def _seal(key: bytes, words: list[str], packages: list[str], config: bytes) -> s
 
 
 def _key(*, make: bool) -> bytes | None:
-    """The user's own key, readable by nobody else; None where there is none and none can be made."""
+    """Return the user's private key. None if there is none and none can be created."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     path = state / "automodel" / "trust.key"
     try:

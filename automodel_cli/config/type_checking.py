@@ -1,4 +1,4 @@
-"""Composed values against annotations: every `_target_` bound to its signature, every error at once, nothing called."""
+"""Check composed values against annotations. Binds every `_target_` to its signature and collects all errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from automodel_cli.config.suggestions import section as nearest_section
 from automodel_cli.config.suggestions import suggest
 from automodel_cli.config.trust import Need, Trust
 
-_WHOLE = 10_000  # characters: nothing that is to be pasted is cut
+_WHOLE = 10_000  # characters: text that users paste is not truncated
 WRONG = object()
 """A value that has already been reported."""
 
 
 @dataclass
 class BoundTarget:
-    """One bound target. `clean` is False when a keyword is unknown or missing; a wrong value is `WRONG`."""
+    """One bound target. `clean` is False if a keyword is unknown or missing. An invalid value is `WRONG`."""
 
     key: str
     target: Callable[..., Any]
@@ -36,7 +36,7 @@ class BoundTarget:
 
 
 class Binder:
-    """Walks a composed tree against annotations. Every error goes to `problems`; nothing is called."""
+    """Walks a composed tree against annotations. Errors are added to `problems`. No target is called."""
 
     def __init__(self, composed: Composed, trust: Trust, untrusted: list[Need] | None):
         self.composed, self.trust, self.untrusted = composed, trust, untrusted
@@ -131,7 +131,8 @@ class Binder:
                 self.report_missing(join(node.key, name), parameter.hint)
 
     def trusted(self, node: BoundTarget, name: str, key: str) -> bool:
-        """Whether the user allows what this field executes. If not: a problem, or one more of `untrusted`."""
+        """Return whether the user allows the code that this field executes. If not, add a problem, or to
+        `untrusted`."""
         value = node.arguments[name]
         found = [] if value is WRONG else trusting.needs(node.target, name, key, value)
         lacking = [need for need in found if not self.trust.allows(need)]
@@ -202,7 +203,7 @@ class Binder:
         return tuple(items) if is_tuple else items
 
     def targeted(self, value: dict[str, Any], hint: Any, key: str) -> Any:
-        """A node with its own `_target_`: bound, and of a class that the annotation allows."""
+        """Check a node with its own `_target_`: bind it, and require a class that the annotation allows."""
         nodes = schema.dataclass_members(hint)
         if "_target_" not in value and len(nodes) != 1:
             raise scalar_conversion.Mismatch("has _partial_ but no _target_", code="missing_key")
@@ -214,8 +215,8 @@ class Binder:
         return node
 
     def refuse_bare_function(self, value: dict[str, Any], hint: Any, key: str) -> None:
-        """A function in place of a node, which would be called with what stands beside it: say what wraps it. Of the
-        keys beside it those that the wrapper knows (weights) stay its own, the others are the function's."""
+        """Check a function in place of a node, and suggest its wrapper. Keys that the wrapper has (weights) stay with
+        it, the others are arguments of the function."""
         if value.get("_partial_"):
             return
         try:
@@ -231,8 +232,8 @@ class Binder:
             raise scalar_conversion.Mismatch(message, f"'{node}'", code="invalid_target")
 
     def check_kind(self, node: BoundTarget, hint: Any, value: dict[str, Any]) -> None:
-        """Refuse a target that makes none of the alternatives and lacks what a protocol among them asks for; a method
-        that is only inherited as abstract is lacking."""
+        """Report a target that returns none of the alternatives and lacks methods of a protocol among them. Inherited
+        abstract methods count as missing."""
         protocols = schema.protocol_members(hint)
         options = tuple(
             option
@@ -243,7 +244,7 @@ class Binder:
             return
         made = node.target if isinstance(node.target, type) else schema.returned(node.target)
         if protocols and (node.partial or not isinstance(made, type)):
-            return  # what comes out is known when it is called
+            return  # the result is checked when it is called
         if not node.partial and isinstance(made, type) and options and issubclass(made, options):
             return
         expected = scalar_conversion.describe_alternatives(schema.members(hint))
@@ -284,7 +285,7 @@ class Binder:
         self.add("unknown_key", key, f"unknown key {key}{note}", found.fix if found else None)
 
     def is_of_another_node(self, key: str) -> bool:
-        """Report a key that another node of ours at this place has: what is left of it when `_target_` was replaced."""
+        """Report a key of another node of this position, which remains after `_target_` was replaced."""
         section, _, name = key.rpartition(".")
         target = _at(self.composed.tree, join(section, "_target_"))
         owner = key_reference.node_for(section, {name: None})
@@ -301,7 +302,7 @@ class Binder:
 
 
 def _what_it_makes(node: BoundTarget) -> str:
-    """What is wrong with a target that is no config node of the right class, and how a model gets in all the same."""
+    """Return the error of a target that is not a config node of the right class, and how to use a model instead."""
     made = node.target if isinstance(node.target, type) else schema.returned(node.target)
     if node.key == "model":
         return (

@@ -1,8 +1,8 @@
-"""How large a config may become: a file that refers to itself, nests without end or multiplies itself is refused before
-anything walks it.
+"""Size limits of configs. Files that refer to themselves, nest too deeply or expand too far are rejected before any
+other code reads them.
 
-YAML's aliases and OmegaConf's interpolations make exponentially large trees out of a few lines. Sizes are counted here
-from what is written, in one pass and without building anything. Any real config is a thousand times smaller.
+YAML's aliases and OmegaConf's interpolations expand a few lines to exponentially large trees. Sizes are computed from
+the text in one pass, without building the tree. Real configs are a thousand times smaller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DEPTH = 40
 MAX_NODES = 20_000
 MAX_FILES = 3_000
 MAX_CHARACTERS = 1 << 20
-_PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # absent where PyYAML was built without libyaml
+_PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # missing if PyYAML was built without libyaml
 _WORD = re.compile(r"[\w.\-\[\]]+")
 _OPEN, _CLOSE = "[{(", "]})"
 
@@ -48,8 +48,8 @@ def check_file(path: Path) -> None:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         fix = f"iconv -f latin1 -t utf-8 {path} -o {path.stem}_utf8.yaml"
         raise _refused("invalid_yaml", path, line, "is not UTF-8 text", fix) from None
-    # libyaml ends by itself where flows nest more than 1,000 levels, before its first event: asked second, the parser
-    # in Python, which has no such limit, comes to the level that is refused here.
+    # libyaml stops at 1,000 nested flow levels, before its first event. Then the Python parser, which has no such
+    # limit, reads up to the level that is rejected here.
     for parser in dict.fromkeys((_PARSER, yaml.SafeLoader)):
         try:
             return _count(path, text, parser)
@@ -91,7 +91,7 @@ def _count(path: Path, text: str, parser: Any) -> None:
 
 
 def check_num_files(number: int, name: str) -> None:
-    """Raise ConfigError where the defaults lists lead to too many files; a file counts each time that one names it."""
+    """Raise ConfigError if the defaults lists include too many files. A file counts each time it is named."""
     if number > MAX_FILES:
         raise ConfigError(
             f"the defaults lists include more than {MAX_FILES:,} files",
@@ -114,8 +114,8 @@ def check_override(text: str) -> None:
 
 
 def too_large(raw: dict[str, Any]) -> str | None:
-    """The first key of an unresolved tree whose interpolations expand to more than MAX_CHARACTERS, or lead through more
-    than MAX_DEPTH others; None where all are fine.
+    """Return the first key whose interpolations expand to more than MAX_CHARACTERS or nest deeper than MAX_DEPTH. None
+    if there is none.
 
     Every word of a text with `${` in it that is the name of a key counts as a reference: never too few.
     """

@@ -1,5 +1,4 @@
-"""Line marks of a YAML file: which key stands on which line, and spellings that mean something else on the command
-line.
+"""Line numbers of the keys of a YAML file, and values whose spelling YAML and the command line interpret differently.
 
 The loader must be OmegaConf's, which Hydra reads files with: PyYAML's own one calls `1e-5` a string.
 """
@@ -27,9 +26,7 @@ _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?$")
 
 @dataclass(frozen=True)
 class Mark:
-    """One key of a file: its dotted path, its line (from 1), and what is wrong with the spelling of its value, if
-    anything.
-    """
+    """One key of a file: its dotted path, its line (from 1), and the problem of its value's spelling, if any."""
 
     key: str
     line: int
@@ -38,7 +35,7 @@ class Mark:
 
 
 def _refusal(text: str) -> tuple[str, str] | None:
-    """(why, what to write instead) for a plain scalar that YAML 1.1 silently turns into another value."""
+    """Return (reason, correction) for a plain scalar that YAML 1.1 silently converts to another value."""
     if text.lower() in _BOOL_WORDS:
         return f"{text} is ambiguous: a boolean in a file, text on the command line", _BOOL_WORDS[text.lower()]
     if _LEADING_ZERO.match(text):
@@ -56,7 +53,7 @@ def _refusal(text: str) -> tuple[str, str] | None:
 
 
 def read_marks(path: Path) -> list[Mark]:
-    """Every key of the file in document order; list items are `key.0`, `key.1`. Raises ConfigError on broken YAML."""
+    """Return every key in document order. List items are `key.0`, `key.1`. Raises ConfigError for invalid YAML."""
     check_file(path)
     try:
         with path.open(encoding="utf-8") as stream:
@@ -75,7 +72,7 @@ def read_marks(path: Path) -> list[Mark]:
 
 
 def _dotted(key: str, where: str) -> ConfigError:
-    """A key with a dot is no section: OmegaConf would keep it beside the section that it looks like."""
+    """Report a key with a dot. OmegaConf would keep it next to the section that it looks like."""
     section, _, rest = key.partition(".")
     nested = f"{section}: {{{rest.replace('.', ': {')}: ...{'}' * (rest.count('.') + 1)}"
     return ConfigError(

@@ -1,6 +1,6 @@
-"""What a table says of a source file becomes a draft of ours; what no table knows is said, never dropped.
+"""Translate a source file by a table into a draft config. Keys without an entry are reported, never dropped.
 
-A table (`Table`) has rows by the source's dotted keys (`*` stands for anything, `[]` for an index), a function for what
+A table (`Table`) has rows by the source's dotted keys (`*` matches anything, `[]` an index), a function for results of
 several keys decide together, and the defaults of the tool that would change the loss.
 """
 
@@ -23,9 +23,9 @@ UNKNOWN = "not known to this translation: look for it in `automodel options`"
 class KeyMapping:
     """One key of theirs.
 
-    `ours` takes the value as it is, or by `values` (their value as lower-case text -> ours; another one is commented).
-    A key of ours without a dot is a group's option (`optimizer`). Without `ours`, `why` says why nothing stands for it;
-    with it, what differs.
+    `ours` receives the value unchanged, or translated by `values` (lower-case source value -> our value; other values
+    are written as comments). A key without a dot is a group option (`optimizer`). Without `ours`, `why` explains why
+    there is no counterpart. With it, `why` explains the difference.
     """
 
     ours: str | None = None
@@ -34,7 +34,7 @@ class KeyMapping:
 
 
 def to(ours: str, why: str = "", **values: Any) -> KeyMapping:
-    """A key of theirs with a counterpart; their values are keywords (`true`, `null`, or their text)."""
+    """A source key with a counterpart. Its values are keywords (`true`, `null`, or text)."""
     return KeyMapping(ours, why, values or None)
 
 
@@ -45,7 +45,7 @@ def none(why: str) -> KeyMapping:
 
 @dataclass(frozen=True)
 class Default:
-    """What their tool does where the file says nothing, and ours would do otherwise."""
+    """A default of the source tool that differs from ours."""
 
     ours: str
     value: Any
@@ -65,7 +65,7 @@ class Table:
     run_lockstep: Callable[[Draft], None]
     defaults: Sequence[Default]
     averaging: str
-    """How their loss is averaged, beside ours."""
+    """How the source tool averages its loss, in comparison with this package."""
 
     def row(self, key: str) -> KeyMapping | None:
         """The row of a key: the exact one, else the first pattern in the table's order."""
@@ -77,7 +77,7 @@ class Table:
 
 @dataclass
 class Draft:
-    """A source file's leaves, and what has become of them."""
+    """The leaves of a source file and their translation."""
 
     source: Mapping[str, Any]
     gpus: int
@@ -85,17 +85,17 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
-    """By key of ours: where it comes from, what differs."""
+    """By key of this package: origin and difference."""
     theirs: dict[str, list[str]] = field(default_factory=dict)
     """By key of ours: the keys of theirs that decided it."""
     left: dict[str, str] = field(default_factory=dict)
     """Keys of theirs without a counterpart, and why."""
     done: set[str] = field(default_factory=set)
     undecided: list[str] = field(default_factory=list)
-    """What would train otherwise than theirs, or not at all, until the user decides it."""
+    """Settings that would change or omit training until the user decides about them."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Their value, or `default` where it is absent or empty. Does not count as translated."""
+        """Return the source value, or `default` if it is absent or empty. Does not count as translated."""
         value = self.source.get(key)
         return default if value is None else value
 
@@ -104,7 +104,7 @@ class Draft:
         return any(key.startswith(prefix) for key in self.source)
 
     def put(self, ours: str, value: Any, *theirs: str, note: str = "") -> None:
-        """Set a key of ours (a group's option where it has no dot) because of these keys of theirs."""
+        """Set a key (a group option if it has no dot) because of these source keys."""
         (self.values if "." in ours or ours in ("seed", "run_name", "output_dir", "rewards") else self.options)[
             ours
         ] = value
@@ -115,13 +115,13 @@ class Draft:
         self.done.update(there)
 
     def leave(self, key: str, why: str) -> None:
-        """Say that a key of theirs has no counterpart, or none that fits its value."""
+        """Report a source key without a counterpart, or with an unsupported value."""
         if key in self.source:
             self.left[key] = why
             self.done.add(key)
 
     def decide(self, key: str, what: str) -> None:
-        """Say at the top of the file what the user must decide about a key of theirs."""
+        """Add a decision about a source key to the top of the file."""
         said = f"{key}={format_value(self.source[key], 60)}: " if key in self.source else f"{key}: "
         self.undecided.append(said + what)
         self.leave(key, f"to decide: {what}")
@@ -131,7 +131,7 @@ class Draft:
 
 
 def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | None = None) -> Draft:
-    """A whole file. Every leaf of it is in `done` afterwards."""
+    """Translate a complete file. Afterwards every leaf is in `done`."""
     draft = Draft(flatten_keys(source), gpus)
     draft.kind = kind or table.kind(draft)
     table.run_lockstep(draft)
@@ -151,7 +151,7 @@ def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | N
 
 
 def _decay_embeddings(draft: Draft, table: Table) -> None:
-    """Each of these tools decays embeddings where it decays at all; ours does so where it is told to."""
+    """Decay embeddings if the tool uses weight decay. This package does so only on request."""
     ours_by_default = 0.0 if draft.kind == "grpo" else 0.01
     decay = draft.values.get("optimizer.weight_decay", ours_by_default)
     if isinstance(decay, (int, float)) and decay > 0:
@@ -170,7 +170,8 @@ def _name_unknown(draft: Draft) -> None:
 
 
 def at_default(draft: Draft, defaults: Mapping[str, tuple[Any, str]]) -> None:
-    """Keys without a counterpart (their default, and why): left where they have it, else to be decided."""
+    """Source keys without a counterpart, with their default and a reason. Defaults are ignored, other values
+    reported."""
     for key, (default, why) in defaults.items():
         if draft.get(key, default) == default:
             draft.leave(key, why)
@@ -179,7 +180,7 @@ def at_default(draft: Draft, defaults: Mapping[str, tuple[Any, str]]) -> None:
 
 
 def _leave_idle_validation(draft: Draft) -> None:
-    """When to validate is nothing to ours where no rows are held out; theirs lets it stand."""
+    """Ignore the validation interval if no rows are held out. The source tool accepts it."""
     if any(key.startswith("data.validation_") for key in draft.values):
         return
     for ours in ("validation.every", "validation.at_start"):
@@ -213,7 +214,7 @@ def _row(draft: Draft, table: Table, key: str, value: Any) -> None:
 
 
 def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key, items of a list of mappings by `key[0].name`; other lists are leaves."""
+    """Return the leaves by dotted key, and items of a list of mappings as `key[0].name`. Other lists are leaves."""
     if isinstance(value, Mapping) and value:
         leaves: dict[str, Any] = {}
         for name, item in value.items():

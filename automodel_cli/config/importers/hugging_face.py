@@ -1,4 +1,4 @@
-"""Keys of transformers' TrainingArguments, which TRL and LLaMA-Factory share, and what several of them decide."""
+"""Keys of transformers' TrainingArguments, which TRL and LLaMA-Factory share, and combinations of them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def betas(draft: Draft, first: str = "adam_beta1", second: str = "adam_beta2") -
 
 
 def length(draft: Draft, steps: str = "max_steps", epochs: str = "num_train_epochs", default: float = 3.0) -> None:
-    """Steps come before epochs in these tools; ours takes whichever ends first."""
+    """Steps override epochs in these tools. In this package, the run ends at the one reached first."""
     if (count := draft.get(steps)) is not None and int(count) > 0:
         draft.put("train.max_steps", int(count), steps)
         draft.put("train.epochs", None, epochs, note=f"{steps} decides there")
@@ -133,7 +133,7 @@ def length(draft: Draft, steps: str = "max_steps", epochs: str = "num_train_epoc
 
 
 def warmup(draft: Draft) -> None:
-    """At most one of the two; steps come first where they are not 0. Steps below 1 are a share."""
+    """Set at most one of the two. Steps take precedence if they are not 0. Steps below 1 are a fraction."""
     steps, ratio = draft.get("warmup_steps", 0), draft.get("warmup_ratio", 0)
     if steps and float(steps) >= 1:
         draft.put("lr_scheduler.warmup_steps", int(steps), "warmup_steps", "warmup_ratio")
@@ -154,7 +154,7 @@ def report_to(draft: Draft) -> None:
 
 
 def trackers(draft: Draft, fields: Mapping[str, Mapping[str, str]], *theirs: str) -> None:
-    """`fields`: of each tracker, our option -> their key. A tracker that nothing is said about is a name."""
+    """`fields`: of each tracker, our option -> the source key. A tracker without options is a name."""
     nodes: list[Any] = []
     used: list[str] = []
     for name, options in fields.items():

@@ -38,11 +38,11 @@ _OTHERS = {
     "JetSpec": "draft models",
     "Vispec": "draft models",
 }
-"""Parts of the names of their other recipes and model classes, and what they train."""
+"""Name parts of their other recipes and model classes, with their training method."""
 
 
 def _kind(draft: Draft) -> Kind:
-    """Raises ConfigError for a recipe that trains what no recipe of ours does."""
+    """Raise ConfigError for a recipe without a counterpart."""
     for key in ("recipe", "recipe._target_", "model._target_"):
         name = str(draft.get(key, "")).removesuffix(".from_pretrained").removesuffix(".from_config").rpartition(".")[2]
         what = next((what for part, what in _OTHERS.items() if part in name), None)
@@ -92,7 +92,7 @@ def _together(draft: Draft) -> None:
 
 
 def _teacher(draft: Draft) -> None:
-    """Theirs is (1 - kd_ratio) x NLL + kd_ratio x KL(teacher || student) over the whole vocabulary."""
+    """The source loss is (1 - kd_ratio) x NLL + kd_ratio x KL(teacher || student) over the full vocabulary."""
     key, ratio = "teacher_model.pretrained_model_name_or_path", float(draft.get("kd_ratio", 0.5))
     if draft.get(key) is None:
         draft.decide(key, "teacher.pretrained: the model to learn from")
@@ -135,7 +135,7 @@ def _pipeline(draft: Draft) -> None:
 
 
 def _fp8(draft: Draft) -> None:
-    """Theirs names layers by parts of their names, ours by endings; both leave out what does not divide by 16."""
+    """The source names layers by parts of their names, this package by suffixes. Both skip dims not divisible by 16."""
     keys = [key for key in draft.source if key.startswith("fp8.")]
     if not keys or not draft.get("fp8.enabled", True):
         for key in keys:

@@ -42,7 +42,7 @@ _OF_GRPO: dict[str, tuple[Any, str]] = {
     "use_transformers_continuous_batching": (False, "our sampler generates on the trained weights"),
     "use_transformers_paged": (False, "our sampler generates on the trained weights"),
 }
-"""Keys that no key of ours stands for: their default, and what holds here."""
+"""Keys without a counterpart: their default, and the behavior of this package."""
 _AGGREGATION = {
     "grpo": "sequence",
     "sapo": "sequence",
@@ -219,7 +219,7 @@ def _kl(draft: Draft) -> None:
 
 
 def _by_sequence(draft: Draft, loss: str) -> None:
-    """Losses over ratios of whole responses; ours takes means over responses then."""
+    """Losses over ratios of complete responses. This package then averages over responses."""
     level = "importance_sampling_level"
     if loss not in _AGGREGATION:
         draft.decide("loss_type", "no such loss here: this file has GRPO's clipped loss, a mean over tokens")
@@ -227,7 +227,7 @@ def _by_sequence(draft: Draft, loss: str) -> None:
         draft.decide("loss_type", f"with {level}={draft.get(level)} ours takes means over responses (loss_type: grpo)")
         draft.values.pop("objective.normalization_length", None)
         draft.put("objective.loss_aggregation", "sequence", note="with a ratio of sequences")
-    if loss == "luspo":  # its sums over responses are no mean that goes with a ratio of sequences here
+    if loss == "luspo":  # it sums over responses, for which there is no aggregation with a sequence ratio
         draft.put(
             "objective.importance_sampling_level",
             "token",

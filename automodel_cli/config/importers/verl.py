@@ -41,7 +41,7 @@ def _together(draft: Draft) -> None:
 
 
 def _trackers(draft: Draft) -> None:
-    """Loggers by name; project and experiment are those of each."""
+    """Loggers by name. Project and experiment apply to each."""
     loggers = draft.get("trainer.logger", [])
     names = [
         str(name) for name in (loggers if isinstance(loggers, list) else [loggers]) if name not in ("console", "file")
@@ -177,7 +177,7 @@ def _aggregate(draft: Draft, own: str, mode: str, response: int) -> None:
 
 
 def _held_out(draft: Draft) -> None:
-    """Theirs samples or is greedy, ours is greedy and samples besides."""
+    """The source either samples or is greedy. This package is greedy and samples in addition."""
     prefix = _ROLLOUT + "val_kwargs."
     if not draft.get(prefix + "do_sample") or not draft.get("data.val_files"):
         return
@@ -227,7 +227,7 @@ def _kl(draft: Draft) -> None:
 
 
 def _clamps(draft: Draft, kind: str, theirs: str) -> None:
-    """Only their k3 clamps what goes in and comes out, as ours does."""
+    """Only k3 clamps its input and output in the source, as in this package."""
     if kind != "k3":
         for name in ("kl_input_clamp", "kl_output_clamp"):
             draft.put(f"objective.{name}", None, theirs, note=f"their {kind} has no clamp")

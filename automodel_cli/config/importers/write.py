@@ -1,4 +1,4 @@
-"""A translated draft as YAML with a comment for each key: where a value comes from, and what has no counterpart."""
+"""Write a translated draft as YAML with a comment for each key: the origin of its value, and missing counterparts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _WIDTH = 58
 
 
 def imported(path: Path, *, slug: str | None = None, gpus: int = 1, kind: Kind | None = None) -> str:
-    """The YAML that stands for another tool's file. Raises ConfigError where the tool cannot be told."""
+    """Return the YAML for another tool's file. Raises ConfigError if the tool cannot be identified."""
     source = read_config(path)
     table = TABLES[slug] if slug is not None else recognise(source)
     if table is None:
@@ -73,7 +73,7 @@ def imported(path: Path, *, slug: str | None = None, gpus: int = 1, kind: Kind |
 
 
 def _refusals(text: str) -> list[str]:
-    """What `automodel check` says against the translated file."""
+    """Return the errors of `automodel check` for the translated file."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "imported.yaml"
         path.write_text(text, encoding="utf-8")
@@ -98,7 +98,7 @@ def _without_places(text: str) -> Iterator[str]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A YAML, JSON or TOML file as plain values, interpolations resolved where they can be."""
+    """Read a YAML, JSON or TOML file as plain values. Interpolations are resolved if possible."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist", code="missing_file")
     check_file(path)
@@ -116,12 +116,12 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         resolved: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException:
-        return tree  # one of them refers to what the file does not hold: they stay as text
+        return tree  # an interpolation refers to another file: leave them as text
     return dict(resolved)
 
 
 def render_config(draft: Draft, table: Table, name: str) -> str:
-    """The whole file."""
+    """Write the complete file."""
     _fit_optimizer(draft)
     lines = [
         f"# {name} of {table.tool}, by `automodel import-config`. Behind each value stands what it was there.",
@@ -151,7 +151,7 @@ def _undecided(draft: Draft) -> Iterator[str]:
 
 
 def _fit_optimizer(draft: Draft) -> None:
-    """Muon's AdamW has names of its own."""
+    """Rename options: Muon has separate names for its AdamW."""
     if draft.options.get("optimizer") != "muon":
         return
     for name in ("betas", "eps"):
@@ -161,7 +161,7 @@ def _fit_optimizer(draft: Draft) -> None:
 
 
 def _options(draft: Draft) -> Iterator[str]:
-    """Choices of groups, also those that the base makes, so that the line can say where they come from."""
+    """Return the group choices, including those of the base config, so that comments can show their origin."""
     for group, option in draft.options.items():
         override = "override " if group in _IN_BASE[draft.kind] or group == "pipeline" else ""
         yield _commented(f"  - {override}{group}: {option}", draft.notes[group])
