@@ -1,1 +1,1 @@
-"""What a user types: one small file per command. Nothing here imports torch at module level."""
+"""Commands of the CLI, one small file each. No module imports torch at module level."""

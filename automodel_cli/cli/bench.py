@@ -1,4 +1,4 @@
-"""`bench -c CONF` and `bench compare A B`: how long the steps of a config take on this machine."""
+"""`bench -c CONF` and `bench compare A B`: step times of configs on this machine."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def compare(
 
 
 def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> Config:
-    """Checked here, where a refusal is read best."""
+    """Checked here, so that the error is printed before runs start."""
     from automodel_cli.run.commands.bench import Config
 
     composed, _ = common.load_recipe(conf, overrides, trust)

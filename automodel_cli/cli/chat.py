@@ -1,4 +1,4 @@
-"""`chat RUN`: a conversation with what a run has learnt."""
+"""`chat RUN`: a conversation with the model of a run."""
 
 from __future__ import annotations
 

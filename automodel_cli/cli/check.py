@@ -71,7 +71,7 @@ def check(
 
 
 def _dry_run(composed: Composed, recipe: ConfigRoot, trust: Trust, gpus: int, gpu: str) -> str:
-    """What it found. Raises ConfigError for a step that does not fit or is refused, RunError for one that fails."""
+    """Run the step and return its result. Raises ConfigError for an invalid step, RunError for a failed one."""
     gpus = common.gpus_to_train_on(recipe, gpus)
     from automodel_cli.dryrun.command import check_step
 
@@ -79,7 +79,7 @@ def _dry_run(composed: Composed, recipe: ConfigRoot, trust: Trust, gpus: int, gp
 
 
 def _line(value: Any) -> str:
-    """A section in one line: the class of its node, then what is set."""
+    """Format a section in one line: the class of its node, then the values that are set."""
     if not isinstance(value, dict):
         return format_value(value, 100)
     words = [str(value["_target_"]).rpartition(".")[2]] if "_target_" in value else []

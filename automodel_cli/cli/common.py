@@ -1,4 +1,4 @@
-"""What every command that reads a config shares: its options, and the way from a file to a checked recipe."""
+"""Shared options of commands that read a config, and the conversion of a file to a checked recipe."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe
 
 GPUS = ("h100", "h200", "b200", "a100", "l40s")
-"""That a dry run knows (`dryrun/hardware.py`)."""
+"""GPUs of the dry run (`dryrun/hardware.py`)."""
 _PACKAGES = "automodel.trust-package"
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def trust_option(function: F) -> F:
-    """`--trust WHAT` and `--trust-package NAME`, both repeatable, as one argument `trust`."""
+    """Add `--trust WHAT` and `--trust-package NAME`, both repeatable, as one argument `trust`."""
     packages = click.option(
         "--trust-package",
         multiple=True,
         metavar="NAME",
         expose_value=False,
-        is_eager=True,  # before `--trust`, which takes it up
+        is_eager=True,  # before `--trust`, which includes its values
         callback=lambda context, _, names: context.meta.update({_PACKAGES: names}),
         help="Allow the config to name classes and functions of this package. Repeatable.",
     )
@@ -61,12 +61,12 @@ def checkpoint_option(function: F) -> F:
 
 
 def with_checkpoints(checkpoint: str | None) -> tuple[Literal["checkpoint"], ...]:
-    """Return what a URL has to bring besides the export."""
+    """Return the files to download from a URL in addition to the export."""
     return () if checkpoint is None else ("checkpoint",)
 
 
 def exported_checkpoint(folder: Path, checkpoint: str | None) -> Path:
-    """Return the folder with the export of a run, or of a chosen checkpoint, which is written where it is missing."""
+    """Return the folder with the export of a run, or of a selected checkpoint, which is exported if necessary."""
     if checkpoint is None:
         return folder / "export"
     from automodel_cli.run.checkpoint_export import export_of
@@ -83,7 +83,7 @@ def override_arguments(function: F) -> F:
 
 
 def config_options(function: F) -> F:
-    """`-c CONF [--trust WHAT] [--trust-package NAME] [key=value ...]`."""
+    """Add `-c CONF [--trust WHAT] [--trust-package NAME] [key=value ...]`."""
     conf = click.option(
         "-c",
         "--conf",
@@ -103,8 +103,8 @@ def load(
     run_dir: Path | None = None,
     untrusted: list[Need] | None = None,
 ) -> tuple[Composed, ConfigRoot]:
-    """Compose and check. Raises ConfigError with everything that is wrong; what the config would execute without being
-    trusted is part of that, or goes to `untrusted` (see `check`). A run in `run_dir` remembers what was trusted."""
+    """Compose and check a config. Raises ConfigError with all errors. Untrusted values are errors, or are added to
+    `untrusted` (see `check`). A run in `run_dir` restores its permissions."""
     from automodel_cli.config.check import check_config
     from automodel_cli.config.compose import compose
     from automodel_cli.run.config_root import ConfigRoot
@@ -154,7 +154,7 @@ def refuse(composed: Composed, errors: Iterable[ConfigError]) -> None:
 
 
 def print_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 5) -> None:
-    """One line for each value that this command has left alone and a run would execute, if it were trusted."""
+    """Return one line for each untrusted value, which this command ignored and a run would execute."""
     for need in untrusted:
         value = format_value(composed.shown(need.key), 100)
         label = click.style("trust".ljust(width), fg="yellow", bold=True)
@@ -162,7 +162,7 @@ def print_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 
 
 
 def gpus_to_train_on(recipe: ConfigRoot, num_gpus: int) -> int:
-    """How many of a run's GPUs have a rank; says where the others are."""
+    """Describe how many of a run's GPUs have a rank, and the use of the others."""
     servers, train_on = recipe.generation_servers(), recipe.gpus_to_train_on(num_gpus)
     if servers is not None and servers.gpus:
         size = f"{servers.number} server{'s' * (servers.number > 1)} of {servers.gpus} GPUs"
@@ -172,7 +172,7 @@ def gpus_to_train_on(recipe: ConfigRoot, num_gpus: int) -> int:
 
 
 def dry_run_request(composed: Composed, trust: Trust, num_gpus: int, **options: Any) -> TraceRequest:
-    """What a dry run of this config is asked; `options` as `Request` has them."""
+    """Return the request of a dry run for this config, with `options` as in `Request`."""
     from automodel_cli.dryrun.types import TraceRequest
 
     words = {"trust_words": tuple(trust.words), "trust_packages": trust.packages}
@@ -180,9 +180,9 @@ def dry_run_request(composed: Composed, trust: Trust, num_gpus: int, **options: 
 
 
 def run_folder(name: str, *fetched: Literal["checkpoint", "export"]) -> Path:
-    """The folder of a run, given as a path, a name below runs/ or a URL. Raises ConfigError.
+    """Return the folder of a run, given as a path, a name below runs/ or a URL. Raises ConfigError.
 
-    From a URL come its records, and of the rest what is named in `fetched`.
+    Of a URL, its records are downloaded, and the parts named in `fetched`.
     """
     from automodel_cli.run.remote.remote_storage import fetch, is_url
 

@@ -1,6 +1,6 @@
-"""What the shell may offer next: recipe names for `-c`, options of groups and config keys for overrides.
+"""Shell completion: recipe names for `-c`, options of groups and config keys for overrides.
 
-Runs at every press of Tab, so it composes nothing: it follows the `defaults` of the file by name until a `_target_`
+Runs at every press of Tab, so it does not compose: it follows the `defaults` of the file by name until a `_target_`
 appears, and walks that class's annotations. Neither Hydra nor torch is imported.
 """
 
@@ -47,7 +47,7 @@ def overrides(ctx: Context, param: Parameter, incomplete: str) -> list[Completio
 
 
 def keys(conf: str) -> set[str]:
-    """Every key that the recipe of `conf` accepts, plus those its files set; of all bundled recipes where `conf` is
+    """Return every key that the recipe of `conf` accepts, plus those in its files. Of all bundled recipes if `conf` is
     unknown.
     """
     from automodel_cli.config import schema, targets
@@ -67,7 +67,7 @@ def keys(conf: str) -> set[str]:
 
 
 def _chain(path: Path, package: str, seen: set[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The file and what its defaults name, each with the key it lands under. Names only: no overrides, no packages."""
+    """Yield the file and its defaults, each with its key. By name only, without overrides and packages."""
     import yaml
 
     if path in seen or not path.is_file():

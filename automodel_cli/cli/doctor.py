@@ -1,4 +1,4 @@
-"""`doctor`: is this machine fit, and if not, the one command that makes it so. Looks at metadata; imports no torch."""
+"""`doctor`: checks of this machine, with a command that fixes each problem. Reads metadata and imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One line: what was looked at, what was found, and the command that fixes it."""
+    """Print one line: subject, finding, and the command that fixes it."""
 
     status: Literal["ok", "warn", "fail"]
     subject: str
@@ -76,7 +76,7 @@ def doctor(run: str | None, nodes: bool, trust: Trust) -> int:
 
 
 def of_nodes() -> Iterator[Diagnosis]:
-    """What this rank and the others measure. Collective."""
+    """Run the measurements that need all ranks. Collective."""
     from automodel_cli.run.commands.cluster_check import examine_nodes
 
     for finding in examine_nodes(Path.cwd()):
@@ -98,7 +98,7 @@ def _on_every_node() -> int:
 
 
 def of_run(run: str, trust: Trust) -> Iterator[Diagnosis]:
-    """The config and every file of a run. Nothing that the config names is executed."""
+    """Check the config and every file of a run. Code that the config names is not executed."""
     folder = common.run_folder(run, "checkpoint")
     from automodel_cli.run.commands.run_integrity import examine
 
@@ -195,7 +195,7 @@ def slurm() -> Iterator[Diagnosis]:
 
 
 def sandbox() -> Iterator[Diagnosis]:
-    """What the rewards that run foreign code cut it off from on this machine, measured."""
+    """Measure the isolation of code rewards on this machine."""
     command = [sys.executable, "-m", "automodel_cli.rollout.rewards.sandbox.host"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     text = answer.stdout.strip() or f"nothing: {answer.stderr.strip()[-200:]}"
@@ -207,7 +207,7 @@ def sandbox() -> Iterator[Diagnosis]:
 
 
 def space() -> Iterator[Diagnosis]:
-    """Room for runs, for the Hugging Face cache, and shared memory for NCCL and data workers."""
+    """Check free space for runs and the Hugging Face cache, and shared memory for NCCL and data workers."""
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     for subject, path, need, fix in (
         ("disk", Path.cwd(), 10, "output_dir=/a/larger/disk   (override of a run)"),

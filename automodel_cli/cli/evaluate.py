@@ -1,4 +1,4 @@
-"""`eval TARGET -c EVAL`: tasks on held-out rows, for a run or a model, compared with what it began as."""
+"""`eval TARGET -c EVAL`: evaluate a run or a model on held-out rows, in comparison with its initial model."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def evaluate(
 
 
 def _of(checkpoint: str | None) -> str:
-    """Return what a results file has in its name of a checkpoint that was chosen."""
+    """Return the suffix of a results file for a selected checkpoint."""
     return "" if checkpoint is None else f"-{checkpoint}"
 
 
@@ -140,7 +140,7 @@ def _by_harness(
 
 
 def _exported(name: str, checkpoint: str | None = None) -> str:
-    """The model that `transformers` loads: of a run its export, or that of a chosen checkpoint."""
+    """Return the path that `transformers` loads: the export of a run, or of a selected checkpoint."""
     if name == _BEFORE:
         message = "--against before is not supported with --harness, which reads exported models"
         raise ConfigError(
@@ -177,7 +177,7 @@ def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Compos
 
 
 def _folder(target: str) -> Path | None:
-    """The run that is meant; None for a model."""
+    """Return the run of the target, or None for a model."""
     for path in (Path(target), Path("runs") / target):
         if (path / "config.yaml").is_file():
             return path.resolve()
@@ -185,7 +185,7 @@ def _folder(target: str) -> Path | None:
 
 
 def _check_rows(target: str, config: EvalConfig, conf: str) -> None:
-    """Refuse tasks that ask the held-out rows of a run, where `target` is a model."""
+    """Raise for tasks on the held-out rows of a run if `target` is a model."""
     from automodel_cli.evaluation.config import Generation
 
     for name, task in config.tasks.items():

@@ -1,4 +1,4 @@
-"""`export RUN`: what the run learnt, as `transformers` loads it."""
+"""`export RUN`: write the model of a run in the format of `transformers`."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def of_kind(kind: str, what: str) -> click.Group:
 def _begin(
     arguments: Sequence[str], conf: str | Path, overrides: tuple[str, ...], trust: Trust, run_dir: Path | None = None
 ) -> int:
-    """Load the config and run it; a rank that was started again goes on in its run, whose config is whole."""
+    """Load the config and run it. A restarted rank continues its run with the saved config."""
     if (folder := rank_process.restarted_run()) is not None:
         conf, overrides, run_dir = folder / "config.yaml", (), folder
     composed, recipe = common.load(conf, overrides, trust, run_dir=run_dir)

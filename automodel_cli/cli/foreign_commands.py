@@ -89,7 +89,7 @@ def _override(key: str, value: str | None, known: set[str]) -> str | None:
 
 
 def _value(name: str, arguments: Sequence[str]) -> str | None:
-    """What stands behind an option on the command line, after `=` or a space."""
+    """Return the value of an option on the command line, after `=` or a space."""
     for i, argument in enumerate(arguments):
         if argument.startswith(f"{name}="):
             return argument.partition("=")[2]

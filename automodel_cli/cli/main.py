@@ -76,7 +76,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module when it is named; `automodel CONF [overrides]` is `automodel finetune llm -c CONF`."""
+    """Imports a command's module on use. `automodel CONF [overrides]` is short for `automodel finetune llm -c CONF`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -1,4 +1,4 @@
-"""`sweep --optuna N`: runs whose values Optuna chooses from what those before them have shown. No torch."""
+"""`sweep --optuna N`: runs with values that Optuna selects from the results of earlier runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from optuna import Study
 
 STUDY = "optuna.journal"
-"""In the sweep's folder; `optuna-dashboard` reads it."""
+"""Study in the sweep's folder. `optuna-dashboard` reads it."""
 _MOST_RANDOM = 10
 
 
 def axes(overrides: Sequence[str]) -> tuple[list[hydra_adapter.SweepAxis], list[str]]:
-    """What is searched, and the overrides that stay. Raises ConfigError."""
+    """Return the search space and the fixed overrides. Raises ConfigError."""
     try:
         found, fixed = hydra_adapter.sweep_axes(overrides)
     except ValueError as error:
@@ -49,10 +49,10 @@ def corners(found: Sequence[hydra_adapter.SweepAxis]) -> list[list[str]]:
 
 
 class Search:
-    """The study of a sweep, kept in its folder: the same command goes on with it.
+    """The study of a sweep, stored in its folder. The same command continues it.
 
-    Each trial is one run. What Optuna proposes depends on the number of the trial and on those before it alone, so that
-    a search that was interrupted goes on as if it had not been.
+    Each trial is one run. The values of a trial depend only on its index and on earlier trials, so an interrupted
+    search continues as if it had not been interrupted.
     """
 
     def __init__(self, folder: Path, found: Sequence[hydra_adapter.SweepAxis], num_trials: int, *, maximize: bool):
@@ -69,10 +69,10 @@ class Search:
         )
 
     def run(self, start: Callable[[int, list[str]], int], value_of: Callable[[int, list[str]], float | None]) -> int:
-        """Run trials until there are so many. `start` runs one, of a number and its overrides, and returns its exit
-        code; `value_of` is what it was worth. Returns the worst exit code; a notice to stop ends the search.
+        """Run trials until there are `number` of them. `start` runs one, given its index and overrides, and returns its
+        exit code. `value_of` returns its result. Returns the worst exit code. A stop signal ends the search.
 
-        Raises RunError where the first run that ends well has no such value.
+        Raises RunError if the first successful run has no such value.
         """
         worst = 0
         for number in range(self.num_trials):
@@ -94,7 +94,7 @@ class Search:
         return worst
 
     def trials(self) -> list[list[str]]:
-        """What was chosen in each trial so far."""
+        """Return the values selected in each trial so far."""
         return [self._overrides(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def _ask(self, number: int) -> Any:

@@ -1,4 +1,4 @@
-"""`plan -c CONF --gpus N`: what a run would hold, need and wait for, without a GPU and without weights."""
+"""`plan -c CONF --gpus N`: stages, memory and idle time of a run, without a GPU and without weights."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def push(run: str, repository: str, checkpoint: str | None, private: bool, licen
 
 
 def _base(folder: Path) -> str | None:
-    """The hub id that the run began with; a folder of this machine tells others nothing."""
+    """Return the hub id of the base model. None for a local folder, which is not available to others."""
     from automodel_cli.config.compose import compose
 
     name = compose(folder / "config.yaml", run_dir=folder).tree.get("model", {}).get("pretrained")

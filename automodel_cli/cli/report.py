@@ -36,7 +36,7 @@ def report(names: tuple[str, ...], out: Path | None) -> None:
 
 
 def _folders(name: str) -> Iterator[str | Path]:
-    """The name itself; of a URL the local folders of the runs there."""
+    """Return the name, or for a URL the local folders of its runs."""
     from automodel_cli.run.remote.remote_storage import fetch, is_url, runs_at
 
     if not is_url(name):

@@ -66,7 +66,7 @@ def _list(found: Sequence[tuple[str, RunEntry]], folder: str, as_json: bool) -> 
 
 
 def _at_url(url: str, home: Path) -> list[tuple[str, RunEntry]]:
-    """(URL, run) of each run there; only their records come here, into `home`."""
+    """Return (URL, run) of each run at a URL. Only its records are downloaded, to `home`."""
     from automodel_cli.run.remote.remote_storage import records, runs_at
     from automodel_cli.runs.index import RunEntry, oldest_first
 
@@ -263,7 +263,7 @@ def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool)
 
 
 def _one(name: str | None) -> RunEntry:
-    """The run of a name or folder; the newest without one. Raises ConfigError."""
+    """Return the run with a name or folder, or the newest one. Raises ConfigError."""
     from automodel_cli.cli.common import run_folder
     from automodel_cli.runs.index import RunEntry, find_runs
 
@@ -291,7 +291,7 @@ def _as_json(run: RunEntry) -> dict[str, Any]:
 
 
 def _metric(run: RunEntry) -> str:
-    """What says more than the loss, where there is such a thing."""
+    """Return the metrics that are more informative than the loss, if there are any."""
     for key in ("val_reward", "reward", "val_accuracy", "accuracy"):
         if (value := run.last(key)) is not None:
             return f"{key.replace('_', ' ')} {table_rendering.number(value)}"
@@ -315,7 +315,7 @@ def _parting(a: RunEntry, b: RunEntry, column: str, tolerance: float) -> str:
 
 
 def _with_origin(text: str) -> Text:
-    """`value` and, dim behind it, where it came from."""
+    """Format `value` with its origin, dimmed."""
     from rich.text import Text
 
     value, _, origin = map(visible, text.partition("\n"))

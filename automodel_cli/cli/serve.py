@@ -72,9 +72,9 @@ def serve(
 
 
 def _served_name(server: str, run: str, export: Path, more: tuple[str, ...]) -> str:
-    """Return the name that requests give the model: an option of `more`, or the run's name (and its checkpoint's).
+    """Return the model name for requests: an option in `more`, or the name of the run (and of its checkpoint).
 
-    `transformers serve` has no option for it and takes its argument as the name: a path relative to this directory.
+    `transformers serve` has no such option and uses its argument as the name: a path relative to the working directory.
     """
     if server != "vllm":
         return str(export.relative_to(Path.cwd()) if export.is_relative_to(Path.cwd()) else export)
@@ -88,7 +88,7 @@ def _served_name(server: str, run: str, export: Path, more: tuple[str, ...]) -> 
 def _command(
     server: str, export: Path, asked_as: str, where_to: tuple[str, int, tuple[str, ...]], *, dry_run: bool = False
 ) -> list[str]:
-    """Return the server's command. Raises ConfigError where it is not installed; a dry run prints it all the same."""
+    """Return the server's command. Raises ConfigError if it is not installed. A dry run prints it in any case."""
     host, port, more = where_to
     where = ["--host", host, "--port", str(port), *more]
     if server == "vllm":
@@ -120,6 +120,6 @@ def _curl(asked_as: str, host: str, port: int) -> str:
 
 
 def _become(command: list[str]) -> NoReturn:
-    """The server takes this process's place, and with it signals and exit code."""
+    """Replace this process by the server, so that it receives signals and its exit code is returned."""
     sys.stdout.flush()
     os.execv(command[0], command)

@@ -29,11 +29,11 @@ F = TypeVar("F", bound=Callable[..., object])
 _SHARED = ("nodes", "ranks_per_node", "gpus_per_node", "image", "cpus_per_task", "notice", "max_requeues", "setup")
 """Options that mean the same to every scheduler."""
 _CPUS_PER_GPU = 4
-"""Unless the user says otherwise: Slurm's own default of one starves a rank that also reads data and drives NCCL."""
+"""CPUs per rank. Slurm's default of one is too few for a rank that also reads data and drives NCCL."""
 
 
 def cluster_options(*, required: bool) -> Callable[[F], F]:
-    """What a job needs of a cluster, as arguments of a command; nodes and GPUs are `required` or may be left out."""
+    """Add the resources of a job as options. Nodes and GPUs are `required` or optional."""
     options = (
         click.option("--nodes", required=required, type=click.IntRange(min=1), metavar="N", help="Number of nodes."),
         click.option(
@@ -166,7 +166,7 @@ def submit(
 
     job_name = options.pop("job_name")
     composed, recipe = common.load(conf, overrides, trust)
-    if to == "slurm":  # a queue is a long way to a refusal; files of other clusters lie elsewhere
+    if to == "slurm":  # a job may wait long before it fails; other clusters have other files
         common.refuse(composed, recipe.data_problems())
     options = fitted(composed, recipe, options)
     asked = {"--volume": volume, "--gpu-type": gpu_type, "--env": env, "--secret": secret, "--rdma": rdma}
@@ -202,7 +202,7 @@ def submit(
 def job_of(
     composed: Composed, conf: str, overrides: tuple[str, ...], folder: Path, options: Mapping[str, Any]
 ) -> slurm.Job:
-    """The job of one run in `folder`; `options` are those of `cluster_options`, fitted."""
+    """Build the job of one run in `folder`. `options` are those of `cluster_options` after validation."""
     return slurm.Job(
         name=folder.name,
         run_dir=folder,
@@ -216,7 +216,7 @@ def job_of(
 
 
 def fitted(composed: Composed, recipe: ConfigRoot, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`cluster_options` with their defaults for this run. Raises ConfigError where its ranks do not fit."""
+    """Return `cluster_options` with defaults for this run. Raises ConfigError if its ranks do not fit."""
     ranks_per_node = _ranks_per_node(options["gpus_per_node"], options["ranks_per_node"])
     _check_ranks(composed, recipe, options["nodes"], ranks_per_node)
     cpus = options["cpus_per_task"] or (_CPUS_PER_GPU if options["gpus_per_node"] else None)
@@ -226,7 +226,7 @@ def fitted(composed: Composed, recipe: ConfigRoot, options: Mapping[str, Any]) -
 def _rollout_nodes(
     recipe: ConfigRoot, options: Mapping[str, Any], to: str, nodes: int | None, given: Mapping[str, Any]
 ) -> RolloutNodes | None:
-    """The nodes that generate. Raises ConfigError where servers and nodes do not go together."""
+    """Return the nodes for generation. Raises ConfigError if servers and nodes do not match."""
     servers = recipe.generation_servers()
     has_own = servers is not None and not servers.colocated
     if nodes is None:
@@ -269,7 +269,7 @@ def _rollout_nodes(
 
 
 def _refuse_foreign(to: str, dry_run: bool, options: Mapping[str, Any], cloud: Mapping[str, Any]) -> None:
-    """An option that the chosen scheduler knows nothing of."""
+    """Report an option that the selected scheduler does not support."""
     if to == "slurm":
         if (given := next((name for name, value in cloud.items() if value), None)) is not None:
             message, fix = f"{given} requires --to k8s or skypilot", f"--to k8s --dry-run, or remove {given}"
@@ -330,7 +330,7 @@ def _ranks_per_node(num_gpus: int, num_ranks: int | None) -> int:
 
 
 def _check_ranks(composed: Composed, recipe: ConfigRoot, nodes: int, ranks_per_node: int) -> None:
-    """The mesh against the ranks of all nodes; the error names the options and the keys with their origins."""
+    """Compare the mesh with the ranks of all nodes. The error names the options, and the keys with their origins."""
     try:
         recipe.check_ranks(nodes * ranks_per_node)
     except ConfigError as error:

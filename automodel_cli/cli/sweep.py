@@ -34,7 +34,7 @@ _MOST = 1000
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: what is swept in it, all its overrides (with its folder), and the folder."""
+    """One run of a sweep: its swept values, all its overrides (including its folder), and the folder."""
 
     swept: tuple[str, ...]
     overrides: tuple[str, ...]
@@ -122,7 +122,7 @@ def _told(code: int, points: Sequence[Point], metric: str, maximize: bool) -> in
 
 
 def _points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
-    """Raises ConfigError where nothing is swept, or what it would set is the sweep's own."""
+    """Raise ConfigError if no value is swept, or if a swept key is set by the sweep itself."""
     from automodel_cli.config import hydra_adapter
 
     _check_own(folder, overrides)
@@ -176,7 +176,7 @@ def _search(
     maximize: bool,
     dry_run: bool,
 ) -> tuple[int, list[Point]]:
-    """Exit code and runs of a search: one after another, what has finished skipped."""
+    """Run a search one trial after another, skipping finished ones. Returns exit code and runs."""
     from automodel_cli.cli.optuna_sweep import STUDY, Search, axes, corners
     from automodel_cli.runs.index import RunEntry
 
@@ -215,7 +215,7 @@ def _short(value: str) -> str:
 
 
 def _same_sweep(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
-    """A folder holds one sweep: with other values its finished runs would be those of another."""
+    """Raise if the folder holds another sweep, whose finished runs would be mixed with this one's."""
     try:
         before = json.loads((folder / _FILE).read_bytes())
     except (OSError, ValueError):
@@ -238,7 +238,7 @@ def _state(point: Point) -> str:
 
 
 def _run_all(points: Sequence[Point], conf: str, trust: Trust) -> int:
-    """One after another. What fails does not keep the others from running; Ctrl-C and a notice end the sweep."""
+    """Run one after another. A failure does not stop the others. Ctrl-C and stop signals end the sweep."""
     worst = 0
     for number, point in enumerate(points, 1):
         code = _run_one(point, f"{number}/{len(points)}", conf, trust)
@@ -249,7 +249,7 @@ def _run_all(points: Sequence[Point], conf: str, trust: Trust) -> int:
 
 
 def _run_one(point: Point, label: str, conf: str, trust: Trust) -> int:
-    """Its exit code; 0 where it has finished or goes on already."""
+    """Return the exit code of a run, 0 if it has finished or is already running."""
     skipped = {"finished": "finished already", "running": "runs already"}.get(_state(point))
     click.echo(click.style(f"[{label}] {point.folder}  {skipped or ''}".rstrip(), bold=True))
     if skipped:
@@ -259,7 +259,7 @@ def _run_one(point: Point, label: str, conf: str, trust: Trust) -> int:
 
 
 def _child(command: Sequence[str]) -> int:
-    """Its exit code. A signal to the terminal's group reaches it by itself, and it is given the time to save."""
+    """Return the exit code of a run. A terminal's signal reaches it directly, and it gets time to save."""
     with subprocess.Popen(command) as child:
         while True:
             try:
@@ -269,7 +269,7 @@ def _child(command: Sequence[str]) -> int:
 
 
 def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
-    """The best run first; those without the metric last."""
+    """Sort by metric, best first. Runs without the metric come last."""
     from automodel_cli.runs.index import RunEntry
 
     runs = [(RunEntry(point.folder), point) for point in points if point.folder.is_dir()]

@@ -1,4 +1,4 @@
-"""How tables of runs look. `rich` is imported when one is drawn."""
+"""Style of run tables. `rich` is imported when a table is printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow"}
 _RIGHT = ("steps", "loss", "val loss", "age", "size")
 _WIDE = 240
-"""Columns where no terminal says how many it has: a line of a pipe is one run."""
+"""Width without a terminal. In a pipe, each run is one line."""
 
 
 def state(run: RunEntry) -> Text:

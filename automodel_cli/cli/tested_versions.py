@@ -1,6 +1,6 @@
 """Releases that the tests run with, and the verdict on an installed release.
 
-`automodel doctor` and docs/compatibility.md read the table. The ranges are those of the package's metadata.
+`automodel doctor` and docs/compatibility.md read this table. The ranges are those of the package's metadata.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "vllm": ("0.32.0",),
     "sglang": ("0.5.23",),
 }
-"""Distribution, and its tested releases. A release of two numbers stands for all its patch releases."""
+"""Package and its tested releases. A release with two numbers stands for all its patch releases."""
 
 OTHER_RANGES = {"sglang": ">=0.5.21"}
 """Ranges of packages that no extra installs."""
@@ -83,7 +83,7 @@ def verdict(name: str, version: str, specifier: str) -> Verdict:
 
 
 def satisfies(version: str, specifier: str) -> bool:
-    """Return whether a release lies in a range such as `>=2.11,<2.14`; local and pre-release suffixes are ignored."""
+    """Return whether a release is in a range such as `>=2.11,<2.14`. Local and pre-release suffixes are ignored."""
 
     def numbers(text: str) -> tuple[int, ...]:
         parts = [int(n) for n in re.findall(r"\d+", re.split(r"[+a-z]", text.strip())[0])]

@@ -1,4 +1,4 @@
-"""`verify -c CONF`: whether the layouts of a recipe give one process's numbers, measured on this machine's CPU."""
+"""`verify -c CONF`: compare the layouts of a recipe with a single process, on this machine's CPU."""
 
 from __future__ import annotations
 

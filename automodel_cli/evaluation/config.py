@@ -1,6 +1,6 @@
 """Config of `automodel eval`: tasks and bootstrap settings. Torch-free.
 
-A task of your own is a node with `run(candidate)` (see `evaluation/eval_model.py`) that returns an `Outcome`. Tasks are
+A custom task is a node with `run(candidate)` (see `evaluation/eval_model.py`) that returns an `Outcome`. Tasks are
 part of a run's validations too (`validation.tasks`).
 """
 
@@ -24,7 +24,7 @@ class EvalTask(Protocol):
 
     @abstractmethod
     def run(self, candidate: EvalModel) -> TaskScores:
-        """Ask one model, and judge what it says. Collective."""
+        """Generate responses with one model and score them. Collective."""
         ...
 
 
@@ -71,11 +71,11 @@ class MultipleChoice(MultipleChoiceSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """The root of an evaluation: tasks by name, and how intervals are drawn."""
+    """Root of an evaluation config: tasks by name, and settings of the confidence intervals."""
 
     tasks: dict[str, EvalTask]
     num_resamples: int = 10_000
-    """Draws of the bootstrap behind each interval."""
+    """Resamples of the bootstrap behind each interval."""
 
     def __post_init__(self) -> None:
         check_minimums(self, num_resamples=1)

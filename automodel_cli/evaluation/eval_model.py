@@ -54,7 +54,7 @@ class EvalModel:
 
     @classmethod
     def of_session(cls, session: Trainer) -> EvalModel:
-        """The model of a run that goes on, with whatever weights it has when it is asked."""
+        """Return the model of a running training, with its current weights."""
         s = session
         return cls("", s.recipe, s.mesh, s.model, s.tokenizer, s.run_dir, s.at_exit, s.taught_stops)
 
@@ -101,7 +101,8 @@ class EvalModel:
         return found
 
     def share(self, number: int) -> list[int]:
-        """Which of `number` questions this rank asks: ranks that share rows ask the same."""
+        """Return the indices of this rank's questions among `number`. Ranks of one model-parallel group get the
+        same."""
         return list(range(number))[self.mesh.dp_rank :: self.mesh.dp_size]
 
     def gathered(self, mine: dict[int, Any]) -> list[Any]:

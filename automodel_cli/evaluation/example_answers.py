@@ -15,7 +15,7 @@ _WIDTH = 90
 
 
 def example_lines(name: str, outcomes: Mapping[str, TaskScores]) -> Iterator[str]:
-    """Yield a few questions of the task `name`, with what was expected and what each model (by its label) answered.
+    """Yield a few questions of the task `name`, with the expected answer and the response of each model (by its label).
 
     Questions whose mark differs between the models come first.
     """
@@ -51,7 +51,7 @@ def _chosen(marks: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _marks(outcome: TaskScores) -> list[str]:
-    """The first measure of each question in words; several samples have their share."""
+    """Format the first measure of each question. Several samples give a fraction."""
     return [_mark(value) for value in next(iter(outcome.measures.values()), [])]
 
 

@@ -66,7 +66,7 @@ def ask(task: GenerationSettings, candidate: EvalModel) -> TaskScores:
 
 
 def _known(totals: Sequence[float | None]) -> list[float] | None:
-    """None where one is missing: pass@k of fewer samples would be another measure."""
+    """Return None if one is missing: pass@k with fewer samples would be another measure."""
     known = [total for total in totals if total is not None]
     return known if len(known) == len(totals) else None
 

@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness on exported models: it runs as a command, perhaps of another environment. Torch-free.
 
-Its samples are read back question by question, so that models are compared in pairs as by tasks of our own.
+Its samples are read question by question, so that models are compared in pairs as with built-in tasks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _INSTALL = "pip install 'lm-eval[hf]'"
 
 @dataclass(frozen=True)
 class Harness:
-    """`python` has lm-eval. `tasks` are names that it knows, or that files in `include` define. `options` are further
-    ones of `lm-eval run`, by name: `num_fewshot`, `limit`, `batch_size`, `gen_kwargs`, ..."""
+    """`python` must have lm-eval. `tasks` are its task names, or names defined by files in `include`. `options` are
+    further options of `lm-eval run`, by name: `num_fewshot`, `limit`, `batch_size`, `gen_kwargs`, ..."""
 
     python: str
     tasks: tuple[str, ...]
@@ -103,7 +103,7 @@ def _item(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(responses: Sequence[Any]) -> dict[str, str]:
-    """Return the number of the likeliest choice where the responses are pairs of a log-prob and a flag."""
+    """Return the index of the most likely choice, if the responses are pairs of a log-prob and a flag."""
     if len(responses) < 2 or not all(isinstance(pair, list) and len(pair) == 2 for pair in responses):
         return {}
     try:

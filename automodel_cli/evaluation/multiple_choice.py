@@ -33,7 +33,7 @@ def score_choices(task: MultipleChoiceSettings, candidate: EvalModel) -> TaskSco
     pairs = [(q, c) for q, question in enumerate(asked) for c in range(len(question.choices))]
     mine = candidate.share(len(pairs))
     longest = -(-len(pairs) // candidate.mesh.dp_size)
-    padded = [*mine, *([0] * (longest - len(mine)))]  # forwards are collective: every rank scores equally many
+    padded = [*mine, *([0] * (longest - len(mine)))]  # forward passes are collective: equal counts on every rank
     scores: dict[int, float] = {}
     for begin in range(0, longest, _AT_ONCE):
         numbers = padded[begin : begin + _AT_ONCE]

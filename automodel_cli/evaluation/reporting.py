@@ -26,9 +26,10 @@ Found = dict[str, dict[str, TaskScores]]
 
 
 def report_results(found: Found, run_dir: Path, out: Path, config_yaml: str, num_resamples: int) -> None:
-    """Print the scores of every model, of the first one against each other, and a few answers; write all to `out`.
+    """Print the scores of every model, compare the first one with the others, print a few answers, and write all to
+    `out`.
 
-    Renews the page of the run where `out` is among its evaluations.
+    Updates the page of the run if `out` is among its evaluations.
     """
     scores = list(_scores(found, num_resamples))
     _write(out, scores, found, config_yaml)
@@ -41,7 +42,7 @@ def report_results(found: Found, run_dir: Path, out: Path, config_yaml: str, num
 
 
 def _scores(found: Found, num_resamples: int) -> Iterator[dict[str, str]]:
-    """A line for each task, measure and model; then for each other model the paired difference to the first."""
+    """Return a line per task, measure and model, then for each other model the paired difference to the first."""
     first, *others = found
     for name in found[first]:
         for measure in found[first][name].measures:
@@ -84,7 +85,7 @@ def _compared(
 
 
 def _write(out: Path, scores: list[dict[str, str]], found: Found, config_yaml: str) -> None:
-    """The results of one evaluation, whole or not at all. Values stand at full precision, a question each."""
+    """Write the results of one evaluation atomically, with values at full precision and one entry per question."""
     content = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "code": code_version(),

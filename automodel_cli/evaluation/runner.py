@@ -28,7 +28,7 @@ BEFORE = "before"
 
 @dataclass(frozen=True)
 class Target:
-    """A model to judge: how the recipe begins it, or a checkpoint of a run."""
+    """A model to evaluate: the initial model of the recipe, or a checkpoint of a run."""
 
     label: str
     recipe: Recipe
@@ -67,7 +67,7 @@ def of_model(recipe: Recipe, name: str) -> Target:
 
 
 def evaluate(config: EvalConfig, targets: Sequence[Target], run_dir: Path, out: Path, config_yaml: str) -> int:
-    """Judge every target and compare the first one with the others; print the scores, and write them to `out`.
+    """Evaluate every target, compare the first one with the others, print the scores, and write them to `out`.
 
     Returns the exit code. Collective: every rank of the layout calls it.
     """

@@ -19,14 +19,14 @@ _CHUNK = 4_000_000
 
 @dataclass(frozen=True)
 class TaskScores:
-    """Of one task: for each measure (`accuracy`, `pass@4`, ...) one value a question, in the order of the questions,
-    None where a judge failed on it; and what was asked and said, an entry a question."""
+    """Results of one task. Each measure (`accuracy`, `pass@4`, ...) has one value per question in order, None after a
+    failed reward. `questions` holds question and response of each entry."""
 
     measures: dict[str, list[float | None]]
     items: list[dict[str, Any]] = field(default_factory=list)
 
     def says_nothing_more(self, measure: str) -> bool:
-        """Whether it is the reward where that is 0 or 1, so that its mean is the share of right answers."""
+        """Whether it is a reward of 0 or 1, so that its mean is the accuracy."""
         shares = self.measures.get("accuracy", self.measures.get("pass@1"))
         return measure == REWARD and shares == self.measures[measure]
 
@@ -43,18 +43,18 @@ class TaskScores:
 
 
 def known_of(values: Sequence[float | None]) -> list[float]:
-    """Those of the questions that were judged."""
+    """Return the values of the questions that were scored."""
     return [value for value in values if value is not None]
 
 
 def num_questions_text(values: Sequence[float | None]) -> str:
-    """`16 questions`, or `14 questions (2 more could not be judged)`."""
+    """Return `16 questions`, or `14 questions (2 more could not be scored)`."""
     known = len(known_of(values))
     return f"{known} questions" + (f" ({len(values) - known} more could not be judged)" if known < len(values) else "")
 
 
 def text_of(measure: str, *, signed: bool = False) -> Callable[[float], str]:
-    """How a mean of this measure is written: a reward as it is, all else as a share, and what nothing is known of."""
+    """Format the mean of a measure: rewards and unknown measures as numbers, others as fractions."""
     sign = "+" if signed else ""
     as_known: Callable[[float], str] = (
         (lambda value: f"{value:{sign}.3f}") if measure == REWARD else (lambda value: f"{100 * value:{sign}.1f}%")
@@ -63,7 +63,7 @@ def text_of(measure: str, *, signed: bool = False) -> Callable[[float], str]:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Chance that one of k responses drawn without replacement from `num_samples` is right: 1 - C(n-c, k) / C(n, k)."""
+    """Return the probability that one of k out of `num_samples` responses is correct: 1 - C(n-c, k) / C(n, k)."""
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 

@@ -69,7 +69,7 @@ def _check_generation(recipe: Recipe, task: Generation, key: str) -> None:
 
 
 def add_tasks(session: Trainer) -> None:
-    """Let the validations of this run ask its tasks. Collective: their questions are read at once."""
+    """Add the tasks of this run to its validations. Collective. Their questions are read immediately."""
     if session.recipe.validation.tasks:
         session.callbacks.add(ValidationTasks(session))
 

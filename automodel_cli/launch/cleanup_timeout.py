@@ -13,7 +13,7 @@ from automodel_cli.launch import rank_process, safe_output
 
 TELL_SECONDS = 20.0
 LEAVE_SECONDS = 600.0
-"""A checkpoint that is being written in the background may still become whole."""
+"""Time for a background checkpoint to complete."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Environment variables set for ranks, and the user's environment without them.
 
-A rank sees more than its user has set: where the ranks meet, how many threads each may start, how CUDA's allocator
-works. A program that a rank starts, such as a generation server, must not inherit any of it. vLLM's sleep mode and
-SGLang's memory saver refuse `expandable_segments`, and torch's rendezvous in a child waits for the agent of its parent.
+Ranks have variables that the user did not set: rendezvous, threads per process, settings of the CUDA allocator. A
+program that a rank starts, such as a generation server, must not inherit them. vLLM's sleep mode and SGLang's memory
+saver reject `expandable_segments`, and torch's rendezvous in a child would wait for the agent of its parent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 OWN = "AUTOMODEL_OWN_VARIABLES"
-"""Names of the variables that a process of ours has set, separated by commas; ranks inherit it from their launcher."""
+"""Names of the variables that this package has set, separated by commas. Ranks inherit it from their launcher."""
 _OF_RANKS = frozenset(
     {
         "RANK",
@@ -28,7 +28,7 @@ _OF_RANKS = frozenset(
 )
 _OF_LAUNCHERS = ("TORCHELASTIC_", "AUTOMODEL_STATUS_")
 _BESIDE_RANKS = frozenset({"OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"})
-"""torchrun and our batch script set these beside the variables of a rank."""
+"""Variables of torchrun and of the batch script, in addition to those of a rank."""
 
 
 def set_default(name: str, value: str) -> None:

@@ -55,18 +55,18 @@ OUTPUT_TAIL = 6000  # characters of each failed rank's output that go into the e
 
 
 class RankFailure(RuntimeError):
-    """At least one rank failed; the message carries the output and traceback of each."""
+    """At least one rank failed. The message contains output and traceback of each failed rank."""
 
 
 def launch(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120, process_group: bool = True) -> Any:
-    """`fn(rank, world, *args)` on `world` ranks; rank 0's result. See `launch_all`."""
+    """Run `fn(rank, world, *args)` on `world` ranks and return rank 0's result. See `launch_all`."""
     return launch_all(fn, world, *args, timeout=timeout, process_group=process_group)[0]
 
 
 def launch_all(
     fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120, process_group: bool = True
 ) -> list[Any]:
-    """`fn(rank, world, *args)` on `world` ranks; every rank's result, in rank order.
+    """Run `fn(rank, world, *args)` on `world` ranks and return every rank's result, in rank order.
 
     With `process_group` the default gloo group exists when `fn` starts and is destroyed after it; without, `fn` finds
     the environment of a torchrun worker and starts its own. `fn` must be importable by name, arguments and results
@@ -98,9 +98,9 @@ def launch_all(
 
 
 def preload(*modules: str) -> None:
-    """More modules for the server to import, before the first launch; afterwards it changes nothing.
+    """Add modules for the server to import before the first launch. Later calls have no effect.
 
-    Of our own it imports those that the caller has by then: an error in one is the caller's already, not the server's.
+    Of this package it imports only modules that the caller has imported, so that an import error occurs in the caller.
     """
     _more.extend(modules)
 
@@ -125,7 +125,7 @@ def _server() -> ForkServerContext:
 
 
 def _join(processes: list[Any], deadline: float) -> None:
-    """Wait for all; once one has failed or time is up, let the others report and kill what is left."""
+    """Wait for all ranks. After a failure or the time limit, let the others report, then kill the rest."""
     running = list(processes)
     while running:
         wait([p.sentinel for p in running], timeout=max(0.0, deadline - time.monotonic()))
@@ -161,7 +161,7 @@ def _rank_main(
     log = os.open(f"{folder}/log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    # Python's own streams may still be those of the server; give them the new descriptors, line by line.
+    # Python's streams may still be those of the server: give them the new descriptors, line by line.
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     faulthandler.enable(file=2)
     faulthandler.dump_traceback_later(timeout, exit=True, file=2)
@@ -201,6 +201,6 @@ def _run(
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     result = fn(rank, world, *args)
     if process_group:
-        dist.barrier()  # nobody takes the store or a connection away from a rank that is still working
+        dist.barrier()  # keep the store and connections open until every rank has finished
         dist.destroy_process_group()
     return result

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ADDRESSES = "AUTOMODEL_ROLLOUT_URLS"
-"""Set by the batch script for its ranks, never by a user: where the servers of the job answer, cut by commas."""
+"""Addresses of the job's servers, separated by commas. Set by the batch script, never by a user."""
 HOST, PORT = "{host}", "{port}"
-"""Stand in a command where the address to listen at and the port of a server do."""
+"""Placeholders in a command for the listening address and port of a server."""
 
 
 @dataclass(frozen=True)
 class GenerationServers:
-    """`number` servers over all machines, with `gpus` GPUs each (0: CPU), on GPUs of their own or `colocated` with the
-    ranks. `command` holds `HOST` and `PORT`: the first server of a machine has `port`, the next one `port` + 1."""
+    """`number` servers over all machines with `gpus` GPUs each (0: CPU), on separate GPUs or `colocated` with the
+    ranks. `command` contains `HOST` and `PORT`. The first server of a machine has `port`, the next one `port` + 1."""
 
     number: int
     gpus: int
@@ -21,7 +21,7 @@ class GenerationServers:
     command: tuple[str, ...]
     colocated: bool = False
     gpu_memory_utilization: float | None = None
-    """Of each GPU, that a server takes; None is its own choice."""
+    """Memory fraction of each GPU for a server. None: the server's default."""
 
     @property
     def own_gpus(self) -> int:

@@ -15,7 +15,7 @@ _RECORD_BYTES = 8192  # the kernel's own limit of one record
 
 @dataclass(frozen=True)
 class Evidence:
-    """`by` says who killed, `source` where that stands; `out_of_memory` only where the kernel says so."""
+    """`by`: sender of the signal. `source`: log with the evidence. `out_of_memory`: only if the kernel reports it."""
 
     out_of_memory: bool
     by: str
@@ -56,8 +56,8 @@ class MemoryWatch:
 
 
 def _counter() -> Path | None:
-    """The file with `oom_kill N` of this process's group: cgroup v2, then v1. Inside a container its own group is the
-    root of what is mounted.
+    """Return the file with `oom_kill N` of this process's group: cgroup v2, then v1. Inside a container, this group is
+    the root of the mounted hierarchy.
     """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -100,7 +100,7 @@ def _end_of_log() -> int | None:
 
 
 def _records_after(descriptor: int) -> Iterator[str]:
-    """The texts of the kernel's records since the last one that was read, oldest first."""
+    """Yield the texts of the kernel's records since the last read one, oldest first."""
     while True:
         try:
             record = os.read(descriptor, _RECORD_BYTES).decode(errors="replace")

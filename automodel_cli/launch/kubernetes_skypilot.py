@@ -1,7 +1,7 @@
 """Job files for Kubernetes (JobSet and ConfigMap) and SkyPilot.
 
-JobSet (jobset.x-k8s.io/v1alpha2) is what Kubeflow's Trainer makes of its TrainJobs, and takes volumes as pods do. Every
-node runs torchrun; where one fails all start again, and the run goes on from its newest checkpoint.
+JobSet (jobset.x-k8s.io/v1alpha2) is the resource that Kubeflow's Trainer creates from its TrainJobs. Volumes are those
+of pods. Every node runs torchrun. If one fails, all restart and the run resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CAUSES_THAT_STAY = (2, 3)
 """Exit codes of `automodel check`, usage or config and data: another attempt would meet them again."""
 _SECONDS_TO_END = 10
-"""Of the notice, what torchrun keeps to end after its ranks."""
+"""Part of the notice period that torchrun reserves to end after its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CloudJob:
-    """One run on `nodes` x `ranks_per_node`. `config` is the composed config as YAML, `volume` is `NAME:PATH`: storage
-    that all nodes see, and where relative paths of the config (`output_dir`) begin."""
+    """One run on `nodes` x `ranks_per_node`. `config` is the composed config as YAML. `volume` is `NAME:PATH`: shared
+    storage, and the base of relative paths in the config (`output_dir`)."""
 
     name: str
     config: str
@@ -50,10 +50,10 @@ class CloudJob:
     secrets: tuple[str, ...] = ()
     """`NAME` or, for Kubernetes, `NAME=SECRET:KEY` each."""
     rdma: str | None = None
-    """`RESOURCE=N`: devices of a fast network that a pod asks for."""
+    """`RESOURCE=N`: devices of a fast network that a pod requests."""
 
     def k8s(self) -> str:
-        """A ConfigMap and a JobSet, for `kubectl apply -f -`. Raises ConfigError for what is missing."""
+        """Return a ConfigMap and a JobSet, for `kubectl apply -f -`. Raises ConfigError for missing options."""
         if self.image is None:
             raise ConfigError(
                 "--to k8s requires --image, a container image with automodel",
@@ -88,7 +88,7 @@ class CloudJob:
         return f"{_dump(config)}---\n{_dump(jobset)}"
 
     def skypilot(self) -> str:
-        """A task for `sky jobs launch`. Raises ConfigError for what is missing."""
+        """Return a task for `sky jobs launch`. Raises ConfigError for missing options."""
         name, path = self._volume()
         resources: dict[str, Any] = {"job_recovery": {"max_restarts_on_errors": self.max_requeues}}
         if self.gpus_per_node:
@@ -123,7 +123,7 @@ class CloudJob:
             "volumes": {path: name},
             "envs": self._variables(path),
             **({"secrets": dict.fromkeys(secret for secret, _, _ in self._secrets())} if self.secrets else {}),
-            # SkyPilot tries a failed setup no second time, as it does the run: what stays wrong is found here.
+            # SkyPilot retries a failed run but not a failed setup, so permanent errors are detected in the setup.
             "setup": f"set -e\n{setup}\n{here}{self._check(config)}\n",
             "run": f"set -e\n{here}{self._torchrun('$SKYPILOT_NODE_RANK', address, config)}\n",
         }
@@ -177,12 +177,12 @@ class CloudJob:
         )
 
     def _check(self, config: str) -> str:
-        """The command that finds what another attempt would meet again."""
+        """Return the command that detects errors which a retry would repeat."""
         words = shlex.join(self._words())
         return f"python -m automodel_cli check -c {config}{' ' if words else ''}{words}"
 
     def _words(self) -> tuple[str, ...]:
-        """The run's own name where its file cannot have it, and what the command line trusts."""
+        """Return the run's name, if its file cannot contain it, and the trust options."""
         name = "'" + self.name.replace("\\", "\\\\").replace("'", "\\'") + "'"
         return (*(() if self._file() == f"{self.name}.yaml" else (f"run_name={name}",)), *self.trust)
 
@@ -197,8 +197,8 @@ class CloudJob:
         return end
 
     def _variables(self, path: str) -> dict[str, str]:
-        """The environment of the ranks: caches on the volume, which stays, and torchrun's --shutdown-timeout (by its
-        variable: torch 2.11 does not know the option), which would kill the ranks 30 s after TERM."""
+        """Return the environment of the ranks: caches on the persistent volume, and the variable of torchrun's
+        --shutdown-timeout (torch 2.11 has no option). Its default would kill the ranks 30 s after TERM."""
         found = {
             "HF_HOME": f"{path}/.cache/huggingface",
             "AUTOMODEL_CACHE": f"{path}/.cache/automodel",
@@ -222,7 +222,7 @@ class CloudJob:
         return [*values, *({"name": n, "valueFrom": reference} for n, reference in references)]
 
     def _secrets(self) -> list[tuple[str, str, str]]:
-        """Variable, Secret and its key; without more a Secret is called as the variable in lower case."""
+        """Return variable, Secret and its key. By default a Secret has the name of the variable in lower case."""
         found = []
         for given in self.secrets:
             name, equals, where = given.partition("=")

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _FAILED, _OUT_OF_MEMORY = 1, 4
 _STOPPED_SECONDS = 5.0
-"""How long a rank may stand still (Ctrl-Z and fg) before that is said."""
+"""Seconds without progress of a rank (Ctrl-Z and fg) before a message is printed."""
 _PEER_SECONDS = 3.0
-"""How long the peers of a failed rank may take to say what they saw."""
+"""Seconds for the peers of a failed rank to report their state."""
 
 
 def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_dir: Path | None = None) -> int:
@@ -47,10 +47,10 @@ def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_
     """
     base = Path(tempfile.mkdtemp(prefix="automodel-"))
     environment.set_own(rank_process.LOG_DIR, str(log_dir or os.environ.get(rank_process.LOG_DIR, base / "logs")))
-    environment.set_default("OMP_NUM_THREADS", "1")  # several ranks share the cores; elastic would leave it unset
+    environment.set_default("OMP_NUM_THREADS", "1")  # several ranks share the cores; elastic would not set it
     # Peers of a crashed rank cannot go on: seconds until SIGKILL.
     environment.set_default("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank's own text says more
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank's output is better
     with _Relay(num_ranks) as relay:
         attempt = _start(arguments, num_ranks, relay, rank_process.make_status(base / "attempt-0", None))
         for restart in range(1, max_restarts + 1):
@@ -71,8 +71,8 @@ def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_
 def _start(arguments: Sequence[str], num_ranks: int, relay: _Relay, status: Path) -> _Attempt:
     """Start every rank and wait until all have ended.
 
-    Each attempt has an agent of torch's and a store of its own. The agent could start the ranks again itself, but it
-    would do so while the relay still waits for the words of the peers: of two failures in a row one went unseen.
+    Each attempt has its own torch agent and store. The agent could restart the ranks, but while the relay still waits
+    for messages of the peers, so that the second of two failures would be missed.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -107,8 +107,8 @@ def _start(arguments: Sequence[str], num_ranks: int, relay: _Relay, status: Path
 class _Attempt:
     """All ranks, from their start to their end.
 
-    `failures` are torch's records of those that did not end well, in the order of their discovery; `first_seen` is the
-    one that the relay saw fail first.
+    `failures` are torch's records of failed ranks in the order of their discovery. `first_seen` is the first failed
+    rank that the relay saw.
     """
 
     status: Path
@@ -138,7 +138,7 @@ class _Attempt:
 
 
 def _outcome(relay: _Relay, attempt: _Attempt) -> int:
-    """The exit code of the run: rank 0's own, or that of the rank that failed first, which is reported."""
+    """Return the exit code of the run: that of rank 0, or of the rank that failed first, which is reported."""
     if relay.killed:
         return signals.EXIT_CODES[signal.SIGINT] if relay.received == signal.SIGINT else _FAILED
     if not attempt.failures:
@@ -158,12 +158,12 @@ def safe_path() -> list[str]:
 
 
 class _Relay:
-    """Hands the first signal to every worker, once each; kills the workers on the second, and when one of them has
-    failed.
+    """Forwards the first signal to every worker, once each. Kills the workers on the second signal, and after a
+    failure.
 
     One thread does both, because a worker may not have written its pid yet, and because peers of a crashed rank hang in
-    a collective, where no Python handler runs: elastic would wait 30 s for them. That holds for a rank, too, that
-    ended before it wrote its pid.
+    a collective, where no Python handler runs, so that elastic would wait 30 s for them. The same applies to a rank
+    that ended before it wrote its pid.
     """
 
     def __init__(self, num_ranks: int):
@@ -231,7 +231,7 @@ class _Relay:
             self._watch_for_stopped(pids, stopped)
             failed = [rank for rank, pid in (started | pids).items() if self._failed(status, rank, pid)]
             if failed and self.first_failed is None:
-                # one that died without a word is the cause of what the others say
+                # a rank that died without a message is the cause of the errors of its peers
                 self.first_failed = min(failed, key=lambda rank: _left_by(status, rank) is not None)
                 last_moment = time.monotonic() + _PEER_SECONDS
 
@@ -255,7 +255,7 @@ class _Relay:
 
     def _kill(self, status: Path) -> None:
         for rank, pid in self._pids(status).items():
-            if _left_by(status, rank) is None:  # one that has ended keeps its own words
+            if _left_by(status, rank) is None:  # a rank that has ended keeps its own message
                 _send(pid, signal.SIGKILL)
 
     def _pids(self, status: Path) -> dict[int, int]:
@@ -269,8 +269,8 @@ def _pid(status: Path, rank: int) -> int | None:
 
 
 def _started(status: Path) -> dict[int, int]:
-    """The processes of the ranks of an attempt, known before those can say a word: children of ours, told apart by
-    their environment. Linux only.
+    """Return the processes of an attempt's ranks before they report: children of this process, identified by their
+    environment. Linux only.
     """
     found: dict[int, int] = {}
     for children in Path("/proc/self/task").glob("*/children"):
@@ -284,7 +284,7 @@ def _started(status: Path) -> dict[int, int]:
 
 
 def _send(pid: int, signum: int) -> None:
-    if _alive(pid):  # the number of one that elastic has reaped may be another process's by now
+    if _alive(pid):  # after elastic has reaped a process, its pid may belong to another one
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
 
@@ -298,7 +298,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a child runs. One that has ended is left for elastic to reap; until then it would take signals."""
+    """Return whether a child runs. A finished child is left for elastic to reap; until then it would accept signals."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
@@ -306,10 +306,10 @@ def _alive(pid: int) -> bool:
 
 
 def _first_failure(status: Path, exit_codes: Mapping[int, int]) -> int:
-    """Which of the failed ranks (in the order of their discovery) is the cause, where nobody saw it happen.
+    """Return the failed rank (in the order of discovery) that is the cause, if none was seen to fail first.
 
-    Ranks that elastic has ended with a signal are its victims. Of the rest, one that died without a word comes before
-    its peers, which then lose their connection; else the one that wrote its exit code first.
+    Ranks that elastic ended with a signal are victims. Of the others, a rank that died without a message comes before
+    its peers, which then lose their connection. Otherwise the rank that wrote its exit code first is the cause.
     """
     ended = (-signal.SIGTERM, -signal.SIGKILL)
     suspects = [rank for rank, code in exit_codes.items() if code not in ended] or list(exit_codes)[:1]

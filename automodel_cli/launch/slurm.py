@@ -4,9 +4,9 @@ One Slurm task is one rank, started by `srun`: Slurm itself then delivers signal
 of them when one dies and names it. torchrun between the two would die of USR1 itself, flatten exit codes to 1 and end
 its ranks 30 s after a TERM.
 
-The batch script keeps three promises. A notice (USR1) reaches the ranks only once all of them listen. A clean stop is
-told by the file that rank 0 leaves, since any task that exits non-zero makes srun kill the others. And only a stop that
-a notice asked for is requeued: `scancel` ends a job for good, and a job that fails does not loop.
+The batch script guarantees three things. A notice (USR1) reaches the ranks only after all of them listen. A clean stop
+is recorded in a file of rank 0, because srun kills all tasks if one exits non-zero. Only a stop after a notice is
+requeued: `scancel` ends a job permanently, and a failing job does not loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_IN_A_LINE = ("Cc", "Zl", "Zp")
 """Unicode's categories of control characters and of separators of lines and paragraphs."""
 
 _SIGNAL_SECONDS = 60
-"""How much earlier than asked Slurm may send a signal (sbatch(1), --signal)."""
+"""How much earlier than requested Slurm may send a signal (sbatch(1), --signal)."""
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 _BODY = """\
@@ -165,7 +165,7 @@ class Job:
                 )
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """Every text that reaches the script, and what the user calls it."""
+        """Every text in the script, with its option name."""
         yield from (
             (name, str(value))
             for name, value in (
@@ -212,7 +212,7 @@ class Job:
         return f"scancel {job}" if self.rollout is None else f"scancel --batch --signal=USR2 {job}"
 
     def script(self) -> str:
-        """The whole batch script."""
+        """Return the complete batch script."""
         trust = shlex.join(self.trust.arguments())
         python = shlex.join(("python3", "-P") if self.image is not None else self.python)
         container, rollout = self._container(self.image), self.rollout
@@ -274,16 +274,16 @@ class Job:
             yield from self._shared_directives()
 
     def _shared_directives(self) -> Iterator[str]:
-        """What holds for every component."""
+        """Return the options that apply to every component."""
         names = {"partition": self.partition, "account": self.account, "time": self.time, "chdir": self.chdir}
         yield from _given(names)
         yield from (f"#SBATCH {option}" for option in self.options)
 
 
 def setup_block(lines: Sequence[str]) -> str:
-    """Return the setup lines of a job, each followed by a check of its exit code; the error names the line.
+    """Return the setup lines of a job, each followed by a check of its exit code. The error names the line.
 
-    A command that goes on in the next line is checked at its end.
+    A command that continues on the next line is checked at its end.
     """
     if not lines:
         return ""
@@ -314,7 +314,7 @@ def _is_complete(text: str) -> bool:
 
 
 def _check_time(limit: str, notice: int) -> None:
-    """Raise ConfigError for a limit that Slurm does not know, or that the notice leaves no time of."""
+    """Raise ConfigError for a time limit that Slurm rejects, or that is shorter than the notice period."""
     if not _TIME.fullmatch(limit):
         raise ConfigError(
             f"--time {limit} must have the form minutes, H:MM:SS or D-HH:MM:SS",
@@ -334,7 +334,7 @@ def _check_time(limit: str, notice: int) -> None:
 
 
 def _seconds(limit: str) -> int:
-    """Return a time limit in seconds; 0 is none. Its forms are `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` and `D-H:M:S`."""
+    """Parse a time limit to seconds; 0 is unlimited. Forms: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` and `D-H:M:S`."""
     days, dash, rest = limit.rpartition("-")
     numbers = [int(part) for part in rest.split(":")]
     if not dash:
@@ -344,8 +344,8 @@ def _seconds(limit: str) -> int:
 
 
 def array_script(name: str, jobs: Sequence[Job], *, at_once: int | None) -> str:
-    """One job array whose tasks are `jobs`, at most `at_once` of them at a time; each becomes the script that lies in
-    its run folder, which is notified, requeued and cancelled as it would be alone."""
+    """Return one job array whose tasks are `jobs`, at most `at_once` of them at a time. Each task executes the script
+    in its run folder, and is notified, requeued and cancelled like a single job."""
     unlike = ("--job-name", "--output")
     limit = f"%{at_once}" if at_once else ""
     runs = "\n".join(f"    {shlex.quote(str(job.run_dir))}" for job in jobs)

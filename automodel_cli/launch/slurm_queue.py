@@ -17,7 +17,7 @@ _SECONDS, _POLL = 3.0, 0.3
 
 
 def why_never(job: str) -> str | None:
-    """Return Slurm's reason and the limits of the partition where `job` cannot start; None where it can or may."""
+    """Return Slurm's reason and the limits of the partition if `job` cannot start, otherwise None."""
     deadline = time.monotonic() + _SECONDS
     while True:
         reason = _answer("squeue", "--noheader", "--jobs", job, "--format=%r").partition("\n")[0].strip()

@@ -58,7 +58,7 @@ class RolloutNodes:
     """The second component of a heterogeneous job: `nodes` with `gpus_per_node` each, for `servers`. `cpus_per_task`
     are the cores of a server, `image` the container that they start in.
 
-    Raises ConfigError where the servers do not fit on the nodes.
+    Raises ConfigError if the servers do not fit on the nodes.
     """
 
     servers: GenerationServers

@@ -20,13 +20,13 @@ def series(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
 
 
 def step_range(steps: Sequence[float]) -> tuple[float, float]:
-    """What the x axis covers; from 0 where the steps begin near it, and never empty."""
+    """Return the range of the x axis: from 0 if the steps begin near it, and never empty."""
     low, high = min(steps), max(steps)
     return (0.0 if low <= max(1.0, 0.05 * high) else low, high) if high > low else (low - 1, high + 1)
 
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) within [low, high], about as many as asked for."""
+    """Return about `number` round values (1, 2 or 5 times a power of ten apart) in [low, high]."""
     if not high > low:
         return [low]
     rough = (high - low) / about
@@ -38,7 +38,7 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def tick_label(value: float, ticks: Sequence[float]) -> str:
-    """`value` with the decimals that its neighbours need: 0.5 among 0.5 steps; 20k, and 5e-05 for the small."""
+    """Format `value` with the decimals that neighboring ticks need: 0.5 among 0.5 steps, 20k, 5e-05."""
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
     if max(map(abs, ticks)) < 1e-3:
@@ -49,7 +49,7 @@ def tick_label(value: float, ticks: Sequence[float]) -> str:
 
 
 def padded_range(values: Sequence[float], pad: float = 0.06) -> tuple[float, float]:
-    """The range of `values` and a little more; never empty, and not below zero when no value is."""
+    """Return the range of `values` with a margin. Never empty, and not below zero if all values are positive."""
     low, high = min(values), max(values)
     margin = (high - low) * pad or max(abs(high) * 0.1, 0.1)
     return (max(0.0, low - margin) if low >= 0 else low - margin), high + margin
@@ -65,7 +65,7 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point], span: int) -> list[Point]:
-    """Mean over about `span` neighbours, as many before as after (so that it does not lag); fewer towards the ends."""
+    """Return a centered moving average over about `span` values, fewer at both ends. Centered, so it does not lag."""
     sums = [0.0]
     for _, y in points:
         sums.append(sums[-1] + y)

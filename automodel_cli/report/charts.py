@@ -29,8 +29,8 @@ def histogram_svg(edges: Sequence[float], counts: Sequence[int], *, label: str) 
 
 
 def layout_svg(sizes: Mapping[str, int]) -> str:
-    """Every rank as a cell with its number: a block for each stage, a row for each of the ranks that read different
-    rows, and beside each other those that share them (cp, tp). Large layouts show their first ranks.
+    """Draw every rank as a numbered cell: a block per stage, a row per data-parallel rank, and within a row the ranks
+    that share its data (cp, tp). Large layouts show their first ranks.
     """
     pp, dp = sizes.get("pp", 1), sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     across = sizes.get("cp", 1) * sizes.get("tp", 1)
@@ -55,7 +55,7 @@ def layout_svg(sizes: Mapping[str, int]) -> str:
 
 
 def layout_text(sizes: Mapping[str, int]) -> str:
-    """What the picture of a layout shows, in words."""
+    """Return a text description of a layout."""
     num_ranks = 1
     for axis in AXES:
         num_ranks *= sizes.get(axis, 1)

@@ -16,7 +16,7 @@ Anchor = Literal["start", "middle", "end"]
 
 
 def element(name: str, attributes: Style, *, text: str = "", tip: str | None = None) -> str:
-    """Return one SVG element. Numbers keep two decimals; `tip` is shown under the mouse."""
+    """Return one SVG element. Numbers keep two decimals. `tip` is a tooltip."""
     inside = (f"<title>{escape(tip)}</title>" if tip else "") + escape(text)
     written = " ".join(f'{key}="{_value(value)}"' for key, value in attributes.items())
     return f"<{name} {written}>{inside}</{name}>" if inside else f"<{name} {written}/>"
@@ -29,7 +29,7 @@ def _value(value: Value) -> str:
 
 
 def text(x: float, y: float, content: str, style: Style, *, anchor: Anchor = "start") -> str:
-    """Return one line of text; (x, y) is on its baseline at the anchor."""
+    """Return one line of text with the anchor (x, y) on its baseline."""
     return element("text", {**style, "x": x, "y": y, "text-anchor": anchor}, text=content)
 
 
@@ -68,7 +68,7 @@ class Plane:
         return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
 
     def line(self, points: Sequence[Point], style: Style) -> str:
-        """Return a line through `points`; "" for fewer than two."""
+        """Return a line through `points`, or "" for fewer than two."""
         if len(points) < 2:
             return ""
         path = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
@@ -78,7 +78,7 @@ class Plane:
         return element("circle", {**style, "cx": self.x(point[0]), "cy": self.y(point[1]), "r": radius})
 
     def frame(self, styles: FrameStyles, about: tuple[int, int], *, labels_x: bool = True) -> list[str]:
-        """Return grid lines, the x axis with ticks at whole numbers, and labels: about so many on x and on y."""
+        """Return grid lines, an x axis with ticks at whole numbers, and labels, with about so many ticks on x and y."""
         parts, (grid, axis, label) = [], styles
         y_ticks = nice_ticks(*self.y_range, about[1])
         for tick in y_ticks:

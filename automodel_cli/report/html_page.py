@@ -1,5 +1,5 @@
-"""One offline HTML file for one run or several: curves, samples, data, layout, command, config. No script, nothing is
-loaded; light and dark; readable from 390 pixels on."""
+"""One offline HTML file for one or several runs: curves, samples, data, layout, command and config. No scripts, no
+external resources. Light and dark, for widths of 390 pixels and more."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ details{margin:.6rem 0}summary{cursor:pointer;color:var(--dim);overflow-wrap:any
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A prompt with what the model said before and after training, and what was expected; None where not known."""
+    """A prompt with the responses before and after training, and the expected answer. None if unknown."""
 
     prompt: str
     after: str
@@ -82,7 +82,7 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What the page draws of one dataset: lengths of its documents in tokens, and shares in 0..1 (None: not known)."""
+    """Statistics of one dataset: document lengths in tokens, and fractions in 0..1 (None: unknown)."""
 
     name: str
     text: str
@@ -94,7 +94,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One score of one task: what was measured on which model, with its interval where there is one."""
+    """One score of one task and model, with its confidence interval if there is one."""
 
     task: str
     model: str
@@ -105,8 +105,8 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class ShownRun:
-    """What the page says of one run. `rows` are those of metrics.jsonl, `numbers` the final figures as they are to be
-    read, `layout` the sizes of the mesh, `schedule` the timeline of a step as SVG."""
+    """Content of the page for one run. `rows` come from metrics.jsonl, `numbers` are formatted final values, `layout`
+    holds the mesh sizes, and `schedule` is the timeline of a step as SVG."""
 
     name: str
     rows: Sequence[Mapping[str, Any]]
@@ -125,7 +125,7 @@ class ShownRun:
 
 
 def page_html(runs: Sequence[ShownRun], differences: Sequence[Sequence[str]] = ()) -> str:
-    """The page of one run or of several. `differences`: lines of (what, its value in each run)."""
+    """Render the page of one or several runs. `differences`: lines of (name, value in each run)."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     sections = [
         f"<h1>{escape(title)}</h1>",
@@ -158,7 +158,7 @@ _CURVES = {
     "accuracy": "Accuracy",
 }
 _EXACT = ("lr", "tokens_per_second", "memory_gib")
-"""What is drawn as recorded: an average would hide its steps."""
+"""Metrics that are drawn without smoothing, because an average would hide their steps."""
 _OF_REWARDS = {
     "reward": "Reward",
     "response_length": "Response length",
@@ -168,10 +168,10 @@ _OF_REWARDS = {
     "trainer_idle_fraction": "Share of the step without training",
     "engine_idle_fraction": "Share of the time without requests to a server",
 }
-"""Curves of reinforcement learning, in the order in which they are read; the loss says little about it."""
+"""Metrics of reinforcement learning in reading order. Their loss is not informative."""
 
 _OF_TASK = re.compile(r"val_((\w+)_(accuracy|pass_at_\d+|reward))")
-"""What a validation's tasks measure (`evaluation/validation.py`), with the name of the task."""
+"""Metrics of validation tasks (`evaluation/validation.py`), with the name of the task."""
 
 
 def _learns_from_rewards(runs: Sequence[ShownRun]) -> bool:
@@ -179,7 +179,7 @@ def _learns_from_rewards(runs: Sequence[ShownRun]) -> bool:
 
 
 def _curves(runs: Sequence[ShownRun]) -> str:
-    """All that any of the runs has recorded, each under its name; of one run with its last value."""
+    """Draw all recorded metrics of the runs, each under its name. For one run also the last value."""
     order = {**_OF_REWARDS, **_CURVES} if _learns_from_rewards(runs) else {**_CURVES, **_OF_REWARDS}
     of_tasks = {m[1]: m for run in runs for row in run.rows for key in row if (m := _OF_TASK.fullmatch(key))}
     order = {**order, **{key: f"{m[2]}: {m[3].replace('_at_', '@')}" for key, m in of_tasks.items()}}
@@ -227,7 +227,7 @@ def _figures(runs: Sequence[ShownRun]) -> str:
 
 
 def _led(numbers: Mapping[str, str]) -> dict[str, str]:
-    """Final figures with those of the curves in front, each before its value on the validation rows."""
+    """Return final values, those with a curve first, each before its value on the validation rows."""
     first = [name for key in _OF_REWARDS for name in (key, f"val_{key}") if name in numbers]
     return {name: numbers[name] for name in [*first, *numbers]}
 
@@ -247,7 +247,8 @@ def _differences(runs: Sequence[ShownRun], differences: Sequence[Sequence[str]])
 
 
 def _samples(runs: Sequence[ShownRun]) -> str:
-    """Of one run its own; of several one line for each prompt, with what each of them says after training."""
+    """Return the samples of one run. For several runs: one line per prompt, with the response of each after
+    training."""
     if len(runs) == 1:
         return _own_samples(runs[0].samples)
     prompts = list(dict.fromkeys(sample.prompt for run in runs for sample in run.samples))
@@ -302,7 +303,7 @@ def _config(run: ShownRun) -> str:
 
 
 def _each(runs: Sequence[ShownRun], draw: Any) -> str:
-    """The drawing of each run, under its name where there are several; those that look the same once."""
+    """Return the drawing of each run, with names if there are several. Equal drawings are shown once."""
     drawn: dict[str, list[str]] = {}
     for run in runs:
         if text := draw(run):

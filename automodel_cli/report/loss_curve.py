@@ -14,7 +14,7 @@ _LOSS_HEIGHT, _NORM_HEIGHT, _GAP, _BOTTOM = 300, 84, 44, 46
 _MOST_POINTS = 600
 _SMOOTH_FROM = 30  # fewer steps than this are shown as they are
 
-# Attributes carry the light colours (every renderer knows them); the style sheet replaces them on dark pages.
+# Attributes carry the light colors (every renderer supports them). The style sheet replaces them on dark pages.
 _STYLE = """
 .lc-page{fill:#fff}.lc-text{fill:#1f2933}.lc-dim{fill:#616e7c}.lc-grid{stroke:#e4e7eb}.lc-axis{stroke:#9aa5b1}
 .lc-raw{stroke:#93c5fd}.lc-train{stroke:#2563eb}.lc-val{stroke:#ea580c}.lc-dot{fill:#ea580c}.lc-norm{stroke:#7c3aed}

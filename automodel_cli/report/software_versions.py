@@ -9,7 +9,7 @@ _PACKAGES = ("automodel-cli", "torch", "transformers", "datasets", "safetensors"
 
 
 def environment(device_name: str, num_ranks: int) -> dict[str, str]:
-    """Label -> text. Packages that are not installed are left out."""
+    """Return label -> version. Packages that are not installed are skipped."""
     found = {
         "device": f"{num_ranks} x {device_name}",
         "python": platform.python_version(),

@@ -20,10 +20,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def panel_svg(runs: Sequence[Rows], key: str, *, label: str, smooth: bool = True) -> str:
-    """The column `key` of each run in its colour, `val_KEY` as dots in the same; "" where no run has any.
+    """Draw the column `key` of each run in its color, and `val_KEY` as dots. "" if no run has either.
 
-    With `smooth` it is a moving average from 30 steps on, above the raw values where there are few runs. Colours are
-    those of the page (`--c0` to `--c7`).
+    With `smooth`, 30 or more steps are drawn as a moving average, above the raw values if there are few runs. Colors
+    are those of the page (`--c0` to `--c7`).
     """
     trains = [series(rows, key) for rows in runs]
     vals = [series(rows, f"val_{key}") for rows in runs]

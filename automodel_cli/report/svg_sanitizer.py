@@ -30,8 +30,8 @@ _MOST_CHARACTERS = 16 * 2**20
 
 
 def plain_svg(text: str) -> str:
-    """The drawing written anew, or "" where it is not made of what `draw_svg` writes."""
-    if len(text) > _MOST_CHARACTERS or "<!" in text or "<?" in text:  # no entities, which can multiply themselves
+    """Return the drawing rebuilt from allowed elements, or "" if it contains others."""
+    if len(text) > _MOST_CHARACTERS or "<!" in text or "<?" in text:  # no entities, which can expand without limit
         return ""
     try:
         root = ElementTree.fromstring(text)

@@ -23,7 +23,7 @@ ENVIRONMENT = "environment"
 
 
 def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Collection[str]) -> None:
-    """What several turns cannot be combined with. Raises ConfigError."""
+    """Raise ConfigError for settings that several turns do not support."""
     if not rollout.played:
         return
     key = "rollout.environment" if rollout.environment is not None else "rollout.environments"
@@ -66,8 +66,8 @@ def check_indexer(model: ModelConfig, rollout: RolloutConfig) -> None:
 
 
 def check_routing(rollout: RolloutConfig, parallelizer: Strategy, *, compares: bool) -> None:
-    """What replay of the sampler's experts cannot be combined with. `compares`: the objective compares its log-probs
-    with the sampler's. Raises ConfigError."""
+    """Raise ConfigError for settings that router replay does not support. `compares`: the objective compares its
+    log-probs with the sampler's."""
     if not rollout.replay_routing:
         return
     if not compares:
@@ -132,7 +132,7 @@ def check_shared_prompts(rollout: RolloutConfig, reason: str) -> None:
 
 
 def check_prompt_data(data: DataConfig) -> None:
-    """Refuse settings of the data section that have no meaning for prompts. Raises ConfigError."""
+    """Raise ConfigError for settings of the data section that do not apply to prompts."""
     if data.loss_mask != "assistant":
         raise ConfigError(
             f"data.loss_mask={data.loss_mask} is not supported for prompts: training uses the generated tokens",

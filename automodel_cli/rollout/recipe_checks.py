@@ -179,7 +179,7 @@ def check_selection(recipe: PolicyRecipe) -> None:
 
 
 def check_unread(recipe: PolicyRecipe) -> None:
-    """Refuse settings of advantages and rewards that this objective would not read."""
+    """Raise for settings of advantages and rewards that this objective does not use."""
     if "advantages_BT" in recipe.objective.columns:
         return
     chooses = selection_of(recipe.objective) is not None

@@ -102,7 +102,7 @@ class Rollouts(Callback):
         self.sync(session.first_step)
         self._check_agreement()
 
-    # -- what the run tells
+    # -- reports of the run
 
     @property
     def about(self) -> list[tuple[str, str]]:
@@ -232,7 +232,7 @@ class Rollouts(Callback):
     # -- weights, and how good they are
 
     def sync(self, version: int) -> None:
-        """Give the engine the weights as they are after step `version`. Collective."""
+        """Update the engine to the weights after step `version`. Collective."""
         parts = self.model.parts
         stream = iter_hf_weights(
             parts,

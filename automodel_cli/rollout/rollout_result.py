@@ -72,7 +72,7 @@ class Rollout:
 
     @cached_property
     def unshown(self) -> dict[str, float | int]:
-        """What only metrics.jsonl gets."""
+        """Values for metrics.jsonl only."""
         samples, lengths = self.samples, [sample.num_generated for sample in self.samples]
         groups = by_group(samples)
         differs = {s.place for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if differs}

@@ -77,5 +77,5 @@ def decode_experts(text: str | None, num_read: int, decoded: Callable[[str], np.
 
 
 def from_int32(text: str) -> np.ndarray:
-    """What SGLang sends: int32, without their shape."""
+    """Decode SGLang's format: int32 without a shape."""
     return np.frombuffer(base64.b64decode(text), "<i4")

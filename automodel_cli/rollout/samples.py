@@ -142,7 +142,7 @@ def _packed(samples: Sequence[Sample], units: Sequence[Sequence[Block]], seq_len
 
 
 def _sharing(samples: Sequence[Sample], chosen: Sequence[Sequence[int]]) -> list[list[Block]]:
-    """Those of `chosen` whose prompts are read alike, together."""
+    """Sort `chosen` so that samples with equal prompts are adjacent."""
     groups: dict[object, list[Block]] = {}
     for numbers in chosen:
         groups.setdefault(_what_is_shared(samples[numbers[0]]), []).append(tuple(numbers))
@@ -223,7 +223,7 @@ class _Layout:
         self._row, self._at = row, 0
 
     def end(self) -> None:
-        """What is left of the row is a document of padding."""
+        """Add the rest of the sequence as a document of padding."""
         if self._at < self._num_tokens:
             self._document(0, self._num_tokens - self._at, NO_RUN)
 

@@ -20,7 +20,7 @@ class ConfigRoot(ABC):
     """
 
     kind: ClassVar[str] = ""
-    """What `automodel KIND llm` insists on: sft, dpo, ..."""
+    """Kind that `automodel KIND llm` requires: sft, dpo, ..."""
     run_name: str | None
     """Name of the run folder. null: the name of the config file."""
     output_dir: str
@@ -28,7 +28,7 @@ class ConfigRoot(ABC):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a new run goes on in the folder of an earlier run of its name."""
+        """Return whether a new run continues in the folder of an earlier run of the same name."""
         return False
 
     @property
@@ -42,7 +42,7 @@ class ConfigRoot(ABC):
         return True
 
     def generation_servers(self) -> GenerationServers | None:
-        """Servers that a run starts besides its ranks; None for none."""
+        """Generation servers that a run starts in addition to its ranks, or None."""
         return None
 
     def gpus_to_train_on(self, num_gpus: int) -> int:

@@ -43,12 +43,12 @@ NUM_TOKENS = _NUM_PROMPTS * _PROMPT_TOKENS
 """Most tokens that are compared."""
 _NUM_SCORES = 32  # a row has one score, but a log-prob for each token
 _LOW_SHARE = 0.8
-_LOAD_MINUTES = 60.0  # that the other ranks wait besides, while rank 0 reads the export
+_LOAD_MINUTES = 60.0  # additional wait of other ranks while rank 0 reads the export
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of the comparison. If it was not completed, `agreement` is None and `reason` gives the cause.
+    """Result of the comparison. If it was not completed, `agreement` is None and `reason` names the cause.
 
     `problem` describes a difference between export and trained model.
     """
@@ -104,7 +104,7 @@ def export_and_verify(
             keys=("output_dir",),
             fix=f"automodel export {word(folder.parent)} --out another-disk/export" if checkpoint else None,
         ) from error
-    except Exception:  # whatever it was, what is written whole is kept
+    except Exception:  # keep the complete export after any error
         if is_first_rank() and written != folder and (written / LAST).exists():
             publish(written, _unverified(folder))
         raise
@@ -148,7 +148,7 @@ def _write(
         stop_ids=stop_ids,
         trained=True,
     )
-    if recipe.model.lora is not None and not recipe.as_classifier:  # adapters alone have no score
+    if recipe.model.lora is not None and not recipe.as_classifier:  # adapters without a head have no score
         save_adapters(
             model.parts,
             recipe.model.lora,
@@ -206,7 +206,7 @@ def _judged(
         return Checked(reason=str(error))
     except RunError as error:
         return Checked(problem=error.message)
-    except Exception as error:  # a forward of the library may fail in any way; the export is whole all the same
+    except Exception as error:  # the library's forward may fail in any way; the export is complete nevertheless
         return Checked(reason=f"the forward pass of the export failed: {type(error).__name__}: {error}")
 
 

@@ -40,7 +40,7 @@ class Accuracy:
         return {kind: sum(correct) / len(correct) for kind, correct in marks.items()}
 
     def examples(self, count: int) -> list[Answer]:
-        """`count` answers to show: one of each kind first, in the order of the rows; wrong answers are not hidden."""
+        """Return `count` example answers: one of each kind first, in order. Wrong answers are included."""
         firsts: dict[str, Answer] = {}
         for answer in self.answers:
             firsts.setdefault(answer.kind, answer)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """`stages` runs it; `parts` are this rank's modules as what they are (`Stages` promises modules only)."""
+    """`stages` runs the model. `parts` are this rank's modules with their own type (`Stages` only has modules)."""
 
     mesh: Mesh
     stages: Stages
@@ -53,8 +53,8 @@ class Model:
 
     @classmethod
     def build(cls, recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Model:
-        """From config to loaded weights under the parallelizer, whole or cut into pipeline stages; see `empty_stages`.
-        Collective."""
+        """Build a model from its config with loaded weights and the parallelizer, complete or as pipeline stages.
+        Collective. See `empty_stages`."""
         stages = empty_stages(recipe, mesh, frozen=frozen)
         device = recipe.parallelizer.parameter_device(mesh.device)
         for part in _parts(stages):
@@ -63,7 +63,7 @@ class Model:
 
     @classmethod
     def filled(cls, stages: Stages, recipe: Recipe, mesh: Mesh) -> Model:
-        """Around `empty_stages` that have since been given their weights. Collective."""
+        """Wrap `empty_stages` whose weights were loaded since. Collective."""
         parts = _parts(stages)
         weights_changed(parts)
         hooks = [
@@ -74,11 +74,11 @@ class Model:
 
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other stages; None for a whole model."""
+        """Ranks that hold the other stages, or None without a pipeline."""
         return self.stages.pp_group
 
     def values(self, rows: list[list[int]]) -> list[Tensor]:
-        """What the value head makes of each row's last token, scalars on the CPU. Collective."""
+        """Return the value head's output for each sequence's last token, scalars on the CPU. Collective."""
         batches = [one_document(ids).to(self.mesh.device) for ids in rows]
         request = HeadRequest(values=True, logprobs=False)
         found = self.stages.forward(batches, lambda output, batch: at_last_token(_values(output), batch)[0], request)
@@ -99,7 +99,7 @@ def _values(output: HeadOutput) -> Tensor:
 def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_trained: int) -> float | None:
     """Return the training FLOPs per token, without recomputation.
 
-    Counts the whole model of which `part` is a stage, with the given number of trained parameters. A value head
+    Counts the complete model of which `part` is a stage, with the given number of trained parameters. A value head
     replaces the vocabulary head if its logits are unused.
     """
     config, head = recipe.model, request_of(recipe.trained_objective)
@@ -114,9 +114,10 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
 
 
 def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
-    """The model as the config says, probed, cut and under the parallelizer, its parameters still on meta. A `frozen`
-    one is told so before it is sharded, so that no strategy makes room for gradients. Collective. Raises
-    ConfigError."""
+    """Build the model of a config with parameters on meta: probed, split into stages and parallelized. Collective.
+
+    A `frozen` model is marked before sharding, so that no strategy allocates gradients. Raises ConfigError.
+    """
     config = recipe.model
     _check_compile(recipe, mesh)
     if config.attn_implementation == PACKED:
@@ -149,7 +150,7 @@ def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
 
 
 def _parts(stages: Stages) -> list[ModelPart]:
-    """This rank's parts as what they are."""
+    """Return this rank's parts with their own type."""
     return [part for part in stages.parts if isinstance(part, ModelPart)]
 
 
@@ -186,7 +187,7 @@ def _check_one_graph(recipe: Recipe, device: torch.device, part: ModelPart) -> N
 
 
 def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
-    """Packed attention on the CPU reads document boundaries on the host, where a checkpointed graph may not break."""
+    """Packed attention on the CPU reads document boundaries on the host, where a checkpointed graph must not break."""
     if not _layers_are_one_graph(recipe):
         return
     keys = _ONE_GRAPH_KEYS
@@ -211,7 +212,7 @@ def _whole(recipe: Recipe) -> bool:
 
 
 def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[StepHook]:
-    """None for a dense model. Compiled layers are left whole unless the hooks are there to act on training."""
+    """Return None for a dense model. Compiled layers are not split unless hooks need to act on training."""
     moe = recipe.model.moe
     if _whole(recipe) and not (moe.aux_loss_coef or moe.bias_update_rate):
         return []
@@ -220,7 +221,7 @@ def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[S
 
 
 def _count_parameters(parts: list[ModelPart], mesh: Mesh) -> tuple[int, int]:
-    """Parameters of the whole model and how many of them are trained; a tied table on two stages counts once."""
+    """Return the number of parameters of the complete model and of trained ones. A tied table counts once."""
     mine = {name: (p.numel(), p.requires_grad) for part in parts for name, p in part.named_parameters()}
     mine |= {f"{name}.weight": (layer.num_weights, False) for part in parts for name, layer in packed_layers(part)}
     everywhere: list[dict[str, tuple[int, bool]]] = [{} for _ in range(mesh.layout.pp)]

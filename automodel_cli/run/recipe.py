@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ConfigRoot):
-    """One YAML file. A recipe differs from another in where its batches come from and in its objective."""
+    """Root of a YAML file. Recipes differ in the origin of their batches and in their objective."""
 
     model: ModelConfig
     """Model, tokenizer and adapters."""
     data: DataConfig
     """Training data, and its tokenization and packing."""
     objective: Objective
-    """What is minimized."""
+    """Training objective."""
     optimizer: OptimizerNode
     """Optimizer: `optimizer=adamw`, `muon` or `adamw8bit`, or any class of torch.optim with `_partial_: true`."""
     lr_scheduler: ScheduleNode
@@ -80,11 +80,11 @@ class Recipe(ConfigRoot):
     """Seed of initial weights, data order, dropout and samples."""
 
     preferences: ClassVar[bool] = False
-    """Whether rows are pairs or judged responses."""
+    """Whether rows are pairs or rated responses."""
     row_name: ClassVar[str] = "rows"
-    """What a step counts."""
+    """Unit of the step counter."""
     as_classifier: ClassVar[bool] = False
-    """Whether what is trained, exported and compared is the score of a row
+    """Whether the model trains, exports and compares a score per sequence
     (`models/checkpoint_io/sequence_classifier.py`)."""
 
     @property
@@ -99,16 +99,16 @@ class Recipe(ConfigRoot):
 
     @property
     def extra_memory_user(self) -> str | None:
-        """What is in a GPU's memory beside the training step that a plan counts, if anything is."""
+        """Return GPU memory in addition to the planned training step, if any."""
         return None
 
     @property
     def packing_note(self) -> str | None:
-        """What plans and dry runs say where they count full rows, and a run may have fewer."""
+        """Return the note for plans and dry runs, which assume full sequences."""
         return None
 
     def __post_init__(self) -> None:
-        """The rules between sections; each section has checked itself."""
+        """Check the rules between sections. Each section has checked itself."""
         check_run_name(self.run_name)
         check_output_dir(self.output_dir)
         self.data.check_kind(preferences=self.preferences)
@@ -194,7 +194,7 @@ class Recipe(ConfigRoot):
 
     @property
     def grows_segments(self) -> bool:
-        return not getattr(self.parallelizer, "nccl_ub", False)  # a Megatron-FSDP's; it refuses grown segments
+        return not getattr(self.parallelizer, "nccl_ub", False)  # Megatron-FSDP rejects expandable segments
 
     def num_ranks(self, num_gpus: int) -> int:
         return self.mesh.num_ranks(self.gpus_to_train_on(num_gpus) if num_gpus else 0)

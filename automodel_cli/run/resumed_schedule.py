@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe
 
 KEY = "schedule"
-"""Of the plan in what a checkpoint keeps."""
+"""Key of the plan in a checkpoint."""
 _MEANINGS = {
     "continue": "the rate stays at that of the last step of the old schedule",
     "restart": "a new schedule over the steps that are left",
@@ -52,7 +52,7 @@ def plan_schedules(recipe: Recipe, num_steps: int, checkpoint: Path | None) -> t
 
 
 def needs_choice(recipe: Recipe, plan: SchedulePlan, num_steps: int) -> bool:
-    """Return whether a finished run asks how its schedule goes on to `num_steps`."""
+    """Return whether a finished run needs a choice of its schedule up to `num_steps`."""
     done = plan.num_steps
     one, other = (plan.extended(done, num_steps, how) for how in ("continue", "stretch"))
     return differ(recipe.lr_scheduler, one, other, done)

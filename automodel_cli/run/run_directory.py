@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run_directory(root: ConfigRoot, source: Composed, *, make: bool = True, held: ExitStack | None = None) -> Path:
-    """The folder of a run: the one it goes on in, the earlier one of its name (`checkpoint.resume=auto`), or a new one.
+    """Return the folder of a run: the resumed one, an earlier one of its name (`checkpoint.resume=auto`), or a new one.
 
     With `make` it exists afterwards and holds `config.yaml`, the config with its origins. With `held` no other run gets
     in until that is closed. Raises RunError.
@@ -56,7 +56,7 @@ def run_directory(root: ConfigRoot, source: Composed, *, make: bool = True, held
 
 
 def recreate_run_directory(folder: Path, source: Composed) -> bool:
-    """Whether `folder` was removed while its run goes on; it is there again then, with its `config.yaml`."""
+    """Return whether `folder` was removed during its run. It then exists again, with its `config.yaml`."""
     if (folder / "config.yaml").is_file():
         return False
     try:
@@ -74,8 +74,8 @@ def _write_config(folder: Path, source: Composed) -> None:
 
 
 def records_before(source: Composed) -> dict[str, bytes | None]:
-    """Read config, trust and record of the run that goes on, before this start writes its own; None where there is no
-    such file, nothing at all for a new run."""
+    """Read config, trust and record of the resumed run before this start overwrites them. None for missing files and
+    for a new run."""
     if source.run_dir is None or not (source.run_dir / "config.yaml").is_file():
         return {}
     files = (source.run_dir / name for name in ("config.yaml", TRUST, RECORD))
@@ -85,7 +85,7 @@ def records_before(source: Composed) -> dict[str, bytes | None]:
 def put_back(folder: Path, records: Mapping[str, bytes | None]) -> None:
     """Undo a start that never began: config and record are as they were, so that a finished run stays finished, and a
     restart does not go on in the folder."""
-    with suppress(OSError):  # the reason of the refusal is what has to be read
+    with suppress(OSError):  # the original error is more important
         for name, content in records.items():
             if content is None:
                 (folder / name).unlink(missing_ok=True)
@@ -95,8 +95,8 @@ def put_back(folder: Path, records: Mapping[str, bytes | None]) -> None:
 
 
 def take_away(folder: Path, source: Composed) -> None:
-    """Remove the folder of a run that was refused at its first start. One that `submit` made, or that an earlier start
-    left something in, stays.
+    """Remove the folder of a run that was rejected at its first start. Keeps folders of `submit` and folders with
+    results of an earlier start.
     """
     num_starts, metrics = len(read_record(folder).get("attempts", ())), folder / "metrics.jsonl"
     has_rows = metrics.exists() and metrics.stat().st_size > 0
@@ -106,16 +106,16 @@ def take_away(folder: Path, source: Composed) -> None:
     rank_process.forget_run_folder()
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
-        folder.parent.rmdir()  # where it was the only one
+        folder.parent.rmdir()  # if it was the only one
 
 
 def copy_of(root: ConfigRoot, folder: Path) -> str | None:
-    """The URL that the run in `folder` is copied to, where `output_dir` is one."""
+    """Return the URL that the run in `folder` is copied to, if `output_dir` is one."""
     return f"{root.output_dir.rstrip('/')}/{folder.name}" if is_url(root.output_dir) else None
 
 
 def _stored(url: str) -> list[str]:
-    """What has a name below `url` already. Raises RunError."""
+    """Return the existing names below `url`. Raises RunError."""
     try:
         return Remote(url).folders()
     except Exception as error:  # whatever the storage's library raises
@@ -123,8 +123,8 @@ def _stored(url: str) -> list[str]:
 
 
 def runs_called(output_dir: Path, name: str, stored: Sequence[str] = ()) -> list[Path]:
-    """The folders of runs with this name, oldest first: `name`, `name-2`, `name-3`, ...; also those `stored` elsewhere
-    whose folder is not there."""
+    """Return the folders of runs with this name, oldest first: `name`, `name-2`, `name-3`, ... Includes names in
+    `stored` without a local folder."""
     pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
     found = {}
     here = [path for path in output_dir.glob(f"{glob.escape(name)}*") if path.is_dir()]

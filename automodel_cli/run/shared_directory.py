@@ -20,7 +20,7 @@ SECONDS_TO_SEE = 10.0
 
 
 def host() -> str:
-    """Return the name of this host, as Slurm calls it where Slurm runs."""
+    """Return the name of this host, as Slurm uses it if Slurm runs."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

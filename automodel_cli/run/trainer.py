@@ -1,7 +1,7 @@
 """Trainer: all objects of a run on one rank, and its training loop.
 
 data (before any process group) -> process group and mesh -> run folder -> model -> parallelizer -> weights
--> optimizer and schedule -> checkpoint, if the run goes on -> meter
+-> optimizer and schedule -> checkpoint, if the run is resumed -> metrics
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class AddsColumns(Protocol):
-    """A recipe whose objective reads more than the rows; other recipes need not have `columns`."""
+    """A recipe whose objective reads more than the data. Other recipes have no `columns`."""
 
     def columns(self, session: Trainer) -> Columns:
-        """Return the function that adds those columns. Called once, while the model is as loaded. Collective."""
+        """Return the function that adds those columns. Called once, directly after the model is loaded. Collective."""
 
 
 class Trainer:
-    """What a recipe's loop needs: the next microbatches, one step, and what is due after it. Made by `open_session`."""
+    """State of a recipe's loop: the next microbatches, one step, and actions due after it. Created by
+    `open_session`."""
 
     def __init__(
         self,
@@ -182,11 +183,11 @@ class Trainer:
             yield step, self.loader.next_step()
             self.profiler.after(step)
             validates = self.recipe.validation.due(step, self.num_steps)
-            # The step has told of the notices that came before its loss was summed; a validation waits for none.
+            # The step has agreed on stop requests before its loss was summed. A validation does not wait for any.
             self.stopped_by = self._agree_to_stop() if validates or self._noticed is None else self._noticed
             if validates and not self.stopped_by:
                 self.validate(step)
-                self.stopped_by = self._agree_to_stop()  # it may have taken long, and a notice does not wait
+                self.stopped_by = self._agree_to_stop()  # a validation may take long, and a notice expires
             self.last_step = step
             end = step if self.early_stop.is_over else self.num_steps
             is_best = validates and self.early_stop.improved(step)
@@ -429,7 +430,7 @@ def _opened(
                     succeeded = True
                 except BaseException as error:
                     failed(error)
-                    _record_failure(record, error)  # what follows may wait for ranks that are gone
+                    _record_failure(record, error)  # the code below may wait for lost ranks
                     raise
                 finally:
                     session.close(succeeded=succeeded)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class HeldOutLoss(Callback):
-    """The loss (`val_loss`), and what else the objective measures."""
+    """The loss (`val_loss`), and the other metrics of the objective."""
 
     def __init__(self, session: Trainer):
         self._session = session

@@ -27,9 +27,9 @@ class Removal:
 
 
 def removable(run: RunEntry, *, last_checkpoint: bool = False, empty: bool = False) -> list[Removal]:
-    """Of a run that does not go on: unfinished and damaged checkpoints, whole ones that are neither the newest nor the
-    best, and the exports of chosen ones; with `last_checkpoint` all of them, where the export exists that it would
-    make; with `empty` the whole folder of a run that never took a step.
+    """Return the removable files of a run that is not active: unfinished and damaged checkpoints, complete ones that
+    are neither the newest nor the best, and exports of selected checkpoints. With `last_checkpoint`: all checkpoints,
+    if the final export exists. With `empty`: the folder of a run without a step.
     """
     if run.state in ("running", "queued"):
         return []
@@ -59,7 +59,7 @@ def _checkpoints(run: RunEntry, last_checkpoint: bool) -> Iterator[tuple[Path, s
 
 
 def remove(removals: list[Removal]) -> None:
-    """Remove them; no run can begin in such a folder meanwhile. Raises RunError where one has begun since."""
+    """Remove them under the run's lock. Raises RunError if a run has started since."""
     for removal in removals:
         release = hold(removal.run.folder)
         try:

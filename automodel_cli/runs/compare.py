@@ -18,7 +18,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same; `NOTHING` where one of the two has none."""
+    """One difference. `NOTHING` if one of the two has no value."""
 
     where: str
     """config, data, code or environment."""
@@ -29,7 +29,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a column of two runs parts. Steps are None where it does not."""
+    """First difference of a column of two runs. Steps are None without a difference."""
 
     column: str
     num_steps: int
@@ -52,8 +52,8 @@ def differences(first: RunEntry, second: RunEntry) -> list[Difference]:
 
 
 def config_with_origins(path: Path) -> dict[str, str]:
-    """Key -> `value  (origin)` of a run's `config.yaml`. What differs in its origin only compares as the same."""
-    marks = read_marks(path)  # refuses what is no config, with its line
+    """Return key -> `value  (origin)` of a run's `config.yaml`. Values that differ only in origin are equal."""
+    marks = read_marks(path)  # raises for an invalid config, with the line
     config: Any = OmegaConf.load(path)
     lines = path.read_text(encoding="utf-8").splitlines()
     found = {}
@@ -94,9 +94,8 @@ def _last_attempt(run: RunEntry) -> dict[str, Any]:
 
 
 def parting(first: RunEntry, second: RunEntry, column: str, tolerance: float) -> Parting | None:
-    """Where `column` of the two runs parts, relative to its size by more than `tolerance`; None where they have no
-    step in common.
-    """
+    """Return where `column` of the two runs differs by more than `tolerance` (relative). None if they have no common
+    step."""
     a, b = _column(first, column), _column(second, column)
     common = sorted(a.keys() & b.keys())
     if not common:

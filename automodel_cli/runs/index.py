@@ -24,9 +24,9 @@ _JOB = "job.sbatch"
 
 @dataclass(frozen=True)
 class RunEntry:
-    """One run folder. Everything is read when it is asked for, and then kept.
+    """One run folder. Files are read on first use and cached.
 
-    `is_copy`: its records come from elsewhere, and nobody here sees its lock: it goes on where its record says so.
+    `is_copy`: its records were downloaded and its lock is not visible, so its record determines whether it is active.
     """
 
     folder: Path
@@ -38,12 +38,12 @@ class RunEntry:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """What the run says of itself (`runs/run_record.py`); {} for runs that write none."""
+        """Record of the run (`runs/run_record.py`), or {} for runs without one."""
         return read_record(self.folder)
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl, without what is no number."""
+        """Rows of metrics.jsonl, numbers only."""
         try:
             rows = read_metrics(self.folder / "metrics.jsonl")
         except OSError:
@@ -58,7 +58,7 @@ class RunEntry:
 
     @cached_property
     def state(self) -> str:
-        """One of `STATES`. What goes on is known by its lock; a start that ended without a word has failed."""
+        """One of `STATES`. The lock shows an active run. A start that ended without a record has failed."""
         held = None if self.is_copy else is_held(self.folder)
         last = self.attempts[-1]["state"] if self.attempts else ""
         if held or (held is None and last == "running"):
@@ -90,7 +90,7 @@ class RunEntry:
         return self.record.get("num_steps")
 
     def last(self, key: str) -> float | None:
-        """The newest finite value of a column; None where there is none."""
+        """Return the newest finite value of a column, or None."""
         return next((row[key] for row in reversed(self.rows) if isinstance(row.get(key), (int, float))), None)
 
     @property
@@ -133,7 +133,7 @@ def _below(folder: Path, depth: int) -> Iterator[RunEntry]:
 
 
 def runs_named(names: Sequence[str]) -> list[RunEntry]:
-    """The runs of these names or folders; a folder of runs stands for all in it. Raises ConfigError."""
+    """Return the runs with these names or folders. A folder of runs stands for all of them. Raises ConfigError."""
     found = []
     for name in names:
         runs = find_runs(Path(name)) or find_runs(Path("runs") / name)

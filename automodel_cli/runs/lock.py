@@ -14,14 +14,14 @@ from automodel_cli.config.safe_files import open_own
 
 _FILE = ".lock"
 _SECONDS = 0.3
-"""Somebody who looks whether a run goes on holds the lock for an instant."""
+"""Checking whether a run is active holds the lock for a moment."""
 
 
 def hold(folder: Path) -> Callable[[], None]:
-    """Keep every other run out of `folder` until the returned function is called, or this process ends however it may.
+    """Keep every other run out of `folder` until the returned function is called or this process ends.
 
-    Two runs in one folder would remove each other's checkpoints and mix their rows. Raises RunError where another one
-    holds it. A file system without locks admits all. OSError where the folder cannot be written.
+    Two runs in one folder would remove each other's checkpoints and mix their rows. Raises RunError if another run
+    holds the lock, and OSError if the folder is not writable. A file system without locks admits all.
     """
     file = open_own(folder / _FILE, "a+")
     try:
@@ -45,10 +45,10 @@ def hold(folder: Path) -> Callable[[], None]:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a run goes on in `folder`; None where its file system has no locks."""
+    """Return whether a run is active in `folder`. None if its file system has no locks."""
     try:
         with open(os.open(folder / _FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
     except BlockingIOError:
         return True
     except FileNotFoundError:
@@ -59,7 +59,7 @@ def is_held(folder: Path) -> bool | None:
 
 
 def _take(descriptor: int) -> None:
-    """Raises BlockingIOError where a run has the lock, and OSError where there are no locks."""
+    """Acquire a lock. Raises BlockingIOError if a run holds it, and OSError without support for locks."""
     last = time.monotonic() + _SECONDS
     while True:
         try:

@@ -15,8 +15,8 @@ CONFIG = "automodel_config.yaml"
 
 
 def model_card(run: RunEntry, export: Path, *, licence: str | None, base_model: str | None) -> str:
-    """Markdown with the hub's metadata: what was trained on what, the curve, scores, config and command, and which
-    licence holds. `base_model`: the hub id that the run began with, if it did."""
+    """Return Markdown with the hub's metadata: model, data, curve, scores, config, command and license. `base_model`:
+    hub id of the base model, if it has one."""
     head, body = _split((export / "README.md").read_text(encoding="utf-8"))
     if licence:
         head["license"] = licence
@@ -27,7 +27,7 @@ def model_card(run: RunEntry, export: Path, *, licence: str | None, base_model: 
 
 
 def _split(text: str) -> tuple[dict[str, Any], str]:
-    """The metadata at the top of a card, and what follows."""
+    """Return the metadata at the top of a card, and the text below it."""
     if not text.startswith("---\n"):
         return {}, text
     head, _, body = text[4:].partition("\n---\n")

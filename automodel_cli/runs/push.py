@@ -19,8 +19,8 @@ from automodel_cli.runs.report_page import CURVE
 
 @contextmanager
 def staged(run: RunEntry, export: Path, *, licence: str | None, base_model: str | None) -> Iterator[Path]:
-    """A folder with what is uploaded: the export (as links), the card, the curve and the config. Raises RunError where
-    the run has no export."""
+    """Create a folder with the files to upload: export (as links), card, curve and config. Raises RunError if the run
+    has no export."""
     if not (export / "README.md").is_file():
         raise RunError(
             f"{run.folder} has no export to push", code="no_export", fix=f"automodel export {word(run.folder)}"
@@ -42,7 +42,7 @@ def staged(run: RunEntry, export: Path, *, licence: str | None, base_model: str 
 
 
 def upload(folder: Path, repository: str, *, private: bool) -> str:
-    """Make the repository where there is none, and commit the folder to it; returns its url. Raises RunError."""
+    """Create the repository if necessary, and commit the folder to it. Returns its URL. Raises RunError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 

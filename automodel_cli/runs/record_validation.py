@@ -15,7 +15,7 @@ _Read = Callable[[Any], Any]
 
 
 def record(content: Any) -> dict[str, Any]:
-    """The record without the entries that are not of their kind; {} where it is no record."""
+    """Return the record without entries of a wrong type. {} if it is not a record."""
     found = _fields(content, _RECORD)
     return {} if found is _NONE or "attempts" not in found else found
 
@@ -66,7 +66,7 @@ def _list(read: _Read) -> _Read:
 
 
 def _whole(shape: dict[str, _Read], *required: str) -> _Read:
-    """An entry of these fields alone; none where a required one is missing."""
+    """Return an entry with these fields only, or nothing if a required one is missing."""
 
     def inner(value: Any) -> Any:
         found = _fields(value, shape)
@@ -78,7 +78,7 @@ def _whole(shape: dict[str, _Read], *required: str) -> _Read:
 
 
 def _fields(value: Any, shape: dict[str, _Read]) -> Any:
-    """Entries of the shape that are of their kind, and all that the shape does not know."""
+    """Return the entries with correct types, and all that are not in the schema."""
     if not isinstance(value, dict):
         return _NONE
     pairs = ((name, shape[name](item) if name in shape else item) for name, item in value.items())

@@ -18,22 +18,21 @@ _MOST_DIFFERENCES = 40
 
 
 def write_page(runs: Sequence[RunEntry], path: Path, *, state: str | None = None) -> Path:
-    """Write the page of one run or several to `path`, whole or not at all. `state`: that of a run which is just ending
-    and says so itself."""
+    """Write the page of one or several runs to `path` atomically. `state`: state of a run that is just ending."""
     shown = [shown_run(run, state) for run in runs]
     replace(path, page_html(shown, _differences(runs)))
     return path
 
 
 def write_own_page(folder: Path, *, state: str | None = None) -> Path:
-    """`report.html` and `loss.svg` of a run, in its folder; returns the path of the page."""
+    """Write `report.html` and `loss.svg` of a run to its folder. Returns the path of the page."""
     run = RunEntry(folder)
     replace(folder / CURVE, loss_curve_svg(run.rows, title=run.name))
     return write_page([run], folder / FILE, state=state)
 
 
 def shown_run(run: RunEntry, state: str | None = None) -> ShownRun:
-    """What a page says of a run."""
+    """Return the page content of a run."""
     record = run.record
     last = run.attempts[-1] if run.attempts else {}
     schedule = run.folder / SCHEDULE
@@ -69,7 +68,7 @@ def evaluations(run: RunEntry) -> Iterator[TaskScore]:
 
 
 def _numbers(run: RunEntry) -> dict[str, str]:
-    """Final figures; of a run that has none yet those of its newest rows."""
+    """Return final values, or those of the newest rows for a run without final values."""
     if numbers := run.record.get("numbers"):
         return dict(numbers)
     found = {key: run.last(key) for key in ("step", "loss", "val_loss", "reward", "tokens_per_second")}

@@ -17,8 +17,8 @@ Order = Literal["newest", "best", "worst"]
 
 @dataclass(frozen=True)
 class RolloutFilter:
-    """`steps` is inclusive on both ends, None for an open end; `least` and `most` bound the reward; `prompt` and
-    `completion` are parts of texts, in any case. `trained` leaves out samples that taught nothing."""
+    """Filter of samples. `steps` is inclusive at both ends, None for an open end. `least` and `most` bound the reward.
+    `prompt` and `completion` are case-insensitive parts of texts. `trained` excludes samples without a gradient."""
 
     steps: tuple[int | None, int | None] = (None, None)
     least: float | None = None
@@ -28,7 +28,7 @@ class RolloutFilter:
     trained: bool = False
 
     def has(self, row: dict[str, Any]) -> bool:
-        """Whether a sample is one of those."""
+        """Return whether a sample passes the filter."""
         first, last = self.steps
         return (
             (first is None or row["step"] >= first)
@@ -42,7 +42,7 @@ class RolloutFilter:
 
 
 def said(completion: str, turns: Sequence[dict[str, Any]] | None) -> str:
-    """The completion; of several turns all of them, what the environment said in brackets."""
+    """Return the completion. For several turns: all of them, with the environment's replies in brackets."""
     if not turns:
         return completion
     told = [(message["role"], str(message["content"])) for message in turns]
@@ -50,7 +50,7 @@ def said(completion: str, turns: Sequence[dict[str, Any]] | None) -> str:
 
 
 def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tuple[list[dict[str, Any]], int]:
-    """Up to `count` samples in that order, and how many there are. Raises ConfigError where the run drew none."""
+    """Return up to `count` samples in order, and their total number. Raises ConfigError if the run has no samples."""
     path = folder / "rollouts.jsonl"
     if not path.is_file():
         raise ConfigError(
@@ -76,7 +76,7 @@ def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tup
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """A run that goes on may be writing its last line."""
+    """An active run may be writing its last line."""
     with open(path, encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):

@@ -2,14 +2,14 @@
 
     command     the command line that repeats the run
     recipe      kind of the recipe: sft, dpo, grpo
-    num_steps   steps of the whole run
+    num_steps   steps of the run
     about       label -> text: the lines of the header
-    data        what preparation counted, and name and content hash of each dataset
-    numbers     name -> final figure as text; samples, where the run asked held-out questions
+    data        statistics of data preparation, and name and content hash of each dataset
+    numbers     name -> final value as text; samples, if the run has held-out questions
     attempts    one entry for each start: began, ended (UTC), state, first_step, host, process, command, code,
                 environment, error
 
-It is written whole or not at all, by rank 0 only.
+Rank 0 writes it atomically.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class RunRecord:
-    """The record of one run while it goes on. With `folder` None (ranks other than 0) nothing is written."""
+    """The record of one active run. With `folder` None (ranks other than 0) nothing is written."""
 
     def __init__(self, folder: Path | None, source: Composed):
         self._folder, self._content = folder, {} if folder is None else read_record(folder)
@@ -67,12 +67,12 @@ class RunRecord:
         self._write()
 
     def describe_attempt(self, **entries: Any) -> None:
-        """Add entries to what is said of this start."""
+        """Add entries to this attempt."""
         self._attempt |= entries
         self._write()
 
     def end(self, state: State, error: BaseException | None = None) -> None:
-        """How it ended. A disk that takes nothing more does not hide why the run ended."""
+        """Record the end of the attempt. A full disk does not hide the reason why the run ended."""
         self._attempt |= {"state": state, "ended": _now()}
         if error is not None:
             first = (str(error).splitlines() or [""])[0]
@@ -93,7 +93,7 @@ class RunRecord:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record in `folder`, without what is not of its kind; {} where there is none that can be read."""
+    """Return the record in `folder` without entries of a wrong type. {} if there is no readable one."""
     try:
         return record_validation.record(json.loads(read_regular(folder / FILE)))
     except (OSError, ValueError, RecursionError):
@@ -112,8 +112,8 @@ def command_of(source: Composed) -> str:
 
 
 def code_version() -> dict[str, str]:
-    """What was run: our version, the commit of its checkout (with `+` where files differ from it), and a hash of every
-    file of ours that can be imported."""
+    """Return the version of this package, the commit of its checkout (`+` if files differ from it), and a hash of its
+    importable files."""
     found = {"version": __version__, "content": _content_hash()}
     if (_PACKAGE.parent / ".git").exists():
         commit = _git("rev-parse", "--short=12", "HEAD")

@@ -11,7 +11,7 @@ from automodel_cli.training.metrics.progress import show_duration
 
 
 def details(run: RunEntry) -> Iterator[tuple[str, str]]:
-    """(label, text) lines: state, what was run on what, final figures, what it left, and what to type next."""
+    """Return (label, text) lines: state, model and data, final values, files, and the next commands."""
     record = run.record
     of = f" of {run.num_steps}" if run.num_steps else ""
     time = f"   {show_duration(run.seconds)}" if run.seconds else ""

@@ -14,9 +14,9 @@ _SECONDS = 1.0
 
 
 def follow(run: RunEntry, count: int, *, wait: bool = True) -> Iterator[str]:
-    """The newest `count` rows as lines, then (with `wait`) what comes, until the run ends.
+    """Yield the newest `count` rows as lines, then (with `wait`) new rows until the run ends.
 
-    A resume that takes rows back and writes them again is seen: its steps come again.
+    After a resume that removes and rewrites rows, those steps are printed again.
     """
     shown: list[dict[str, object]] = run.rows[:-count] if count else list(run.rows)
     while True:

@@ -68,7 +68,7 @@ class _Job:
 
 
 def background_responses(engine: Engine) -> Draw:
-    """Draws one response to each prompt."""
+    """Generates one response per prompt."""
 
     def begin(
         requests: list[SampleRequest], params: SamplingParams, seeds: Sequence[int], start: Start

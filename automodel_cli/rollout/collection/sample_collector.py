@@ -186,7 +186,7 @@ class SampleCollector:
         return isinstance(self.engine, RankZeroEngine) and not self.config.shares_gpus
 
     def update(self, stream: WeightStream, version: int) -> None:
-        """Give the engine the weights of step `version`."""
+        """Update the engine to the weights of step `version`."""
         if self._queue is not None:
             self._queue.update(stream, version)
             return
@@ -194,7 +194,7 @@ class SampleCollector:
         self.engine.weight_version = version
 
     def rest(self, *, weights_follow: bool) -> None:
-        """Nothing is generated until the next weights, or the next rollout: the GPUs are the trainer's."""
+        """Free the GPUs for the trainer. Nothing is generated until the next weights or rollout."""
         if isinstance(self.engine, RankZeroEngine):
             self.engine.rest(weights_follow=weights_follow)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from automodel_cli.rollout.http import Server
 
 Joins = Callable[[Iterator[Sequence[tuple[str, "Tensor"]]]], None]
-"""What a rank that does not speak to a server does with the stream of new weights."""
+"""Consumer of the weight stream on a rank without a connection to a server."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Engine(Protocol):
 
 
 class EngineContext(Protocol):
-    """What an engine is built for: one rank of a run, and the engines that the run has ready."""
+    """Inputs to build an engine: one rank of a run, and the engines that the run has started."""
 
     @property
     def tokenizer(self) -> Any: ...

@@ -193,7 +193,7 @@ class LiveServerConfig(ServerConfig):
         logprobs=True, weight_updates=True, seeds=False, hub_names=True, in_flight_updates=True, routing=True
     )
     transports: ClassVar[tuple[str, ...]]
-    """What `transport` may be."""
+    """Valid values of `transport`."""
     untrusted: ClassVar[str]
     """Reason why trust_logprobs=false is not supported."""
     with_experts: ClassVar[str]

@@ -29,7 +29,7 @@ class WeightUpdateMixin(HTTPEngine):
         """Which of our versions the server's names for its weights are."""
         self._replacing = threading.Lock()
 
-    # -- what a server is asked
+    # -- requests to a server
 
     @abstractmethod
     def pause(self) -> None:
@@ -55,7 +55,7 @@ class WeightUpdateMixin(HTTPEngine):
 
     @abstractmethod
     def weights_name(self) -> str | None:
-        """What the server calls its weights."""
+        """Name of the weights on the server."""
 
     @abstractmethod
     def sleep(self, *, weights_follow: bool) -> None:
@@ -64,7 +64,7 @@ class WeightUpdateMixin(HTTPEngine):
 
     @abstractmethod
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Take the memory back that `sleep` freed."""
+        """Allocate the memory again that `sleep` freed."""
 
     # -- an engine
 

@@ -94,7 +94,7 @@ class RankZeroEngine:
 
     @property
     def answers_here(self) -> bool:
-        """Whether this rank is the one that speaks to it."""
+        """Whether this rank is connected to the engine."""
         return self._engine is not None
 
     def generate(
@@ -175,7 +175,7 @@ class RankZeroEngine:
         return [dataclasses.replace(completion, weight_version=version) for completion in found]
 
     def _counted(self, found: list[Completion]) -> list[Completion]:
-        """With the versions of an engine that counts its own updates as the run counts them."""
+        """Convert the versions of an engine that counts its own updates to those of the run."""
         assert self._engine is not None
         if not self.capabilities.in_flight_updates:
             return found
@@ -190,13 +190,13 @@ class RankZeroEngine:
         ]
 
     def _for_all(self, drawing: Callable[[], list[Any]] | None) -> list[Any]:
-        """What the first rank's `drawing` returns, on every rank. Collective."""
+        """Return the result of the first rank's `drawing` on every rank. Collective."""
         outcome: list[Any] = [None, None, {}]
         if drawing is not None:
             try:
                 outcome[0] = drawing()
                 outcome[2] = getattr(self._engine, "metrics", {})
-            except ConfigError as error:  # of the server: every rank must hear of it
+            except ConfigError as error:  # from the server: raise it on every rank
                 outcome[1] = error
         dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
         if outcome[1] is not None:
@@ -234,7 +234,7 @@ class RankZeroEngine:
             raise failed[0]
 
     def _make_room(self) -> None:
-        """What the allocator of this rank has cached is of no use to the engine's processes."""
+        """Free this rank's allocator cache, because the engine's processes cannot use it."""
         if self._shares_gpus and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -313,7 +313,7 @@ def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trus
             difference = _decoding_error(part, trust_remote_code)
     except ConfigError as error:
         raise _unsupported(hf_config, error.code, error.message) from error
-    except Exception as error:  # any class of the library may fail in its own way
+    except Exception as error:  # library classes may fail in any way
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise _unsupported(hf_config, "not_measured", f"a small copy fails ({reason})") from error
     if not difference <= _TOLERANCE:

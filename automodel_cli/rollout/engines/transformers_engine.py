@@ -109,7 +109,7 @@ class HFEngine:
     def update_weights(self, stream: WeightStream) -> None:
         """Copy every tensor into the parameter of its name, then count the version up.
 
-        Raises RunError for a name the model does not have, another shape, or a parameter that the stream left out: a
+        Raises RunError for a name the model does not have, another shape, or a parameter missing in the stream: a
         replica with a mixture of old and new weights must not generate.
         """
         # Tied parameters appear once, under the name that checkpoints use.
@@ -223,7 +223,7 @@ class _Record:
 
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
-    """The library's own, in its own order: temperature, top-k, top-p."""
+    """Return the processors of the library in its order: temperature, top-k, top-p."""
     warpers: list[LogitsProcessor] = []
     if not params.greedy and params.temperature != 1:
         warpers.append(TemperatureLogitsWarper(float(params.temperature)))

@@ -37,13 +37,13 @@ class EnvironmentNode(Protocol):
     @property
     @abstractmethod
     def weight(self) -> float:
-        """What the sum of an episode's rewards is multiplied by."""
+        """Factor of the sum of an episode's rewards."""
         ...
 
     @property
     @abstractmethod
     def on_error(self) -> OnError:
-        """What counts when an episode fails."""
+        """Score of a failed episode."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class EnvironmentNode(Protocol):
     @property
     @abstractmethod
     def tools(self) -> Sequence[dict[str, Any]]:
-        """What the chat template shows the model of tools, as OpenAI's definitions."""
+        """Tool definitions in OpenAI's format, for the chat template."""
         ...
 
     @abstractmethod
@@ -144,10 +144,10 @@ class Environment:
         return ()
 
     def check(self) -> None:
-        """Nothing is lacking."""
+        """Requires nothing."""
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Has no resources to close."""
 
     @abstractmethod
     def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn | Awaitable[Turn]:
@@ -155,7 +155,7 @@ class Environment:
         raise NotImplementedError
 
     async def ended(self, state: Any) -> float:
-        """Nothing more."""
+        """Adds nothing."""
         return 0.0
 
 

@@ -150,8 +150,8 @@ class EpisodeRunner:
             turn += 1
 
     def run_async(self, episodes: Sequence[Episode], concurrency: int) -> None:
-        """Play all episodes, each at its own pace, up to `concurrency` of them in the engine at once: for an engine
-        whose `generate` may be called from several threads. No episode waits for another's turn."""
+        """Run all episodes at their own pace, up to `concurrency` of them in the engine at once. No episode waits for
+        another's turn. `generate` of the engine must be thread-safe."""
         self.pool.run(self._all(episodes, concurrency))
 
     async def _all(self, episodes: Sequence[Episode], concurrency: int) -> None:
@@ -196,7 +196,7 @@ class EpisodeRunner:
         return self.pool.run(replies())
 
     async def _reply(self, episode: Episode) -> Reply:
-        """What the environment makes of the model's newest message."""
+        """Pass the newest message of the model to the environment."""
         environment = self.pool.of(episode.row)
         messages = [*episode.messages, *episode.said]
         try:
@@ -234,7 +234,7 @@ class EpisodeRunner:
 
 
 def sample_name(index: int, prompt: Prompt) -> str:
-    """What messages call the `index`-th sample of a prompt."""
+    """Return the name of the `index`-th sample of a prompt in messages."""
     return f"sample {index} of {prompt.origin}"
 
 

@@ -1,4 +1,4 @@
-"""Event loop in a background thread, and calls in threads that nothing waits for. Torch-free."""
+"""Event loop in a background thread, and daemon threads for blocking calls. Torch-free."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns or raises, waited for here."""
+        """Wait for `work` and return its result or raise its exception."""
         return self.begin(work).result()
 
     def close(self) -> None:

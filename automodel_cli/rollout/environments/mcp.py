@@ -127,7 +127,7 @@ class MCPTools(ToolEnvironment):
 
 
 class _Sessions:
-    """Open servers, in a loop of their own: it must outlive the calls, which come from several loops."""
+    """Open servers in a separate event loop, which must outlive the calls from several loops."""
 
     def __init__(self, commands: dict[str, list[str]], variables: dict[str, str], start_timeout: float):
         self._commands, self._variables, self._timeout = commands, variables, start_timeout
@@ -137,7 +137,7 @@ class _Sessions:
         self._once = threading.Lock()
 
     def tools(self, server: str) -> Sequence[dict[str, Any]]:
-        """What the server lists."""
+        """Tools that the server lists."""
         with self._once:
             return self._loop.run(self._listed(server))
 

@@ -62,7 +62,7 @@ class EnvironmentPool:
         return self.environments[self.name_of(row)]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns or raises, in the pool's event loop, waited for here. From any thread."""
+        """Run `work` in the pool's event loop, wait for it, and return its result. Callable from any thread."""
         with self._beginning:
             if self._stopped:
                 work.close()

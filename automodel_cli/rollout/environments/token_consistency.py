@@ -26,7 +26,7 @@ _AROUND = 4  # tokens shown on either side of a difference
 
 
 class Conversation(Protocol):
-    """What this module reads of an episode, and `rendered`, which it sets."""
+    """The part of an episode that this module reads, and `rendered`, which it sets."""
 
     name: str
     messages: Sequence[Message]

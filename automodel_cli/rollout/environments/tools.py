@@ -117,7 +117,7 @@ class ToolEnvironment(Environment):
 
 
 def calls_in(pattern: str, text: str) -> Iterator[ToolCall | ToolError]:
-    """What the first group of `pattern` captures, each as a call."""
+    """Return the captures of the first group of `pattern`, each as a call."""
     for found in re.finditer(pattern, text, re.DOTALL):
         yield read_call(found[1])
 

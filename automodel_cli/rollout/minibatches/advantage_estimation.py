@@ -58,7 +58,7 @@ class AdvantageEstimator:
         self._by_token = self._token_advantages()
 
     def filter_groups(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-        """Those of groups with different rewards, and the others."""
+        """Return the groups with different rewards, and the others."""
         differs_N = self._advantages(samples, _totals(samples)).differs_N.tolist()
         pairs = list(zip(samples, differs_N, strict=True))
         return [sample for sample, differs in pairs if differs], [sample for sample, differs in pairs if not differs]

@@ -75,7 +75,7 @@ class Scorer:
             return [u.with_column("ref_logprobs_BT", column) for u, column in zip(updates, found, strict=True)]
 
     def _by_policy(self, updates: Sequence[Minibatch], samples: Sequence[Sample]) -> list[Minibatch]:
-        """In one pass, or none: the log-probs of an only update are its own."""
+        """Run at most one pass. With a single update, its log-probs come from the update."""
         objective = self._objective
         several = len(updates) * self._config.num_iterations > 1 or self._draws_while_training
         columns = {}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from automodel_cli.training.metrics_file import read_metrics
 
-_TRUNCATED = 0.5  # share of responses that were cut off
-_EQUAL = 0.9  # share of groups that teach nothing
+_TRUNCATED = 0.5  # fraction of truncated responses
+_EQUAL = 0.9  # fraction of groups without a gradient
 _FAILED = 0.25  # share of episodes whose environment failed
 _COLLAPSED = 0.1  # of the first steps' entropy
 _STEPS = 5  # consecutive steps before a warning; their mean is the initial entropy

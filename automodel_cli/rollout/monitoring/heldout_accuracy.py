@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HeldOutQuestions:
-    """Asks a replica of the model, fed by the stream of full weights: the same under every layout. Rank 0 generates."""
+    """Evaluates a replica of the model, loaded from the stream of unsharded weights. Rank 0 generates."""
 
     def __init__(self) -> None:
         self.accuracy: dict[str, Accuracy] = {}

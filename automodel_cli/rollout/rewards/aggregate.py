@@ -224,7 +224,7 @@ def check_reward_rows(
 
 
 def _check_filter(name: str, columns: Mapping[str, Any], seen: Mapping[str, set[str]]) -> None:
-    """Each value of a list in `filter` must be that of some row."""
+    """Raise if a value of a list in `filter` occurs in no row."""
     for column, values in columns.items():
         if isinstance(values, list) and column in seen:
             absent = {str(value) for value in values if repr(value) not in seen[column]}

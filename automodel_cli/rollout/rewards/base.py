@@ -46,7 +46,7 @@ class RewardFunction(Protocol):
     @property
     @abstractmethod
     def weight(self) -> float:
-        """What the score is multiplied by."""
+        """Factor of the score."""
         ...
 
     @property
@@ -146,10 +146,10 @@ class Reward:
         return ()
 
     def check(self) -> None:
-        """Nothing is lacking."""
+        """Requires nothing."""
 
     def warm_up(self) -> None:
-        """Nothing is slow to import."""
+        """Imports nothing slow."""
 
     @abstractmethod
     def score(self, sample: RewardInput) -> float | None:

@@ -31,8 +31,8 @@ START_SECONDS = 180.0  # to start the worker and import modules of the reward, o
 
 
 class Helper:
-    """One process, started at its first use and again after it was killed. `confined` (`Reward.confined`): it can then
-    compute and nothing else, as far as the kernel has Landlock and seccomp."""
+    """One process, started on first use and again after it was killed. `confined` (`Reward.confined`): it can only
+    compute, if the kernel has Landlock and seccomp."""
 
     def __init__(self, *, confined: bool = False) -> None:
         self._confined = confined

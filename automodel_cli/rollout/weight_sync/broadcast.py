@@ -44,7 +44,7 @@ class GroupTransfer:
         self.send_to([receiver], buckets, [paused])
 
     def send_to(self, receivers: Sequence[Receiver], buckets: Iterator[Bucket], paused: Sequence[Paused]) -> None:
-        """See `SharedTransfer`. Where a server was lost, or is back, the others meet in a new group."""
+        """See `SharedTransfer`. After a server is lost or returns, the servers form a new group."""
         servers = [receiver.server for receiver in receivers]
         with ExitStack() as stack:
             for pause in paused:
@@ -60,7 +60,7 @@ class GroupTransfer:
                         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                         "shapes": [list(tensor.shape) for _, tensor in bucket],
                         "group_name": self._name,
-                        "flush_cache": first,  # nothing is computed before the last
+                        "flush_cache": first,  # no computation happens before the last bucket
                     }
                     _asked(servers, watch, "/update_weights_from_distributed", about, partial(self._broadcast, bucket))
                     first = False

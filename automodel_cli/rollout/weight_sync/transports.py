@@ -122,7 +122,7 @@ class FactoryTransfer:
         self._servers: tuple[str, ...] = ()
 
     def join(self, buckets: Iterator[Bucket]) -> None:
-        """Take part in `send` on a rank that does not talk to the server (`ipc_init`)."""
+        """Take part in `send` on a rank without a connection to the server (`ipc_init`)."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         if self._engine is None:
@@ -247,14 +247,14 @@ class _Client:
         self._posted("/init_weight_transfer_engine", [{"init_info": info} for info in infos])
 
     def start_weight_update(self) -> None:
-        """Said once for all buckets."""
+        """Sent once for all buckets."""
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         infos = [json_safe(info) for info in (update_info if isinstance(update_info, list) else [update_info])]
         self.each("/update_weights", {"update_info": infos if isinstance(update_info, list) else infos[0]})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Said once for all buckets."""
+        """Sent once for all buckets."""
 
     def each(self, path: str, body: dict[str, Any]) -> None:
         self._posted(path, [body] * len(self._servers))
@@ -339,7 +339,7 @@ def begun(call: Callable[[], None]) -> Future[None]:
 
 
 def posted(server: Server, path: str, body: dict[str, Any], watch: Watch) -> None:
-    """`once`, of which `watch` hears at once that it failed."""
+    """Run `once`, and notify `watch` immediately if it fails."""
     try:
         once(server, path, body)
     except BaseException as error:

@@ -1,6 +1,6 @@
 """Check the mesh sizes against the layers, heads and experts in the model config. Torch-free.
 
-The config is the YAML's `model.config` or the `config.json` of a local folder. What neither says (a hub id, a family's
+The config is the YAML's `model.config` or the `config.json` of a local folder. Values in neither (a hub id, a family's
 own default) is checked when the model is built.
 """
 
@@ -30,14 +30,14 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Written:
-    """The fields of a model's config and how messages name one; `key` is the setting that they come from."""
+    """Fields of a model's config with their names in messages. `key` is the setting that they come from."""
 
     fields: Mapping[str, Any]
     key: str
     folder: str | None
 
     def number(self, names: tuple[str, ...]) -> tuple[str, int] | None:
-        """The first of the names that holds a whole number."""
+        """Return the first of the names that holds an integer."""
         for name in names:
             value = self.fields.get(name)
             if isinstance(value, int) and not isinstance(value, bool):
@@ -78,12 +78,12 @@ def written_config(model: ModelConfig) -> Written | None:
     try:
         fields = json.loads((Path(model.pretrained) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # a hub id, or a folder that the loader will refuse with its own words
+        return None  # a hub id, or a folder that the loader rejects with its own message
     return Written(_text_fields(fields), "model.pretrained", model.pretrained) if isinstance(fields, dict) else None
 
 
 def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Models of several modalities keep the sizes of their language model in a section of its own."""
+    """Return the language-model section of a multimodal config."""
     text = fields.get("text_config")
     return text if isinstance(text, dict) else fields
 
@@ -122,7 +122,7 @@ def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig, mode
 
 
 def _num_depths(model: ModelConfig, layout: StageLayout) -> int:
-    """Layers for multi-token prediction, of which a checkpoint has as many as the layout places or is refused later."""
+    """Check the number of multi-token prediction layers. A checkpoint must have as many as the layout places."""
     if model.mtp is not None:
         return model.mtp.depths or max(1, layout.count("m"))
     if layout.count("m"):
@@ -176,7 +176,7 @@ def _check_heads(written: Written, tp_size: int) -> None:
 
 
 def _is_dense(fields: Mapping[str, Any]) -> bool:
-    """Whether nothing in the config, nor in the source of its family's config class, speaks of experts.
+    """Return whether neither the config nor the source of its family's config class mentions experts.
 
     The source is read as text, because importing it imports torch. A family whose class is derived from another's
     stays undecided.

@@ -13,7 +13,7 @@ from automodel_cli.run.checks.cross_section_checks import check_exported
 
 
 def missing_files(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]:
-    """One error for each path that is missing; a name that may be a hub id is no path."""
+    """Yield one error for each missing path. A name that may be a hub id is not a path."""
     yield from _of_model(model)
     places = [("data", source) for source in data.train_sources()]
     if data.datasets:

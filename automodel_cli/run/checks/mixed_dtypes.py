@@ -18,7 +18,7 @@ _FLOAT32 = "parallelizer.mp_policy.param_dtype=float32"
 
 
 def mixes_dtypes(error: BaseException) -> bool:
-    """Whether torch refused operands of different dtypes inside the library's code of a model."""
+    """Return whether torch rejected operands of different dtypes in the library's model code."""
     if not isinstance(error, RuntimeError) or not _MIXED.search(str(error)):
         return False
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]

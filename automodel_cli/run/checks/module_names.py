@@ -23,9 +23,10 @@ _OF_PARTS = ("value_head", "multi_token")
 
 
 def check_names(recipe: Recipe, hf_config: PretrainedConfig) -> None:
-    """Refuse an entry of `optimizer.adamw_names` or `parallelizer.tp_plan` that no parameter or module has.
+    """Raise ConfigError for an entry of `optimizer.adamw_names` or `parallelizer.tp_plan` without a parameter or
+    module.
 
-    The names are those of the whole model, so every layout refuses the same. Raises ConfigError.
+    Names refer to the complete model, so every layout rejects the same entries.
     """
     names = _adamw_names(recipe.optimizer)
     plan = recipe.parallelizer.axis_options().tp_plan
@@ -44,7 +45,7 @@ def _whole(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
 
 
 def _adamw_names(optimizer: Any) -> tuple[str, ...]:
-    """The user's own: the default names those of many families."""
+    """Return the custom entries. The default lists names of many model families."""
     if not isinstance(optimizer, Muon):
         return ()
     own = tuple(optimizer.adamw_names)

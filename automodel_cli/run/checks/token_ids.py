@@ -12,7 +12,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub.source import hf_config
 
-_MULTIPLE = 64  # of rows: what tensor parallelism and matrix units divide
+_MULTIPLE = 64  # of embedding rows, which tensor parallelism and matrix units require
 
 
 class _Rows(Protocol):
@@ -33,9 +33,9 @@ def num_embeddings(config: ModelConfig) -> int:
 
 
 def check_prepared(prepared: _Prepared, tokenizer: Any, config: ModelConfig) -> None:
-    """Raise ConfigError where a token of the training or validation rows has no row in the embedding.
+    """Raise ConfigError if a token of the training or validation data has no row in the embedding.
 
-    Padding beyond the table is replaced by a token that the table holds: nothing attends to it.
+    A padding token beyond the table is replaced by a token in the table, because no token attends to padding.
     """
     rows = _rows_if_too_few(tokenizer, config)
     if rows is None:
@@ -57,7 +57,7 @@ def check_tokens(
 
 
 def pad_id(tokenizer: Any, num_rows: int) -> int:
-    """Return the tokenizer's padding or end token, whichever comes first and has a row; else 0."""
+    """Return the tokenizer's padding or end token, whichever comes first and has an embedding, otherwise 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((i for i in candidates if i is not None and i < num_rows), 0)
 
@@ -71,7 +71,7 @@ class _Listed:
 
 
 def _rows_if_too_few(tokenizer: Any, config: ModelConfig) -> int | None:
-    """Return the rows of the embedding where the tokenizer has ids beyond them, else None."""
+    """Return the number of embedding rows if the tokenizer has larger ids, otherwise None."""
     rows = num_embeddings(config)
     return rows if max(tokenizer.get_vocab().values(), default=-1) >= rows else None
 
@@ -91,7 +91,7 @@ def _check(dataset: _Rows, what: str, rows: int, tokenizer: Any, config: ModelCo
 
 
 def _fix(needed: int, config: ModelConfig) -> str:
-    """Return overrides where they suffice, else a command that writes the model with a longer table."""
+    """Return overrides if they suffice, otherwise a command that writes the model with a larger table."""
     longer = -(-needed // _MULTIPLE) * _MULTIPLE
     if config.config is not None:
         return f"model.config.vocab_size={longer}"

@@ -1,7 +1,7 @@
 """Benchmarks of `automodel bench`: short runs of one or two configs, and a comparison of their step times.
 
-A run is the same command that a user types, in a folder of its own that is removed afterwards. Two configs are compared
-in turns (A B, B A, ...), so that a machine that gets slower slows both; every step of a round trains on the same rows.
+A run executes the user's command in a temporary folder. Two configs are compared alternately (A B, B A, ...), so that a
+machine that becomes slower affects both. Every step of a round trains on the same data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Config:
 
 @dataclass(frozen=True)
 class BenchTimes:
-    """Measured steps of one run; see `stopwatch.Stopwatch`."""
+    """Measured steps of one run, see `stopwatch.Stopwatch`."""
 
     seconds: list[float]
     cpu_seconds: list[float]
@@ -54,7 +54,7 @@ class BenchTimes:
     device: str
     breakdown: dict[str, float]
     mfu: list[float]
-    """Of the steps; empty where the GPU's peak or the model's FLOPs are not known."""
+    """MFU of the steps. Empty if the GPU's peak or the model's FLOPs are unknown."""
 
     @property
     def median(self) -> float:
@@ -140,7 +140,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _joined(runs: Sequence[BenchTimes]) -> BenchTimes:
-    """All steps of several runs; the breakdown is the first one's."""
+    """Merge the steps of several runs. The breakdown is that of the first one."""
 
     def all_of(name: str) -> list[Any]:
         return [value for run in runs for value in getattr(run, name)]

@@ -18,7 +18,7 @@ from automodel_cli.training.callback import Callback
 if TYPE_CHECKING:
     from automodel_cli.training.callback import Number, Run
 
-# Of operators and CUDA kernels, by what stands in their names; the first that matches.
+# Kinds of operators and CUDA kernels by parts of their names. The first match wins.
 _KINDS = (
     ("communication", ("nccl", "gloo", "c10d", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")),
     ("attention", ("flash", "fmha", "scaled_dot_product", "cudnn_sdpa", "flex_attention")),
@@ -119,7 +119,7 @@ def _start_profile(run: Run) -> Any:
 
 
 def _by_kind(profiled: Any) -> dict[str, float]:
-    """Seconds of the step by kind, each operator's own time; kernels' on a GPU, else the CPU's."""
+    """Return seconds of the step by kind, from each operator's self time: kernels on a GPU, otherwise CPU time."""
     profiled.stop()
     events = profiled.key_averages()
     on_device = any(event.self_device_time_total for event in events)

@@ -31,7 +31,7 @@ class Speaker:
 
     @classmethod
     def load(cls, name: str, folder: str, *, adapter: Path | None = None, trust_remote_code: bool = False) -> Speaker:
-        """A folder or hub id as `transformers` loads it; with `adapter` the adapters lie unmerged on top of it."""
+        """Load a folder or hub id with `transformers`. With `adapter`, add unmerged adapters."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         with transformers_compat.quiet():
@@ -53,7 +53,7 @@ class Speaker:
         return cls(name, model.eval(), tokenizer, [])
 
     def answer(self, question: str, options: dict[str, Any]) -> Iterator[str]:
-        """The pieces of the answer as they come; afterwards it is part of the conversation."""
+        """Yield the pieces of the response as they arrive, then add it to the conversation."""
         self.messages.append({"role": "user", "content": question})
         if self.tokenizer.chat_template:
             encoded = self.tokenizer.apply_chat_template(
@@ -91,8 +91,8 @@ def converse(
     *,
     one_conversation: bool = True,
 ) -> int:
-    """Questions from the terminal (or a pipe, a line each) until it ends; answers of several models beside each
-    other. Without `one_conversation` each question begins another conversation."""
+    """Read questions from the terminal (or a pipe, one per line) until it ends. Show responses of several models side
+    by side. Without `one_conversation`, each question starts a new conversation."""
     hint = f"   ({_HELP})" if one_conversation else ""
     print(f"{' | '.join(speaker.name for speaker in speakers)}{hint}")
     while True:
@@ -126,7 +126,7 @@ def _stream(speaker: Speaker, question: str, options: dict[str, Any]) -> None:
 
 
 def _beside(speakers: list[Speaker], question: str, options: dict[str, Any]) -> None:
-    """One column a model, drawn again as pieces come; plain blocks where nothing can be drawn again."""
+    """Show one column per model, redrawn as pieces arrive, or plain blocks without a terminal."""
     if not sys.stdout.isatty():
         for speaker in speakers:
             print(f"[{speaker.name}] {''.join(speaker.answer(question, options))}")

@@ -16,7 +16,7 @@ from automodel_cli.run import shared_directory
 from automodel_cli.run.shared_directory import all_gather_values, host
 
 _SMALL, _LARGE = 1, 1 << 24
-"""float32 values: what a step's scalars need, and 64 MiB, as a bucket of gradients."""
+"""Sizes in float32 values: the scalars of a step, and 64 MiB as a gradient bucket."""
 _SLOW_GB = {"cuda": 5.0, "cpu": 0.05}
 """GB/s below which training waits for the network: a fifth of 200 Gbit/s, and half of Gigabit Ethernet."""
 
@@ -63,7 +63,7 @@ def _bandwidth(device: torch.device) -> Finding:
 
 
 def _shared(folder: Path) -> Finding:
-    """Whether what rank 0 writes in `folder` is what the others read there."""
+    """Return whether other ranks can read a file in `folder` that rank 0 has written."""
     if found := shared_directory.problems(folder):
         text = f"{folder} is not the same folder everywhere: {'; '.join(found)}"
         return "fail", "shared folder", text, "cd /a/shared/file/system   (or output_dir=/a/shared/file/system/runs)"

@@ -10,7 +10,7 @@ from automodel_cli.run.recipe import Recipe
 
 
 def inspect_data(recipe: Recipe, *, rows: int) -> None:
-    """Print prepared rows with trained tokens marked, or prompts as the model reads them; and the totals."""
+    """Print prepared sequences with trained tokens marked, or prompts as the model reads them, and the totals."""
     check_exported(recipe.model)
     tokenizer = load_tokenizer(recipe.model)
     prepared = recipe.prepared(tokenizer)

@@ -103,7 +103,7 @@ def _export_check(recipe: Recipe, plan: Plan) -> str | None:
     stored = hf_config(recipe.model).dtype if recipe.model.config is None else None
     dtype = stored if isinstance(stored, torch.dtype) else getattr(torch, recipe.model.dtype)
     needed = host_bytes(plan.num_parameters * dtype.itemsize) / 2**30
-    flops = 2 * 2 * plan.num_parameters * NUM_TOKENS  # two passes, a product and a sum for each weight
+    flops = 2 * 2 * plan.num_parameters * NUM_TOKENS  # two passes, one multiply and one add per weight
     return (
         f"export check: rank 0 reloads the export into {needed:.1f} GiB of host memory and runs it twice on "
         f"{NUM_TOKENS} tokens (at most {flops / 1e12:.2g} TFLOP) in at most {minutes:g} minutes; the other ranks wait"

@@ -45,7 +45,7 @@ def _examine(path: Path) -> Finding:
 
 
 def _export(folder: Path) -> Finding:
-    """Whether every weight file that the export names is there and as long as its header says."""
+    """Check whether every weight file of the export exists and has the length in its header."""
     fix = f"automodel export {word(folder.parent)}"
     index = folder / "model.safetensors.index.json"
     try:

@@ -72,8 +72,8 @@ def _hf_config(recipe: Recipe, source: Composed) -> PretrainedConfig:
 
 
 class _Copies:
-    """The small copy of the model, saved, with its numbers in one process, and the one with all its layers, where a row
-    asks for it."""
+    """The saved small copy of the model with its results in one process, and the copy with all layers if a case needs
+    it."""
 
     def __init__(self, recipe: Recipe, hf_config: PretrainedConfig, folder: Path, rows: Sequence[Case]):
         self._recipe, self._hf_config, self._folder, self._rows = recipe, hf_config, folder, rows
@@ -82,7 +82,7 @@ class _Copies:
         self.of(Case())
 
     def of(self, row: Case) -> Original:
-        """The copy on which this row is measured. Raises ConfigError where it cannot be built."""
+        """Return the copy for this case. Raises ConfigError if it cannot be built."""
         if row.own_layers not in self._made:
             self._made[row.own_layers] = self._write(row.own_layers)
         return self._made[row.own_layers]
@@ -98,7 +98,7 @@ class _Copies:
         trust = recipe.model.trust_remote_code
         num_layers = hf_config.get_text_config().num_hidden_layers if own_layers else LAYERS
         small = shrink(hf_config, num_layers=num_layers)
-        small.__dict__.pop("quantization_config", None)  # how the hub stores the weights; the copy has its own, float32
+        small.__dict__.pop("quantization_config", None)  # storage format of the hub; the copy is float32
         small = _untied(small, recipe)
         try:
             model = build_small(
@@ -106,7 +106,7 @@ class _Copies:
                 lambda c: transformers_compat.causal_lm(c, dtype=torch.float32, trust_remote_code=trust),
                 seed=recipe.seed,
             )
-        except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+        except Exception as error:  # library classes may fail in any way for untested sizes
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConfigError(
                 f"verify cannot build a small copy of {hf_config.model_type}: {reason[:200]}",
@@ -129,8 +129,8 @@ class _Copies:
 
 
 def _untied(small: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
-    """The copy's config, with a head of its own where an adapter reaches a tied one: the closed form of the adapter's
-    gradients has one use of each weight."""
+    """Return the copy's config. The head is untied if an adapter reaches it, because the closed form of adapter
+    gradients supports one use of each weight."""
     if recipe.model.lora is None:
         return small
     from automodel_cli.models.builder import part_of
@@ -141,7 +141,7 @@ def _untied(small: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
 
 
 def _packing_refusal(recipe: Recipe, hf_config: PretrainedConfig, packed: bool) -> str | None:
-    """Why a run would refuse such rows for this model, if it would."""
+    """Return why a run would reject such sequences for this model, or None."""
     from automodel_cli.models.packing_support import probe_packing
 
     try:
@@ -181,8 +181,8 @@ def _measure(original: Original, row: Case, refusal: str | None, tolerance: floa
 
 @dataclass
 class _Report:
-    """Prints rows as they come; with `as_json` one object at the end, and the rows to stderr. `packs`: whether the
-    recipe does; that the other kind of rows is refused is no failure of the recipe.
+    """Prints cases as they finish. With `as_json`: one object at the end, and the cases to stderr. `packs`: whether the
+    recipe packs; then a rejection of the other kind of sequences is not a failure of the recipe.
     """
 
     rows: Sequence[Case]

@@ -1,5 +1,5 @@
-"""What a frozen model says of rows, measured once and kept with the cached data: a second run, or one that is resumed,
-finds it. Values are fp32 by token, one or several."""
+"""Cache of a frozen model's log-probs for the training data, stored with the cached data. Later and resumed runs read
+it. Values are fp32, one or several per token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class RowScores:
-    """How rows are measured: `measure` gives `[B, T]` or `[B, T, width]` for each of `per_call` batches. Collective."""
+    """Computes values: `measure` returns `[B, T]` or `[B, T, width]` for each of `per_call` batches. Collective."""
 
     measure: Callable[[Sequence[Batch]], list[Tensor]]
     per_call: int
@@ -41,8 +41,8 @@ class RowScores:
 
 @dataclass(frozen=True)
 class RowCache:
-    """A file of the folder `name`. `key` says whose values they are, given the cache's root; `title` is the line that
-    tells of measuring; `width`: values of a token, None for one; `scorer` is asked where something is missing."""
+    """A file in the folder `name`. `key` identifies the model, given the cache's root. `title`: progress message.
+    `width`: values per token, None for one. `scorer` is called if values are missing."""
 
     session: Trainer
     name: str
@@ -52,7 +52,7 @@ class RowCache:
     width: int | None = None
 
     def attach_all(self, column: str) -> None:
-        """Give the rows that the run trains on and validates with this column. Collective."""
+        """Add this column to the training and validation data. Collective."""
         recipe, loader, data = self.session.recipe, self.session.loader, self.session.data
         num_rows = self.session.num_steps * loader.global_batch_size
         needed = np.unique(loader.stream.rows(0, num_rows))
@@ -65,19 +65,19 @@ class RowCache:
             data.validation.attach(column, self._values(data.validation, np.arange(seen), "validation"))
 
     def _values(self, rows: PackedDataset, needed: np.ndarray, kind: str) -> np.ndarray:
-        """Those of the rows in the cache, where the missing ones are added. Collective."""
+        """Return the cached values of the sequences and compute missing ones. Collective."""
         session = self.session
         # 1. one file per data set and model, the same on all ranks
         root = cache_root(session.recipe.data.cache_dir)
         key = [self.key(rows, root) if session.is_main else None]
         dist.broadcast_object_list(key, src=0, device=torch.device("cpu"))  # one rank reads the weights for it
         path = root / self.name / f"{key[0]}.npy"
-        # 2. what this host's cache lacks: a row counts as measured if its first token has a value
+        # 2. Missing sequences of this host's cache. A sequence counts as present if its first token has a value.
         shape = (rows.num_tokens,) if self.width is None else (rows.num_tokens, self.width)
         values = _read(path, shape)
         first = values if self.width is None else values[:, 0]
         missing = needed[np.isnan(first[rows.token_starts[needed]])]
-        # 3. caches of several hosts may lack different rows; all ranks must measure the same, so then all rows
+        # 3. Hosts may miss different sequences, but all ranks must compute the same ones: then compute all.
         if self._any_rank(len(missing) > 0):
             missing = needed if self._any_rank(len(missing) < len(needed)) else missing
         # 4. measure together, write once per host
@@ -95,7 +95,7 @@ class RowCache:
         return max_over_ranks(float(yes), self.session.mesh.device) > 0
 
     def _measured(self, rows: PackedDataset, values: np.ndarray, missing: np.ndarray) -> np.ndarray:
-        """`values` with those of the missing rows filled in, on every rank."""
+        """Return `values` with missing sequences filled in, on every rank."""
         mesh, train, scored = self.session.mesh, self.session.recipe.train, self.scorer()
         unit = train.microbatch_size * mesh.dp_size * scored.per_call
         padded = np.full(-(-len(missing) // unit) * unit, DUMMY_ROW)

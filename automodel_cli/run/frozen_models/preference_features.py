@@ -40,8 +40,8 @@ def partners(session: Trainer, batches: list[Batch]) -> list[Batch]:
 
 
 def matched(compared_P3: Tensor) -> Tensor:
-    """Of two values of each pair, and whether it counts: the value of the other kind that has the same place in order,
-    `[P, 2]`: what the first values are matched with, and what the second ones are. 0 for pairs that do not count."""
+    """Match the values of the two kinds by rank order. `[P, 2]`: for each first and second value, the value of the
+    other kind with the same rank. 0 for pairs that do not count."""
     counts_P = compared_P3[:, 2] > 0
     first_V, second_V = compared_P3[counts_P, 0], compared_P3[counts_P, 1]
     found_V2 = compared_P3.new_empty(len(first_V), 2)

@@ -1,7 +1,7 @@
 """Source of the reference log-probs: the model before the first training step.
 
-`precomputed`: one forward pass over the rows that the run will see, before it starts; kept with the cached data, so
-that a second run, or one that is resumed, finds them. Costs 4 bytes per token on disk and in host memory, and nothing
+`precomputed`: one forward pass over the data before the run starts. The result is stored with the cached data, so later
+and resumed runs read it. Costs 4 bytes per token on disk and in host memory, and nothing
 on the device. `disable_adapter`: the same model with its adapters switched off, one more forward pass each step, no
 memory. `frozen_copy`: a second model, sharded like the first: its parameters once more on the device (no gradients, no
 optimizer), and one more forward pass each step. Only such a copy can follow the policy (`reference_sync`).
@@ -72,7 +72,7 @@ def _precompute(session: Trainer) -> None:
 
 
 def _key(recipe: Recipe, rows: PackedDataset, root: Path) -> str:
-    """Of the rows, of the content of the model's files (not their place), and of how the config says they compute."""
+    """Hash of the data, of the content of the model's files (not their path), and of the compute settings."""
     lora = recipe.model.lora
     base = lora.quantization if lora is not None else "none"
     named_by_content = dict.fromkeys(("tokenizer", "pretrained", "gguf_file", "revision"))

@@ -34,7 +34,7 @@ class ReferenceModel:
     - a frozen copy of the loaded model
     - with `without_adapters`, the model itself with its adapters disabled
     - a `teacher`
-    - with `update`, a frozen copy with its own adapters, which follows the model after each due step. Checkpoints
+    - with `update`, a frozen copy with separate adapters, which follows the model after each due step. Checkpoints
       contain its trained weights.
 
     Log-probs are computed at `temperature`.
@@ -57,7 +57,7 @@ class ReferenceModel:
             model = session.model
             self._model = model if without_adapters else Model.build(session.recipe, session.mesh, frozen=True)
         self._without_adapters = without_adapters
-        self._shaping = SamplingTransform(temperature)  # no filters: a token that they would drop here has been drawn
+        self._shaping = SamplingTransform(temperature)  # no filters: sampled tokens always have a probability
         self._stack = ExitStack()
         if update is not None:
             self._follow(session, update)
@@ -88,8 +88,7 @@ class ReferenceModel:
 
 @torch.no_grad()
 def update_ema(into: Tensor, other: Tensor, alpha: float) -> None:
-    """`into` becomes alpha x other + (1 - alpha) x into, each rank its shard; numbers that are no fractions are
-    copied."""
+    """Set `into` to alpha x other + (1 - alpha) x into, each rank its shard. Integer tensors are copied."""
     to, of = (t.to_local() if isinstance(t, DTensor) else t for t in (into, other))
     if alpha == 1 or not to.is_floating_point():
         to.copy_(of)
@@ -132,7 +131,7 @@ def fields_of(
 
 @contextmanager
 def sampling_distribution(model: Model, shaping: SamplingTransform) -> Iterator[None]:
-    """Inside, the log-probs of `model` are those of the distribution that `shaping` makes of its logits."""
+    """Context in which log-probs of `model` are those of its logits after `shaping`."""
     before = [part.head.shaping for part in model.parts]
     for part in model.parts:
         part.head.shaping = None if shaping == SamplingTransform() else shaping

@@ -32,8 +32,8 @@ def build_teacher(session: Trainer, config: TeacherConfig) -> Model:
 def add_teacher_logprobs(
     stages: Stages, batches: Sequence[Batch], top_k: int | None, device: torch.device
 ) -> list[Batch]:
-    """The batches, on the device, with the tokens that the teacher thinks likeliest in each label's place and their
-    log-probs (`teacher_ids_BTN`, `teacher_logprobs_BTN`); all tokens of its vocabulary for None. Collective."""
+    """Return the batches on the device with the teacher's most likely tokens and their log-probs (`teacher_ids_BTN`,
+    `teacher_logprobs_BTN`). None: all tokens of its vocabulary. Collective."""
     request = HeadRequest(topk=num_logits(stages) if top_k is None else top_k)
 
     def likeliest(output: HeadOutput, _: Batch) -> Tensor:
@@ -57,7 +57,7 @@ def num_logits(stages: Stages) -> int:
 
 
 def check_vocabulary(session: Trainer, config: TeacherConfig) -> None:
-    """Ids must mean the same to both. A model without a tokenizer of its own is taken at the size of its vocabulary."""
+    """Raise unless ids mean the same for both models. A model without a tokenizer is compared by vocabulary size."""
     model = config.as_model()
     sizes = [hf_config(of).get_text_config().vocab_size for of in (session.recipe.model, model)]
     try:

@@ -1,7 +1,7 @@
 """Cached teacher log-probs: the most likely tokens at every label position, stored with the prepared data.
 
-8 bytes for each of `top_k` tokens at every token of the rows, on disk; three times as much in host memory while they
-are measured. A file is of these rows, this content of the teacher's files and this `top_k`: others are never read.
+Size on disk: 8 bytes for each of `top_k` tokens at every token of the data. Host memory during the computation is three
+times as large. A file belongs to one dataset, one content of the teacher's files and one `top_k`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def is_open(recipe: Recipe) -> bool:
 
 
 def decide(recipe: Recipe, layout: Layout, memory: float | None) -> CheckpointingChoice:
-    """Choose for GPUs with `memory` bytes. None stands for a CPU."""
+    """Choose for GPUs with `memory` bytes. None: CPU."""
     from automodel_cli.planning.activation_checkpointing import CheckpointingChoice, choose_activation_checkpointing
 
     if memory is None:

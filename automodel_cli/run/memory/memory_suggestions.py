@@ -1,7 +1,7 @@
 """Suggest config changes that need less memory, with the planned memory of each.
 
-Nothing here is a guess about what is legal: a change is composed into the config and checked like a command line, and
-its memory is that of the plan that follows. A dry run can then measure the few that promise most.
+Suggestions are always valid: a change is composed into the config and checked like a command line, and its memory comes
+from the resulting plan. A dry run can then measure the most promising ones.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def memory_saving_changes(recipe: Recipe, layout: Layout) -> Iterator[Change]:
 def _recomputation(recipe: Recipe, layout: Layout) -> Iterator[Change]:
     """Modes that keep less than the config's."""
     now = recipe.parallelizer.activation_checkpointing
-    if isinstance(now, str):  # "auto" is none of them: it takes what a plan has room for
+    if isinstance(now, str):  # "auto" depends on the free memory of a plan
         kept = _MODES.index(now) if now in _MODES else -1
     else:
         kept = 1 if now is True or now == 1 else 0 if now else -1

@@ -69,7 +69,7 @@ def explain_oom(
         plan, found = plan_changes(
             recipe, lambda more: _with_overrides(source, run_dir, more), world_size, seconds=_SECONDS
         )
-        if not on_gpu:  # then host memory is what there is too little of
+        if not on_gpu:  # then host memory is exhausted
             found = [one for one in found if not any("offload_policy" in word for word in one.change.overrides)]
         lines += _resident(plan, rank * len(plan.memory) // world_size)
         lines += _freed(plan, found)

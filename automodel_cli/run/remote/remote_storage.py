@@ -1,7 +1,7 @@
 """Run folders on object storage: list, read and download them.
 
-A run works in a local folder as ever (`local_root`); `run.mirror` copies it to the URL. A checkpoint there is whole if
-and only if it has its metadata file, which is written last and removed first. Torch-free; fsspec is imported only where
+A run works in a local folder (`local_root`), and `run.mirror` copies it to the URL. A checkpoint at the URL is complete
+if and only if it has its metadata file, which is written last and removed first. Torch-free. fsspec is imported only if
 `output_dir` is a URL.
 """
 
@@ -41,7 +41,7 @@ def is_url(folder: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Whether something is installed that reads and writes such URLs; asks nobody. Raises ConfigError."""
+    """Check whether a package for such URLs is installed, without network access. Raises ConfigError."""
     import fsspec
 
     protocol = _URL.match(url)
@@ -76,14 +76,14 @@ def local_root(url: str) -> Path:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line; storage libraries raise whatever they like, often without a text."""
+    """Return one line. Storage libraries raise arbitrary exceptions, often without a text."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A folder at a URL. Methods raise what its file system raises (`reason_of`)."""
+    """A folder at a URL. Methods raise the exceptions of its file system (`reason_of`)."""
 
     url: str
 
@@ -91,7 +91,7 @@ class Remote:
     def _opened(self) -> tuple[Any, str]:
         import fsspec
 
-        # Buckets have no folders; a disk has, and makes them where asked to.
+        # Object stores have no folders. A file system has, and creates them on request.
         options = {"auto_mkdir": True} if self.url.startswith(("file://", "local://")) else {}
         fs, path = fsspec.core.url_to_fs(self.url.rstrip("/"), use_listings_cache=False, **options)
         return fs, path.rstrip("/")
@@ -100,7 +100,7 @@ class Remote:
         return Remote(f"{self.url.rstrip('/')}/{name}")
 
     def folders(self) -> list[str]:
-        """Names of the entries below, files too; [] where nothing is."""
+        """Return the names of the entries, including files. [] if the folder does not exist."""
         fs, path = self._opened
         fs.invalidate_cache()
         try:
@@ -109,7 +109,7 @@ class Remote:
             return []
 
     def files(self) -> dict[str, int]:
-        """Relative path -> bytes of all files below; {} where nothing is."""
+        """Return relative path -> bytes of all files. {} if there are none."""
         fs, path = self._opened
         fs.invalidate_cache()
         found = fs.find(path, detail=True).items()
@@ -135,7 +135,7 @@ class Remote:
         fs.put_file(str(source), f"{path}/{name}")
 
     def download(self, name: str, target: Path) -> None:
-        """Whole or not at all."""
+        """Write a file atomically."""
         fs, path = self._opened
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
@@ -152,7 +152,7 @@ class Remote:
 
 
 def checkpoints_in(files: Collection[str]) -> dict[str, bool]:
-    """Names of the checkpoints among the files of a run -> whether they are whole, oldest first."""
+    """Return the names of the checkpoints among the files of a run -> whether they are complete, oldest first."""
     found: dict[str, bool] = {}
     for file in files:
         top, _, rest = file.partition("/")
@@ -163,7 +163,7 @@ def checkpoints_in(files: Collection[str]) -> dict[str, bool]:
 
 
 def newest_in(files: Collection[str]) -> str | None:
-    """The name of the newest whole checkpoint among the files of a run."""
+    """Return the name of the newest complete checkpoint among the files of a run."""
     return next((name for name, whole in reversed(checkpoints_in(files).items()) if whole), None)
 
 
@@ -270,7 +270,7 @@ def _bring_checkpoint(remote: Remote, files: dict[str, int], checkpoints: Path, 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """The ranks of one host ask for the same run at the same time: one brings it, the others find it."""
+    """The ranks of one host request a run at the same time: one downloads it, the others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open_own(folder.parent / f".{folder.name}.fetch", "w") as file:
         with suppress(OSError):  # no locks here

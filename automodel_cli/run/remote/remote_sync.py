@@ -136,7 +136,7 @@ class Mirror:
         before, self._failure = self._failure, None
         try:
             self._copy()
-        except Exception as error:  # whatever the storage's library raises: training goes on
+        except Exception as error:  # any exception of the storage library: training continues
             self._failure = error
             if before is None:
                 warning = f"upload to {self._remote.url} failed and will be retried: {reason_of(error)}"
@@ -166,7 +166,7 @@ class Mirror:
                 self._sent |= files  # of an attempt before this one
             changed = {n: s for n, s in files.items() if self._sent.get(n) != s and n != meta}
             if changed and meta in there:
-                self._remote.remove(meta)  # not whole until it is the new one
+                self._remote.remove(meta)  # incomplete until the new metadata is written
             for name, signature in changed.items():
                 self._send(name, signature)
             if self._sent.get(meta) != files[meta]:
@@ -175,7 +175,7 @@ class Mirror:
         except FileNotFoundError:
             if (self._folder / prefix).is_dir():
                 raise
-            # else it was removed from here meanwhile, being older than those to keep
+            # otherwise it was removed locally in the meantime, as older than the kept ones
 
     def _send(self, name: str, signature: tuple[int, int]) -> None:
         if self._sent.get(name) == signature:
@@ -202,7 +202,7 @@ class Mirror:
             self._remote.remove(prefix)
 
     def _here(self) -> dict[str, tuple[int, int]]:
-        """Relative path -> (time of change, bytes) of what is finished in the folder."""
+        """Return relative path -> (modification time, bytes) of finished files in the folder."""
         found = {}
         for root, folders, files in os.walk(self._folder):
             relative = Path(root).relative_to(self._folder)

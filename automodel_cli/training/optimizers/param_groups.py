@@ -3,6 +3,7 @@
 Weight decay applies to matrices only. Parameters with fewer than two dims, biases (also stacked ones of experts) and
 norms are never decayed. Embeddings and heads tied to them are decayed only if the optimizer requests it. Frozen
 parameters are in no group and so have no state.
+
 Groups are also split by device mesh, because foreach and fused kernels reject a mix of plain tensors and DTensors, or
 of meshes, within one group. With this split the fast kernels support every layout.
 """

@@ -1,7 +1,7 @@
 """Learning-rate schedule of each step, also after a run was resumed with another number of steps.
 
 A plan is a list of spans with one schedule each: `first` step (counted from 0) and `length`. Most plans have one
-case. Torch-free at import.
+span. Torch-free at import.
 """
 
 from __future__ import annotations

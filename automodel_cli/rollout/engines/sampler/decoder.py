@@ -129,7 +129,7 @@ class Decoder:
         return None
 
     def agree(self, drawn_2S: Tensor | None, count: int) -> Tensor:
-        """What the last stage's rank drew (tokens and log-probs as float64 `[2, S]`), on every rank of the pipeline."""
+        """Broadcast the samples of the last stage (tokens and log-probs, float64 `[2, S]`) to every pipeline rank."""
         if self.pp_group is None:
             assert drawn_2S is not None
             return drawn_2S

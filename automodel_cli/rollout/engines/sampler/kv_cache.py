@@ -128,7 +128,7 @@ class KVCache:
             values[target, :, :length] = values[source, :, :length]
 
     def reserve(self, length: int) -> tuple[int, ...]:
-        """Room for `length` tokens in every layer that has run. Returns the addresses, which change when it grows."""
+        """Allocate `length` tokens in every layer that has run. Returns the addresses, which change when it grows."""
         for call, (keys, values) in self._layers.items():
             self._room(call, keys, values, length)
         return tuple(tensor.data_ptr() for stored in self._layers.values() for tensor in stored)
@@ -235,8 +235,8 @@ def _decode(
     batch, heads, _, width = query_BH1D.shape
     groups = heads // key_BKLD.shape[1]
     query_BKGD = query_BH1D.view(batch, -1, groups, width)
-    # A flash kernel goes through sequences and heads one by one; on a CPU two products of all take two thirds of its
-    # time for short sequences, and as much for long ones. Those of narrower floats are slow there.
+    # A flash kernel processes sequences and heads one by one. On a CPU two GEMMs over all of them take two thirds of
+    # its time for short sequences, and as much for long ones. GEMMs in 16-bit dtypes are slow there.
     two_products = query_BH1D.device.type == "cpu" and query_BH1D.dtype == torch.float32
     if softcap is None and sink_H is None and not two_products:
         out_BKGV = F.scaled_dot_product_attention(query_BKGD, key_BKLD, value_BKLV, attn_mask=mask_B11L, scale=scale)

@@ -87,7 +87,7 @@ class StateSlots:
         return output
 
     def _store(self, layer: nn.Module, found: dict[_Path, Tensor], batch: list[int], of: Prefill) -> None:
-        """What a call left in its cache, into the slots of its prompts."""
+        """Copy the states of a call from its cache into the slots of its prompts."""
         if not found or any(x.shape[0] != len(batch) for x in found.values()):
             raise _unsupported(layer, "writes no per-sequence state to the cache of transformers")
         states = self._states.setdefault(layer, {path: self._room(x) for path, x in found.items()})
@@ -118,7 +118,7 @@ class StateSlots:
 def _without_cache(
     layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """What the module calls its cache, and everything else that it was called with, by name."""
+    """Return the name of the cache argument of the module, and its other arguments by name."""
     signature = inspect.signature(forward)
     name = next((name for name in _NAMES if name in signature.parameters), None)
     if name is None:

@@ -108,7 +108,7 @@ class Sampler:
         self._graphs: DecodeGraphs | None = None
 
     def update_weights(self, stream: WeightStream) -> None:
-        """The weights are the trainer's own: only the version changes, and nothing of the stream is read."""
+        """The weights are the trained parameters: only the version changes, and the stream is not read."""
         self.weight_version += 1
 
     def state_bytes(self) -> int:
@@ -290,7 +290,7 @@ class Sampler:
         if recorder is not None and sequences:
             self._layers = tuple(sorted(recorder.layers))
             chosen_NLK = recorder.stacked(input_ids_BT.numel()).to(torch.int16).cpu().numpy()
-            # not strict: behind the slots of sequences there may be that of a prompt which waits
+            # not strict: the slot of a waiting prompt may follow the slots of sequences
             for sequence, rows in zip(sequences, forward.rows_of_slots(), strict=False):
                 sequence.experts.append(chosen_NLK[rows])
         return logits_SV

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def shaping_of(params: SamplingParams) -> SamplingTransform:
-    """What drawing with `params` does to logits. Greedy decoding reports the plain softmax."""
+    """Transform of logits by `params`. Greedy decoding reports the plain softmax."""
     return SamplingTransform() if params.greedy else SamplingTransform(params.temperature, params.top_k, params.top_p)
 
 

@@ -51,7 +51,7 @@ class ManagedServers(ABC):
     """
 
     engine: ClassVar[str]
-    """What it is called."""
+    """Name of the server program."""
     routing_needs_gpus: ClassVar[str | None] = None
     """Reason why the server cannot return routed experts on a CPU."""
 

@@ -75,7 +75,7 @@ class OpenAIEngine(HTTPEngine):
         return True
 
     def update_weights(self, stream: WeightStream) -> None:
-        """Refused: the API has no such call."""
+        """Not supported: the API has no such call."""
         raise RunError(
             f"{self.server.url} does not support weight updates, which OpenAI's API lacks",
             code="not_supported",

@@ -129,7 +129,7 @@ def _of_machine(servers: GenerationServers, machines: Machines) -> int:
 
 
 def _gpus(servers: GenerationServers, number: int, machines: Machines) -> list[str]:
-    """What CUDA calls the GPUs of this machine's servers."""
+    """Return the names of the GPUs of this machine's servers for CUDA_VISIBLE_DEVICES."""
     if not servers.gpus:
         return []
     named = os.environ.get(_VISIBLE)

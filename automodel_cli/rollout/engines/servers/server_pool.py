@@ -34,7 +34,7 @@ _HEALTH_TIMEOUT = 5.0  # seconds
 
 @dataclass(eq=False)
 class _Member(Generic[E]):
-    """One server: its requests that are open, and why it is left out (None: it is not)."""
+    """One server: its open requests, and why it is excluded (None: it is not)."""
 
     engine: E
     open: int = 0

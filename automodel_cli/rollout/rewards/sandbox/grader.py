@@ -86,8 +86,8 @@ class Judge(Peer):  # type: ignore[misc]
         return bound
 
     def _exception(self, names: list[str]) -> type[Exception]:
-        """The built-in exception of that name, or a class of our own below the nearest built-in one. What would end the
-        process is none."""
+        """Return the built-in exception of that name, or a class derived from the nearest built-in one. Exceptions that
+        would end the process are excluded."""
         for i, name in enumerate(names):
             found = getattr(builtins, name, None)
             if isinstance(found, type) and issubclass(found, Exception):

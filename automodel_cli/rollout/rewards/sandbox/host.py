@@ -111,8 +111,8 @@ def run_test(code: str, test: str, limits: Limits | None = None, entry_point: st
 
 @functools.cache
 def isolation() -> frozenset[str]:
-    """What foreign code is cut off from on this machine, of `files`, `network`, `processes` and `memory` (beyond its
-    limit). Measured once, on a process of that kind."""
+    """Return the isolation of code on this machine, among `files`, `network`, `processes` and `memory` (beyond its
+    limit). Measured once, in a sandboxed process."""
     try:
         return run_python("pass").isolation
     except OSError:
@@ -159,7 +159,7 @@ def statement() -> str:
 
 
 def _cut_off(how: frozenset[str]) -> frozenset[str]:
-    """What the mechanisms together enforce."""
+    """Return what the mechanisms enforce together."""
     files = "root" in how or {"landlock", "seccomp", "user"} <= how
     return frozenset(
         name
@@ -184,7 +184,7 @@ def _interpreter() -> str:
 
 @functools.cache
 def _visible() -> list[str]:
-    """What of the machine's files the code sees: the system's libraries and this interpreter with its own."""
+    """Return the files that the code can read: system libraries and this interpreter with its packages."""
     own = {sys.base_prefix, os.path.dirname(_interpreter()), sysconfig.get_path("stdlib")}
     paths = [p for p in _SYSTEM if os.path.lexists(p)]
     for path in sorted(map(os.path.realpath, own)):

@@ -148,7 +148,7 @@ _OF_THE_CALL = {"fcntl": (8, 10, 15), "ioctl": (0x8901, 0x8902, 0x5412, 0x541C)}
 """Rejected second arguments: signals to other processes on input (F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN,
 SIOCSPGRP), and input into a terminal (TIOCSTI, TIOCLINUX)."""
 _TMPFILE = 0x400000  # files without a name, which the file limit would miss
-# what no code needs that computes: sockets, other processes, kernel objects that live outside the memory limit, mounts,
+# calls that computing code does not need: sockets, other processes, kernel objects outside the memory limit, mounts,
 # and calls that have often been the way out of a sandbox
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198),

@@ -52,7 +52,7 @@ class Peer:
         raise NotImplementedError
 
     def load(self, kind: str, number: int) -> Any:
-        """What a `hold` of the other side is here."""
+        """Return the local object of a `hold` of the other side."""
         raise NotImplementedError
 
     def send(self, message: dict[str, Any]) -> None:
