@@ -1,4 +1,4 @@
-"""Config nodes of the model section: where the model comes from, how it is stored and adapted. No torch here."""
+"""Config nodes of the model section: source, storage and adapters of a model. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 class TokenizerNode(Protocol):
-    """What `model.tokenizer` may be besides a hub id or a folder."""
+    """Interface of a node in `model.tokenizer`."""
 
     @abstractmethod
     def build(self) -> PreTrainedTokenizerBase:
@@ -28,15 +28,21 @@ class TokenizerNode(Protocol):
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Low-rank adapters on linear layers (Hu et al. 2021), injected by `peft`; everything else is frozen.
+    """Low-rank adapters on linear layers (Hu et al. 2021), injected by `peft`. All other weights are frozen.
 
-    The update is `scale * B @ A` with `scale = alpha / rank`, or `alpha / sqrt(rank)` with `use_rslora`.
-    `target_modules` is a regular expression over module names, a list of name endings, or "all-linear": every linear
-    layer (GPT-2's Conv1D is one) but the head. "all-linear" leaves out what an adapter cannot change: the output
-    projections of state-space layers, which fused kernels read directly, routers, layers that share their weight
-    (Zamba's blocks), and the linear layers of mixtures of experts whose names peft reads as the experts. Each entry of
-    a list must match a layer. `quantization: nf4` is QLoRA: the weights of those layers in 4 bits through
-    bitsandbytes, whole on every data-parallel rank.
+    The update is `scale * B @ A` with `scale = alpha / rank`, or `alpha / sqrt(rank)` with `use_rslora`. Example:
+    `rank` 16 and `alpha` 32 give scale 2.
+
+    `target_modules` is a regular expression over module names, a list of name endings, or "all-linear". Each entry of a
+    list must match a layer. "all-linear" selects every linear layer (GPT-2's Conv1D counts) except:
+
+    - the LM head and routers
+    - output projections of state-space layers, which fused kernels read directly
+    - layers that share their weight (Zamba's blocks)
+    - linear layers of mixtures of experts whose names peft reads as the experts
+
+    `quantization: nf4` is QLoRA: these layers store their weights in 4 bits with bitsandbytes, unsharded on every
+    data-parallel rank.
     """
 
     rank: int = 16
@@ -68,13 +74,10 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixtures of experts; `models/moe/load_balancing.py` has the formulas.
+    """Mixtures of experts. `models/moe/load_balancing.py` has the formulas.
 
-    experts_implementation: how the library multiplies tokens with their experts. "grouped_mm" is one kernel for all,
-    "eager" a loop.
-    aux_loss_coef: weight of the load-balancing loss, 0 for none. bias_update_rate: step of the selection bias of
-    routers that have one (DeepSeek-V3 trained with 0.001), 0 leaves it alone. Both are off by default: a fine-tune
-    should not move what balances the experts unless it is asked to.
+    The load-balancing loss and the update of the selection bias are off by default, because fine-tuning should not
+    change the balance of the experts unless requested.
     """
 
     experts_implementation: Literal["grouped_mm", "eager"] = "grouped_mm"
@@ -112,12 +115,7 @@ class MTPConfig:
 
 @dataclass(frozen=True)
 class TransformerEngineConfig:
-    """Layers of NVIDIA's Transformer Engine (extra `te`) in place of torch's. CUDA only, never run on a GPU yet.
-
-    `attention`: packed attention, in bfloat16 or float16. `linear`: the linear layers of the decoder layers. `norm`:
-    RMS norms, fused. `fp8_recipe`: what the linear layers multiply in. "current" scales each tensor by its present
-    maximum, "block" blocks of 128 values, "mxfp8" blocks of 32 (Blackwell).
-    """
+    """Layers of NVIDIA's Transformer Engine (extra `te`) instead of torch's. CUDA only, not run on a GPU yet."""
 
     attention: bool = True
     """Compute packed attention with Transformer Engine, in bfloat16 or float16."""
@@ -153,14 +151,14 @@ class TransformerEngineConfig:
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Linear layers and experts in float8, with casts and scales at every use. Never run on a GPU yet.
+    """Linear layers and experts in float8, with casts and scales at every use. Not run on a GPU yet.
 
-    `recipe`: "rowwise" has a scale, a power of two, for each token and each output; "tensorwise" one for each tensor,
-    faster and less exact; "rowwise_with_gw_hp" is rowwise with gradients of weights in the precision of the run;
-    "mxfp8" has one, a power of two, for 32 numbers that are added up (B200; linear layers only).
-    Parameters, optimizer, checkpoints and exports stay as they are; so do head, embeddings, routers and norms, and
-    layers whose sizes are no multiples of 16, or 32 for mxfp8 (the log counts them). Needs an NVIDIA GPU of compute
-    capability 8.9 (L40S, H100, B200), for experts 9 or 10 (H100, B200), for mxfp8 10.
+    - `rowwise`: one scale (a power of two) per token and per output. `tensorwise`: one scale per tensor, faster and
+      less exact. `rowwise_with_gw_hp`: rowwise, with weight gradients in the precision of the run. `mxfp8`: one scale
+      (a power of two) per 32 values along the summed dimension (linear layers only).
+    - Parameters, optimizer, checkpoints and exports are not changed. LM head, embeddings, routers, norms, and layers
+      whose sizes are not multiples of 16 (mxfp8: 32) keep their precision. The log reports their number.
+    - Needs an NVIDIA GPU of compute capability 8.9 (L40S, H100, B200), for experts 9 or 10 (H100, B200), for mxfp8 10.
     """
 
     recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"] = "rowwise"
@@ -184,29 +182,27 @@ class Fp8Config:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Hugging Face causal LM, unmodified.
+    """An unmodified Hugging Face causal LM.
 
-    Exactly one source: `pretrained` (hub id or local folder, optionally with `gguf_file` inside it), `gguf_file`
-    alone (a path), or `config` (fields of the library's config with `model_type`; random weights from the run's seed).
+    Set exactly one source: `pretrained` (hub id or local folder, optionally with `gguf_file` inside it), `gguf_file`
+    alone (a path), or `config` (fields of the transformers config with `model_type`; random weights from the run's
+    seed).
 
-    dtype: storage dtype of the parameters; the optimizer updates these. Computation in bf16 over fp32 parameters is the
-        parallelizer's mixed precision policy.
-    attn_implementation: "packed" isolates the documents of a packed row, exactly, on any device. Any other name is
-    handed to the
-        library ("eager", "sdpa", "flash_attention_2", ...), which must then isolate them itself; the packing probe
-        decides.
-    attention_kernel: what computes packed attention. "auto": on CUDA in bfloat16 or float16 FlashAttention-3 (compute
-        capability 9) or 4 (9, 10) where their package is installed and agrees with the definition, else torch's
-        FlashAttention-2; what no flash kernel takes there (soft caps, float32, odd head widths) FlexAttention; on a CPU
-        torch's flash kernel, and for soft caps the dense definition; dense always with a warning that says its memory.
-        "flash" (torch's own), "fa3", "fa4" and "flex" insist, and refuse what they cannot compute; "dense" is the
-        definition, tokens x tokens; "flex" on a CPU computes it too, slowly, with all documents at once.
-    trust_remote_code: let the library run Python code that lies beside the weights. The command line must allow it too:
-        `--trust remote-code`.
-    tokenizer: None takes the one beside the weights; else a hub id, a folder, or a tokenizer node.
-    transformer_engine: attention, linear layers and norms by Transformer Engine; None: torch's.
-    lm_head_chunk_size: tokens whose logits exist at once; None chooses so that one chunk of fp32 logits stays in the
-        caches of a CPU (1 MiB for each thread, up to 24 MiB for 256 tokens) and near 512 MiB elsewhere.
+    - `dtype` is the storage dtype of the parameters, which the optimizer updates. The parallelizer's mixed-precision
+      policy sets the compute dtype.
+    - `attn_implementation=packed` isolates the documents of a packed sequence exactly, on any device. Other names go to
+      transformers ("eager", "sdpa", "flash_attention_2", ...). Packing then requires that they isolate documents, which
+      the packing probe tests.
+    - `attention_kernel=auto` selects, on CUDA in bfloat16 or float16: FlashAttention-3 (compute capability 9) or 4 (9,
+      10) if the package is installed and agrees with the definition, otherwise torch's FlashAttention-2. FlexAttention
+      computes all cases without a flash kernel (soft caps, float32, unusual head sizes). On a CPU: torch's flash
+      kernel, and the dense definition for soft caps. Dense attention logs a warning with its memory.
+    - `flash` (torch's), `fa3`, `fa4` and `flex` are rejected for unsupported cases. `dense` is the definition, tokens x
+      tokens. `flex` on a CPU computes the definition slowly, for all documents at once.
+    - `trust_remote_code` also needs `--trust remote-code` on the command line.
+    - `lm_head_chunk_size=null` keeps one chunk of fp32 logits in the caches of a CPU (1 MiB per thread, up to 24 MiB
+      for 256 tokens), and near 512 MiB on other devices. Example: a vocabulary of 128,000 needs 0.5 MiB of fp32 logits
+      per token.
     """
 
     pretrained: str | None = None
@@ -397,10 +393,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """A frozen model to learn from.
+    """A frozen model to distill.
 
-    `pretrained`: a hub id or a folder, of the same tokens as the model that is trained. `revision`: of the hub id.
-    `dtype`: what it is stored in; it computes as the parallelizer says. `attn_implementation` as in the model section.
+    It must have the student's tokens. `dtype` is the storage dtype. The parallelizer sets the compute dtype.
+    `attn_implementation` as in the model section.
     """
 
     pretrained: str

@@ -1,6 +1,7 @@
-"""Which linear layers and experts of a model multiply in 8-bit floats: those of its layers that tensor cores can take.
+"""Select the linear layers and experts that compute in float8: those of decoder layers whose sizes tensor cores
+support.
 
-Never the head, embeddings, routers and norms, nor what a family computes with a class of its own.
+Excluded are the head, embeddings, routers, norms, and modules that a family computes with its own class.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 def convert_layers(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig) -> None:
     """Convert the linear layers inside the decoder layers, in place, before adapters wrap them, and mark the experts,
-    which are converted where they are put on ranks. Parameters may be on the meta device.
+    which are converted when they are placed on ranks. Parameters may be on the meta device.
 
-    Raises ConfigError where nothing is left to convert, and for a name in `skip` that no linear layer has.
+    Raises ConfigError if no layer is left to convert, and for a name in `skip` that no linear layer has.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -58,11 +59,12 @@ def convert_layers(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig) ->
 
 
 def _mark_experts(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig, arithmetic: Arithmetic) -> tuple[int, str]:
-    """How many layers have converted experts, and what the log says of them: nothing of a model without any."""
+    """Return the number of layers with converted experts and its log line, which is empty for a model without
+    experts."""
     modules = experts_modules(model)
     if not modules:
         return 0, ""
-    # all of a class alike: what differs between layers is no part of it
+    # all of a class are equal: their common part is converted
     reasons = {kind: _why_not_experts(next(m for m in modules if type(m) is kind), config, moe, arithmetic)
                for kind in {type(module) for module in modules}}  # fmt: skip
     for module in modules:

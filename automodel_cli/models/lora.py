@@ -42,7 +42,7 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
         lora_targets.check_targets(model, config.target_modules)
     dead, shared = lora_targets.bypassed(model, always=True), lora_targets.shared(model)
     try:
-        with warnings.catch_warnings():  # a tied head gets a weight of its own on export (`sharing`)
+        with warnings.catch_warnings():  # a tied head gets a separate weight on export (`sharing`)
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
             peft.inject_adapter_in_model(_peft_config(model, config), model, adapter_name=_ADAPTER)
     except ValueError as error:
@@ -62,7 +62,7 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
 
 
 def sharing(model: nn.Module) -> list[str]:
-    """Names of wrapped layers whose weight has another name first: the head, where it is tied to the embedding."""
+    """Return the wrapped layers whose weight has another name first: the head, if it is tied to the embedding."""
     first = {id(param): name for name, param in model.named_parameters()}
     found = []
     for name, layer in wrappers(model):
@@ -152,8 +152,8 @@ def bare(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_off(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the models compute what their base does: updates are scaled by 0. Under any sharding, and for layers that
-    are frozen or trained; the adapter library's own switch would also change what is trained.
+    """Context in which the models compute their base output: updates are scaled by 0. Works under any sharding, for
+    frozen and trained layers. The switch of `peft` would also change which parameters are trained.
     """
     scales = [(layer.scaling, layer.scaling[_ADAPTER]) for model in models for _, layer in wrappers(model)]
     for scaling, _ in scales:
@@ -177,13 +177,13 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 def scale(layer: Any) -> float:
-    """What multiplies B @ A in a wrapped layer."""
+    """Return the scale of B @ A in a wrapped layer."""
     factor: float = layer.scaling[_ADAPTER]
     return factor
 
 
 def delta(layer: Any) -> Tensor:
-    """The full fp32 update of a wrapped layer. Collective where adapters are sharded."""
+    """Return the full fp32 update of a wrapped layer. Collective if adapters are sharded."""
     a, b = (
         transformers_compat.full_tensor(layer.lora_A[_ADAPTER].weight).float(),
         transformers_compat.full_tensor(layer.lora_B[_ADAPTER].weight).float(),
@@ -193,15 +193,15 @@ def delta(layer: Any) -> Tensor:
 
 
 def merged_weight(weight: Tensor, layer: Any) -> Tensor:
-    """A layer's full `weight` with its `delta` added, in fp32. Collective where adapters are sharded."""
+    """Return a layer's full `weight` plus `delta`, in fp32. Collective if adapters are sharded."""
     return weight.float() + delta(layer)
 
 
 def rounded(name: str, merge: Tensor, dtype: torch.dtype) -> Tensor:
     """A trained weight or a merge in `dtype`, up or down at random in 16 bits, so that its mean stays.
 
-    An update is often below half a unit in the last place of its weight. Rounding to the nearest value drops it: of a
-    short run in bfloat16, half of what was trained. The draw depends on `name` only.
+    An update is often below half a unit in the last place of its weight. Rounding to the nearest value drops it: half
+    of the training in a short bfloat16 run. The random numbers depend on `name` only.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return merge.to(dtype)
@@ -251,8 +251,8 @@ def save_adapters(
     hub_names = {f"base_model.model.{name}": weight for name, weight in state.items()}
     save_file(hub_names, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     whole = cast(Any, parts[0].model)
-    peft_config = copy.deepcopy(whole.peft_config[_ADAPTER])  # of the model before it was cut into stages
-    if places:  # the other parts of a composite have layers of the same names
+    peft_config = copy.deepcopy(whole.peft_config[_ADAPTER])  # config of the model before it was split into stages
+    if places:  # other parts of a composite have layers with the same names
         peft_config.target_modules = {name.partition(".lora_")[0] for name in state}
     peft_config.base_model_name_or_path = base_model
     peft_config.inference_mode = True

@@ -22,8 +22,8 @@ _EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 def all_linear(model: nn.Module) -> list[str]:
     """Endings of names that `peft` matches with the model's linear layers and with no other module.
 
-    Left out are the head, layers that compute more than a matrix product, those whose weight their parent reads
-    itself or another layer has too, and in families with fused experts the names that peft reads as the experts.
+    Excluded are the head, layers that compute more than a matmul, layers whose weight their parent reads itself or
+    another layer shares, and in families with fused experts the names that peft reads as the experts.
     """
     modules = dict(model.named_modules())
     chosen = {name for name, module in modules.items() if is_linear(module)}
@@ -36,7 +36,7 @@ def all_linear(model: nn.Module) -> list[str]:
 
 
 def check_targets(model: nn.Module, targets: list[str]) -> None:
-    """Refuse an entry that is the ending of no module's name. Raises ConfigError."""
+    """Raise ConfigError for an entry that is not the ending of any module name."""
     names = {name for name, _ in model.named_modules() if name}
     linear = endings(name for name, module in model.named_modules() if is_linear(module))
     listed = NameList("model.lora.target_modules", targets, "no layer's name ends in", empty="all-linear")
@@ -44,7 +44,7 @@ def check_targets(model: nn.Module, targets: list[str]) -> None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it computes `x W^T + b`, or GPT-2's `x W + b`, and nothing else."""
+    """Return whether the layer computes exactly `x W^T + b`, or GPT-2's `x W + b`."""
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, Conv1D):
@@ -88,10 +88,10 @@ def _tables(model: Any) -> list[Any]:
 
 
 def bypassed(model: nn.Module, *, always: bool = False) -> set[str]:
-    """Names of layers whose weight their parent reads: an adapter around them changes nothing.
+    """Return the layers whose weight their parent reads. An adapter around them has no effect.
 
-    That is so where the parent's class never calls the layer, and in state-space layers (`A_log`) under a fused kernel,
-    which reads weights where the other ways of computing call layers. `always`: the former only.
+    These are layers that the parent's class never calls, and layers in state-space models (`A_log`), whose fused kernel
+    reads weights while other implementations call the layers. `always`: only the former.
     """
     found = set()
     for name, parent in model.named_modules():
@@ -123,7 +123,7 @@ def _has_fused_experts(model: nn.Module) -> bool:
 
 
 def _shortest_ending(name: str, others: Collection[str]) -> str:
-    """The last parts of `name`, as few as tell it from all of `others`."""
+    """Return the shortest suffix of `name` that distinguishes it from all `others`."""
     parts = name.split(".")
     for count in range(1, len(parts)):
         ending = ".".join(parts[-count:])

@@ -1,4 +1,4 @@
-"""Keywords of a forward pass: those of a packed row, and the subset that a family accepts."""
+"""Keywords of a forward pass for packed sequences, and the subset that a family accepts."""
 
 from __future__ import annotations
 

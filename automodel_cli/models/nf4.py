@@ -1,8 +1,8 @@
-"""The frozen base of QLoRA (Dettmers et al. 2023): weights of linear layers in 4 bits, by `bitsandbytes`.
+"""Frozen base of QLoRA (Dettmers et al. 2023): 4-bit weights of linear layers with `bitsandbytes`.
 
-NF4 in blocks of 64 weights, whose scales are quantised once more: 4.127 bits a weight. A packed weight is no parameter,
-so nothing shards, casts, optimises or saves it: every data-parallel rank holds all of it, and a resumed run packs the
-checkpoint's weights again, to the same bits.
+NF4 in blocks of 64 weights with doubly quantized scales: 4.127 bits per weight. A packed weight is not a parameter, so
+it is neither sharded, cast, optimized nor saved. Every data-parallel rank holds all of it. A resumed run packs the
+checkpoint's weights again, with bitwise-identical results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BYTES_PER_WEIGHT = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 
 
 class NF4Linear(nn.Module):
-    """A linear layer `[out_features, in_features]` whose weight is packed when it is loaded. The bias stays whole."""
+    """A linear layer `[out_features, in_features]` whose weight is packed when loaded. The bias is not packed."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -28,18 +28,18 @@ class NF4Linear(nn.Module):
         self._packed: Tensor | None = None
         self._state: Any = None
         self.instead: Callable[[], Tensor] | None = None
-        """Where it is set, each call computes with the weight that this gives."""
+        """If set, each call computes with the weight that it returns."""
 
     @property
     def num_weights(self) -> int:
         return self.in_features * self.out_features
 
     def unloaded(self) -> Tensor:
-        """What a checkpoint has for the weight: its shape and dtype, on the meta device."""
+        """Weight as in the checkpoint: its shape and dtype, on the meta device."""
         return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
 
     def pack(self, weight: Tensor, device: torch.device) -> None:
-        """Take the weight, whole and in the checkpoint's precision; it is rounded on `device`, where it stays."""
+        """Set the full weight in the checkpoint's precision. It is packed on `device`, where it stays."""
         from bitsandbytes.functional import quantize_4bit
 
         on_device = weight.detach().to(device, self.dtype).contiguous()
@@ -57,7 +57,7 @@ class NF4Linear(nn.Module):
 
         if self.instead is not None:
             return F.linear(x, self.instead().to(x.dtype), self.bias)
-        if x.is_meta:  # a plan wants shapes; like the product in 4 bits, this keeps nothing for the backward pass
+        if x.is_meta:  # a plan needs shapes; like the 4-bit GEMM, this saves nothing for backward
             return x[..., :1].expand(*x.shape[:-1], self.out_features).clone()
         assert self._packed is not None, "weights come by load_weights"
         result: Tensor = matmul_4bit(x, self._packed, self._state, bias=self.bias)

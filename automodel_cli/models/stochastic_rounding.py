@@ -13,14 +13,14 @@ _DRAWS = 1_000_003  # a prime, so that a repeated pattern meets no two rows of a
 
 
 def moved_within_ulp(name: str, tensor: Tensor, stored: torch.dtype) -> Tensor:
-    """Each float32 value with a uniform part of its unit in the last place in `stored` added, from -1/2 to 1/2: the
-    error of rounding to `stored`. Zeros stay. The draw depends on `name` only."""
+    """Add noise to float32 values: uniform between -1/2 and 1/2 unit in the last place of `stored`, like the rounding
+    error to `stored`. Zeros stay. The random numbers depend on `name` only."""
     return torch.where(tensor == 0, tensor, tensor + _ulp(tensor, stored) * (_uniform(name, tensor) - 0.5))
 
 
 def round_stochastically(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each float32 value rounded up or down to `dtype`, at random so that its mean stays. What `dtype` holds exactly
-    stays as it is. The draw depends on `name` only."""
+    """Round float32 values to `dtype` stochastically, so that the expectation is unchanged. Exactly representable
+    values stay. The random numbers depend on `name` only."""
     ulp = _ulp(tensor, dtype)
     units = tensor / ulp  # exact: powers of two
     whole = units.trunc()

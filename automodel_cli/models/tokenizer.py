@@ -24,7 +24,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 PAD, END = "<|pad|>", "<|end|>"
 
 # Each turn is <|role|>content<|end|>, with no other text. The end of an assistant turn is inside the generation tags:
-# it is what the model must learn to stop with, and it is the EOS token.
+# the stop token that the model must learn, and it is the EOS token.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] not in ['" + "', '".join(_ROLES) + "'] -%}"
@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
-# Words that are one token in `ByteTokenizer` unless the config gives others: those of the bundled chat tasks.
+# Words with one token in `ByteTokenizer` by default: those of the bundled chat tasks.
 _WORDS = """
 Add Count Find Give How Larger Put Repeat Reverse Say Sort Spell Subtract Take What Which Write
 again and are away backwards digits ends first from in is larger last letter letters many minus
@@ -52,11 +52,11 @@ COMMON_WORDS = tuple(_WORDS.split())
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Byte-level tokenizer made in code, with a chat template; reads and writes any UTF-8 text without loss.
+    """Byte-level tokenizer with a chat template, built without files. Encodes any UTF-8 text losslessly.
 
-    Every byte is a token; each of `words` is one token more, alone and after a space; digits always stand alone. Any
-    other word is spelled byte by byte, so a small model sees the letters of what it is asked about. Pad and end-of-turn
-    (EOS) are two tokens.
+    Every byte is a token. Each of `words` is one more token, with and without a leading space. Digits are always
+    separate tokens. Other words are encoded byte by byte, so that a small model sees their letters. Padding and end of
+    turn (EOS) are two tokens.
     """
 
     words: tuple[str, ...] = COMMON_WORDS
@@ -80,7 +80,7 @@ class ByteTokenizer:
         special = [PAD, END, *(f"<|{role}|>" for role in _ROLES)]
         words = [prefix + word for word in dict.fromkeys(self.words) for prefix in ("", "Ġ") if len(prefix + word) > 1]
         vocab = {token: i for i, token in enumerate([*special, *sorted(ByteLevel.alphabet()), *words])}
-        # No merges at all: with `ignore_merges` a whole word in the vocabulary is one token and every other word falls
+        # No merges: with `ignore_merges`, a word in the vocabulary is one token and every other word is split
         # to bytes.
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
         tokenizer.pre_tokenizer, tokenizer.decoder = _digits_then_words(), decoders.ByteLevel()
@@ -99,8 +99,8 @@ class ByteTokenizer:
 class PretrainedTokenizer:
     """A tokenizer from a hub id or a folder, optionally with another chat template.
 
-    `chat_template` is the template itself or the path of a `.jinja` file; it replaces the tokenizer's own and is saved
-    with the export. (`data.chat_template` changes only how the training rows are rendered.) `gguf_file` is a file
+    `chat_template` is the template text or the path of a `.jinja` file. It replaces the tokenizer's template and is
+    saved with the export. (`data.chat_template` changes only the rendering of training rows.) `gguf_file` is a file
     inside the folder.
     """
 
@@ -138,10 +138,9 @@ class PretrainedTokenizer:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that the model section names: a node, a hub id or folder, or (None) the one beside the weights.
+    """Load the tokenizer of the model section: a node, a hub id or folder, or (None) the one next to the weights.
 
-    Raises ConfigError when there is none, when it cannot be read, or when a GGUF file splits text in a way that would
-    be guessed.
+    Raises ConfigError if there is none, if it cannot be read, or if the word splitting of a GGUF file is unknown.
     """
     choice = config.tokenizer
     if isinstance(choice, str):
@@ -207,7 +206,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def _gguf_path(source: str, gguf_file: str, revision: str | None) -> Path:
-    """The GGUF file on this disk: in the folder, or in the hub's cache, where reading the tokenizer has put it."""
+    """Return the local GGUF file: in the folder, or in the hub's cache, where reading the tokenizer has stored it."""
     local = Path(source) / gguf_file
     if local.is_file():
         return local
@@ -223,10 +222,10 @@ _AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 
 
 def _set_gguf_split(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Cut text into words as the model was trained to.
+    """Set the word splitting that the model was trained with.
 
-    The library knows some values of `tokenizer.ggml.pre` and falls back to GPT-2 for the others, which tokenises
-    numbers wrongly for SmolLM. A fallback that is not known to be right is refused.
+    transformers knows some values of `tokenizer.ggml.pre` and uses GPT-2 for the others, which tokenizes numbers of
+    SmolLM incorrectly. Unverified fallbacks are rejected.
     """
     strings = gguf_strings(path)
     if strings.get("tokenizer.ggml.model") != "gpt2":
@@ -260,7 +259,7 @@ def _read_template(choice: str) -> str:
 
 
 def _digits_then_words() -> PreTokenizer:
-    """Each digit alone, then GPT-2's split into words with the space before them, as bytes."""
+    """Split single digits, then GPT-2's words with the preceding space, as bytes."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)])

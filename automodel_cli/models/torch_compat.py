@@ -1,7 +1,7 @@
 """The one place in `models` that touches names of torch which are not its public API. Works for 2.11 to 2.14.
 
-Relied on: the higher-order operator behind `flex_attention`, whose arguments the public function fills in but which it
-keeps from a CPU that wants gradients; `torch._dynamo.config.recompile_limit`; the compiler's stance. Held by
+Relies on the operator behind `flex_attention`, whose arguments the public function fills in, but which it does not call
+on a CPU with gradients. Also on `torch._dynamo.config.recompile_limit` and the compiler's stance. Tested by
 tests/unit/models/attention/test_flex.py.
 """
 
@@ -29,7 +29,7 @@ _CPU_OPTIONS = {
     "OUTPUT_LOGSUMEXP": True,
     "OUTPUT_MAX": False,
 }
-"""What the public function passes on, of which the operator's dense definition for the CPU reads nothing."""
+"""Arguments that the public function passes and the operator's dense CPU definition does not read."""
 
 
 def flex(
@@ -59,8 +59,8 @@ def _as_it_is(score: Tensor, *_: Tensor) -> Tensor:
 
 
 def compiled(function: Callable[..., Any], backend: str, began: Callable[[], None]) -> Callable[..., Any]:
-    """`function` by torch's compiler, whole; sizes that change once are symbols from then on. `began()` is called for
-    every graph. It is compiled under a stance of eager code too, which is that of the sampler for layers.
+    """Compile `function` as one graph. Sizes that change become symbolic. `began()` is called for every graph. It is
+    compiled under an eager stance too, which the sampler uses for layers.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     run = torch.compile(function, backend=counted_backend(backend, began), fullgraph=True)

@@ -1,10 +1,9 @@
-"""The one place that touches names of `transformers` which are not its public API. Works for 5.17 to 5.23.
+"""Access to names of `transformers` that are not public API. Supports 5.17 to 5.23.
 
-Relied on: the conversion mapping between hub keys and in-memory (fused) parameters, the converter that reads lazily
-into DTensors, `_init_weights` module by module, `_get_dtype_plan`, `_non_persistent_buffers_set` of torch. Each is
-covered by tests/unit/models/checkpoint_io/test_load.py and tests/dist/test_models_sharded.py; when one moves, only
-this file changes.
-The grouped product of experts is covered by tests/unit/distributed/test_empty_groups.py.
+Relies on the conversion mapping between hub keys and in-memory (fused) parameters, the converter that reads lazily into
+DTensors, `_init_weights` by module, `_get_dtype_plan`, and torch's `_non_persistent_buffers_set`. Each is covered by
+tests/unit/models/checkpoint_io/test_load.py and tests/dist/test_models_sharded.py. If one changes, only this file
+changes. tests/unit/distributed/test_empty_groups.py covers the grouped GEMM of experts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 def meta_model(
     hf_config: PretrainedConfig, *, attention: str = "eager", dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The library's own causal LM class on the meta device: no memory, nothing initialised."""
+    """Build the library's causal LM class on the meta device, without memory and initialization."""
     with torch.device("meta"):
         return causal_lm(hf_config, attention=attention, dtype=dtype, trust_remote_code=trust_remote_code)
 
@@ -58,9 +57,9 @@ def causal_lm(
 def settle_names(model: PreTrainedModel) -> None:
     """Make the base model the first child and `base_model_prefix` its name.
 
-    The text model of some composites is built alone under another name than its class says (Llama 4), and the library
-    then takes the whole model, head and all, for its base. Where the head comes first (XLM-RoBERTa), a tied table would
-    be called by its name there, and by the embedding's on a pipeline stage without a head.
+    The text model of some composites is built under another name than its class declares (Llama 4). transformers would
+    then use the complete model, including the head, as its base. If the head comes first (XLM-RoBERTa), a tied table
+    would be called by its name there, and by the embedding's on a pipeline stage without a head.
     """
     if model.base_model_prefix not in model._modules:
         table = model.get_input_embeddings()
@@ -94,9 +93,9 @@ def non_persistent_buffers(module: nn.Module) -> Iterator[str]:
 
 
 def init_weights(model: PreTrainedModel, name: str, *, recurse: bool) -> None:
-    """Run the family's own initialisation on the module of this name (and what is below, children first).
+    """Run the family's initialization on the module of this name and its children, children first.
 
-    As in the library, the model that is nearest above a module initialises it. Draws from the global RNG.
+    As in transformers, the nearest model above a module initializes it. Uses the global RNG.
     """
     with torch.no_grad():
         _init_below(_models_above(model, name)[-1][1], model.get_submodule(name), recurse)
@@ -139,7 +138,7 @@ def uncut_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def conversion_mapping(model: PreTrainedModel) -> list[Any]:
-    """How hub keys become this model's parameters. Take it from the whole model, before anything is cut."""
+    """Return the conversion of hub keys to this model's parameters. Use the complete model, before it is split."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     mapping: list[Any] = get_model_conversion_mapping(model)
@@ -147,7 +146,7 @@ def conversion_mapping(model: PreTrainedModel) -> list[Any]:
 
 
 def share_converters(whole: type[PreTrainedModel], model_type: str, part: type[PreTrainedModel]) -> None:
-    """Let checkpoints of the class `part` be fused as those of `whole`, of which it is a part. Names are not shared."""
+    """Fuse checkpoints of the class `part` like those of `whole`, which contains it. Names are not shared."""
     from transformers import conversion_mapping as mappings
     from transformers.core_model_loading import WeightConverter
 
@@ -160,7 +159,7 @@ def share_converters(whole: type[PreTrainedModel], model_type: str, part: type[P
 
 @dataclass(frozen=True)
 class Converted:
-    """What a call of `convert_into` did, by parameter name."""
+    """Result of `convert_into`, by parameter name."""
 
     loaded: frozenset[str]
     mismatched: tuple[str, ...]
@@ -172,7 +171,7 @@ def convert_into(
     """Read `tensors` (hub key -> lazy safetensors slice or tensor) into `model`, replacing its parameters.
 
     A parameter that is a DTensor on the meta device receives only this rank's part, and only those bytes are read. Each
-    parameter keeps its own dtype.
+    parameter keeps its dtype.
     """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -191,10 +190,10 @@ def convert_into(
 
 
 def unclaimed_keys(model: PreTrainedModel, mapping: list[Any], keys: Iterable[str]) -> list[str]:
-    """Those checkpoint keys for which the whole `model` has no place, as the library's loader decides it."""
+    """Return the checkpoint keys without a counterpart in the complete `model`, as transformers' loader decides it."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    mapping = copy.deepcopy(mapping)  # they remember what they met
+    mapping = copy.deepcopy(mapping)  # mappings record the keys that they matched
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     prefix, names = model.base_model_prefix, model.state_dict()
@@ -209,7 +208,7 @@ def unclaimed_keys(model: PreTrainedModel, mapping: list[Any], keys: Iterable[st
 
 def joined_names(mapping: list[Any], names: Iterable[str]) -> set[str]:
     """Parameters that are several tensors of the checkpoint one after another along dim 0 (the convolutions of KDA).
-    The library's reader takes a shard of each of them, which is not a shard of the whole."""
+    The library's reader takes a shard of each of them, which is not a shard of the parameter."""
     ends = tuple(
         pattern.lstrip(".")
         for entry in mapping
@@ -220,7 +219,7 @@ def joined_names(mapping: list[Any], names: Iterable[str]) -> set[str]:
 
 
 def current_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each checkpoint key with the one that today's library would store it under: renamed, nothing fused."""
+    """Map each checkpoint key to the key of the current transformers version: renamed, not fused."""
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     renamings = [entry for entry in copy.deepcopy(conversion_mapping(model)) if isinstance(entry, WeightRenaming)]
@@ -230,7 +229,8 @@ def current_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[
 
 
 def revert_conversion(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In-memory names and layouts -> the hub's. `state` must hold whole conversion groups (a decoder layer)."""
+    """Convert in-memory names and layouts to the hub's. `state` must hold complete conversion groups (a decoder
+    layer)."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
@@ -246,7 +246,7 @@ def peft_renames_experts(model: Any) -> bool:
 
 
 def local_part(param: Tensor, whole: Tensor) -> Tensor:
-    """The part of `whole` that this rank holds of `param`: all of it for a plain tensor. No communication."""
+    """Return this rank's part of `whole` for `param`: all of it for a plain tensor. No communication."""
     if not is_dtensor(param):
         return whole
     if uneven_dtensor.is_uneven(param):
@@ -272,7 +272,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """The whole tensor, detached. Collective for a DTensor."""
+    """Return the unsharded tensor, detached. Collective for a DTensor."""
     if uneven_dtensor.is_uneven(tensor):
         return uneven_dtensor.gather_uneven(tensor)
     whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
@@ -288,7 +288,7 @@ def assume_unpacked() -> None:
 
 
 def clear_empty_experts() -> None:
-    """Let the library's grouped products give weights of experts without tokens a gradient of zeros."""
+    """Make the library's grouped GEMMs return zero gradients for experts without tokens."""
     from transformers.integrations import moe
 
     if not hasattr(moe._grouped_mm, "__wrapped__"):
@@ -296,7 +296,7 @@ def clear_empty_experts() -> None:
 
 
 def look_at_positions() -> None:
-    """Let the library ask whether rows are packed also of fake tensors, which it takes to have no values."""
+    """Make the library's check for packed sequences work for fake tensors, which have no values."""
     from transformers import masking_utils
 
     masking_utils.is_tracing = lambda tensor=None: False

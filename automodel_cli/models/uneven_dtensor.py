@@ -1,9 +1,12 @@
-"""DTensors that are not cut into torch's equal chunks.
+"""DTensors with uneven chunks.
 
-Megatron-FSDP cuts one flat buffer of several parameters into equal pieces, so a parameter's rows are shared as the
-borders fall, and a rank may hold none of them. torch's own arithmetic on shards (`full_tensor`, the library's sharded
-reader) assumes equal chunks and would be wrong without a word. Such a tensor says itself what it holds, by the method
-that torch's distributed checkpoints ask: this module is everything else that needs to know.
+Megatron-FSDP splits one flat buffer of several parameters into equal pieces, so parameters are split at arbitrary rows
+and a rank may hold none of them. torch's shard arithmetic (`full_tensor`, the library's sharded reader) assumes equal
+chunks and would be wrong without an error. An uneven tensor reports its chunk with the method that torch's distributed
+checkpoints use. This module contains everything else that depends on it.
+
+Example: two parameters of 3 and 1 rows of equal width on 2 ranks. Rank 0 holds rows 0 and 1 of the first parameter and
+nothing of the second. Rank 1 holds row 2 of the first parameter and the second parameter.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ _CHUNKS, _WRITES = "__create_chunk_list__", "__create_write_items__"  # torch's 
 
 
 def is_uneven(tensor: Any) -> bool:
-    """Whether a tensor states its own chunk. (Looked up by name: DTensor takes 0.7 s to import, and this must be free
-    for models without any.)"""
+    """Return whether a tensor reports its own chunk. (Looked up by name: importing DTensor takes 0.7 s, and this must
+    be free for models without any.)"""
     return hasattr(tensor, "to_local") and hasattr(tensor._local_tensor, _CHUNKS)
 
 
 def chunk(tensor: Any) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor."""
+    """Return the offset of this rank's part in the full tensor."""
     (only,) = tensor.__create_chunk_list__()
     return tuple(slice(start, start + size) for start, size in zip(only.offsets, only.sizes, strict=True))
 
@@ -39,7 +42,7 @@ def cut_like(value: Any, param: Any) -> None:
 
 @torch.no_grad()
 def compact_shard(tensor: Any) -> Any:
-    """The same shard in storage of its own, not a view into a flat buffer."""
+    """Return a copy of the shard with separate storage instead of a view into a flat buffer."""
     copy = tensor.detach().clone()
     cut_like(copy, tensor)
     return copy
@@ -47,7 +50,7 @@ def compact_shard(tensor: Any) -> Any:
 
 @torch.no_grad()
 def gather_uneven(tensor: Any) -> Tensor:
-    """The whole tensor, bit by bit. Collective over the tensor's mesh; ranks may hold shards of any size."""
+    """Return the full tensor, bitwise. Collective over the tensor's mesh. Ranks may hold shards of any size."""
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     whole[chunk(tensor)] = tensor.to_local()
     # Every element comes from one rank and is zero elsewhere. As bytes, the sum cannot turn -0.0 into 0.0.

@@ -1,7 +1,7 @@
-"""What every layout is compared with: the library's model as it is, eager attention, one document at a time.
+"""Reference of all layouts: the unmodified library model, eager attention, one document at a time.
 
-It computes in float64 on the float32 weights, so that the error of a row is its own: a reference in float32 would be
-off by 5e-7 itself.
+It computes in float64 on the float32 weights, so that the reference adds no error of its own: in float32 it would add
+5e-7.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """Of one optimizer step. `gradients` by the name of the parameter in the library's model.
+    """Reference results of one optimizer step. `gradients` by the parameter names of the library's model.
 
     `rounding`: the worst relative error of the same pass in float32, one process, on this machine. 0 if not measured.
     """
@@ -53,9 +53,9 @@ class Reference:
 
 
 def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Objective) -> Reference:
-    """Every document alone through `model`; nothing of this package but the objective's own arithmetic.
+    """Run every document separately through `model`, using nothing of this package except the objective.
 
-    Microbatches are added up in float64, so that an error is that of the other side.
+    Microbatches are summed in float64, so that the difference is the error of the other side.
     """
     total, batches = with_denominators(objective, batches)
     weight = float(total)
@@ -82,12 +82,12 @@ def exact_process(model: PreTrainedModel, batches: Sequence[Batch], objective: O
     """Run one process in float64 on the float32 weights of `model`, and measure its float32 pass against it.
 
     How float32 sums round depends on the processor: on the width of its vectors and the order of its additions. A test
-    bounds errors in multiples of `rounding`, which the same processor has just shown.
+    bounds errors in multiples of `rounding`, which was measured on the same processor.
     """
-    model.set_experts_implementation("eager")  # one expert after another; the library's faster way has no float64
+    model.set_experts_implementation("eager")  # a loop over experts; the grouped implementation has no float64
     own = one_process(model, batches, objective)
     exact = one_process(model.double(), batches, objective)
-    model.float()  # the weights are what they were
+    model.float()  # restore the weights
     return replace(exact, rounding=exact.error_of(own))
 
 
@@ -97,9 +97,9 @@ def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest, value_he
     found = []
     pristine = {name: copy.deepcopy(module) for name, module in model.named_modules() if hasattr(module, "rope_type")}
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-        for name, module in pristine.items():  # some rotary tables remember the longest document that they saw
+        for name, module in pristine.items():  # some rotary tables store the longest document that they saw
             model.set_submodule(name, copy.deepcopy(module))
-        # one document alone: (1, T) ids -> (T, V) logits -> (T,) values of its labels
+        # one document: (1, T) ids -> (T, V) logits -> (T,) values of its labels
         inputs = {"input_ids": ids_N[None, start:end], "use_cache": False}
         logits_TV = model(**inputs).logits[0]
         asked_TK = None if asked_NK is None else asked_NK[start:end]
@@ -116,7 +116,7 @@ def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest, value_he
 
 
 def reference_logprobs(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Log-prob of each label in fp32 or better, 0 where it is ignored: the plain definition."""
+    """Return the log-prob of each label in fp32 or better, 0 for ignored labels, by the plain definition."""
     logprobs_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
     picked_T = logprobs_TV.gather(-1, labels_T.clamp(min=0)[..., None])[..., 0]
     return picked_T.masked_fill(labels_T == IGNORE_INDEX, 0.0)
@@ -125,7 +125,7 @@ def reference_logprobs(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 def output_of(
     logits_TV: Tensor, labels_T: Tensor, request: HeadRequest, token_ids_TN: Tensor | None = None
 ) -> HeadOutput:
-    """`HeadOutput` of tokens `[T, ...]` by its definition, from whole logits, in fp32 or better."""
+    """Compute `HeadOutput` of tokens `[T, ...]` by its definition, from full logits, in fp32 or better."""
     logprobs_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
     ignored_T = labels_T == IGNORE_INDEX
     entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1).masked_fill(ignored_T, 0.0)
@@ -145,9 +145,9 @@ def output_of(
 
 @dataclass(frozen=True)
 class Original:
-    """A model that was saved as the library saves it, and what it gives in one process, packed and not.
+    """A model saved by transformers, and its results in one process, packed and unpacked.
 
-    Ranks get only this: the folder to load from, like any checkpoint, and the numbers to be met.
+    Ranks receive the folder, which they load like any checkpoint, and the expected results.
     """
 
     folder: Path
@@ -167,7 +167,7 @@ class Original:
         trust_remote_code: bool = False,
     ) -> Original:
         """Save `model` (fp32, eager attention, train mode), then measure it in float64 on steps of these kinds
-        (`packed`) and counts of microbatches."""
+        (`packed`) and numbers of microbatches."""
         with transformers_compat.quiet():
             model.save_pretrained(folder)
         for packed, count in product(kinds, counts):
@@ -180,7 +180,7 @@ class Original:
         return Reference(**stored)  # type: ignore[arg-type]
 
     def model_config(self) -> ModelConfig:
-        """The head works in chunks of a few tokens, so that chunks end inside rows."""
+        """Use head chunks of a few tokens, so that chunks end inside sequences."""
         return ModelConfig(
             pretrained=str(self.folder),
             attn_implementation=self.attention,

@@ -1,4 +1,4 @@
-"""What a comparison says: one line a row, a verdict, and the same as JSON. Torch-free."""
+"""Output of a comparison: one line per case, a verdict, and JSON. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WIDTHS = (5, 9, 9, 9, 7, 7)
 
 @dataclass(frozen=True)
 class Result:
-    """One row's outcome. The three differences are relative; `name` is the parameter of the worst gradient. A row that
-    was refused or failed has a `reason` and no differences.
+    """Result of one case. The three differences are relative. `name` is the parameter with the worst gradient. A case
+    that was rejected or failed has a `reason` and no differences.
     """
 
     row: Case
@@ -40,7 +40,7 @@ def header(rows: Sequence[Case]) -> str:
 
 
 def line(result: Result, rows: Sequence[Case]) -> str:
-    """`rows` are all rows of the table: they decide the width of the first column."""
+    """`rows` are all cases of the table, which determine the width of the first column."""
     row, shown = result.row, [_show(value) for value in result.differences]
     cells = [str(row.world_size), *shown, f"{result.seconds:.1f}", result.verdict]
     text = "  ".join(
@@ -72,7 +72,7 @@ def parity_summary(results: Sequence[Result], tolerance: float, *, passed: bool)
 
 
 def _beside_bounds(result: Result) -> str:
-    """A row in a lower precision, in the units of its bounds."""
+    """Format a case in a lower precision, in multiples of its bounds."""
     assert result.loss is not None and result.grad_norm is not None and result.gradient is not None
     ulp = result.row.ulp
     if result.row.fp8 is not None:
@@ -88,7 +88,7 @@ def _beside_bounds(result: Result) -> str:
 
 
 def as_json(results: Sequence[Result], tolerance: float, *, passed: bool, **more: Any) -> dict[str, Any]:
-    """Differences that are not finite (a missing gradient) are null there; the verdict says so."""
+    """Return JSON. Non-finite differences (a missing gradient) are null; the verdict mentions them."""
     rows = [
         {
             "layout": result.row.layout,

@@ -27,7 +27,7 @@ _PROBE_VOCAB = 64
 
 
 def composite_class(whole_config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class of the composite: that of the checkpoint, else the one for images and text."""
+    """Return the class of the composite: that of the checkpoint, otherwise the one for images and text."""
     import transformers
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 

@@ -1,4 +1,4 @@
-"""What checkpoints call their layers for multi-token prediction, found by the names that are in them.
+"""Find the multi-token-prediction layers of a checkpoint by its key names.
 
 Three spellings are on the hub. All have a norm of the embeddings, a norm of the hidden states, a projection of both, a
 decoder layer of the family's own, and a last norm; some store copies of the model's embedding and head, which are
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Spelling:
-    """Names below the prefix of a depth. `layer`: what the decoder layer's own names have in front of them."""
+    """Names below the prefix of a depth. `layer`: prefix of the names in its decoder layer."""
 
     enorm: str
     hnorm: str
@@ -50,15 +50,15 @@ _AFTER_THE_LAYERS, _APART, _ = _SPELLINGS
 
 @dataclass(frozen=True)
 class OneDepth:
-    """`roles`: parameter of the depth's model -> key, for what is outside its layer. `layer`: what the names of its
-    layer begin with, in its model and in the checkpoint."""
+    """Names of one depth. `roles`: parameter of the depth's model -> key, outside its layer. `layer`: prefix of the
+    layer's names in its model and in the checkpoint."""
 
     roles: dict[str, str]
     layer: tuple[str, str]
 
     def own_name(self, key: str) -> str | None:
-        """Key of the checkpoint -> parameter of the depth's model (before the library's conversions); None for keys of
-        something else."""
+        """Convert a checkpoint key to a parameter of the depth's model (before the library's conversions). None for
+        other keys."""
         for name, role in self.roles.items():
             if key == role:
                 return name
@@ -80,20 +80,20 @@ class DepthNames:
     hidden_first: bool = False
 
     def own_names(self, keys: Iterable[str]) -> list[dict[str, str]]:
-        """For each depth: its keys among `keys`, and what its model calls them."""
+        """Return for each depth its keys among `keys` with the parameter names of its model."""
         every = [key for key in keys if key not in self.copies]
         return [{key: name for key in every if (name := depth.own_name(key)) is not None} for depth in self.depths]
 
 
 def of_config(config: ModelConfig, hf_config: PretrainedConfig, model: PreTrainedModel) -> DepthNames:
-    """From the checkpoint's keys; from the library's config where there is no checkpoint at hand (random weights, a
-    plan). Raises ConfigError where there are no such layers, or in names that are not known."""
+    """Build from the checkpoint's keys, or from the library's config without a checkpoint (random weights, a plan).
+    Raises ConfigError for models without such layers and for unknown names."""
     assert config.mtp is not None
     keys = None if config.config is not None else _keys(config)
     if keys is not None:
         return of_keys(keys, model)
     depths = config.mtp.depths or depths_in_config(hf_config)
-    if config.pretrained is not None:  # not every config says how many; all repositories but few have one
+    if config.pretrained is not None:  # not every config has the number; almost all repositories have one depth
         depths = depths or 1
     if not depths:
         raise ConfigError(
@@ -107,7 +107,7 @@ def of_config(config: ModelConfig, hf_config: PretrainedConfig, model: PreTraine
 
 
 def _keys(config: ModelConfig) -> list[str] | None:
-    """Every key of the checkpoint; None where only its config is at hand."""
+    """Return every key of the checkpoint, or None if only its config is available."""
     folder = config.pretrained or ""
     has_weights = not Path(folder).is_dir() or any(Path(folder).glob("*.safetensors"))
     if not has_weights or bundled_configs.fields(folder, config.revision) is not None:
@@ -116,7 +116,7 @@ def _keys(config: ModelConfig) -> list[str] | None:
 
 
 def of_keys(keys: Iterable[str], model: PreTrainedModel) -> DepthNames:
-    """`model` is the whole one. Raises ConfigError."""
+    """`model` is the complete model. Raises ConfigError."""
     keys = set(keys)
     for spelling in _SPELLINGS:
         ends = f".{spelling.eh_proj}.weight"
@@ -176,7 +176,7 @@ def _tables(model: Any) -> tuple[str, str]:
 
 
 def _default(model: PreTrainedModel, depths: int) -> DepthNames:
-    """The names that a repository of this family has, as far as its class knows them."""
+    """Return the names in repositories of this family, as far as its class lists them."""
     path, layers = decoder_list(model)
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     if depths == 1 and any("mtp" in pattern for pattern in ignored):

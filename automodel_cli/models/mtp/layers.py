@@ -1,8 +1,9 @@
-"""Layers for multi-token prediction beside a model: built from the family's own classes, run on packed rows.
+"""Multi-token prediction layers, built from the classes of the model family, for packed sequences.
 
-Depth k turns the hidden states of the depth before it (k = 1: the model's own, after its last norm) and the embeddings
-of the tokens k further on into hidden states from which the model's head predicts the label k further on
-(arXiv:2412.19437, section 2.2; the library's `MtpLayer` computes the same):
+Depth k has two inputs: the hidden states of depth k - 1 (k = 1: those of the model after its last norm) and the
+embeddings of the tokens k positions later. From its output, the model's head predicts the label k positions later.
+Example: at position t with tokens a b c d, the model predicts b from a; depth 1 adds the embedding of b and predicts c
+(arXiv:2412.19437, section 2.2; transformers' `MtpLayer` computes the same):
 
     hidden_k = norm(layer(eh_proj([enorm(embed(token t + k)), hnorm(hidden_k-1)])))
 
@@ -32,17 +33,17 @@ if TYPE_CHECKING:
 
 _DEPTH_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 ADDED = ("enorm", "hnorm", "eh_proj")
-"""Norm of the embeddings, norm of the hidden states, and what makes one of both."""
+"""Norm of the embeddings, norm of the hidden states, and the projection of both."""
 
 
 def depths_in_config(hf_config: PretrainedConfig) -> int:
-    """How many depths a library config speaks of; 0 where it says nothing."""
+    """Return the number of depths in a library config, or 0."""
     text = hf_config.get_text_config()
     return next((int(n) for field in _DEPTH_FIELDS if (n := getattr(text, field, None))), 0)
 
 
 class Depth(nn.Module):
-    """One depth; `model` is the family's causal LM of one layer, without embedding and head."""
+    """One depth. `model` is the family's causal LM with one layer, without embedding and head."""
 
     def __init__(self, model: PreTrainedModel, *, hidden_first: bool = False):
         super().__init__()
@@ -50,7 +51,8 @@ class Depth(nn.Module):
         self.hidden_first = hidden_first
 
     def forward(self, embedded_BTD: Tensor, hidden_BTD: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Hidden states `[B, T, D]`, normed; `inputs` is what the model's own layers got, without the tokens."""
+        """Return normed hidden states `[B, T, D]`. `inputs` are the keywords of the model's layers, without the
+        tokens."""
         model: Any = self.model
         both = [model.enorm(embedded_BTD), model.hnorm(hidden_BTD)]
         x_BTD = model.eh_proj(torch.cat(both[::-1] if self.hidden_first else both, -1))
@@ -68,8 +70,8 @@ class MultiToken(nn.ModuleList):
         ids: Iterator[Tensor],
         inputs: Mapping[str, Any],
     ) -> Iterator[Tensor]:
-        """Hidden states of each depth. `ids`: this rank's `[B, T]` tokens 1, 2, ... places further on; `inputs` as the
-        model's own base model takes them."""
+        """Return the hidden states of each depth. `ids`: this rank's tokens `[B, T]` 1, 2, ... positions later.
+        `inputs`: keywords of the base model."""
         rest = {name: value for name, value in inputs.items() if name != "input_ids"}
         for depth, ids_BT in zip(self, ids, strict=False):
             with recurrent_layers.documents_of(depth.model, {**inputs, "input_ids": ids_BT}):  # type: ignore[arg-type]
@@ -78,8 +80,8 @@ class MultiToken(nn.ModuleList):
 
 
 def tokens_further(input_ids_BT: Tensor, cu_seqlens: Tensor) -> Iterator[Tensor]:
-    """The tokens 1, 2, ... places further on in their documents. Where a document has ended stands token 0: attention
-    is causal, so nothing with a label sees it."""
+    """Return the tokens 1, 2, ... positions later in their documents. After the end of a document, token 0 is used:
+    attention is causal, so no position with a label attends to it."""
     by = 0
     while True:
         by += 1
@@ -87,9 +89,9 @@ def tokens_further(input_ids_BT: Tensor, cu_seqlens: Tensor) -> Iterator[Tensor]
 
 
 def cut_to_depth(model: PreTrainedModel) -> None:
-    """Cut a model of all layers (best on meta) to what a depth has of it, in place, and add `ADDED`.
+    """Reduce a model of all layers (best on meta) to one depth, in place, and add `ADDED`.
 
-    Raises ConfigError for a model whose modules besides the layers are not embedding, norm and head.
+    Raises ConfigError for a model with modules other than layers, embedding, norm and head.
     """
     path, layers = decoder_list(model)
     norm = _last_norm(model, path)
