@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -19,6 +20,12 @@ from automodel_cli.rollout.http import Server
 
 _POLL, _GRACE = 0.5, 20.0  # seconds
 _TAIL = 2000
+_INSTALLATIONS = {
+    engine: f"uv venv engine && uv pip install --python engine {engine}   "
+    f"(then rollout.engine.servers.executable=engine/bin/{engine} --trust command)"
+    for engine in ("vllm", "sglang")
+}
+"""Commands that install an engine in an environment of its own, because engines pin torch and transformers."""
 
 
 class ServerProcess:
@@ -52,6 +59,14 @@ class ServerProcess:
                 code="server_mismatch",
                 keys=(key,),
                 fix=f"end the other server, or {elsewhere}",
+            )
+        program = next((word for word in command if word != "env" and "=" not in word), "")
+        if shutil.which(program) is None:
+            raise RunError(
+                f"{key}: `{self._command}` cannot be started, because {program} is not on PATH",
+                code="command_failed",
+                keys=(key,),
+                fix=_INSTALLATIONS.get(program),
             )
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {**of_user(), **environment}

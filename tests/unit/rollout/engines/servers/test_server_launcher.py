@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from automodel_cli.config import fix_syntax
 from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError, RunError
@@ -20,7 +21,8 @@ from automodel_cli.launch.generation_servers import ADDRESSES, GenerationServers
 from automodel_cli.launch.slurm_servers import RolloutNodes
 from automodel_cli.rollout.engines.servers import server_launcher as own_servers
 from automodel_cli.rollout.engines.servers.server_launcher import Machines
-from automodel_cli.rollout.http import ServerError
+from automodel_cli.rollout.engines.servers.server_process import ServerProcess
+from automodel_cli.rollout.http import Server, ServerError
 from tests.errors import assert_error, raises
 from tests.unit.rollout.engines.servers.test_http_engine_servers import free_port
 
@@ -50,6 +52,21 @@ def loaded(*overrides: str) -> Any:
 
 def after(words: Any, option: str) -> str:
     return words[list(words).index(option) + 1]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_is_not_installed_gets_an_environment(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = loaded(
+        f"rollout={engine}", "rollout.engine.transport=files", "rollout.engine.servers={}"
+    ).generation_servers()
+    server = Server(f"http://127.0.0.1:{free_port()}")
+    with raises(RunError, "command_failed", keys=("rollout.engine.command",)) as caught:
+        ServerProcess(words.words("127.0.0.1", "8000"), server, tmp_path / "log", timeout=1)
+    assert caught.value.fix is not None and fix_syntax.kind(fix_syntax.alternatives(caught.value.fix)[0]) == "command"
+    assert f"--python engine {engine}" in caught.value.fix
 
 
 def test_a_server_is_told_what_training_needs_of_it() -> None:
