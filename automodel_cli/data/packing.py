@@ -110,14 +110,17 @@ def _wrap(pieces: Pieces, seq_len: int) -> Packed:
     A split document continues in the next row as a new piece, with positions from 0. Lengths [3, 4] and `seq_len` 5
     give the rows [3, 2] and [2].
     """
+    # Example: lengths [3, 4], seq_len 5. ends = [3, 7], row_starts = [0, 5], bounds = [0, 3, 5].
     ends = np.cumsum(pieces.length)
     total = int(ends[-1]) if len(ends) else 0
     row_starts = np.arange(0, total, seq_len, dtype=np.int64)
     # Stream positions at which a new piece begins: every row start and every document start.
     bounds = np.union1d(row_starts, ends[pieces.length > 0] - pieces.length[pieces.length > 0])
+    # Piece that contains each bound, and the bound's offset in its document.
     source = np.searchsorted(ends, bounds, side="right")
     start = pieces.start[source] + bounds - (ends - pieces.length)[source]
     length = np.diff(np.append(bounds, total))
+    # Rows begin at the bounds that are row starts: pieces 0 and 2 of the example.
     row_offsets = np.append(np.searchsorted(bounds, row_starts), len(bounds)).astype(np.int64)
     return Packed(Pieces(pieces.document[source], start, length), row_offsets)
 
@@ -135,6 +138,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """
     if len(lengths) and (lengths.min() < 1 or lengths.max() > capacity):
         raise ValueError(f"lengths {int(lengths.min())}..{int(lengths.max())} do not fit bins of 1..{capacity}")
+    # Documents by decreasing length. The sort is stable, so equal lengths keep their order.
     shortness = capacity - lengths
     small = shortness.astype(np.uint16) if capacity < 2**16 else shortness  # numpy sorts 16-bit integers by radix
     order = np.argsort(small, kind="stable")
@@ -145,9 +149,11 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     ]  # index: free space; a stack of groups of bins
     free_spaces: list[int] = []  # free spaces for which a bin is open, ascending
     num_bins = placed = 0
+    # All documents of one length are placed before the next shorter length.
     for length in np.flatnonzero(counts)[::-1].tolist():
         unplaced = int(counts[length])
         while unplaced:
+            # Best fit: the smallest free space that is large enough.
             at = bisect_left(free_spaces, length)
             if at == len(free_spaces):  # no open bin has enough space: open as many as this length needs
                 free = capacity
@@ -182,6 +188,8 @@ def _fill_group(
     Returns:
         The number of unplaced documents of this length, and the number of documents placed so far.
     """
+    # Example: 5 documents of length 3 and a group of 3 bins with 7 free tokens. per_bin = 2, so two bins get 2
+    # documents and one bin gets 1. The group becomes two bins with 1 free token and one bin with 4.
     per_bin = free // length
     num_full = min(len(group), unplaced // per_bin)
     rest = unplaced % per_bin if num_full < len(group) else 0
@@ -208,6 +216,7 @@ def in_halves(packed: Packed, first_lengths: np.ndarray) -> Packed:
         first_lengths: tokens of the first document of each piece.
     """
     pieces = packed.pieces
+    # A pair of 5 tokens whose first document has 2 gives the pieces (start 0, length 2) and (start 2, length 3).
     lengths = np.stack([first_lengths, pieces.length - first_lengths], 1).ravel()
     starts = np.stack([pieces.start, pieces.start + first_lengths], 1).ravel()
     return Packed(Pieces(np.repeat(pieces.document, 2), starts, lengths), packed.row_offsets * 2)

@@ -88,12 +88,14 @@ class Context:
             owners: chunks of each rank. None: `dual_chunks(group.size)`.
         """
         self.group = group
+        # Example with 2 ranks and T = 7: T is padded to 8, chunks have 2 tokens, owners = ((0, 3), (1, 2)).
         self.owners = owners or dual_chunks(group.size)
         num_chunks = sum(len(chunks) for chunks in self.owners)
         self.rows, self._length = shape
         self.tokens = local_length(self._length, num_chunks // 2) * (num_chunks // 2)
         self.chunk = self.tokens // num_chunks
         self.bounds = self._padded_bounds(cu_seqlens)
+        # Token order after concatenating the ranks: 0 1 6 7 2 3 4 5. `_host_where_P` is the inverse: 0 1 4 5 6 7 2 3.
         order_P = torch.cat([torch.arange(self.chunk) + j * self.chunk for chunks in self.owners for j in chunks])
         self._host_where_P = order_P.argsort()
         self._where_P = self._host_where_P.to(device)
@@ -110,6 +112,7 @@ class Context:
         boundaries = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
         if boundaries is None:
             boundaries = range(0, self.rows * length + 1, length)
+        # Shift boundaries by the padding of all earlier rows, and add the padding of each row as a document.
         bounds = [0]
         for start, end in itertools.pairwise(boundaries):
             if end > start:
@@ -127,6 +130,7 @@ class Context:
         """Map positions among the B*T tokens (host memory) to the local ones among B*t tokens, in order."""
         row_S, token_S = label_positions_S // self._length, label_positions_S % self._length
         size = self.tokens // self.group.size
+        # Position in the concatenation of all ranks, relative to this rank's first token.
         place_S = self._host_where_P[token_S] - self.group.rank * size
         is_local_S = (place_S >= 0) & (place_S < size)
         local = (row_S * size + place_S)[is_local_S].sort().values
@@ -151,6 +155,7 @@ class Context:
 
     def whole(self, x_Bt: Tensor) -> Tensor:
         """Gather local results `[B, t, ...]` to `[B, T, ...]` in row order on all ranks. Collective."""
+        # [R * B, t, ...] -> [R, B, t, ...] -> [B, R * t, ...] -> row order without padding [B, T, ...]
         gathered = self.group.gather_results(x_Bt.contiguous()).unflatten(0, (self.group.size, self.rows))
         return gathered.transpose(0, 1).flatten(1, 2).index_select(1, self._where_P[: self._length])
 
@@ -164,6 +169,7 @@ class Context:
         local = self.tokens // self.group.size
         rank_P, token_P = self._where_P // local, self._where_P % local
         row_B1 = torch.arange(self.rows, device=rank_P.device)[:, None]
+        # `group.gather` concatenates ranks, each with B rows of t tokens: index = (rank * B + row) * t + token.
         return ((rank_P * self.rows + row_B1) * local + token_P).flatten()
 
 

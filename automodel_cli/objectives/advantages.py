@@ -69,6 +69,7 @@ def group_advantages(
     num_groups = len(groups_N.unique())
 
     def total(values_N: Tensor) -> Tensor:
+        # Sum over the valid samples of each group, repeated for each of its samples.
         return values_N.new_zeros(num_groups).scatter_add(0, group_N, values_N * valid_N)[group_N]
 
     # Scale each group to [0, 1]. Equal rewards then give exactly 0, and squares cannot overflow.

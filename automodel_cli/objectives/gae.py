@@ -21,6 +21,7 @@ def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float,
     """
     rewards, values = rewards_T.double().tolist(), [*values_T.double().tolist(), 0.0]
     advantages, later = [0.0] * len(rewards), 0.0
+    # A_t = d_t + gamma lam A_(t+1), from the last token to the first.
     for t in reversed(range(len(rewards))):
         later = rewards[t] + gamma * values[t + 1] - values[t] + gamma * lam * later
         advantages[t] = later

@@ -103,11 +103,13 @@ def _update(
     rows = _rows(samples, chosen, plan)
     longest = max(sum(_length(samples, block) for block in row) for row in rows)
     num_tokens = plan.seq_len if plan.packed else -(-longest // plan.pad_to_multiple_of) * plan.pad_to_multiple_of
+    # One microbatch on every rank. Empty rows fill the last one, so that all ranks have the same number of collectives.
     unit = plan.microbatch_size * dp_size
     count = -(-len(rows) // unit)
     while not plan.fits(count):
         count += 1
     rows += [[] for _ in range(count * unit - len(rows))]
+    # Microbatches are dealt to ranks in turn: rank r takes r, r + dp_size, ...
     mine = [rows[first : first + plan.microbatch_size] for first in range(0, len(rows), plan.microbatch_size)]
     made = [_batch(samples, of_batch, num_tokens, plan.pad_id) for of_batch in mine[dp_rank::dp_size]]
     return Minibatch([batch for batch, _ in made], [spread for _, spread in made])
@@ -126,6 +128,9 @@ def _rows(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: Pack
     found = [_packed(samples, apart, plan.seq_len)]
     if plan.share_prompt_prefix:
         groups = _sharing(samples, chosen)
+        # Example: a prompt of 901 tokens, 8 responses of 300, seq_len 2048. One block of all would have 900 + 8 * 301 =
+        # 3,308 tokens. Blocks of at most 2,048 hold three responses (1,803 tokens), each with its own copy of the
+        # prompt.
         limits = [plan.seq_len // parts for parts in _PARTS]
         found = [_packed(samples, _shared(samples, groups, limit), plan.seq_len) for limit in limits] + found
     return min(found, key=len)
@@ -156,6 +161,7 @@ def _shared(samples: Sequence[Sample], groups: Sequence[Sequence[Block]], limit:
     for group in groups:
         block, num_tokens, num_shared = Block(), 0, len(samples[group[0][0]].prompt.tokens) - 1
         for numbers in group:
+            # Tokens after the shared prompt. The last prompt token belongs to each response, because its label differs.
             own = sum(samples[number].length - num_shared for number in numbers)
             if block and num_shared + num_tokens + own > limit:
                 found.append([block])
@@ -236,6 +242,8 @@ class _Layout:
     def sample(self, sample: Sample, number: int, prefix: Run) -> None:
         """Prompt and response, but for as much of them as the prefix has."""
         row, skipped = self._row, prefix[1]
+        # The label of a position is the next token, so the first label is at the last prompt token. Example: prompt p0
+        # p1 and response r0 r1 give ids p0 p1 r0 r1 and labels - r0 r1 -, with `first` at p1.
         first = self._at + len(sample.prompt.tokens) - 1 - skipped
         labelled = (row, slice(first, first + len(sample.tokens)))
         self._read(sample, skipped, sample.length)

@@ -114,6 +114,8 @@ def train_step(
         NonFiniteError: on all ranks, if the loss or the gradient norm is not finite. No parameter has changed.
     """
     batches = [batch.to(mesh.device) for batch in batches]
+    # Example: rank 0 has 300 label tokens and rank 1 has 100. Both divide their loss sums by 400. Gradients are then
+    # summed, which gives the mean over all tokens, and not the mean of the ranks' means.
     weight, batches = with_denominators(objective, batches, lambda local: mesh.sum_over(mesh.dp, local))
     tally = MetricAccumulator(objective, mesh.device)
     for hook in hooks:
@@ -130,10 +132,13 @@ def train_step(
     local_loss = stages.forward_backward(batches, loss_of, request_of(objective))
     progress("the gradient norm")
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
+    # One vector of scalars, so that one collective reduces all of them.
     local = torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()])
     loss, num_bad_norms, sums, noticed, seconds = _over_all_ranks(local, stop_signal(), busy_seconds(), mesh)
     is_good = loss.isfinite() & (num_bad_norms == 0)
+    # One number answers two questions on the host: -1 is a non-finite step, otherwise it is the stop signal.
     arriving = _ToHost(torch.where(is_good, noticed, -1.0))
+    # Queued before the host waits, so the device does not idle during the synchronization.
     launched = step_if_finite(~is_good, optimizer, mesh.device)
     answer = wait_for_device(arriving)
     if answer < 0:
@@ -188,6 +193,7 @@ def _over_all_ranks(
     """
     world_size = dist.get_world_size()
     is_copy = mesh.tp.get_local_rank() > 0 or mesh.cp.get_local_rank() > 0
+    # Example: signals 0, 15 and 0 of three ranks sum to 2 at index 0 and 1 at index 15. The maximum is 15.
     stop_signals = torch.zeros(_NUM_SIGNALS, dtype=local.dtype, device=local.device)
     stop_signals[stop_signal] = 1
     seconds = torch.zeros(world_size, dtype=local.dtype, device=local.device)

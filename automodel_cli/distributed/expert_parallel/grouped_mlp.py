@@ -216,7 +216,9 @@ class _Sorted:
         if not routes.num_arrivals:  # Grouped GEMMs reject empty input. Use one row of zeros for expert 0.
             ends_L = torch.ones(received_RL.shape[1], dtype=torch.int32, device=received_RL.device)
             return cls(routes, None, None, received_RL.new_zeros(1), ends_L)
+        # Received rows are ordered by source rank, then by expert. A grouped GEMM needs them ordered by expert.
         order_N, place_N, expert_N, ends_L = permute.permute_arrivals(received_RL, routes.num_arrivals)
+        # With one rank or one local expert, the rows arrive in the order of experts.
         if 1 in received_RL.shape:
             return cls(routes, None, None, expert_N, ends_L)
         return cls(routes, order_N, place_N, expert_N, ends_L)
@@ -280,18 +282,25 @@ class _Multiply(torch.autograd.Function):
         first, second, *biases = local
 
         def arrive() -> Tensor:
+            # (T, D) tokens -> (P, D) rows sorted by expert -> all-to-all -> (N, D) received rows -> sorted by local
+            # expert.
             routes = rows.routes
             return rows.by_expert(routes.there(hidden_TD.to(first.dtype).index_select(0, routes.token_P))())
 
         def multiply() -> Tensor:
+            # First GEMM, one per expert in a single launch: (N, D) -> (N, F).
             return experts.product(rows_ND, first, rows.ends_L)
 
+        # Recomputation replays saved routes, so that tokens go to the same experts without another host
+        # synchronization.
         rows = save_or_replay(
             lambda: _Sorted.of(find_routes(index_TK, experts.num_local, experts.group)), SaveLevel.ROUTES
         )
         rows_ND = save_or_replay(arrive)
         inner_NF = save_or_replay(multiply, SaveLevel.PRODUCTS)
         call.rows = rows
+        # Backward needs only `rows_ND` and `inner_NF`. When the layer is recomputed, the second GEMM and the all-to-all
+        # of results are skipped.
         if not is_repeating():
             result_ND = experts.product(experts.gate(inner_NF, *rows.bias(biases)), second, rows.ends_L)
             if biases:
@@ -299,6 +308,8 @@ class _Multiply(torch.autograd.Function):
             call.results = rows.back(result_ND)
         ctx.save_for_backward(rows_ND, inner_NF, weight_TK, *local)
         ctx.call, ctx.main_grads, ctx.parameters = call, main_grads, parameters
+        # The values are in `call.results`. This tensor connects `_Sum` to this function in the graph. It stores one
+        # element.
         return rows_ND.new_empty(()).expand(rows.routes.num_arrivals, rows_ND.shape[1])
 
     @staticmethod
@@ -310,23 +321,29 @@ class _Multiply(torch.autograd.Function):
         _, _, _, wants_tokens, wants_weight, *wants = wanted(ctx)
         routes, ends_L = rows.routes, rows.ends_L
         with torch.autocast(rows_ND.device.type, enabled=False):
+            # 1. Send each pair's routing weight to the rank of its expert, while the gradients are still in transit.
             weights_arriving = routes.there(weight_TK.flatten().index_select(0, routes.order_P))
             if call.gradients is not None:  # A schedule that splits the backward may have waited for them already.
                 call.gradients()
                 call.gradients = None
+            # 2. Gradients of the unweighted results: `_Sum.backward` has sent the gradient of each pair's token.
             grad_ND = rows.by_expert(grads[0])
+            # (N, D) -> (N, I): gradient of the gate's output. The routing weight is applied after this GEMM, because I
+            # is usually smaller than D.
             grad_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
             weight_N1 = rows.by_expert(weights_arriving())[:, None]
             weighted_NI, grad_weight_N, grad_inner_NF = experts.through_gate(
                 inner_NF, grad_gated_NI, weight_N1, *rows.bias(biases)
             )
             if wants_tokens:
+                # 3. Token gradients travel back while weight gradients are computed.
                 token_grads_arriving = rows.back(experts.product(grad_inner_NF, first, ends_L, back=True))
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
             if wants_weight:
                 if biases:
                     grad_weight_N += ((grad_ND @ biases[1].t()) * is_of_NL).sum(-1, dtype=weight_TK.dtype)
                 weight_grads_arriving = rows.back(grad_weight_N)
+            # 4. Weight gradients, one GEMM per expert: (rows of the expert)^T x (gradients of its outputs).
             param_grads: list[Tensor | None] = []
             for i, factors in enumerate(((rows_ND, grad_inner_NF), (weighted_NI, grad_ND))):
                 is_added = (
@@ -340,6 +357,8 @@ class _Multiply(torch.autograd.Function):
                 param_grads.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
             grad_TD, grad_weight_TK = None, None
             if wants_tokens:
+                # 5. A token's gradient is the sum over its K pairs. place_P has the row of each pair in the received
+                # gradients. `embedding_bag` gathers and sums in one kernel.
                 grad_TD = embedding_bag(routes.place_P.view_as(weight_TK), token_grads_arriving(), mode="sum")
             if wants_weight:
                 grad_weight_TK = weight_grads_arriving().index_select(0, routes.place_P).view_as(weight_TK)
@@ -362,6 +381,7 @@ class _Sum(torch.autograd.Function):
             assert call.results is not None and call.rows is not None, "they were sent"
             return call.experts.sum_of_pairs(call.results(), call.rows.routes.place_P, call.weight_TK, dtype)
 
+        # (P, D) results in sorted order -> weighted sum of the K results of each token -> (T, D).
         result_TD = save_or_replay(sum_up)
         call.results = None
         ctx.call, ctx.sent_dtype = call, sent_ND.dtype
@@ -371,6 +391,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         routes = ctx.call.rows.routes
+        # Each token's gradient goes to the K experts of the token. The routing weight is applied there.
         ctx.call.gradients = routes.there(grads[0].to(ctx.sent_dtype).index_select(0, routes.token_P))
         return None, ctx.call.gradients.rows, None
 

@@ -123,6 +123,7 @@ class Routes:
     def experts_of_arrivals(self) -> Tensor:
         """Return the local expert of each received row, int64 `[N]`."""
         ranks, experts = self.received_RL.shape
+        # Example: received_RL [[1, 2], [0, 1]] gives the experts 0, 1, 1 (from rank 0) and 1 (from rank 1).
         expert_RL = torch.arange(experts, device=self.received_RL.device).repeat(ranks)
         return expert_RL.repeat_interleave(self.received_RL.flatten(), output_size=self.num_arrivals)
 
@@ -133,15 +134,21 @@ def find_routes(index_TK: Tensor, num_local_experts: int, group: dist.ProcessGro
     Without a group, all experts are local.
     """
     size = 1 if group is None else dist.get_world_size(group)
+    # index_TK holds global expert ids. Sorting by id also sorts by rank: rank r has the ids r L to (r + 1) L - 1.
     expert_P, order_P = torch.sort(index_TK.flatten(), stable=True)
     num_experts = num_local_experts * size
     token_P, place_P, sent = permute.permute_pairs(expert_P, order_P, index_TK.shape[1], num_experts)
+    # sent[e] is the number of local pairs for global expert e. The all-to-all transposes the counts: `received` has the
+    # rows that each source rank sends to each local expert, ranks first.
     received = exchange(sent, [num_local_experts] * size, [num_local_experts] * size, group)()
+    # The message sizes of the next all-to-all must be known on the host.
     of_experts = torch.stack([sent, received]).tolist()  # The only host synchronization.
     send, receive = (
+        # Sum the counts of a rank's experts: 2 ranks with 2 experts each and counts [3, 1, 0, 2] give [4, 2].
         [sum(counts[first : first + num_local_experts]) for first in range(0, len(counts), num_local_experts)]
         for counts in of_experts
     )
+    # Sum the counts of a local expert over the source ranks.
     arrivals_L = [sum(of_experts[1][expert::num_local_experts]) for expert in range(num_local_experts)]
     received_RL = received.view(size, num_local_experts)
     return Routes(order_P, token_P, place_P, received_RL, send, receive, arrivals_L, group)
@@ -155,6 +162,7 @@ def at_least_one_row(experts: LocalExperts, hidden_ND: Tensor, expert_N: Tensor)
     """
     if len(expert_N):
         return experts(hidden_ND, expert_N)
+    # The sum of no rows is a row of zeros that stays connected to the graph.
     return experts(hidden_ND.sum(0, keepdim=True), expert_N.new_zeros(1))[:0]
 
 

@@ -77,6 +77,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, q, k, v, sink_H, context, setting):  # type: ignore[no-untyped-def]
         group = context.group
         exact = torch.promote_types(q.dtype, torch.float32)
+        # Partial results are merged in fp32, because each merge would otherwise round the output once more.
         out = torch.zeros_like(q, dtype=exact)
         lse_NH = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
         block = torch.stack([k, v])  # (2, M, K, D), sent around the ring
@@ -141,6 +142,7 @@ def calls(context: Context, source: int, setting: Setting) -> list[KernelCall]:
     if setting.way == "flex":
         sees = any(segments.context_segments(context, setting.window, chunk) for chunk in context.owners[source])
         return [_FlexCall(context, source, setting.window)] if sees else []
+    # Keys of a later chunk than all queries are masked. Such pairs of chunks give no segment and no call.
     kernel_calls: list[KernelCall] = []
     for chunk in context.owners[source]:  # one call per chunk, because `_merge` needs unique queries
         members = segments.context_segments(context, setting.window, chunk)
@@ -165,6 +167,7 @@ class _PaddedCall:
         self, q: Tensor, k: Tensor, v: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         query_GS, key_GU, heads = self._group.query_GS, self._group.key_GU, q.shape[1]
+        # [M, K, D] -> [M, H, D] (repeated KV heads) -> [G, U, H, D] -> [G, H, U, D]
         keys, values = (kernels.per_query_head(x, heads)[key_GU].transpose(1, 2) for x in (k, v))
         return q[query_GS].transpose(1, 2), keys, values, self._group.mask(window, q.dtype)
 
@@ -175,6 +178,7 @@ class _PaddedCall:
         else:
             out, lse_GHS = kernels.dense_forward(*inputs, setting.scale, setting.softcap)
         real_GS = self._group.real_GS
+        # Padding queries repeat a real one. They are dropped, so that `_merge` gets each query once.
         return self._group.query_GS[real_GS], out.transpose(1, 2)[real_GS], lse_GHS.transpose(1, 2)[real_GS]
 
     def backward(
@@ -182,6 +186,8 @@ class _PaddedCall:
     ) -> tuple[Tensor, Tensor, Tensor]:
         query_GS, padding_GS = self._group.query_GS, ~self._group.real_GS
         inputs = self._inputs(q, k, v, setting.window)
+        # Padding queries get a zero gradient, and a log-sum-exp for which every probability is 0. They add nothing to
+        # the gradients of the keys.
         grad_GHS = grad[query_GS].masked_fill(padding_GS[..., None, None], 0.0).transpose(1, 2)
         lse_GHS = lse_NH[query_GS].masked_fill(padding_GS[..., None], _PADDING_LSE).transpose(1, 2)
         out_GHS = out[query_GS].transpose(1, 2)
@@ -284,6 +290,7 @@ class _FlexCall:
         with torch.enable_grad():
             q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             part, part_lse_NH = self._attend(q, k, v, setting)
+        # Share w_i of these keys in the softmax over all keys.
         share_NH = torch.exp(part_lse_NH.detach() - lse_NH)
         grad_part = grad * share_NH.unsqueeze(-1)
         grad_part_lse = (grad_part * (part.detach() - out)).sum(-1)

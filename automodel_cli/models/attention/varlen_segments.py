@@ -96,9 +96,11 @@ def context_segments(context: Context, window: int | None, key_chunk: int | None
             token. An index: only the keys of this chunk of the rows. Each local token is in at most one segment.
     """
     found = []
+    # Keys from the start of the document to the last query of the piece, less those outside the window.
     for query, row, position, stop, start in _pieces(context):
         key, key_stop, last = start if window is None else max(start, position - window + 1), stop, stop
         if key_chunk is not None:
+            # Intersect with the key chunk. With a window, later queries see no key of the chunk and are excluded.
             first = row * context.tokens + key_chunk * context.chunk
             key, key_stop = max(key, first), min(stop, first + context.chunk)
             last = stop if window is None else min(stop, key_stop + window - 1)
@@ -192,6 +194,7 @@ def row_mask(
     table = np.where(sees, np.float32(0), np.float32(-np.inf))
     mask_NT = np.full((documents.bounds[-1], length), -np.inf, np.float32)
     for (start, end), (first, ahead) in zip(itertools.pairwise(documents.bounds), prefixes, strict=True):
+        # Own tokens attend to own tokens, and to the prefix wherever it is in the row.
         at, stop = start % length, ahead + end - start
         mask_NT[start:end, at : at + end - start] = table[ahead:stop, ahead:stop]
         mask_NT[start:end, first % length : first % length + ahead] = table[ahead:stop, :ahead]

@@ -89,6 +89,7 @@ def over_stages(
         is_owner = dist.get_rank(group) == owner
         while True:
             item = next(local_stream, None) if is_owner else None
+            # None ends the stream of this owner.
             header: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
             if item is not None:
                 header = [(item[0], item[1].shape, item[1].dtype)]
@@ -135,6 +136,7 @@ def _named_full_weights(
             units.setdefault(unit_of(name), {})[name] = tensor
         for name, packed in nf4.packed_layers(model):
             units.setdefault(unit_of(name), {})[f"{name}.weight"] = packed
+    # One unit (for example a decoder layer) at a time: the memory is that of one unsharded layer.
     for unit in units.values():
         state = {}
         for name, stored in unit.items():
@@ -143,6 +145,7 @@ def _named_full_weights(
             )
             target_dtype = torch.float32 if keep_fp32(name) else dtype
             if name in updates:
+                # (out, in) weight + scale * B @ A, in fp32, then rounded once.
                 full = lora.rounded(name, lora.merged_weight(full, updates[name]), target_dtype)
             elif (
                 keep_mean and isinstance(stored, nn.Parameter) and stored.requires_grad and full.dtype == torch.float32

@@ -215,6 +215,7 @@ class _FusedScores(torch.autograd.Function):
             if grad is None:
                 grad = torch.zeros(ids.shape, dtype=torch.float32, device=hidden.device)
             if grad_topk is not None:
+                # Top-k log-probs are log-probs of known ids, so their gradient has the same formula.
                 ids, grad = torch.cat([ids, topk_ids], 1), torch.cat([grad, grad_topk], 1)
             wants_hidden, wants_weight, *_ = ctx.needs_input_grad
             place = ctx.weight_sum.place(weight.dtype) if wants_weight and ctx.weight_sum is not None else None
@@ -236,6 +237,7 @@ class _FusedScores(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_hidden is not None:
+            # Each tensor-parallel rank has the part of its vocabulary columns.
             grad_hidden = settings.vocabulary.sum(grad_hidden)
         return grad_hidden, grad_weight, None, None, None, None
 
@@ -328,8 +330,10 @@ class _Gradients:
 
     def _multiply(self, part: slice, dz_sV: Tensor) -> None:
         if self.hidden is not None:
+            # (s, V) x (V, D) -> (s, D)
             torch.mm(dz_sV, self._weight, out=self.hidden[part])
         if self._sum is not None:
+            # (V, s) x (s, D) -> (V, D), accumulated over chunks in fp32
             add_product_(self._sum, dz_sV.t(), self._hidden[part], first=not self._is_begun)
             self._is_begun = True
 
@@ -339,6 +343,7 @@ class _Gradients:
         grad_sN = chunk.grad_sN.where(is_token_sN, 0)
         total_s1 = grad_sN.sum(1, keepdim=True)
         if chunk.grad_entropy_s is None or chunk.entropy_s is None:
+            # dz = sum_n g_n (onehot(id_n) - p). The one-hot part is added below by scatter.
             dz_sV = logp_sV.exp_().mul_(-total_s1)
         else:
             p_sV = logp_sV.exp()

@@ -76,11 +76,13 @@ class Vocabulary:
         self, lse_S: Tensor, picked_SN: Tensor, entropy_S: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Combine the ranks. For the probability w of a rank, H = sum_ranks w (H_rank - log w)."""
+        # One all-gather of (N + 1 or N + 2) x S numbers instead of S x V logits.
         local_stats = [lse_S, *picked_SN.unbind(1)] + ([] if entropy_S is None else [entropy_S])
         all_ranks = torch.empty(dist.get_world_size(self.group), len(local_stats), len(lse_S), device=lse_S.device)
         dist.all_gather_into_tensor(all_ranks.flatten(0, 1), torch.stack(local_stats), group=self.group)
         lse_RS = all_ranks[:, 0]
         lse_S = torch.logsumexp(lse_RS, 0)
+        # Exactly one rank has each id, the others contribute 0.
         picked_SN = all_ranks[:, 1 : 1 + picked_SN.shape[1]].sum(0).t()
         if entropy_S is not None:
             log_w_RS = lse_RS - lse_S
@@ -98,6 +100,7 @@ class Vocabulary:
         all_values, all_ids = ([torch.empty_like(t) for _ in ranks] for t in (values, ids))
         dist.all_gather(all_values, values.contiguous(), group=self.group)
         dist.all_gather(all_ids, ids, group=self.group)
+        # The k largest of all are among the k largest of each rank.
         values, index = torch.cat(all_values, -1).topk(k)
         return values, torch.cat(all_ids, -1).gather(-1, index)
 

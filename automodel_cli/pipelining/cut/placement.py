@@ -120,7 +120,10 @@ def place_layers(
         per_chunk = _fixed_ends(num_layers, pp_size, chunks, first_stage_layers, last_stage_layers)
     else:
         per_chunk = [_even(num_layers, pp_size, chunks, int(account_for_embedding) + int(account_for_loss))] * pp_size
+    # Stage s is chunk s // p of rank s % p. With p = 2 and 2 chunks: ranks 0, 1, 0, 1.
     counts = [per_chunk[s % pp_size] for s in range(pp_size * chunks)]
+    # Embedding and loss were counted as layers, so that their stages have one decoder layer less. Example: 14 layers on
+    # 4 ranks with both counted: 16 / 4 = 4 per stage, so 3, 4, 4, 3 decoder layers.
     counts[0] -= account_for_embedding
     counts[-1] -= account_for_loss
     letters = ["t" * n for n in counts]
@@ -198,6 +201,7 @@ def _fixed_ends(num_layers: int, pp_size: int, chunks: int, first: int | None, l
         raise PlacementError(
             f"{middle} layers must be a multiple of the other {middle_ranks} ranks", code="not-divisible"
         )
+    # Example: 18 layers on 4 ranks with first 3 and last 3 leave 12 for the two middle ranks: 3, 6, 6, 3.
     totals = [middle // middle_ranks if middle_ranks else 0] * pp_size
     if first is not None:
         totals[0] = first

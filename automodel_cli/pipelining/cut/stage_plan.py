@@ -143,6 +143,7 @@ def _stage_of_depths(config: PipelineConfig, part: ModelPart, anatomy: ModelStru
         return None
     if config.layout is None:
         return num_stages - 1
+    # Example: "Et|t|m|L" has four stages. The multi-token prediction layer is stage 2.
     stage = next(s for s, letters in enumerate(parse_layout(config.layout).letters) if "m" in letters)
     if stage < num_stages - 1 and anatomy.streams:
         raise ConfigError(
@@ -199,6 +200,7 @@ def _layers(
                 fix="layout=null, or a layout without m",
             )
         validate_layout(layout, pp_size, num_layers, len(part.multi_token or ()))
+        # Example: "Et*2|t*3|tL" has 2, 3 and 1 decoder layers.
         counts = [letters.count("t") for letters in layout.letters]
         if kind == "single":
             _check_count(len(counts), pp_size, kind)
@@ -231,6 +233,7 @@ def _sizes(balance: str, count: int, num_layers: int, part: ModelPart, anatomy: 
         even_sizes(count, num_layers)  # Raises the error with its fix.
     layers = part.model.get_submodule(anatomy.layers)
     head = sum(used_weights(part.model.get_submodule(name)) for name in anatomy.after)
+    # Costs are proportional to the FLOPs of a token. The head counts for the last stage, so that it gets fewer layers.
     return balanced_sizes([used_weights(layer) for layer in layers.children()], count, head_cost=head)
 
 
@@ -250,6 +253,7 @@ def used_weights(module: nn.Module) -> float:
             # The experts decorator of transformers sets it on fused experts.
             experts = getattr(child, "num_experts", None)
             if experts and param.dim() == 3:
+                # Example: 64 experts, 8 per token. One eighth of the expert weights is used.
                 total += param.numel() * float(child.config.num_experts_per_tok) / experts  # type: ignore
             else:
                 total += param.numel()

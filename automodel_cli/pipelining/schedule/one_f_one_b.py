@@ -62,6 +62,7 @@ def get_pp_rank_microbatches(
     if pipeline_parallel_size is None or pipeline_parallel_rank is None:
         raise ValueError("give p2p_communicator, or pipeline_parallel_size and pipeline_parallel_rank")
     total = num_microbatches * num_model_chunks
+    # A microbatch needs `hops` further stages before its backward can return, so 1F1B runs that many forwards ahead.
     hops = pipeline_parallel_size - pipeline_parallel_rank - 1
     if forward_only:
         warmup = total
@@ -70,6 +71,9 @@ def get_pp_rank_microbatches(
     elif virtual_pipeline_parallel_size is None:
         warmup = hops
     else:
+        # Example: p = 4, rank 0, v = 2, g = 4 gives 2 * 3 + 1 * 4 = 10 forwards before the first backward. The first
+        # backward belongs to chunk 1, whose forwards begin after g forwards of chunk 0. Its activations travel 3 hops
+        # to the last rank, and its gradient travels 3 hops back.
         group = microbatch_group_size_per_vp_stage or pipeline_parallel_size
         warmup = 2 * hops + (num_model_chunks - 1) * group + bool(overlap_moe_expert_parallel_comm)
     all_in_warmup = warmup >= total
@@ -158,6 +162,8 @@ def compute_order(
     forwards = [Compute("F", microbatch, chunk) for microbatch, chunk in table]
     if forward_only:
         return forwards
+    # Backwards run in the same order with reversed chunks: the last chunk has the first backward.
     backwards = [Compute("B", microbatch, chunks - 1 - chunk) for microbatch, chunk in table]
+    # Forward k is followed by backward k - warmup, so that `warmup` + 1 forwards are live at most.
     steady = [step for k in range(warmup, len(table)) for step in (forwards[k], backwards[k - warmup])]
     return [*forwards[:warmup], *steady, *backwards[len(table) - warmup :]]

@@ -44,6 +44,7 @@ def build_program(
     elif schedule.name == "1F1B":
         ranks = [_from_megatron(compute_order(m, p, rank), p, rank) for rank in range(p)]
     elif schedule.name == "ZB-H1":
+        # Later ranks finish their backwards earlier, so they postpone more weight gradients to the end of the step.
         ranks = [_zero_bubble(rank, m, warmup=p - 1 - rank, delay=rank) for rank in range(p)]
     elif schedule.name == "ZB-H2":
         ranks = [_zero_bubble(rank, m, warmup=2 * (p - 1 - rank), delay=2 * rank) for rank in range(p)]
@@ -54,6 +55,7 @@ def build_program(
         from automodel_cli.pipelining.schedule.actions import rank_programs
 
         assert schedule.torch_class is not None, f"no generator for {schedule.name}"
+        # Chunk c of rank r is stage c p + r in a loop, for example stages 0, 4 on rank 0 with p = 4 and v = 2.
         ranks = rank_programs(schedule.torch_class, p, m, v)
     return Program(schedule.name, m, stage_owners(p, p * v, schedule.style), tuple(ranks))
 
@@ -72,8 +74,10 @@ def _zero_bubble(stage: int, m: int, *, warmup: int, delay: int) -> tuple[Step, 
 
     Example: stage 1 of p=2, m=3 (warmup 0, delay 1): F0 I0 F1 I1 W0 F2 I2 W1 W2.
     """
+    # 1. Warm-up: forwards that later stages need before their first backward.
     steps = [Action("F", stage, k) for k in range(min(warmup, m))]
     forwards, weights = len(steps), 0
+    # 2. Steady state: one forward, one input gradient, and a weight gradient if more than `delay` are pending.
     for k in range(m):
         if forwards < m:
             steps.append(Action("F", stage, forwards))
@@ -82,4 +86,5 @@ def _zero_bubble(stage: int, m: int, *, warmup: int, delay: int) -> tuple[Step, 
         if k + 1 - weights > delay:
             steps.append(Action("W", stage, weights))
             weights += 1
+    # 3. The remaining weight gradients fill the bubble at the end.
     return tuple(steps + [Action("W", stage, k) for k in range(weights, m)])

@@ -151,6 +151,8 @@ def check_schedule(
     if group_size is not None:
         _check_group(schedule, p, m, group_size)
     elif name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        # torch runs rounds of m / rounds microbatches. With p = 4, m = 10 has 2 rounds of 5. m = 13 has 3 rounds and is
+        # rejected.
         rounds = max(1, m // p)
         if m % rounds:
             near = [k for k in (m - m % p, m + p - m % p) if k > 0]
@@ -197,6 +199,7 @@ def _check_group(schedule: Schedule, p: int, m: int, g: int) -> None:
             fix=f"microbatch_group_size={p}" if m >= p else f"microbatch_group_size=null, or at least {p} microbatches",
         )
     if 0 < m % g < p:
+        # A last group with fewer than p microbatches would need its own results before they are computed.
         legal = [k for k in range(p, m + 1) if m % k == 0 or m % k >= p]
         raise ConfigError(
             f"microbatch_group_size={g} leaves a last group of {m % g} of {m} microbatches, which is less than "

@@ -121,6 +121,7 @@ class Timeline:
 
 
 def _lower_bound(program: Program, costs: Costs) -> float:
+    # The first stage of a rank gets its first input after the forwards of all earlier stages and their hops.
     first = [min(s for s, owner in enumerate(program.owner) if owner == rank) for rank in range(program.pp_size)]
     bounds = []
     for rank, stage in enumerate(first):
@@ -138,6 +139,7 @@ def peak_activations(program: Program, per_stage: Sequence[float] | None = None)
         per_stage: amount of one microbatch on each stage, for example in bytes. Defaults to 1 / v.
     """
     amounts = per_stage or [1 / program.num_chunks] * program.num_stages
+    # Activations are needed until the weight gradient, so I frees nothing.
     change = {"F": 1, "I": 0, "W": -1, "B": -1}
     return tuple(
         max(accumulate((change[a.kind] * amounts[a.stage] for a in program.actions(rank)), initial=0.0))
@@ -147,6 +149,7 @@ def peak_activations(program: Program, per_stage: Sequence[float] | None = None)
 
 def simulate(program: Program, costs: Costs) -> Timeline:
     """Simulate a program. Raises ConfigError if ranks deadlock, with the pending action of each."""
+    # (result, stage, microbatch) -> time at which it exists
     ends: dict[tuple[str, int, int], float] = {}
     spans: list[list[Span]] = [[] for _ in program.ranks]
     queue: list[list[Step]] = [list(steps) for steps in program.ranks]
@@ -154,6 +157,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         queue = [list(program.actions(rank)) for rank in range(program.pp_size)]
     at, free, busy = [0] * program.pp_size, [0.0] * program.pp_size, [0.0] * program.pp_size
     progress = True
+    # Advance each rank as far as its inputs exist, until no rank advances. A valid program has finished then.
     while progress:
         progress = False
         for rank, steps in enumerate(queue):
@@ -162,6 +166,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
                 if block is None:
                     break
                 ready, duration, actions = block
+                # Idle time of the rank is `start - free[rank]`.
                 start = max(free[rank], ready)
                 free[rank] = start + duration
                 busy[rank] += duration
@@ -206,5 +211,7 @@ def _inputs(action: Action, num_stages: int) -> list[tuple[str, int, int]]:
     if kind == "F":
         return [("F", stage - 1, k)] if stage else []
     if kind == "W":
+        # W follows I of the same stage and microbatch.
         return [("G", stage, k)]
+    # I and B need the activations of the own forward, and the gradient from the next stage except on the last one.
     return [("F", stage, k)] + ([("G", stage + 1, k)] if stage + 1 < num_stages else [])

@@ -134,6 +134,7 @@ class Sampler:
         seeds = resolve_seeds(prompts, params, seeds)
         limits = [params.max_new_tokens] * len(prompts) if limits is None else limits
         slots = min(self.max_num_seqs, max(1, len(prompts)))
+        # One more slot stores the cache of a prompt whose samples do not all fit.
         self._cache.max_num_seqs = self._states.max_num_seqs = slots + (len(prompts) > self.max_num_seqs)
         self._cache.longest = max((len(p) + n - 1 for p, n in zip(prompts, limits, strict=True)), default=1)
         self._cache.register()
@@ -176,8 +177,11 @@ class Sampler:
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
         must_gather = self.decoder.gathers
+        # Ranks with expert parallelism run the same number of forwards. A rank without sequences runs a dummy.
         while self.decoder.anyone(bool(waiting or active)) or must_gather:
             must_gather = False
+            # Prefill several prompts together once enough slots are free, because each prefill delays all active
+            # sequences.
             refills = bool(waiting) and (not active or self.max_num_seqs - len(active) >= self._refill)
             while refills and self._start_shared(waiting, active, params):
                 self._retire(active, finished)
@@ -209,6 +213,7 @@ class Sampler:
             new[-1].experts += shared.experts
         if shared is None or not new:
             return False
+        # Active sequences use the slots 0 to B - 1, so new ones take the next slots.
         for slot in range(len(active), len(active) + len(new)):
             self._cache.move(self.max_num_seqs, slot, len(shared.prompt))
             self._states.move(self.max_num_seqs, slot)
@@ -227,6 +232,8 @@ class Sampler:
             if new and not shared and num_tokens > self.max_num_batched_tokens:
                 break
             new.append(waiting.popleft())
+        # Samples of one prompt are adjacent. The prompt runs once, and its keys are copied to the slots of all its
+        # samples.
         slots = range(len(active), len(active) + len(new))
         groups = [list(group) for _, group in groupby(zip(slots, new, strict=True), key=lambda pair: pair[1].prompt)]
         prompts = [group[0][1].prompt for group in groups]
@@ -237,6 +244,7 @@ class Sampler:
         forward = Prefill([len(prompt) for prompt in prompts], places, self.decoder.device)
         input_ids_1T = self._tensor([token for prompt in prompts for token in prompt])[None]
         position_ids_1T = self._tensor([i for prompt in prompts for i in range(len(prompt))])[None]
+        # The logits of a prompt's last token sample the first token of each of its samples.
         wanted_S = torch.cat([(end - 1).expand(len(g)) for end, g in zip(forward.cu_seqlens[1:], groups, strict=True)])
         active += new
         logits_SV = self._forward(forward, input_ids_1T, position_ids_1T, wanted_S.long(), new, params)
@@ -324,6 +332,7 @@ class Sampler:
             finished[sequence.index] = Completion(
                 sequence.tokens, sequence.logprobs, reason, self.weight_version, routed_experts=experts
             )
+            # Example: slots A B C D and B finishes. D moves to slot 1, which gives A D C.
             last = active.pop()
             if last is not sequence:
                 active[slot] = last
