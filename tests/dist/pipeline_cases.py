@@ -209,12 +209,16 @@ def _merge(into: dict[str, Tensor], name: str, grad: Tensor) -> None:
     into[name] = grad
 
 
-def _fsdp(mesh: Mesh) -> Callable[..., nn.Module]:
+def _fsdp(mesh: Mesh, param_dtype: str | None = None, reduce_dtype: str | None = None) -> Callable[..., nn.Module]:
     from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
     from automodel_cli.distributed.parallelizer import parallelize
 
-    config = FSDP2Config(mp_policy=MixedPrecision(param_dtype=None, reduce_dtype=None))
+    config = FSDP2Config(mp_policy=MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype))
     return lambda part, **axes: parallelize(part, mesh, config)
+
+
+def _mixed(mesh: Mesh) -> Callable[..., nn.Module]:
+    return _fsdp(mesh, "bfloat16", "float32")
 
 
 def _layers_only(mesh: Mesh) -> Callable[..., None]:
@@ -232,7 +236,11 @@ def _layers_only(mesh: Mesh) -> Callable[..., None]:
     return wrap
 
 
-PARALLELIZERS: dict[str, Callable[[Mesh], Callable[..., Any]]] = {"fsdp": _fsdp, "layers": _layers_only}
+PARALLELIZERS: dict[str, Callable[[Mesh], Callable[..., Any]]] = {
+    "fsdp": _fsdp,
+    "layers": _layers_only,
+    "mixed": _mixed,
+}
 
 
 def _scale_by_microbatches(pipeline: AutoPipeline) -> None:

@@ -1,4 +1,4 @@
-"""Private names of FSDP2 that pipeline stages and captured graphs need (torch 2.11 to 2.13)."""
+"""Private names of FSDP2 that pipeline stages and captured graphs need (torch 2.11 to 2.15)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP state. torch 2.13 has several per state, 2.11 at most one."""
+    """Return the parameter groups of an FSDP state. torch 2.13 has several per state, 2.11 at most one.
+
+    Remove the second branch when torch >= 2.13 is the minimum.
+    """
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
@@ -61,3 +64,37 @@ def set_sync(root: FSDPModule, enabled: bool) -> None:
     root.set_is_last_backward(enabled)
     root.set_reshard_after_backward(enabled)
     root.set_requires_gradient_sync(enabled)
+
+
+def set_reduction_by_caller(root: FSDPModule, enabled: bool) -> None:
+    """Set whether `reduce_gradients` ends the next backwards, and not a hook. Needed since torch 2.15."""
+    if hasattr(root, "set_manual_backward_finalization"):
+        root.set_manual_backward_finalization(enabled)
+
+
+def sum_in_reduce_dtype(root: FSDPModule) -> None:
+    """Add the weight gradients of a split backward to the sum over microbatches.
+
+    torch 2.15 does so. Before, they are summed in the dtype of gradients until a hook runs in the next backward. Remove
+    this function when torch >= 2.15 is the minimum.
+    """
+    if hasattr(root, "finalize_backward"):
+        return
+    for state in fully_shard.state(root)._state_ctx.all_states:  # type: ignore[attr-defined]
+        for param in (param for group in param_groups(state) for param in group.fsdp_params):
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce the gradients that the last backwards have accumulated, and free gathered parameters."""
+    set_sync(root, True)
+    if hasattr(root, "finalize_backward"):
+        root.finalize_backward()
+        return
+    # Remove this branch when torch >= 2.15 is the minimum.
+    state = fully_shard.state(root)  # type: ignore[attr-defined]
+    for nested in state._state_ctx.all_states:
+        for param_group in param_groups(nested):
+            param_group.post_backward()
+    state._root_post_backward_final_callback()

@@ -10,7 +10,7 @@ One runtime executes all schedules. Differences to torch's own classes:
 * Forward-only programs work for every placement and under no_grad. torch's `eval()` fails on V placements.
 * Losses are stored by microbatch, so a program may run forwards in any order.
 
-Supports torch 2.11 to 2.13.
+Supports torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining import stage as torch_stage
@@ -33,11 +33,18 @@ from automodel_cli.distributed.strategies.fsdp2.sharding import reduce_in_backwa
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 from automodel_cli.pipelining.schedule.actions import to_torch
 from automodel_cli.pipelining.schedule.program import Program
-from automodel_cli.pipelining.torch_runtime.fsdp_compat import fsdp_roots, param_groups, set_sync
+from automodel_cli.pipelining.torch_runtime.fsdp_compat import (
+    fsdp_roots,
+    reduce_gradients,
+    set_reduction_by_caller,
+    sum_in_reduce_dtype,
+)
 
-HAS_STAGE_META = hasattr(
-    PipelineStage, "_setup_forward_recv_info"
-)  # torch 2.13. Earlier receive infos have no metadata.
+# Receives have metadata (torch 2.13). Remove the other branches when torch >= 2.13 is the minimum.
+HAS_STAGE_META = hasattr(PipelineStage, "_setup_forward_recv_info")
+# Sends and reductions have waits, and receives allocate their buffers (torch 2.15). Remove the other branches when
+# torch >= 2.15 is the minimum.
+HAS_WAITS = hasattr(torch_schedules, "_add_wait_send")
 
 
 @dataclass(frozen=True)
@@ -108,14 +115,22 @@ class Stage(PipelineStage):
         self.shapes, self.has_backward = list(shapes), train
         self.args_recv_info.clear()
         self.grad_recv_info.clear()
-        for state in (self.fwd_cache, self.bwd_cache, self.backward_state, self.dw_runner, self.output_chunks):
+        for state in (self._forwards, self.bwd_cache, self.backward_state, self.dw_runner):
             state.clear()
+        for root in self.fsdp_roots:
+            set_reduction_by_caller(root, train and not self.reduction.in_backward)
         self.grad_send_info = None
         if HAS_STAGE_META:
             self._inference_mode = torch_stage.InferenceMode.STATIC
         self._prepare_forward_infra(len(shapes), (), {})
         if train:
             self._prepare_backward_infra(len(shapes))
+
+    @property
+    def _forwards(self) -> dict[int, Any]:
+        """What the backward of each microbatch needs: outputs and inputs."""
+        forwards: dict[int, Any] = self._forward_chunk_states if HAS_WAITS else self.fwd_cache  # type: ignore[attr-defined]
+        return forwards
 
     def meta(self, microbatch: int, *, leaving: bool) -> Tensor:
         """Return the hidden states of one microbatch between stages, on the meta device."""
@@ -130,12 +145,13 @@ class Stage(PipelineStage):
     # Receive buffers: described at the start of a step, allocated when the receive is posted, freed after use.
 
     def _infos(self, name: str, source: int, microbatch: int, gradient: bool) -> tuple[Any, ...]:
+        new: Callable[..., Any] = torch_stage._RecvInfo
         if not HAS_STAGE_META:
-            return (torch_stage._RecvInfo(name, source, None),)  # type: ignore[call-arg]
+            return (new(name, source, None),)
         meta: Any = torch_stage.extract_tensor_metas((self.meta(microbatch, leaving=gradient),))
         if gradient:
             meta = torch_stage._derive_grad_metas(meta)
-        return (torch_stage._RecvInfo(name, source, None, tensor_meta=meta[0]),)
+        return (new(name, source, *(() if HAS_WAITS else (None,)), tensor_meta=meta[0]),)
 
     def _describe_inputs(self, count: int) -> None:
         source = self.stage_index - 1
@@ -153,7 +169,7 @@ class Stage(PipelineStage):
             )
 
     def _allocate(self, infos: tuple[Any, ...], microbatch: int, requires_grad: bool, *, leaving: bool) -> None:
-        for info in infos:
+        for info in () if HAS_WAITS else infos:
             shape = self._shape(microbatch, leaving=leaving)
             info.buffer = torch.empty(shape, dtype=self.boundary_dtype, device=self.device)
             info.buffer.requires_grad_(
@@ -192,16 +208,21 @@ class Stage(PipelineStage):
             output = self.submod(hidden_BTD, **kwargs)
         return output if self.is_last else output.to(self.boundary_dtype)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *_: Any, **__: Any
+    ) -> HeadOutput | Tensor:
+        inputs = args if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
+        output = self.forward_maybe_with_nosync(*inputs, **(kwargs or {}))
         for info in self.args_recv_info[fwd_chunk_id]:
             info.buffer = None  # The forward cache keeps it until the backward.
-        if self.is_last:
-            # The loss keeps the graph of its inputs. torch would detach and keep every output tensor.
-            self.output_chunks.clear()
-            _, inputs = self.fwd_cache.pop(fwd_chunk_id)
-            if self.has_backward:
-                self.fwd_cache[fwd_chunk_id] = ((), inputs)
+        if self.is_last and not self.has_backward:
+            return output
+        # The loss keeps the graph of the last stage's output. torch would detach and keep every output tensor.
+        leaving = () if self.is_last else (output,)
+        if HAS_WAITS:
+            self._forwards[fwd_chunk_id] = self._make_forward_chunk_state(leaving, list(inputs))  # type: ignore[attr-defined]
+        else:
+            self._forwards[fwd_chunk_id] = (leaving, list(inputs))
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -225,17 +246,22 @@ class Stage(PipelineStage):
             names = ("stage_output", "output_grads", "input_values")
             with single_backward(self.reduction.in_backward):  # Recomputed layers run again.
                 return stage_backward(*(bwd_kwargs[name] for name in names)), None
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            for root in self.fsdp_roots:
+                sum_in_reduce_dtype(root)
+        return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         assert grad_scale_factor == 1, "losses are divided by the global weight already; nothing here rescales"
         for root in self.fsdp_roots:
-            set_sync(root, True)
-            state = fully_shard.state(root)  # type: ignore[attr-defined]
-            for nested in state._state_ctx.all_states:
-                for param_group in param_groups(nested):
-                    param_group.post_backward()
-            state._root_post_backward_final_callback()
+            reduce_gradients(root)
+
+    def start_gradient_reduction(self) -> None:
+        self.perform_reduce_grad(1)
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Do nothing, because the reduction has ended."""
 
     # Setup hooks of torch. 2.13 calls the first three, 2.11 the two after them.
 
@@ -264,9 +290,6 @@ class Stage(PipelineStage):
         # The handshake of torch 2.11 sends to its own rank at the bend of a V, which aborts gloo.
         ops = super()._get_init_p2p_neighbors_ops()
         return ops if HAS_STAGE_META else [op for op in ops if op.group_peer != dist.get_rank(self.group)]
-
-    def _validate_fwd_outputs(self, *args: Any, **kwargs: Any) -> None:
-        """Skip the check of torch 2.11, which compares every microbatch with one static shape."""
 
 
 class Runtime(torch_schedules._PipelineScheduleRuntime):
@@ -303,8 +326,8 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         """
         stages: list[Stage] = self._stages  # type: ignore[assignment]
         for stage in stages:
-            stage.begin(shapes, self._has_backward)
             stage.reduction = self._reduction
+            stage.begin(shapes, self._has_backward)
         self._stages_forward_initialized, self._stages_backward_initialized = True, self._has_backward
         self.on_result = on_result
         self.results = {}
@@ -319,7 +342,9 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         """Open the connections between neighbors in an order that cannot deadlock. Call once per process group."""
         for stage in self._stages:
             stage.begin([(1, 1)], False)  # type: ignore[attr-defined]
-        if HAS_STAGE_META:
+        if HAS_WAITS:
+            self._initialize_pipeline_distributed_state(self._stages, False, True)  # type: ignore[attr-defined]
+        elif HAS_STAGE_META:
             self._warmup_p2p(self._stages, False, False)
         else:
             ops = list(itertools.chain.from_iterable(stage._get_init_p2p_neighbors_ops() for stage in self._stages))
@@ -348,7 +373,10 @@ def _no_step(output: HeadOutput, microbatch: int) -> Tensor:
 
 
 def _lower(program: Program, train: bool) -> dict[int, list[Any]]:
-    """Add communication, FSDP gathers (each stage once per step), and reductions outside backward if needed."""
+    """Add communication, FSDP gathers (each stage once per step), and reductions outside backward if needed.
+
+    A forward send ends after the backward of its microbatch, when the next stage has received it for certain.
+    """
     owner, count = program.owner, program.num_microbatches
     ranks: dict[int, list[Any]] = {}
     for rank, steps in enumerate(program.ranks):
@@ -356,4 +384,5 @@ def _lower(program: Program, train: bool) -> dict[int, list[Any]]:
         if train and program.splits_backward:
             actions = torch_schedules._add_reduce_grad(actions, count)
         ranks[rank] = actions
-    return torch_schedules._add_send_recv(ranks, stage_to_rank=lambda s: owner[s], num_stages=len(owner))
+    sent = torch_schedules._add_send_recv(ranks, stage_to_rank=lambda s: owner[s], num_stages=len(owner))
+    return torch_schedules._add_wait_send(sent) if HAS_WAITS else sent  # type: ignore[attr-defined]

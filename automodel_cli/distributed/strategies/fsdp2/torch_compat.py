@@ -1,4 +1,4 @@
-"""Private names of FSDP2 (torch 2.11 to 2.13).
+"""Private names of FSDP2 (torch 2.11 to 2.15).
 
 Used for units on one rank, and for GEMMs that accumulate into the sum over microbatches. Assumptions:
 
@@ -7,7 +7,8 @@ Used for units on one rank, and for GEMMs that accumulate into the sum over micr
   tests/dist/test_alone.py counts the copies.
 - A gathered parameter and its buffers are created in `param_dtype` if they are missing (tests/dist/test_precision.py).
 - A unit sums gradients over microbatches in `unsharded_accumulated_grad` before it reduces them, if `reduce_dtype`
-  differs from the dtype of gradients (tests/dist/test_added.py).
+  differs from the dtype of gradients. Since torch 2.15 this is `.grad` of the gathered parameter
+  (tests/dist/test_added.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.wgrad_fusion.linear import of_local
+
+# `.grad` of the gathered parameter has the reduce dtype. Remove the other branch when torch >= 2.15 is the minimum.
+_SUMS_IN_GRAD = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
 
 
 def copy_once(unit: FSDPModule) -> None:
@@ -50,7 +54,9 @@ def computing_in(units: Sequence[FSDPModule], dtype: torch.dtype) -> Iterator[No
     states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
     groups = [group for unit in units for group in _groups(unit)]
     policies = [(owner, "_mp_policy", owner._mp_policy) for owner in states]
-    policies += [(owner, "mp_policy", owner.mp_policy) for owner in groups]
+    # A policy per parameter since torch 2.15. Remove the first case when torch >= 2.15 is the minimum.
+    owners = [owner for group in groups for owner in ([group] if hasattr(group, "mp_policy") else group.fsdp_params)]
+    policies += [(owner, "mp_policy", owner.mp_policy) for owner in owners]
     try:
         for owner, name, policy in policies:
             setattr(owner, name, dataclasses.replace(policy, param_dtype=dtype))
@@ -87,13 +93,19 @@ class UnreducedSum:
 
     def place(self, gradient_dtype: torch.dtype) -> tuple[Tensor, bool] | None:
         param = self._param
-        if param.unsharded_accumulated_grad is not None:
-            return _local(param.unsharded_accumulated_grad), False
-        if self._group.reduce_grads or param.reduce_dtype in (None, gradient_dtype):
-            return None  # Nothing is summed over microbatches, or the sum has the dtype of the gradient.
+        if param.reduce_dtype in (None, gradient_dtype):
+            return None  # The sum has the dtype of the gradient.
+        before = param.unsharded_accumulated_grad
+        if before is not None and before.dtype == param.reduce_dtype:
+            return _local(before), False
+        if self._group.reduce_grads:
+            return None  # Nothing is summed over microbatches.
         unsharded = param._unsharded_param
         total = torch.empty_like(_local(unsharded), dtype=param.reduce_dtype, requires_grad=False)
-        param.unsharded_accumulated_grad = of_local(total, unsharded)
+        if _SUMS_IN_GRAD:
+            unsharded.grad = of_local(total, unsharded)
+        else:
+            param.unsharded_accumulated_grad = of_local(total, unsharded)
         return total, True
 
 
