@@ -82,7 +82,6 @@ OWN_ATTENTION: dict[str, dict] = {
     "llama4_text": {},
     "bloom": {},
     "falcon": {"alibi": True},
-    "codegen": {},
     "roformer": {"is_decoder": True},
 }
 SPARSE = {family: fields for family, fields in SPARSE.items() if family in CONFIG_MAPPING}

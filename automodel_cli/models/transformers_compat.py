@@ -1,4 +1,4 @@
-"""Access to names of `transformers` that are not public API. Supports 5.17 to 5.23.
+"""Access to names of `transformers` that are not public API. Supports 5.17 to 5.24.
 
 Relies on the conversion mapping between hub keys and in-memory (fused) parameters, the converter that reads lazily into
 DTensors, `_init_weights` by module, `_get_dtype_plan`, and torch's `_non_persistent_buffers_set`. Each is covered by
@@ -23,6 +23,10 @@ from automodel_cli.models import uneven_dtensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "past_key_value")
+"""Names of the cache in forwards of modules. 5.24 renamed all of them to `cache`. The others can go when 5.24 is the
+oldest supported release."""
 
 
 def meta_model(

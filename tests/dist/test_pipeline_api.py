@@ -42,8 +42,7 @@ class ReadyModel(LlamaModel):
         hidden_BTD = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(hidden_BTD.shape[1])[None]
-        shape = {"config": self.config, "inputs_embeds": hidden_BTD, "past_key_values": None}
-        mask = create_causal_mask(**shape, attention_mask=None, position_ids=position_ids)
+        mask = create_causal_mask(self.config, hidden_BTD, None, None, position_ids)  # the 4th is the cache
         positions = self.rotary_emb(hidden_BTD, position_ids)
         for layer in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
             hidden_BTD = layer(hidden_BTD, attention_mask=mask, position_embeddings=positions, **kwargs)

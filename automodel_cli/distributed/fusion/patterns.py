@@ -17,7 +17,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -190,9 +190,8 @@ def _fuse_rotary(module: nn.Module, fuser: RegionCompiler) -> None:
 
 @cache
 def _rotations(forward: Any) -> list[tuple[str, Callable[..., Any]]]:
-    if not isinstance(forward, FunctionType):
-        return []
-    return list(_functions_of_positions(forward))
+    inner = inspect.unwrap(forward)
+    return list(_functions_of_positions(inner)) if isinstance(inner, FunctionType) else []
 
 
 def _functions_of_positions(forward: FunctionType) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -209,9 +208,26 @@ def _calling(forward: FunctionType, name: str, run: Callable[..., Any], function
     def rotated(*args: Any, **kwargs: Any) -> Any:
         return run(*args) if len(args) == 4 and not kwargs else function(*args, **kwargs)
 
-    names = {**forward.__globals__, name: rotated}
-    same = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    return _with_global(forward, name, rotated)
+
+
+def _with_global(forward: FunctionType, name: str, value: Any) -> FunctionType:
+    """Copy a function so that its code reads `value` as the global `name`. Decorators around it remain.
+
+    Raises ValueError for a decorator that keeps the function elsewhere than in its closure.
+    """
+    wrapped, names, cells = getattr(forward, "__wrapped__", None), forward.__globals__, forward.__closure__
+    if wrapped is None:
+        names = {**names, name: value}
+    else:
+        inner = _with_global(wrapped, name, value)
+        cells = tuple(CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells or ())
+        if cells == forward.__closure__:
+            raise ValueError(f"a decorator of {forward.__qualname__} does not keep the function in its closure")
+    same = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, cells)
     same.__kwdefaults__ = forward.__kwdefaults__
+    if wrapped is not None:
+        same.__wrapped__ = inner  # type: ignore[attr-defined]
     return same
 
 

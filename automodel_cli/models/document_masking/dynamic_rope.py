@@ -14,7 +14,7 @@ length and selects the table of each token's document. Documents are runs of con
 prompts of the sampler and padding. A token that is decoded alone counts as the last of its document. With context
 parallelism, ranks hold parts of documents, and the `Context` provides the lengths.
 
-Depends on these names in `transformers` (5.17 to 5.23): `rope_type` of a rotary module (a name, or one per layer type),
+Depends on these names in `transformers` (5.17 to 5.24): `rope_type` of a rotary module (a name, or one per layer type),
 the keys of `config.rope_parameters`, and `max_seq_len_cached`, `inv_freq` and `original_inv_freq`, the state of
 `dynamic`.
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import transformers_compat
 from automodel_cli.models.document_masking.recurrent_layers import DocumentBounds
 from automodel_cli.rollout.engines.sampler.kv_cache import Decode, Prefill
 
 NewCache = Callable[[], Any]
 """An empty cache of the library, of the kind that the model's own generation makes."""
 
-_NAMES = ("past_key_values", "cache_params", "past_key_value")  # argument names of the cache in modules of transformers
 _Path = tuple[Any, ...]
 
 
@@ -120,7 +120,7 @@ def _without_cache(
 ) -> tuple[str, dict[str, Any]]:
     """Return the name of the cache argument of the module, and its other arguments by name."""
     signature = inspect.signature(forward)
-    name = next((name for name in _NAMES if name in signature.parameters), None)
+    name = next((name for name in transformers_compat.CACHE_ARGUMENTS if name in signature.parameters), None)
     if name is None:
         raise _unsupported(layer, "accepts no cache of transformers")
     bound = signature.bind(*args, **kwargs).arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import shutil
 from collections import Counter
@@ -95,6 +96,39 @@ def test_the_glue_of_experts_computes_the_same_compiled() -> None:
             result = run(given[0], index_TK, given[1], given[2:])
             found.append([result, *torch.autograd.grad(result.square().sum(), given)])
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*found, strict=True))
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    half = torch.cat((-q[..., q.shape[-1] // 2 :], q[..., : q.shape[-1] // 2]), dim=-1)
+    return q * cos + half * sin, k * cos
+
+
+def _renamed(forward):
+    """As `deprecate_kwarg` of transformers, which wraps the forwards of attention since 5.24."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return forward(self, *args, **{"q" if name == "query" else name: value for name, value in kwargs.items()})
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    @_renamed
+    @torch.no_grad()
+    def forward(self, q: Tensor, scale: float = 2.0) -> Tensor:
+        angle = torch.ones(1, q.shape[2], q.shape[3])
+        return apply_rotary(q, q, angle.cos(), angle.sin())[0] * scale
+
+
+def test_rotary_embeddings_of_decorated_forwards_are_found_and_the_decorators_remain() -> None:
+    fuser, module = Compiled("aot_eager", CPU, torch.float32), Decorated()
+    q = torch.randn(1, 2, 5, 16, requires_grad=True)
+    want = module(query=q)
+    fuse_layers(module, fuser)
+    assert fuser.compiled == {"rotary": 1} and "forward" in vars(module)
+    got = module(query=q)
+    assert torch.allclose(got, want, atol=1e-6) and not got.requires_grad
 
 
 def _scaled(x: Tensor) -> Tensor:

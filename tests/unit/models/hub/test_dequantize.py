@@ -82,7 +82,8 @@ def test_a_quantised_checkpoint_is_loaded_and_exported_in_full(tmp_path: Path, f
     from safetensors.torch import load_file
 
     exported = load_file(tmp_path / "export" / "model.safetensors")
+    patterns = part.model._keep_in_fp32_modules_strict or ()
     for key, value in values.items():
-        kept = torch.float32 if "correction_bias" in key else torch.bfloat16
+        kept = torch.float32 if any(pattern in key for pattern in patterns) else torch.bfloat16
         assert exported[key].dtype == kept and torch.equal(exported[key], value.to(kept)), key
     assert verify_export(tmp_path / "export", [part], [[5, 6, 7, 8]]) < 0.1  # bfloat16 against float32
