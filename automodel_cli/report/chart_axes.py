@@ -49,9 +49,14 @@ def tick_label(value: float, ticks: Sequence[float]) -> str:
 
 
 def padded_range(values: Sequence[float], pad: float = 0.06) -> tuple[float, float]:
-    """Return the range of `values` with a margin. Never empty, and not below zero if all values are positive."""
+    """Return the range of `values` with a margin. Never empty, and not below zero if all values are positive.
+
+    Values that differ by less than 0.1% are drawn as a constant: 1.0000003 to 1.0000012 gives 0.9 to 1.1.
+    """
     low, high = min(values), max(values)
-    margin = (high - low) * pad or max(abs(high) * 0.1, 0.1)
+    margin = (high - low) * pad
+    if high - low <= 1e-3 * max(abs(low), abs(high)):
+        margin = abs(high) * 0.1 or 0.1
     return (max(0.0, low - margin) if low >= 0 else low - margin), high + margin
 
 

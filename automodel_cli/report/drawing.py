@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Literal, NamedTuple
 
@@ -76,6 +76,12 @@ class Plane:
 
     def dot(self, point: Point, style: Style, radius: float = 3) -> str:
         return element("circle", {**style, "cx": self.x(point[0]), "cy": self.y(point[1]), "r": radius})
+
+    def fitted(self, about: int, character: float = 7) -> Plane:
+        """Return the plane with enough space on the left for about `about` labels of the y axis."""
+        ticks = nice_ticks(*self.y_range, about)
+        longest = max((len(tick_label(tick, ticks)) for tick in ticks), default=0)
+        return replace(self, left=max(self.left, 12 + character * longest))
 
     def frame(self, styles: FrameStyles, about: tuple[int, int], *, labels_x: bool = True) -> list[str]:
         """Return grid lines, an x axis with ticks at whole numbers, and labels, with about so many ticks on x and y."""

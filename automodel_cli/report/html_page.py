@@ -78,6 +78,8 @@ class ShownSample:
     after: str
     before: str | None = None
     expected: str | None = None
+    reward: str | None = None
+    """Reward of a training sample, which has no response before training."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def page_html(runs: Sequence[ShownRun], differences: Sequence[Sequence[str]] = (
         _section("Curves", _curves(runs)),
         _section("What differs", _differences(runs, differences)),
         _section("Samples", _samples(runs)),
+        _section("Final values", _all_figures(runs[0]) if len(runs) == 1 else ""),
         _section("Data", _each(runs, _data)),
         _section("Layout", _each(runs, _layout)),
         _section("To repeat it", _each(runs, lambda run: f"<pre>{escape(run.command)}</pre>" if run.command else "")),
@@ -204,6 +207,12 @@ def _names(runs: Sequence[ShownRun]) -> str:
 
 
 _TILES = ("loss", "val_loss", "reward", "val_reward", "accuracy after", "val_accuracy", "tokens_per_second")
+_MOST_TILES = 12
+_IMPORTANT = (
+    *("state", "step", *_TILES, "accuracy before", "accuracy", "response_length", "truncation_rate", "entropy"),
+    *("memory_gib", "mfu", "grad_norm", "step_seconds", "lr", "trainer_idle_fraction"),
+)
+"""Tiles of a run with more than `_MOST_TILES` final values, most important first. `best ...` precedes them."""
 
 
 def _figures(runs: Sequence[ShownRun]) -> str:
@@ -219,11 +228,28 @@ def _figures(runs: Sequence[ShownRun]) -> str:
     run = runs[0]
     ended = f'<p class="failed">{escape(run.state)}: {escape(run.why)}</p>' if run.why else ""
     numbers = _led(run.numbers) if _learns_from_rewards(runs) else run.numbers
+    tiles = _tiles(numbers)
     cells = (
-        f"<div><dt>{escape(label.replace('_', ' '))}</dt><dd>{escape(text)}</dd></div>"
-        for label, text in numbers.items()
+        f"<div><dt>{escape(label.replace('_', ' '))}</dt><dd>{escape(numbers[label])}</dd></div>" for label in tiles
     )
     return ended + (f"<dl>{''.join(cells)}</dl>" if numbers else "")
+
+
+def _tiles(numbers: Mapping[str, str]) -> list[str]:
+    """Return the names of the tiles: all if they are few, otherwise the most important ones. The order is kept."""
+    if len(numbers) <= _MOST_TILES:
+        return list(numbers)
+    ranked = [*(name for name in numbers if name.startswith("best ")), *_IMPORTANT, *numbers]
+    chosen = list(dict.fromkeys(name for name in ranked if name in numbers))[:_MOST_TILES]
+    return [name for name in numbers if name in chosen]
+
+
+def _all_figures(run: ShownRun) -> str:
+    """Return the table of all final values, if the tiles show only some of them."""
+    if len(run.numbers) <= _MOST_TILES:
+        return ""
+    table = _table({name.replace("_", " "): text for name, text in run.numbers.items()})
+    return f"<details><summary>all {len(run.numbers)} values of the last step</summary>{table}</details>"
 
 
 def _led(numbers: Mapping[str, str]) -> dict[str, str]:
@@ -266,12 +292,12 @@ def _samples(runs: Sequence[ShownRun]) -> str:
 def _own_samples(samples: Sequence[ShownSample]) -> str:
     if not samples:
         return ""
-    columns = ["prompt"]
-    columns += ["before"] if any(sample.before is not None for sample in samples) else []
-    columns += ["after"]
-    columns += ["expected"] if any(sample.expected is not None for sample in samples) else []
+    optional = ("before", "expected", "reward")
+    shown = [name for name in optional if any(getattr(sample, name) is not None for sample in samples)]
+    columns = ["prompt", *shown[: "before" in shown], "after", *shown["before" in shown :]]
     lines = [[getattr(sample, column) or "" for column in columns] for sample in samples]
-    return _grid(columns, lines, verbatim=True)
+    head = ["response" if column == "after" and "reward" in shown else column for column in columns]
+    return _grid(head, lines, verbatim=True)
 
 
 def _data(run: ShownRun) -> str:

@@ -31,7 +31,7 @@ def panel_svg(runs: Sequence[Rows], key: str, *, label: str, smooth: bool = True
     if not points:
         return ""
     ranges = step_range([x for x, _ in points]), padded_range([y for _, y in points])
-    plane = Plane(_LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM, *ranges)
+    plane = Plane(_LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM, *ranges).fitted(4)
     parts = plane.frame(FRAME, (6, 4))
     for index, (train, val) in enumerate(zip(trains, vals, strict=True)):
         css = style_of(index)

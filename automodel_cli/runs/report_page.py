@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from automodel_cli.config.safe_files import replace
 from automodel_cli.report.html_page import Dataset, ShownRun, ShownSample, TaskScore, page_html
 from automodel_cli.report.loss_curve import loss_curve_svg
+from automodel_cli.runs import rollouts
 from automodel_cli.runs.compare import NOTHING, config_with_origins
 from automodel_cli.runs.index import RunEntry
 
 FILE, CURVE, SCHEDULE = "report.html", "loss.svg", "schedule.svg"
 _PLACES = ("run_name", "output_dir")
 _MOST_DIFFERENCES = 40
+_MOST_ROLLOUTS, _NEWEST_ROLLOUTS = 8, 512
 
 
 def write_page(runs: Sequence[RunEntry], path: Path, *, state: str | None = None) -> Path:
@@ -48,12 +51,23 @@ def shown_run(run: RunEntry, state: str | None = None) -> ShownRun:
         about=record.get("about", {}),
         environment={**last.get("environment", {}), **code},
         config_yaml=config.read_text(encoding="utf-8") if config.exists() else "",
-        samples=[ShownSample(**sample) for sample in record.get("samples", [])],
+        samples=[ShownSample(**sample) for sample in record.get("samples", [])] or _rollouts(run),
         data=[Dataset(**dataset) for dataset in record.get("data", {}).get("statistics", [])],
         layout=record.get("layout", {}),
         schedule=schedule.read_text(encoding="utf-8") if schedule.exists() else "",
         evaluations=list(evaluations(run)),
     )
+
+
+def _rollouts(run: RunEntry) -> list[ShownSample]:
+    """Return the newest training sample of the newest prompts, for a run without responses to held-out questions."""
+    shown: dict[str, ShownSample] = {}
+    for row in rollouts.newest(run.folder, _NEWEST_ROLLOUTS):
+        with suppress(KeyError, TypeError, ValueError):  # an edited file
+            prompt = "\n".join(str(message["content"]) for message in row["prompt"])
+            text = rollouts.said(row["completion"], row.get("turns"))
+            shown.setdefault(prompt, ShownSample(prompt, text, reward=f"{float(row['reward']):.4g}"))
+    return list(shown.values())[:_MOST_ROLLOUTS]
 
 
 def evaluations(run: RunEntry) -> Iterator[TaskScore]:

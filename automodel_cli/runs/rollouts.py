@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 
 Order = Literal["newest", "best", "worst"]
+_TAIL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,23 @@ def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tup
     }
     chosen = heapq.nlargest(count, counted(), key=keys[order])
     return [row for _, row in chosen], total
+
+
+def newest(folder: Path, count: int) -> list[dict[str, Any]]:
+    """Return up to `count` newest samples of a run, newest first, from the end of rollouts.jsonl."""
+    path = folder / "rollouts.jsonl"
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        file.seek(-min(_TAIL_BYTES, path.stat().st_size), os.SEEK_END)
+        lines = file.read().split(b"\n")[:-1]  # an active run may be writing its last line
+    rows = []
+    for line in reversed(lines[-count:]):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the part of a line at which the tail begins
+            break
+    return rows
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -328,8 +328,7 @@ class _Multiply(torch.autograd.Function):
                 call.gradients = None
             # 2. Gradients of the unweighted results: `_Sum.backward` has sent the gradient of each pair's token.
             grad_ND = rows.by_expert(grads[0])
-            # (N, D) -> (N, I): gradient of the gate's output. The routing weight is applied after this GEMM, because I
-            # is usually smaller than D.
+            # (N, D) -> (N, I): gradient of the unweighted gate output. `through_gate` applies the routing weight.
             grad_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
             weight_N1 = rows.by_expert(weights_arriving())[:, None]
             weighted_NI, grad_weight_N, grad_inner_NF = experts.through_gate(

@@ -55,7 +55,6 @@ def build_program(
         from automodel_cli.pipelining.schedule.actions import rank_programs
 
         assert schedule.torch_class is not None, f"no generator for {schedule.name}"
-        # Chunk c of rank r is stage c p + r in a loop, for example stages 0, 4 on rank 0 with p = 4 and v = 2.
         ranks = rank_programs(schedule.torch_class, p, m, v)
     return Program(schedule.name, m, stage_owners(p, p * v, schedule.style), tuple(ranks))
 
@@ -65,6 +64,7 @@ def _gpipe(stage: int, m: int) -> tuple[Step, ...]:
 
 
 def _from_megatron(order: Sequence[tuple[str, int, int]], p: int, rank: int) -> tuple[Step, ...]:
+    # Chunk c of rank r is stage c p + r: rank 0 has stages 0 and 4 with p = 4 and v = 2.
     return tuple(Action(kind, chunk * p + rank, microbatch) for kind, microbatch, chunk in order)
 
 

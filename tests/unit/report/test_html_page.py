@@ -76,6 +76,8 @@ def test_ranges_are_never_empty_nor_needlessly_negative():
     assert padded_range([2.0, 2.0])[0] < 2.0 < padded_range([2.0, 2.0])[1]
     assert padded_range([0.0, 1.0])[0] == 0.0
     assert padded_range([-1.0, 1.0])[0] < -1.0
+    assert padded_range([1.0000003, 1.0000012]) == pytest.approx((0.9, 1.1), abs=1e-5), "drawn as a constant"
+    assert padded_range([2.300, 2.309])[1] < 2.32, "a small change of the loss stays visible"
 
 
 def test_every_point_lies_where_its_numbers_say():
@@ -174,6 +176,23 @@ def test_reinforcement_learning_leads_with_rewards():
     plain = page_html([ShownRun("x", rows(40), {"loss": "1", "lr": "1"})])
     assert re.findall("<figcaption><b>(.*?)</b>", plain)[0] == "Loss"
     assert re.findall("<dt>(.*?)</dt>", plain) == ["loss", "lr"]
+
+
+def test_many_final_values_give_twelve_tiles_and_a_table():
+    numbers = {f"detail_{i}": str(i) for i in range(40)} | {"reward": "0.7", "best val_reward": "0.8", "val_reward": "0.6"}
+    learnt = [{**row, "reward": 1.0} for row in rows(40)]
+    page = page_html([ShownRun("x", learnt, numbers)])
+    tiles = re.findall("<dt>(.*?)</dt>", page)
+    assert len(tiles) == 12 and tiles[:2] == ["reward", "val reward"] and "best val reward" in tiles
+    assert page.count("<th>detail ") == 40, "the table has the others too"
+
+
+def test_labels_of_the_y_axis_have_space():
+    """7 pixels a character suffice for the 12 px font of the page. `-0.1046` needs more than the usual margin."""
+    svg = panel_svg([[{"step": s, "loss": -0.1 - s * 5e-6} for s in range(900, 1000)]], "loss", label="Loss")
+    labels = [(float(x), text) for x, text in re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="end">([^<]+)<', svg)]
+    of_y = [(x, text) for x, text in labels if text.startswith("-")]
+    assert of_y and all(x >= 7 * len(text) for x, text in of_y), labels
 
 
 def test_several_runs_share_axes_and_each_has_its_colour():

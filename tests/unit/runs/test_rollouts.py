@@ -9,7 +9,9 @@ import pytest
 
 from automodel_cli.cli.main import run as command_line
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.runs.rollouts import RolloutFilter, select
+from automodel_cli.runs.index import RunEntry
+from automodel_cli.runs.report_page import shown_run
+from automodel_cli.runs.rollouts import RolloutFilter, newest, select
 from tests.errors import raises
 
 
@@ -58,6 +60,19 @@ def folder(tmp_path: Path) -> Path:
 def test_samples_are_chosen(folder: Path, wanted: RolloutFilter, steps: list[int]) -> None:
     rows, total = select(folder, wanted, 10, "newest")
     assert [row["step"] for row in rows] == steps and total == len(steps)
+
+
+def test_the_newest_are_read_from_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [row["step"] for row in newest(folder, 3)] == [3, 2, 1]
+    monkeypatch.setattr("automodel_cli.runs.rollouts._TAIL_BYTES", 500)  # begins inside a line
+    assert [row["step"] for row in newest(folder, 9)] == [3]
+    assert newest(folder / "none", 3) == []
+
+
+def test_a_report_without_held_out_answers_shows_training_samples(folder: Path) -> None:
+    samples = shown_run(RunEntry(folder)).samples
+    assert [(s.prompt, s.reward) for s in samples] == [("2 + 2?", "1"), ("Which DAY is it?", "0.5")]
+    assert "[tool: Monday]" in samples[0].after
 
 
 def test_order_and_number(folder: Path) -> None:
