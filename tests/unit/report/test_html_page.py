@@ -179,7 +179,11 @@ def test_reinforcement_learning_leads_with_rewards():
 
 
 def test_many_final_values_give_twelve_tiles_and_a_table():
-    numbers = {f"detail_{i}": str(i) for i in range(40)} | {"reward": "0.7", "best val_reward": "0.8", "val_reward": "0.6"}
+    numbers = {f"detail_{i}": str(i) for i in range(40)} | {
+        "reward": "0.7",
+        "best val_reward": "0.8",
+        "val_reward": "0.6",
+    }
     learnt = [{**row, "reward": 1.0} for row in rows(40)]
     page = page_html([ShownRun("x", learnt, numbers)])
     tiles = re.findall("<dt>(.*?)</dt>", page)
