@@ -211,15 +211,19 @@ def unclaimed_keys(model: PreTrainedModel, mapping: list[Any], keys: Iterable[st
 
 
 def joined_names(mapping: list[Any], names: Iterable[str]) -> set[str]:
-    """Parameters that are several tensors of the checkpoint one after another along dim 0 (the convolutions of KDA).
-    The library's reader takes a shard of each of them, which is not a shard of the parameter."""
-    ends = tuple(
-        pattern.lstrip(".")
+    """Parameters that a conversion joins or cuts along dim 0: several tensors of the checkpoint one after another (the
+    convolutions of KDA), or a part of one (queries, keys and values of sarvam_moe). The library's reader takes a shard
+    of each tensor, which is not a shard of the parameter."""
+    parts = tuple(
+        f".{pattern.strip('.')}."
         for entry in mapping
-        if any(type(step).__name__ == "Concatenate" and step.dim == 0 for step in getattr(entry, "operations", ()))
+        if any(
+            type(step).__name__ in ("Concatenate", "Split") and step.dim == 0
+            for step in getattr(entry, "operations", ())
+        )
         for pattern in entry.target_patterns
     )
-    return {name for name in names if name.endswith(ends)}
+    return {name for name in names if any(part in f".{name}." for part in parts)}
 
 
 def current_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str]]:

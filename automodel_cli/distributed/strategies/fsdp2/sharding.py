@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -213,12 +214,17 @@ def fsdp2_strategy_parallelize(
             reshard = pp_size == 1 and i < len(layers) - 1 and not keep
             units = shard_experts(layer, expert_mesh, reshard=reshard, **options)
             kept += units if keep else ()
+    wide: list[nn.Module] = []
     for unit in units_of(layers):
         reshard = pp_size == 1 and layers[-1] not in unit
+        for module in modules_in_other_dtype(model, unit):
+            fully_shard(module, mp_policy=stored_precision(layer_policy), reshard_after_forward=reshard, **shard)
+            wide.append(module)
         fully_shard(unit, mp_policy=layer_policy, reshard_after_forward=reshard, **shard)
+    modules_in_other_dtype(model, [model], separate=False)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **shard)
     if mesh.size() == 1:
-        _alone.update(unit for unit in (*layers, model) if isinstance(unit, FSDPModule))
+        _alone.update(unit for unit in (*wide, *layers, model) if isinstance(unit, FSDPModule))
     sum_gradients(model)
     if config.adds_in_products:
         enable_wgrad_fusion(model)
@@ -227,6 +233,41 @@ def fsdp2_strategy_parallelize(
         chain_prefetch(model, layers, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
     logger.info("fsdp2: %d layers over %s ranks, %s", len(layers), tuple(mesh.shape), policy)
     return model
+
+
+def modules_in_other_dtype(model: nn.Module, roots: Sequence[nn.Module], *, separate: bool = True) -> list[nn.Module]:
+    """Return the outermost modules below `roots` whose trainable parameters have another dtype than most of `model`.
+
+    Families keep some parameters in float32 if the rest is bfloat16 (router gates). FSDP2 requires one dtype per unit.
+    Raises ConfigError for a module with several dtypes, and for any such module if not `separate`: the head reads
+    parameters of the root without calling their modules.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        sizes[param.dtype] += param.numel() * param.requires_grad
+    usual = max(sizes, key=lambda dtype: sizes[dtype])
+    found: list[nn.Module] = []
+    known = {module for unit in fsdp_modules(model) for module in unit.modules()}
+    for module in (module for root in roots for module in root.modules()):
+        own = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad and p.dtype != usual]
+        if not own or module in known:
+            continue
+        if not separate or any(param.requires_grad and param.dtype == usual for param in module.parameters()):
+            raise ConfigError(
+                f"model.dtype={str(usual).removeprefix('torch.')} is not supported with parallelizer=fsdp2, because "
+                f"the model keeps {own[0]} of {type(module).__name__} in another dtype than the parameters around it",
+                code="not_supported_by_model",
+                keys=("model.dtype", "parallelizer"),
+                fix="model.dtype=float32",
+            )
+        found.append(module)
+        known.update(module.modules())
+    return found
+
+
+def stored_precision(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Return the policy of a unit that computes in the dtype in which it is stored, as transformers does."""
+    return dataclasses.replace(policy, param_dtype=None, cast_forward_inputs=False)
 
 
 def units_of(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
