@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 
@@ -47,4 +48,5 @@ def disable_gc() -> None:
 def enable_gc() -> None:
     """Before the first step: collect from now on, and leave out what is there already and will stay."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # triton's extension module counts what is frozen at exit as leaks, and prints them
     gc.enable()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -159,3 +161,13 @@ def test_the_warning_of_dense_attention_says_what_is_kept(caplog, dtype, with_si
     assert [f"saves {said / 2**20:.3g} MiB" in record.getMessage() for record in caplog.records] == [True] * (
         softcap is not None
     )
+
+
+def test_nothing_is_frozen_when_the_process_ends() -> None:
+    """Extension modules report frozen objects as leaks. Functions of `atexit` run in reverse order."""
+    code = (
+        "import atexit, gc; from automodel_cli.launch import process_startup as start;"
+        "atexit.register(lambda: print(gc.get_freeze_count())); start.enable_gc(); print(gc.get_freeze_count() > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "0"]
