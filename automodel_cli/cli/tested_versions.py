@@ -19,7 +19,7 @@ Verdict = Literal["tested", "in range, untested", "outside"]
 TESTED: dict[str, tuple[str, ...]] = {
     "python": ("3.11", "3.12", "3.13", "3.14"),
     "torch": ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
-    "transformers": ("5.17.0", "5.23.0", "5.24.0"),
+    "transformers": ("5.17.0", "5.24.0"),
     "hydra-core": ("1.3.8",),
     "omegaconf": ("2.3.1",),
     "datasets": ("5.2.0",),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
+import yaml
+
+from automodel_cli.cli.tested_versions import TESTED
 from tests.pages import ROOT
 
 _SPEC = importlib.util.spec_from_file_location("new_release", ROOT / "scripts/new_release.py")
@@ -41,3 +45,17 @@ def test_names_that_a_release_removes_or_moves_are_found(tmp_path: Path) -> None
         "- `_fsdp_param_group` of `torch.distributed.fsdp._fully_shard`, now in `torch/elsewhere.py`",
     ]
     assert len(new_release.missing_names(tmp_path / "old", tmp_path / "old")) == 1
+
+
+def test_ci_runs_with_the_tested_releases() -> None:
+    """The workflow runs every combination of the tested torch with the oldest and newest transformers, .ci/run some."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    matrix = workflow["jobs"]["releases"]["strategy"]["matrix"]
+    assert tuple(matrix["torch"]) == TESTED["torch"]
+    assert matrix["transformers"] == [TESTED["transformers"][0], TESTED["transformers"][-1]]
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    pairs = re.findall(r'"(2\.\S+) (5\.\S+)"', script)
+    ends = (TESTED["torch"][0], TESTED["transformers"][0]), (TESTED["torch"][-1], TESTED["transformers"][-1])
+    assert (pairs[0], pairs[-1]) == ends
+    pairs += [(row["torch"], row["transformers"]) for row in matrix["include"]]
+    assert all(torch in TESTED["torch"] and name in TESTED["transformers"] for torch, name in pairs)
