@@ -66,3 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is imported and collected by now stays: no later collection of garbage walks it."""
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Unfreeze, because extension modules report frozen objects as leaks."""
+    gc.unfreeze()
