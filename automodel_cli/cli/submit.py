@@ -89,10 +89,7 @@ def cluster_options(*, required: bool) -> Callable[[F], F]:
         ),
     )
 
-    def add(function: F) -> F:
-        return functools.reduce(lambda command, option: option(command), reversed(options), function)
-
-    return add
+    return lambda function: functools.reduce(lambda command, option: option(command), reversed(options), function)
 
 
 @click.command()

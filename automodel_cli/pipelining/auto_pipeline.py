@@ -107,21 +107,16 @@ class AutoPipeline(PipelineStages):  # Public: docs/api.md
         """Check all options that need no model. Raises ConfigError."""
         with as_keywords():
             check_batch_sizes(pp_microbatch_size, pp_batch_size, pp_seq_len)
-            root = world_mesh.root if isinstance(world_mesh, Mesh) else world_mesh
-            others = cp_axis_name, tp_axis_name, ep_axis_name
-            shards = None if ep_shard_axis_names is None else tuple(ep_shard_axis_names)
-            axes = Axes(root, moe_mesh, pp_axis_name, tuple(dp_axis_names), *others, shards)
+            others = cp_axis_name, tp_axis_name, ep_axis_name, ep_shard_axis_names
+            axes = _axes(world_mesh, moe_mesh, pp_axis_name, dp_axis_names, *others)
             config = PipelineConfig(
-                schedule=pp_schedule,
-                schedule_csv=pp_schedule_csv,
-                layers_per_stage=layers_per_stage,
+                schedule=pp_schedule, schedule_csv=pp_schedule_csv, balance=balance,
+                microbatch_group_size=microbatch_group_size, layers_per_stage=layers_per_stage,
                 round_virtual_stages_to_pp_multiple=round_virtual_stages_to_pp_multiple,  # type: ignore[arg-type]
                 layout=layout if layout is None or isinstance(layout, str) else _lists(layout),
                 module_fqns_per_model_part=_lists(module_fqns_per_model_part),
-                balance=balance,
-                microbatch_group_size=microbatch_group_size,
                 dtype=_dtype_name(dtype),  # type: ignore[arg-type]
-            )
+            )  # fmt: skip
             _check_runtime(runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints)
             config.read_program()  # An invalid file is rejected here and not in `build`.
         super().__init__(
@@ -231,6 +226,20 @@ def _check_runtime(runtime: str, overlap_p2p_comm: bool, num_partial: int | None
                 keys=(key,),
                 fix=f"{key}={default!r}",
             )
+
+
+def _axes(
+    world: DeviceMesh | Mesh | None,
+    moe: DeviceMesh | None,
+    pp: str,
+    dp: Sequence[str],
+    cp: str | None,
+    tp: str | None,
+    ep: str | None,
+    ep_shard: Sequence[str] | None,
+) -> Axes:
+    root = world.root if isinstance(world, Mesh) else world
+    return Axes(root, moe, pp, tuple(dp), cp, tp, ep, None if ep_shard is None else tuple(ep_shard))
 
 
 def _with_gradient_over(loss: LossFn, num_microbatches: int) -> LossFn:

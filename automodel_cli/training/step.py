@@ -19,7 +19,7 @@ from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective, request_of
 from automodel_cli.objectives.denominators import with_denominators
 from automodel_cli.training.metrics.metric_accumulator import MetricAccumulator
-from automodel_cli.training.stages import Stages
+from automodel_cli.training.stages import LossFn, Stages
 from automodel_cli.training.torch_compat import step_if_finite
 
 _NUM_SIGNALS = 32
@@ -105,8 +105,7 @@ def train_step(
         mesh: device mesh.
         max_grad_norm: maximum gradient norm, or None to disable clipping.
         hooks: called before the first forward and after the optimizer step.
-        stop_signal: returns a number from 0 to 31, for example a received signal. Called after backward. All ranks
-            receive the maximum.
+        stop_signal: returns a number from 0 to 31, called after backward. All ranks receive the maximum.
         progress: receives a short description of the current phase. Must not block.
         busy_seconds: returns the seconds that this rank computed, for `StepResult.busy_seconds`.
 
@@ -120,15 +119,8 @@ def train_step(
     tally = MetricAccumulator(objective, mesh.device)
     for hook in hooks:
         hook.begin(batches)
-
-    seen = itertools.count(1)
     progress("the first forward")
-
-    def loss_of(output: HeadOutput, batch: Batch) -> Tensor:
-        progress(f"microbatch {next(seen)} of {len(batches)}")
-        tally.add(output, batch)
-        return objective(output, batch) / weight
-
+    loss_of = _measured_loss(objective, weight, tally, progress, len(batches))
     local_loss = stages.forward_backward(batches, loss_of, request_of(objective))
     progress("the gradient norm")
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
@@ -136,22 +128,43 @@ def train_step(
     local = torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()])
     loss, num_bad_norms, sums, noticed, seconds = _over_all_ranks(local, stop_signal(), busy_seconds(), mesh)
     is_good = loss.isfinite() & (num_bad_norms == 0)
-    # One number answers two questions on the host: -1 is a non-finite step, otherwise it is the stop signal.
-    arriving = _ToHost(torch.where(is_good, noticed, -1.0))
-    # Queued before the host waits, so the device does not idle during the synchronization.
-    launched = step_if_finite(~is_good, optimizer, mesh.device)
-    answer = wait_for_device(arriving)
+    answer = _update_if(is_good, noticed, optimizer, mesh.device)
     if answer < 0:
         _raise_non_finite(loss, grad_norm, weight, stages, batches)
-    if not launched:
-        optimizer.step()
-    optimizer.zero_grad()
     metrics = tally.result(sums, mesh)
     for hook in hooks:
         metrics |= hook.finish()
     return StepResult(
         loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics, stop_signal=int(answer), busy_seconds=seconds
     )
+
+
+def _measured_loss(
+    objective: Objective, weight: Tensor, tally: MetricAccumulator, progress: Callable[[str], None], num_batches: int
+) -> LossFn:
+    """Return the loss of a microbatch, divided by the global `weight`. Every call also adds to `tally`."""
+    seen = itertools.count(1)
+
+    def loss_of(output: HeadOutput, batch: Batch) -> Tensor:
+        progress(f"microbatch {next(seen)} of {num_batches}")
+        tally.add(output, batch)
+        return objective(output, batch) / weight
+
+    return loss_of
+
+
+def _update_if(is_good: Tensor, noticed: Tensor, optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    """Update the parameters if `is_good`, and clear gradients. Return the stop signal, or -1 without an update."""
+    # One number answers two questions on the host: -1 is a non-finite step, otherwise it is the stop signal.
+    arriving = _ToHost(torch.where(is_good, noticed, -1.0))
+    # Queued before the host waits, so the device does not idle during the synchronization.
+    launched = step_if_finite(~is_good, optimizer, device)
+    answer = wait_for_device(arriving)
+    if answer >= 0:
+        if not launched:
+            optimizer.step()
+        optimizer.zero_grad()
+    return answer
 
 
 class _ToHost:

@@ -13,7 +13,7 @@ from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io.export import export_hf, verify_export
+from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.sft import SFT
@@ -27,6 +27,7 @@ from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, microbatch
+from tests.exports import verify_export
 from tests.marks import slow
 from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf, full, tiny_fields, token_row

@@ -10,12 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io.export import export_hf, verify_export
+from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.model_part import ModelPart
 from tests.dist.harness import launch, launch_all
+from tests.exports import verify_export
 from tests.marks import slow
 from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf, full, packed_batch, tiny_fields, token_row

@@ -217,9 +217,8 @@ def write_tokens(
         meta: `files`, `dtype` and `kind` of the entry.
         special_ids: ids of special tokens, for the statistics of turn ends.
     """
-    columns, rejected, unrolled = _Columns(), list[Rejected](), _UnrolledCount()
-    turn_ends: Counter[int] = Counter()
-    num_rows = ends_trained = special_tokens = special_rows = label_tokens = 0
+    columns, rejected, unrolled, totals = _Columns(), list[Rejected](), _UnrolledCount(), Counter[str]()
+    turn_ends, num_rows = Counter[int](), 0
     place = iter(origins)
     with (folder / "ids.bin").open("wb") as ids_file, (folder / "label_mask.bin").open("wb") as mask_file:
         for batch in batches:
@@ -243,25 +242,23 @@ def write_tokens(
             ids_file.write(np.concatenate([item.ids[n:] for item, n in own]).astype(meta["dtype"]).tobytes())
             mask = np.concatenate([_next_trained(item.trained[n:]) for item, n in own])
             mask_file.write(mask.tobytes())
-            label_tokens += int(mask.sum(dtype=np.int64))
-            special_tokens += sum(item.num_special for item in good)
-            special_rows += sum(item.num_special > 0 for item in good)
             columns.describe(own)
-            ends_trained += sum(_last_trained(item) in special_ids for item in good)
+            totals["num_label_tokens"] += int(mask.sum(dtype=np.int64))
+            totals["special_tokens"] += sum(item.num_special for item in good)
+            totals["special_rows"] += sum(item.num_special > 0 for item in good)
+            totals["ends_trained"] += sum(_last_trained(item) in special_ids for item in good)
             turn_ends.update(token for item in good for token in _turn_ends(item))
     columns.save(folder)
     write_rejected(folder / "rejected.jsonl", rejected)
     counts = {
         "num_rows": num_rows,
         "num_rejected": len(rejected),
-        "ends_trained": ends_trained,
         "num_turns": turn_ends.total(),
         "turn_ends": [pair for pair in turn_ends.most_common() if pair[0] in special_ids],
-        "special_tokens": special_tokens,
-        "special_rows": special_rows,
         "unrolled": vars(unrolled),
+        **{name: totals[name] for name in ("num_label_tokens", "special_tokens", "special_rows", "ends_trained")},
     }
-    (folder / "meta.json").write_text(json.dumps({**meta, **counts, "num_label_tokens": label_tokens}))
+    (folder / "meta.json").write_text(json.dumps({**meta, **counts}))
 
 
 class _Columns:

@@ -103,20 +103,19 @@ def packed_attention(
         softcap: scores become `softcap * tanh(scores / softcap)`.
         s_aux: attention sinks `[H]`.
         key_index, cu_seq_lens_k, max_length_k: see `SeenKeys`.
-        context: context-parallel layout. T are the local tokens then, the documents are those of the context, and the
-            call is collective.
+        context: context-parallel layout with the documents. T are local tokens then, and the call is collective.
     """
     _check_inputs(query_BHTD, key_BKTD, attention_mask, dropout, kwargs)
     # Under autocast, rotary leaves q and k in fp32 next to a bf16 v. torch's own attention casts them too.
     query_BHTD, key_BKTD = query_BHTD.to(value_BKTV.dtype), key_BKTD.to(value_BKTV.dtype)
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
     way, why_dense = kernel_selection.way(query_BHTD, value_BKTV, softcap)
-    rows, _, length, _ = query_BHTD.shape
+    rows, length = query_BHTD.shape[0], query_BHTD.shape[2]
     setting = Setting(scale, sliding_window, softcap, way)
-    on_host = way == "dense" or query_BHTD.device.type == "cpu"  # documents are grouped here, not by a kernel
+    on_host = way == "dense" or (way != "flex" and query_BHTD.device.type == "cpu")  # no kernel groups the documents
     seen = _seen(cu_seq_lens_k, max_length_k, key_index)
-    needs_bounds = way != "flex" and on_host and context is None
-    documents = segments.HostDocuments.of(cu_seq_lens_q, rows, length, seen) if needs_bounds else None
+    grouped = on_host and context is None
+    documents = segments.HostDocuments.of(cu_seq_lens_q, rows, length, seen) if grouped else None
     if why_dense:
         _warn_dense(why_dense, functools.partial(_cost, query_BHTD, setting, documents, context))
     # Short rows need no regrouping: the kernel takes them unchanged, with a mask if they contain several documents.
@@ -129,20 +128,33 @@ def packed_attention(
         return ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, setting).unflatten(0, (rows, length)), None
     if context is not None:
         k_MKD, v_MKV = _gather(k_MKD, v_MKV, context)
-    if way == "flex":
-        layout = (cu_seq_lens_q, rows, length, seen) if context is None else context
-        out_NHV = attention_flex.flex_packed_attention(
-            q_NHD, k_MKD, v_MKV, s_aux, layout, sliding_window, scale, softcap
-        )
-    elif not on_host:
-        batch = cu_seq_lens_q, max_length_q, rows, length, q_NHD.device, seen
-        plan = segments.batch_varlen(*batch) if context is None else segments.context_varlen(context, sliding_window)
-        pads = kernel_selection.chosen_kernel().pads
-        out_NHV = kernels.varlen_cuda(q_NHD, k_MKD, v_MKV, plan, s_aux, scale, sliding_window, pads=pads)
+    inputs, device = (q_NHD, k_MKD, v_MKV, s_aux, setting), q_NHD.device
+    if on_host:
+        out_NHV = _in_groups(*inputs, *_groups(documents, context, sliding_window, device))
     else:
-        groups = _groups(documents, context, sliding_window, q_NHD.device)
-        out_NHV = _in_groups(q_NHD, k_MKD, v_MKV, s_aux, setting, *groups)
+        out_NHV = _in_one_kernel(*inputs, (cu_seq_lens_q, max_length_q, rows, length, device, seen), context)
     return out_NHV.unflatten(0, (rows, length)), None
+
+
+def _in_one_kernel(
+    q_NHD: Tensor,
+    k_MKD: Tensor,
+    v_MKV: Tensor,
+    sink_H: Tensor | None,
+    setting: Setting,
+    batch: tuple[Tensor | None, int | None, int, int, torch.device, SeenKeys | None],
+    context: Context | None,
+) -> Tensor:
+    """Run on flat tokens in a kernel that knows the documents, and return `out_NHV`."""
+    if setting.way == "flex":
+        cu_seq_lens, _, rows, length, _, seen = batch
+        layout = (cu_seq_lens, rows, length, seen) if context is None else context
+        return attention_flex.flex_packed_attention(
+            q_NHD, k_MKD, v_MKV, sink_H, layout, setting.window, setting.scale, setting.softcap
+        )
+    plan = segments.batch_varlen(*batch) if context is None else segments.context_varlen(context, setting.window)
+    pads = kernel_selection.chosen_kernel().pads
+    return kernels.varlen_cuda(q_NHD, k_MKD, v_MKV, plan, sink_H, setting.scale, setting.window, pads=pads)
 
 
 def _as_rows(

@@ -13,8 +13,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.data.batch import one_document
-from automodel_cli.distributed import process_group
 from automodel_cli.distributed.float8.linear import paused
 from automodel_cli.models import lora
-from automodel_cli.models.checkpoint_io import export_check, generation_config, sequence_classifier
-from automodel_cli.models.checkpoint_io.export_check import Precision
+from automodel_cli.models.checkpoint_io import generation_config, sequence_classifier
 from automodel_cli.models.checkpoint_io.weight_stream import bucketed, iter_hf_weights, over_stages
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import passthrough_tensors
@@ -40,7 +36,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _SHARD_BYTES = 4 * 2**30
-_WAIT = timedelta(minutes=60)
 MARK = "unverified.json"
 """Marks an export that was not compared with the trained model, or differs from it."""
 LAST = "config.json"
@@ -268,34 +263,6 @@ def _write_card(
         "```",
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
-
-
-def verify_export(
-    directory: str | Path,
-    parts: Sequence[ModelPart],
-    prompts: Sequence[Sequence[int]],
-    *,
-    score: Score | None = None,
-    trust_remote_code: bool = False,
-    as_classifier: bool = False,
-) -> float:
-    """Reload the folder with unmodified `transformers` and return the largest difference of log-probs on `prompts`
-    (token ids).
-
-    The trained side is the forward of `parts` with adapters and without fp8 GEMMs. Collective; every rank gets the
-    result. Raises RunError if the folder does not load. `export_check.measure_export_error` defines bounds of the
-    difference.
-
-    Args:
-        score: runs the forward. None: call the single part, which is the full model.
-        as_classifier: compare scores, which `score` must return.
-    """
-    token_ids = [list(prompt) for prompt in prompts]
-    trained_side = trained_values(parts, token_ids, score)
-    precision = Precision(parts[0].model.dtype, rounds_weights=rounds_weights(parts))
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "as_classifier": as_classifier}
-    work = partial(export_check.measure_export_error, Path(directory), token_ids, trained_side, precision, **options)
-    return process_group.from_first_rank(work, _WAIT).worst
 
 
 def trained_values(parts: Sequence[ModelPart], prompts: list[list[int]], score: Score | None = None) -> list[Tensor]:

@@ -38,8 +38,3 @@ def fields(name: str, revision: str | None) -> dict[str, Any] | None:
 def bundled_config_path(name: str) -> Path:
     """Return the path of the bundled config of a hub id, which may not exist."""
     return _FOLDER / f"{name.replace('/', '--')}.json"
-
-
-def bundled_model_names() -> list[str]:
-    """Return the hub ids with a bundled config."""
-    return sorted(path.stem.replace("--", "/") for path in _FOLDER.glob("*.json"))

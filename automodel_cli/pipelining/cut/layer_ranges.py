@@ -90,35 +90,6 @@ def layer_ranges(sizes: Sequence[int]) -> list[range]:
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def stage_module_names(
-    num_stages: int,
-    num_layers: int,
-    *,
-    fqn_prefix: str = "model.",
-    lm_head_fqn: str = "lm_head",
-    include_embeddings: bool = True,
-    include_lm_head: bool = True,
-    include_rotary_emb: bool = True,
-    multimodal_modules: Sequence[str] = (),
-    extra_module_fqns: Sequence[str] = (),
-) -> list[list[str]]:
-    """Return module names per stage for an even split.
-
-    Embedding, multimodal and extra modules are on stage 0, norm and head on the last stage, the rotary table on all.
-    """
-    stages: list[list[str]] = []
-    ranges = layer_ranges(even_sizes(num_stages, num_layers))
-    for s, layers in enumerate(ranges):
-        names: list[str] = []
-        if s == 0:
-            names += [f"{fqn_prefix}embed_tokens"] * include_embeddings + [*multimodal_modules, *extra_module_fqns]
-        names += [f"{fqn_prefix}layers.{i}" for i in layers]
-        if s == num_stages - 1:
-            names += [f"{fqn_prefix}norm", *([lm_head_fqn] * include_lm_head)]
-        stages.append(names + [f"{fqn_prefix}rotary_emb"] * include_rotary_emb)
-    return stages
-
-
 def ranges_from_names(
     names_per_stage: Sequence[Sequence[str]],
     *,

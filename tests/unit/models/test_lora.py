@@ -13,13 +13,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import lora, lora_targets
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io.export import export_hf, verify_export
+from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import build_small, shrink
 from automodel_cli.models.transformers_compat import meta_model
 from tests.errors import raises
+from tests.exports import verify_export
 from tests.tiny import FAMILIES, build_hf, packed_batch, tiny_config, token_row
 
 ROWS = [[token_row(9), token_row(6, 1)]]

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values, verify_export
+from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import BYTES_PER_WEIGHT, NF4Linear, num_packed, packed_layers
+from tests.exports import verify_export
 from tests.tiny import build_hf, packed_batch, token_row
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="pip install bitsandbytes")

@@ -160,6 +160,24 @@ def enable_wgrad_fusion(module: nn.Module) -> None:
             wgrad_fusion_linear.set_main_grad(owner, sums)
 
 
+def _apply_tp_plan(
+    model: nn.Module, device_mesh: DeviceMesh, config: FSDP2Config, tp_shard_plan: dict[str, Any] | None
+) -> None:
+    tp_mesh = device_mesh["tp"] if device_mesh.mesh_dim_names == AXES else None
+    if tp_mesh is not None and tp_mesh.size() > 1:
+        from automodel_cli.distributed.tensor_parallel.apply import apply_tensor_parallel
+
+        plan = config.tp_plan if tp_shard_plan is None else tp_shard_plan
+        apply_tensor_parallel(model, tp_mesh, dataclasses.replace(config.axis_options(), tp_plan=plan))
+    elif tp_shard_plan is not None:
+        raise ConfigError(
+            "tp_shard_plan needs tensor parallelism",
+            code="requires_setting",
+            keys=("tp_plan",),
+            fix="parallelizer.tp_plan=null",
+        )
+
+
 def fsdp2_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
@@ -187,19 +205,7 @@ def fsdp2_strategy_parallelize(
         expert_mesh: mesh that shards each expert.
     """
     config = config or FSDP2Config()
-    tp_mesh = device_mesh["tp"] if device_mesh.mesh_dim_names == AXES else None
-    if tp_mesh is not None and tp_mesh.size() > 1:
-        from automodel_cli.distributed.tensor_parallel.apply import apply_tensor_parallel
-
-        plan = config.tp_plan if tp_shard_plan is None else tp_shard_plan
-        apply_tensor_parallel(model, tp_mesh, dataclasses.replace(config.axis_options(), tp_plan=plan))
-    elif tp_shard_plan is not None:
-        raise ConfigError(
-            "tp_shard_plan needs tensor parallelism",
-            code="requires_setting",
-            keys=("tp_plan",),
-            fix="parallelizer.tp_plan=null",
-        )
+    _apply_tp_plan(model, device_mesh, config, tp_shard_plan)
     mesh = fsdp_mesh(device_mesh) if device_mesh.mesh_dim_names == AXES else device_mesh
     policy = mp_policy or config.build_mp_policy()
     layers = prepare_layers(model, config, device_mesh.device_type)

@@ -18,7 +18,7 @@ NOT run on a GPU yet.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -150,26 +150,47 @@ def megatron_fsdp_strategy_parallelize(
     dp_shard_dim: str = "dp",
     tp_dim: str = "tp",
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Shard `model` with Megatron-FSDP and return `(model, optimizer)`. Collective.
+    """Shard `model` with Megatron-FSDP and return `(MegatronPart, optimizer)`. Collective.
 
-    The returned model is a `MegatronPart`, for `sharded_module.handle_of`. With one data-parallel rank, only tensor
-    parallelism is applied, the model is returned unwrapped, and a warning is logged.
+    With one data-parallel rank, it applies tensor parallelism only, returns the model unwrapped, and logs a warning.
 
     Args:
         device_mesh: `(dp, cp, tp)`, `(dp, tp)`, or the root mesh with its five axes.
         tp_shard_plan: applied first.
-        init_fsdp_with_meta_device: shard a model on the meta device without values. Otherwise the model must have
-            memory.
-        check_for_nan_in_grad: check every gradient before its reduction (one host synchronization each). Raises
-            ValueError.
+        init_fsdp_with_meta_device: shard a model on the meta device without values. Otherwise it must have memory.
+        check_for_nan_in_grad: raise ValueError before a reduction of NaN. One host synchronization per gradient.
         calculate_per_token_loss: no effect. Gradients are always sums.
-        optimizer: an optimizer of the model's parameters, which is changed to the sharded ones. For an optimizer that
-            is created later, see `sharded_module.follow_optimizer`.
+        optimizer: its parameters are replaced by the sharded ones. See also `sharded_module.follow_optimizer`.
 
     Raises ConfigError without the package or CUDA, and for hybrid sharding, `average_in_collective`, or unit modules
     that the model does not have.
     """
     del calculate_per_token_loss
+    _check_supported(average_in_collective)
+    if tp_shard_plan is not None:
+        parallelize_module(model, device_mesh[tp_dim], tp_shard_plan)
+    mesh, shard_dim = _sharding_mesh(device_mesh, dp_shard_dim, tp_dim)
+    if mesh[shard_dim].size() == 1:
+        warn("no_effect", "megatron_fsdp shards nothing on one data-parallel rank. Only tensor parallelism is applied")
+        return model, optimizer
+    before = list(model.named_parameters())
+    options = {
+        "fsdp_unit_modules": unit_modules(model, megatron_fsdp_unit_modules),
+        "zero_dp_strategy": zero_strategy(zero_dp_strategy), "report_nan_in_param_grad": check_for_nan_in_grad,
+        "overlap_grad_reduce": overlap_grad_reduce, "overlap_param_gather": overlap_param_gather,
+        "disable_bucketing": disable_bucketing, "keep_fp8_transpose_cache": keep_fp8_transpose_cache,
+        "nccl_ub": nccl_ub, "fsdp_double_buffer": fsdp_double_buffer,
+    }  # fmt: skip
+    precision = _mixed_precision(preserve_fp32_weights, grad_reduce_in_fp32)
+    with _fillable_later(model) if init_fsdp_with_meta_device else nullcontext():
+        sharded = _fully_shard(model, mesh, shard_dim, tp_dim, init_fsdp_with_meta_device, precision, options)
+    if optimizer is not None:
+        _point_at_shards(optimizer, before, model)
+        follow_optimizer(optimizer, [model])
+    return sharded, optimizer
+
+
+def _check_supported(average_in_collective: bool) -> None:
     require_megatron_fsdp()
     if average_in_collective:
         raise ConfigError(
@@ -178,49 +199,46 @@ def megatron_fsdp_strategy_parallelize(
             keys=("average_in_collective",),
             fix="parallelizer.average_in_collective=false",
         )
-    if tp_shard_plan is not None:
-        parallelize_module(model, device_mesh[tp_dim], tp_shard_plan)
-    mesh, shard_dim = _sharding_mesh(device_mesh, dp_shard_dim, tp_dim)
-    if mesh[shard_dim].size() == 1:
-        warn("no_effect", "megatron_fsdp shards nothing on one data-parallel rank. Only tensor parallelism is applied")
-        return model, optimizer
+
+
+def _mixed_precision(wide_weights: bool, wide_gradients: bool) -> Any:
+    import megatron_fsdp
+
+    main, reduced = (torch.float32 if wide else None for wide in (wide_weights, wide_gradients))
+    return megatron_fsdp.MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=reduced, grad_comm_dtype=reduced)
+
+
+def _fully_shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    shard_dim: str,
+    tp_dim: str,
+    on_meta: bool,
+    precision: Any,
+    options: Mapping[str, object],
+) -> MegatronPart:
+    """Call the package with the arguments that the contract of gradient sums fixes."""
     import megatron_fsdp
 
     if mesh[tp_dim].size() > 1:
         compat.correct_tensor_parallel_shards()
-    main, reduced = (torch.float32 if wide else None for wide in (preserve_fp32_weights, grad_reduce_in_fp32))
-    before = list(model.named_parameters())
-    with _fillable_later(model) if init_fsdp_with_meta_device else nullcontext():
-        wrapped = megatron_fsdp.fully_shard_model(
+    return MegatronPart(
+        megatron_fsdp.fully_shard_model(
             module=model,
             device_mesh=mesh,
             dp_shard_dim=shard_dim,
             tp_dim=tp_dim,
             # The package recognizes experts by their name. They are sharded like other parameters.
             expt_device_mesh=mesh,
-            fsdp_unit_modules=unit_modules(model, megatron_fsdp_unit_modules),
-            zero_dp_strategy=zero_strategy(zero_dp_strategy),
-            device=_device(device_mesh.device_type),
-            init_model_with_meta_device=init_fsdp_with_meta_device,
-            mixed_precision_policy=megatron_fsdp.MixedPrecisionPolicy(
-                main_params_dtype=main, main_grads_dtype=reduced, grad_comm_dtype=reduced
-            ),
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=overlap_param_gather,
+            device=_device(mesh.device_type),
+            init_model_with_meta_device=on_meta,
+            mixed_precision_policy=precision,
             sync_model_each_microbatch=False,
             preproc_state_dict_for_dcp_ckpt=False,
-            report_nan_in_param_grad=check_for_nan_in_grad,
-            disable_bucketing=disable_bucketing,
             calculate_per_token_loss=True,
-            keep_fp8_transpose_cache=keep_fp8_transpose_cache,
-            nccl_ub=nccl_ub,
-            fsdp_double_buffer=fsdp_double_buffer,
+            **options,
         )
-    sharded = MegatronPart(wrapped)
-    if optimizer is not None:
-        _point_at_shards(optimizer, before, model)
-        follow_optimizer(optimizer, [model])
-    return sharded, optimizer
+    )
 
 
 def nvfsdp_strategy_parallelize(

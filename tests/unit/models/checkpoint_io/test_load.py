@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io import load as checkpoint_io_load
-from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values, verify_export
+from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.config import ModelConfig, MTPConfig
 from automodel_cli.models.model_part import ModelPart
 from tests.errors import raises
+from tests.exports import verify_export
 from tests.tiny import FAMILIES, build_hf, packed_batch, tiny_config, tiny_fields, token_row
 
 PROMPTS = [token_row(17, 1).tolist(), token_row(9, 2).tolist()]

@@ -11,11 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io.export import export_hf, verify_export
+from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.tokenizer import load_tokenizer
 from tests.e2e.command import automodel
+from tests.exports import verify_export
 
 pytestmark = [
     pytest.mark.slow,

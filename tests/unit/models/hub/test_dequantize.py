@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io.export import export_hf, verify_export
+from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub.dequantize import dequantized
+from tests.exports import verify_export
 from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf
 

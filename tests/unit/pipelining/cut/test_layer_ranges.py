@@ -14,7 +14,6 @@ from automodel_cli.pipelining.cut.layer_ranges import (
     layer_ranges,
     ranges_from_names,
     stage_count,
-    stage_module_names,
 )
 from automodel_cli.pipelining.schedule.stage_ranks import stage_owners, stages_of_rank
 from tests.errors import raises
@@ -79,22 +78,6 @@ def test_even_sizes(stages, layers, want):
             even_sizes(stages, layers)
     else:
         assert even_sizes(stages, layers) == want
-
-
-def test_module_names():
-    first, last = stage_module_names(2, 8)
-    assert first == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "model.rotary_emb"]
-    assert last == [*(f"model.layers.{i}" for i in range(4, 8)), "model.norm", "lm_head", "model.rotary_emb"]
-    bare = stage_module_names(
-        1,
-        1,
-        fqn_prefix="",
-        include_embeddings=False,
-        include_lm_head=False,
-        include_rotary_emb=False,
-        extra_module_fqns=["x"],
-    )
-    assert bare == [["x", "layers.0", "norm"]]
 
 
 @pytest.mark.parametrize(
