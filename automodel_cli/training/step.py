@@ -102,7 +102,6 @@ def train_step(
         batches: microbatches of this rank.
         objective: the loss.
         optimizer: optimizer of `stages.parts`.
-        mesh: device mesh.
         max_grad_norm: maximum gradient norm, or None to disable clipping.
         hooks: called before the first forward and after the optimizer step.
         stop_signal: returns a number from 0 to 31, called after backward. All ranks receive the maximum.
@@ -113,8 +112,6 @@ def train_step(
         NonFiniteError: on all ranks, if the loss or the gradient norm is not finite. No parameter has changed.
     """
     batches = [batch.to(mesh.device) for batch in batches]
-    # Example: rank 0 has 300 label tokens and rank 1 has 100. Both divide their loss sums by 400. Gradients are then
-    # summed, which gives the mean over all tokens, and not the mean of the ranks' means.
     weight, batches = with_denominators(objective, batches, lambda local: mesh.sum_over(mesh.dp, local))
     tally = MetricAccumulator(objective, mesh.device)
     for hook in hooks:
@@ -143,6 +140,8 @@ def _measured_loss(
     objective: Objective, weight: Tensor, tally: MetricAccumulator, progress: Callable[[str], None], num_batches: int
 ) -> LossFn:
     """Return the loss of a microbatch, divided by the global `weight`. Every call also adds to `tally`."""
+    # Example: rank 0 has 300 label tokens and rank 1 has 100. Both divide their loss sums by 400. Gradients are then
+    # summed, which gives the mean over all tokens, and not the mean of the ranks' means.
     seen = itertools.count(1)
 
     def loss_of(output: HeadOutput, batch: Batch) -> Tensor:
