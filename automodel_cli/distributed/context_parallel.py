@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from automodel_cli.distributed.typed_torch import Function
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -79,7 +81,7 @@ class RankGroup:
         return arrived
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     """Custom function, because torch's differentiable all-gather has different names in 2.11 and 2.13."""
 
     @staticmethod

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from automodel_cli.distributed.device_threads import threads_on_this_device
+from automodel_cli.distributed.typed_torch import Function
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(first_NI, second_NO, ends_L)` -> `[L, I, O]`: first^T second of the rows of each group."""
@@ -96,7 +97,7 @@ def guarded(grouped: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return product
 
 
-class _Weights(torch.autograd.Function):
+class _Weights(Function):
     """Identity of the weights. The backward sets the gradient of empty groups to zero."""
 
     @staticmethod

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_cli.distributed.typed_torch import Function
+
 
 def scatter_to_group(full: Tensor, group: dist.ProcessGroup, dim: int = 0, *, padded: bool = False) -> Tensor:
     """Return the local ceil(n / ranks) of the n entries along `dim`. The backward gathers the gradient.
@@ -40,7 +42,7 @@ def padding(tensor: Tensor, length: int, dim: int) -> Tensor:
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
 
 
-class _ShareOf(torch.autograd.Function):
+class _ShareOf(Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, group: dist.ProcessGroup, dim: int, padded: bool) -> Tensor:
         num = full.shape[dim]
@@ -53,7 +55,7 @@ class _ShareOf(torch.autograd.Function):
         return _gathered(grads[0], *ctx.sizes), None, None, None
 
 
-class _AllOf(torch.autograd.Function):
+class _AllOf(Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, num: int, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.sizes = (share.shape[dim], group, dim)

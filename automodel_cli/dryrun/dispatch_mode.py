@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from automodel_cli.distributed.expert_parallel import topk_router  # noqa: F401  # registers automodel::route
+from automodel_cli.distributed.typed_torch import TorchDispatchMode
 from automodel_cli.dryrun import concrete_integers, cost_model, hardware, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.concrete_integers import Twins

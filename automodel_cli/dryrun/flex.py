@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from automodel_cli.distributed.typed_torch import Function
 from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
 from automodel_cli.models.attention.flex import Attend, Visible
 
@@ -45,7 +46,7 @@ def modelled(real: Callable[[Tensor], Tensor | None], ran: Ran) -> Attend:
     return attend
 
 
-class _Kernel(torch.autograd.Function):
+class _Kernel(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pairs: float, ran: Ran) -> tuple[Tensor, Tensor]:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
@@ -66,7 +67,7 @@ class _Kernel(torch.autograd.Function):
         return *grads, None, None
 
 
-class _Sink(torch.autograd.Function):
+class _Sink(Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, sink: Tensor, ran: Ran) -> Tensor:
         result = torch.empty_like(out)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing.apply import KEPT_RESULTS, recomputed_every
@@ -25,6 +24,7 @@ from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, 
 from automodel_cli.distributed.fusion.compiled_regions import as_one
 from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.distributed.layer_wrapping import transformer_layers
+from automodel_cli.distributed.typed_torch import Function, TorchDispatchMode
 from automodel_cli.models.model_part import ModelPart
 
 _COUNTED = "counted_not_computed"
@@ -213,7 +213,7 @@ def _never(tensor: Tensor) -> Tensor:
     raise AssertionError("a traced forward has no backward")
 
 
-class _FusedAttention(torch.autograd.Function):
+class _FusedAttention(Function):
     """Keeps what a fused kernel keeps; computes nothing."""
 
     @staticmethod
@@ -224,7 +224,7 @@ class _FusedAttention(torch.autograd.Function):
         return output_BTHV
 
 
-class _DistributedExperts(torch.autograd.Function):
+class _DistributedExperts(Function):
     """Keeps what `grouped_mlp` keeps; computes nothing."""
 
     @staticmethod

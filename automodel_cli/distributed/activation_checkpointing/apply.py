@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -24,6 +23,7 @@ from automodel_cli.distributed.activation_checkpointing.saved_results import (
     save_or_replay,
 )
 from automodel_cli.distributed.compile_modes import AUTO
+from automodel_cli.distributed.typed_torch import TorchDispatchMode, disable
 
 _Context = AbstractContextManager[Any]
 _aten = torch.ops.aten
@@ -91,7 +91,7 @@ def apply_activation_checkpointing(
         layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
 
 
-@torch.compiler.disable(recursive=False)
+@disable(recursive=False)
 def _compiled_inside(
     recompute: Callable[..., Any], compiled: Callable[..., Any], run: functools.partial[Any], *args: Any
 ) -> Any:

@@ -34,6 +34,7 @@ from automodel_cli.distributed.float8.quantization import autocast_dtype
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.scatter_gather import gather_from_group, scatter_to_group
+from automodel_cli.distributed.typed_torch import disable
 
 _Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 _DEFAULT_IMPLEMENTATION = "grouped_mm"
@@ -128,7 +129,7 @@ def _dispatched(
 
     # The number of tokens per rank depends on the data, which a graph cannot contain. The compiler skips this function
     # and compiles the code around it.
-    @torch.compiler.disable
+    @disable()
     def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if tp_group is None:
             return compute(hidden_TD, index_TK, weight_TK)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.token_dispatcher import LocalExperts, at_least_one_row
+from automodel_cli.distributed.typed_torch import Function
 
 _FIX = "parallelizer.expert_dispatch=all_to_all"
 # Shared by all layers, because a buffer owns device memory and connections.
@@ -83,7 +84,7 @@ def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
     return held
 
 
-class _Dispatch(torch.autograd.Function):
+class _Dispatch(Function):
     @staticmethod
     def forward(
         ctx: Any, buffer: Any, num_experts: int, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor
@@ -111,7 +112,7 @@ class _Dispatch(torch.autograd.Function):
         return None, None, hidden_TD, None, weight_TK
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, buffer: Any, handle: Any, result_RD: Tensor) -> Tensor:
         ctx.buffer, ctx.handle = buffer, handle

@@ -46,6 +46,7 @@ from automodel_cli.distributed.float8 import grouped_gemm
 from automodel_cli.distributed.float8.quantization import Arithmetic
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.torch_compat import wanted
+from automodel_cli.distributed.typed_torch import Function
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
 from automodel_cli.distributed.wgrad_fusion import grouped as wgrad_fusion_grouped
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
@@ -261,7 +262,7 @@ class _Call:
     gradients: Arriving | None = None
 
 
-class _Multiply(torch.autograd.Function):
+class _Multiply(Function):
     """Send pairs to their experts, compute them, and start to return the results.
 
     Returns `[N, D]` without values. It marks where results leave. `_Sum` passes it the gradients of the returned rows.
@@ -368,7 +369,7 @@ class _Multiply(torch.autograd.Function):
         return None, None, None, grad_TD, grad_weight_TK, *converted
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(Function):
     """Wait for the results and sum them by token, with routing weights.
 
     `_Multiply` computes the gradient of the routing weights on the rank of the expert, so this function returns none.

@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from automodel_cli.distributed.typed_torch import TorchFunctionMode, disable
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 
@@ -147,7 +148,7 @@ def selects_by(module: nn.Module, layer: int, nth: int) -> None:
     """
     own = module.forward
 
-    @torch.compiler.disable
+    @disable()
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if _now.choices is None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from automodel_cli.distributed.activation_checkpointing.saved_results import SaveLevel, save_or_replay
 from automodel_cli.distributed.expert_parallel import permute
+from automodel_cli.distributed.typed_torch import Function
 
 LocalExperts = Callable[[Tensor, Tensor], Tensor]
 """`(hidden_ND, expert_N)` -> `[N, D]`: the result of local expert `expert_N[n]` for row n."""
@@ -166,7 +167,7 @@ def at_least_one_row(experts: LocalExperts, hidden_ND: Tensor, expert_N: Tensor)
     return experts(hidden_ND.sum(0, keepdim=True), expert_N.new_zeros(1))[:0]
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     """Differentiable all-to-all of rows. The backward sends gradients the opposite way."""
 
     @staticmethod

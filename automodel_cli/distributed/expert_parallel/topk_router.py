@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.distributed import kernel_verification
+from automodel_cli.distributed.typed_torch import Function
 
 MOST_CHOICES = 32
 MOST_EXPERTS = 4096
@@ -60,7 +61,7 @@ class RouterRule:
         return weight_NK, index_NK
 
 
-class _Route(torch.autograd.Function):
+class _Route(Function):
     @staticmethod
     def forward(ctx: Any, logits_NE: Tensor, correction_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
         logits_NE = logits_NE.contiguous()

@@ -29,6 +29,7 @@ from automodel_cli.config.warn import warn
 from automodel_cli.distributed.float8.grouped_gemm import require_grouped
 from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require_float8
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
+from automodel_cli.distributed.typed_torch import Function
 
 
 class Fp8Linear(nn.Linear):
@@ -144,7 +145,7 @@ def _matmul(x: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding) 
     return y_TO.view(*x.shape[:-1], len(weight_OI))
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """Linear function in float8. Saves inputs and weight in their own precision, as torch's does, if gradients need
     them.
     """

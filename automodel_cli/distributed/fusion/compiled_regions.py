@@ -22,6 +22,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed import torch_compat
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
+from automodel_cli.distributed.typed_torch import Function
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +234,7 @@ def as_one(shape_context: Callable[[], Any], on_kernel: OnKernel) -> RegionCompi
     return fuse
 
 
-class _AsOne(torch.autograd.Function):
+class _AsOne(Function):
     @staticmethod
     def forward(
         ctx: Any, region: FusibleRegion, shape_context: Any, on_kernel: OnKernel, args: Sequence[Any], *tensors: Tensor

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
+from automodel_cli.distributed.typed_torch import TorchDispatchMode
 
 _FEWEST = 3  # Minimum number of operators of a norm. torch's own norm is one kernel already.
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm", "matmul", "linear")

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.typed_torch import Function
 
 
-class _SumGradient(torch.autograd.Function):
+class _SumGradient(Function):
     @staticmethod
     def forward(ctx, tensor, group):  # type: ignore[no-untyped-def]
         ctx.group = group
@@ -33,7 +34,7 @@ class _SumGradient(torch.autograd.Function):
         return grad, None
 
 
-class _SumValue(torch.autograd.Function):
+class _SumValue(Function):
     @staticmethod
     def forward(ctx, tensor, group):  # type: ignore[no-untyped-def]
         total = tensor.clone(memory_format=torch.contiguous_format)

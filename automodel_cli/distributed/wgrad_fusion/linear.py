@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
+from automodel_cli.distributed.typed_torch import Function
+
 
 class MainGrad(Protocol):
     """Sum of the gradient of one parameter over microbatches, before reduction over ranks.
@@ -140,7 +142,7 @@ class _InputGradient:
         return result
 
 
-class _Alias(torch.autograd.Function):
+class _Alias(Function):
     """Return a view of the input as `[T, I]`. Its backward runs after all readers of the input."""
 
     @staticmethod
@@ -200,7 +202,7 @@ def _local_of(x: DTensor, grad_placements: list[Placement]) -> Tensor:
     return known[1]
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """Linear function that saves the same tensors as torch's."""
 
     @staticmethod

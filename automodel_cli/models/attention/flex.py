@@ -34,6 +34,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from automodel_cli.data.batch import SeenKeys
 from automodel_cli.distributed.device_threads import threads_on_this_device
+from automodel_cli.distributed.typed_torch import disable
 from automodel_cli.models import torch_compat
 from automodel_cli.models.context_parallel_layout import Context
 
@@ -161,7 +162,7 @@ or the context-parallel layout."""
 
 
 # Compiled layers contain this function as a separate graph.
-@torch.compiler.disable(recursive=False, reason=_OWN_GRAPH)
+@disable(recursive=False, reason=_OWN_GRAPH)
 def flex_packed_attention(
     query_NHD: Tensor,
     key_MKD: Tensor,
@@ -190,7 +191,7 @@ def why_unavailable(device: torch.device) -> str:
     return "" if importlib.util.find_spec("triton") else "it requires triton, which is not installed"
 
 
-@torch.compiler.disable(reason=_OWN_GRAPH)
+@disable(reason=_OWN_GRAPH)
 def why_flex_unsupported(query: Tensor, value: Tensor, softcap: float | None) -> str:
     """Return the reason why FlexAttention does not support these tensors, or an empty string."""
     if query.device.type == "cpu" or _stand_in is not None:
@@ -267,7 +268,7 @@ def defined(
     return torch.einsum("hnm,mhv->nhv", probs_HNM, value_MKV.repeat_interleave(group, 1))
 
 
-@torch.compiler.disable
+@disable()
 def batch_visibility(
     cu: Tensor | None,
     rows: int,
@@ -302,7 +303,7 @@ def _row_visibility(rows: int, length: int, window: int | None, device: torch.de
     return _visible(*_document_positions(cu, rows * length, window))
 
 
-@torch.compiler.disable
+@disable()
 @functools.lru_cache(maxsize=64)
 def context_visibility(context: Context, window: int | None, of_rank: int | None = None) -> Visible:
     """Return the visible keys of the local queries, among the gathered keys of all ranks or those of one rank."""

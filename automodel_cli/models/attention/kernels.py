@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_cli.distributed.typed_torch import Function
+
 _FLASH_MAX_HEAD_DIM = 256  # of the CUDA kernel
 
 
@@ -154,7 +156,7 @@ def picked(x_MKD: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-class _Picked(torch.autograd.Function):
+class _Picked(Function):
     """index_select of bf16 or fp16 tensors with an fp32 sum in backward."""
 
     @staticmethod
@@ -250,7 +252,7 @@ def flash_cpu_backward(
     return grads
 
 
-class _SinkFlashCPU(torch.autograd.Function):
+class _SinkFlashCPU(Function):
     """CPU flash attention with optional sinks. Causal if `mask` is None."""
 
     @staticmethod
@@ -325,7 +327,7 @@ def varlen_cuda(
     return out_NHV[..., : value_MKV.shape[-1]]
 
 
-class _SinkVarlenCUDA(torch.autograd.Function):
+class _SinkVarlenCUDA(Function):
     """aten's variable-length flash attention with optional sinks.
 
     q is `[N, H, D]`, k and v are `[M, K, D]`, cu is int32 `[segments + 1]`, the log-sum-exp is fp32 `[H, N]`. Causal,

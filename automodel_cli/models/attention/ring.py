@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from automodel_cli.distributed.typed_torch import Function
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import varlen_segments as segments
@@ -70,7 +71,7 @@ def ring_attention(
     return out[..., : value_NKV.shape[-1]]
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(Function):
     """Ring attention over one block `(2, M, K, D)` of keys and values per rank."""
 
     @staticmethod

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_cli.distributed.typed_torch import Function
 from automodel_cli.distributed.wgrad_fusion.linear import MainGrad, add_product_
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
@@ -142,7 +143,7 @@ def fused_scores(
     return Scores(*_FusedScores.apply(hidden_SD, weight_VD, ids_SN, settings, early, weight_sum))
 
 
-class _FusedScores(torch.autograd.Function):
+class _FusedScores(Function):
     """Autograd function of the fused head. See the module docstring.
 
     Backward normally recomputes the logits of each chunk: four GEMMs, where plain cross-entropy has three. With

@@ -31,6 +31,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch, SeenKeys
 from automodel_cli.distributed.expert_parallel.router_detection import routers_in
 from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.typed_torch import Function, disable
 from automodel_cli.models.config import MoEConfig
 
 
@@ -203,7 +204,7 @@ class _Layer:
         router.register_forward_hook(self._hook)
 
     # Data-dependent counting is excluded from compiled graphs.
-    @torch.compiler.disable
+    @disable()
     def _hook(self, router: nn.Module, args: Any, output: Any) -> Any:
         if not (router.training and torch.is_grad_enabled()):
             return None
@@ -225,7 +226,7 @@ class _Layer:
             self.bias += (speed * torch.sign(load_E.mean() - load_E)).to(self.bias.dtype).view_as(self.bias)
 
 
-class _AttachLoss(torch.autograd.Function):
+class _AttachLoss(Function):
     """Identity on routing weights. In backward, adds the gradient of the load-balancing loss to that of the logits.
 
     Recomputation calls it again, only to save the logits. Loads and mask are attributes of the first call, not saved

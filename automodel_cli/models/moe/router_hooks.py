@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
@@ -30,6 +29,7 @@ from automodel_cli.distributed.expert_parallel.router_replay import (
     recomputes_alike,
     selects_by,
 )
+from automodel_cli.distributed.typed_torch import TorchFunctionMode
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.document_masking.recurrent_layers import class_name, decoder_slots
 from automodel_cli.models.probes.tiny_model import VOCAB

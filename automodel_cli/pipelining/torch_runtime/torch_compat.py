@@ -296,7 +296,7 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
     """Execute a `Program` on the stages of this rank, for any number of steps with its number of microbatches."""
 
     def __init__(self, stages: list[Stage], program: Program, *, train: bool, reduce_every_microbatch: bool = False):
-        super().__init__(
+        super().__init__(  # type: ignore[no-untyped-call]
             stages,
             program.num_microbatches,
             loss_fn=lambda output, index: self.on_result(output, index),
@@ -355,7 +355,7 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         self, stage: Any, output: Tensor, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
     ) -> None:
         if stage.is_last:
-            self.results[mb_index] = self._compute_loss(output, target_mbs[mb_index])
+            self.results[mb_index] = self._compute_loss(output, target_mbs[mb_index])  # type: ignore[no-untyped-call]
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
         if not stage.is_last:

@@ -37,7 +37,11 @@ class Player(Peer):  # type: ignore[misc]
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._main = types.ModuleType("__main__")
-        self._ops = {**_OPS, "load": self._load, "global": lambda name: vars(self._main)[name]}
+        self._ops: dict[str, Callable[..., Any]] = {
+            **_OPS,
+            "load": self._load,
+            "global": lambda name: vars(self._main)[name],
+        }
 
     def hold(self, value: object) -> dict[str, Any]:
         if isinstance(value, _Callback):

@@ -1,0 +1,37 @@
+"""Parts of torch without annotations, with types. They are torch's own objects at run time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode as _TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    F = TypeVar("F", bound=Callable[..., Any])
+
+    class Function(torch.autograd.Function):
+        """`torch.autograd.Function`."""
+
+        @classmethod
+        def apply(cls, *args: Any, **kwargs: Any) -> Any: ...
+
+    class TorchDispatchMode(_TorchDispatchMode):
+        """`torch.utils._python_dispatch.TorchDispatchMode`."""
+
+        def __init__(self) -> None: ...
+
+    class TorchFunctionMode(_TorchFunctionMode):
+        """`torch.overrides.TorchFunctionMode`."""
+
+        def __exit__(self, *exception: Any) -> None: ...
+
+    def disable(*, recursive: bool = True, reason: str | None = None) -> Callable[[F], F]:
+        """`torch.compiler.disable`."""
+else:
+    Function, disable = torch.autograd.Function, torch.compiler.disable
+    TorchDispatchMode, TorchFunctionMode = _TorchDispatchMode, _TorchFunctionMode
