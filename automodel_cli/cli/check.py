@@ -60,8 +60,8 @@ def check(
         click.echo(f"{click.style(label.ljust(width), bold=True)}  {_clip(_line(value), limit)}")
     common.print_untrusted(composed, untrusted, width)
     if gpus is not None:
-        found = _dry_run(composed, recipe, trust, gpus, gpu or "h100")
-        click.echo(f"{click.style('dry run'.ljust(width), bold=True)}  {found}")
+        result = _dry_run(composed, recipe, trust, gpus, gpu or "h100")
+        click.echo(f"{click.style('dry run'.ljust(width), bold=True)}  {result}")
     homes = (composed.path.parent, conf_dir())
     chain = [display(path) for path in reversed(composed.files) if path.parent in homes]
     groups = len(composed.files) - len(chain)

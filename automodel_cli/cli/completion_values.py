@@ -19,14 +19,14 @@ from automodel_cli.config.errors import ConfigError
 
 def names(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
     """Bundled recipes, with their summary as help."""
-    found = [n for n in bundled_recipes.recipe_names() if n.startswith(incomplete)]
-    return [CompletionItem(n, help=bundled_recipes.describe_recipe(n).summary) for n in found]
+    matches = [n for n in bundled_recipes.recipe_names() if n.startswith(incomplete)]
+    return [CompletionItem(n, help=bundled_recipes.describe_recipe(n).summary) for n in matches]
 
 
 def runs(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
     """The runs below runs/, by name."""
-    found = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
-    return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+    names_of_runs = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
+    return [CompletionItem(name) for name in names_of_runs if name.startswith(incomplete)]
 
 
 def configs(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
@@ -41,8 +41,8 @@ def overrides(ctx: Context, param: Parameter, incomplete: str) -> list[Completio
     """`group=option` once the key is typed, else every key of the recipe as `key=`."""
     key, equals, value = incomplete.partition("=")
     if equals:
-        found = sorted(p.stem for p in (bundled_recipes.conf_dir() / key).glob("*.yaml"))
-        return [CompletionItem(f"{key}={option}") for option in found if option.startswith(value)]
+        options = sorted(p.stem for p in (bundled_recipes.conf_dir() / key).glob("*.yaml"))
+        return [CompletionItem(f"{key}={option}") for option in options if option.startswith(value)]
     return [CompletionItem(f"{k}=") for k in sorted(keys(ctx.params.get("conf") or "")) if k.startswith(incomplete)]
 
 
@@ -53,17 +53,17 @@ def keys(conf: str) -> set[str]:
     from automodel_cli.config import schema, targets
 
     path = bundled_recipes.recipe_path(conf) if conf in bundled_recipes.recipe_names() else Path(conf)
-    found: set[str] = set()
+    known_keys: set[str] = set()
     trees = list(_chain(path, "", set())) if path.is_file() else []
     for package, tree in trees:
-        found |= {f"{package}.{k}" if package else k for k in _flat(tree)}
+        known_keys |= {f"{package}.{k}" if package else k for k in _flat(tree)}
         target = tree.get("_target_")
         if isinstance(target, str):
             try:
-                found |= set(schema.keys(targets.resolve(target), f"{package}." if package else ""))
+                known_keys |= set(schema.keys(targets.resolve(target), f"{package}." if package else ""))
             except ConfigError:
                 continue  # a package that only --trust-package opens: its keys are not offered
-    return {k for k in found if not k.rpartition(".")[2].startswith("_")}
+    return {k for k in known_keys if not k.rpartition(".")[2].startswith("_")}
 
 
 def _chain(path: Path, package: str, seen: set[Path]) -> Iterator[tuple[str, dict[str, Any]]]:

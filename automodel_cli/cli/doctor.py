@@ -110,12 +110,12 @@ def of_run(run: str, trust: Trust) -> Iterator[Diagnosis]:
 
 def python() -> Iterator[Diagnosis]:
     """The interpreter against the supported and the tested releases."""
-    found, supported = ".".join(map(str, sys.version_info[:3])), tested_versions.ranges()["python"]
-    verdict = tested_versions.verdict("python", found, supported)
+    version, supported = ".".join(map(str, sys.version_info[:3])), tested_versions.ranges()["python"]
+    verdict = tested_versions.verdict("python", version, supported)
     if verdict == "outside":  # pip does not install us here, but PYTHONPATH may
-        yield Diagnosis("fail", "python", f"{found}  outside {supported}", "uv venv --python 3.12")
+        yield Diagnosis("fail", "python", f"{version}  outside {supported}", "uv venv --python 3.12")
     else:
-        yield Diagnosis("ok", "python", f"{found}  {verdict}  {sys.executable}")
+        yield Diagnosis("ok", "python", f"{version}  {verdict}  {sys.executable}")
 
 
 def dependencies() -> Iterator[Diagnosis]:
@@ -126,13 +126,13 @@ def dependencies() -> Iterator[Diagnosis]:
 
 
 def _package(name: str, supported: str, if_outside: Literal["warn", "fail"]) -> Diagnosis:
-    found, fix = _version(name), f'pip install "{name}{supported}"'
-    if found is None:
+    version, fix = _version(name), f'pip install "{name}{supported}"'
+    if version is None:
         return Diagnosis("fail", name, f"not installed, needs {supported}", fix)
-    verdict = tested_versions.verdict(name, found, supported)
+    verdict = tested_versions.verdict(name, version, supported)
     if verdict == "outside":
-        return Diagnosis(if_outside, name, f"{found}  outside {supported}", fix)
-    return Diagnosis("ok", name, f"{found}  {verdict}")
+        return Diagnosis(if_outside, name, f"{version}  outside {supported}", fix)
+    return Diagnosis("ok", name, f"{version}  {verdict}")
 
 
 def clashes() -> Iterator[Diagnosis]:

@@ -130,11 +130,11 @@ def _by_harness(
     chosen.check()
     folder = _folder(target)
     models = {target: _exported(target, checkpoint), **{name: _exported(name) for name in against}}
-    found = {name: chosen.run(model) for name, model in models.items()}
+    scores = {name: chosen.run(model) for name, model in models.items()}
     run_dir = folder or Path.cwd()
-    told = f"harness: {tasks}\n" + "".join(f"{name}: {value}\n" for name, value in chosen.options.items())
+    text = f"harness: {tasks}\n" + "".join(f"{name}: {value}\n" for name, value in chosen.options.items())
     results.report_results(
-        found, run_dir, out or run_dir / "eval" / f"harness{_of(checkpoint)}.json", told, num_resamples=2000
+        scores, run_dir, out or run_dir / "eval" / f"harness{_of(checkpoint)}.json", text, num_resamples=2000
     )
     return 0
 
@@ -164,16 +164,16 @@ def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Compos
 
     known = bundled_recipes.conf_dir() / "eval" / f"{conf}.yaml"
     composed = compose(known if known.is_file() else conf, overrides)
-    found = check_config(composed, trust, kind=EvalConfig)
-    if not isinstance(found, EvalConfig):
+    config = check_config(composed, trust, kind=EvalConfig)
+    if not isinstance(config, EvalConfig):
         raise ConfigError(
-            f"{conf} is not an evaluation but a {type(found).__name__}",
+            f"{conf} is not an evaluation but a {type(config).__name__}",
             code="wrong_recipe",
             keys=("--conf",),
             origin=f"_target_={composed.tree.get('_target_')} ({composed.origin('_target_')})",
             fix="-c quickstart   (bundled)",
         )
-    return composed, found
+    return composed, config
 
 
 def _folder(target: str) -> Path | None:

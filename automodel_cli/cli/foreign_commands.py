@@ -84,8 +84,8 @@ def _override(key: str, value: str | None, known: set[str]) -> str | None:
     """`key=value` of ours for an option that names a key, a part of one, or another tool's."""
     if key in known:
         return f"{key}={'VALUE' if value is None else value}"
-    found = suggest(key, "VALUE" if value is None else value, known)
-    return found and found.fix
+    suggestion = suggest(key, "VALUE" if value is None else value, known)
+    return suggestion and suggestion.fix
 
 
 def _value(name: str, arguments: Sequence[str]) -> str | None:

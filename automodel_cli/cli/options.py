@@ -31,11 +31,11 @@ def options(section: str | None, markdown: Path | None) -> None:
     """
     from automodel_cli.config.key_reference import nodes
 
-    found = nodes()
+    reference = nodes()
     if markdown is not None:
-        _write_pages(found, markdown)
+        _write_pages(reference, markdown)
         return
-    chosen = _chosen(found, section) if section else found
+    chosen = _chosen(reference, section) if section else reference
     width = min(shutil.get_terminal_size().columns, 120)
     for node in chosen:
         title = click.style(node.path or "(the root)", bold=True)

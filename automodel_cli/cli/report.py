@@ -42,8 +42,8 @@ def _folders(name: str) -> Iterator[str | Path]:
     if not is_url(name):
         yield name
         return
-    found = runs_at(name)
-    if not found:
+    folders = runs_at(name)
+    if not folders:
         raise ConfigError(f"{name} is not a run", code="run_not_found", fix=f"automodel runs ls {word(name)}")
-    for url in found:
+    for url in folders:
         yield fetch(url)

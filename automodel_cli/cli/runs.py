@@ -82,13 +82,13 @@ def show(run: str | None, as_json: bool) -> None:
 
     Without RUN: the newest run.
     """
-    found = _one(run)
+    entry = _one(run)
     if as_json:
-        click.echo(json.dumps({**_as_json(found), "record": found.record}, indent=1))
+        click.echo(json.dumps({**_as_json(entry), "record": entry.record}, indent=1))
         return
     from automodel_cli.runs.show import details
 
-    for label, text in details(found):
+    for label, text in details(entry):
         first, *more = text.split("\n")
         click.echo(f"{click.style(label.ljust(11), bold=True)} {first}")
         for line in more:
@@ -112,12 +112,12 @@ def tail(run: str | None, count: int, no_follow: bool) -> None:
 
     Without RUN: the newest run.
     """
-    found = _one(run)
+    entry = _one(run)
     from automodel_cli.runs.tail import follow
 
-    for line in follow(found, count, wait=not no_follow):
+    for line in follow(entry, count, wait=not no_follow):
         click.echo(line)
-    click.echo(click.style(f"{found.folder}: {type(found)(found.folder).state}", dim=True), err=True)
+    click.echo(click.style(f"{entry.folder}: {type(entry)(entry.folder).state}", dim=True), err=True)
 
 
 @runs.command()
@@ -163,9 +163,9 @@ def rollouts(
     """
     from automodel_cli.runs import rollouts as samples
 
-    wanted = samples.RolloutFilter(_steps(step), least, most, prompt, completion, trained)
-    found, total = samples.select(_one(run).folder, wanted, count, order)
-    for row in found:
+    selection = samples.RolloutFilter(_steps(step), least, most, prompt, completion, trained)
+    samples_shown, total = samples.select(_one(run).folder, selection, count, order)
+    for row in samples_shown:
         if as_json:
             click.echo(json.dumps(row, ensure_ascii=False))
             continue
@@ -178,7 +178,7 @@ def rollouts(
         click.echo(click.style(visible(str(row["prompt"][-1]["content"])), dim=True))
         click.echo(visible(samples.said(row["completion"], row.get("turns"))) + "\n")
     if not as_json:
-        click.echo(f"{len(found)} of {total:,} samples, {order} first")
+        click.echo(f"{len(samples_shown)} of {total:,} samples, {order} first")
 
 
 def _steps(text: str | None) -> tuple[int | None, int | None]:
@@ -243,10 +243,10 @@ def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool)
     from automodel_cli.runs.clean import removable, remove
     from automodel_cli.runs.index import runs_named
 
-    found = runs_named(names or ("runs",))
-    for run in (run for run in found if run.state == "running"):
+    entries = runs_named(names or ("runs",))
+    for run in (run for run in entries if run.state == "running"):
         click.echo(f"{run.folder} goes on: left alone")
-    removals = [r for run in found for r in removable(run, last_checkpoint=last_checkpoint, empty=empty)]
+    removals = [r for run in entries for r in removable(run, last_checkpoint=last_checkpoint, empty=empty)]
     if not removals:
         click.echo("nothing to remove")
         return
@@ -302,16 +302,16 @@ def _metric(run: RunEntry) -> str:
 def _parting(a: RunEntry, b: RunEntry, column: str, tolerance: float) -> str:
     from automodel_cli.runs.compare import parting
 
-    found = parting(a, b, column, tolerance)
-    if found is None:
+    difference = parting(a, b, column, tolerance)
+    if difference is None:
         return ""
     label = click.style(f"{column:<10}", bold=True)
-    if found.unequal is None:
-        return f"{label} the same number at all {found.num_steps} steps that both have"
-    apart = "never by more" if found.apart is None else f"by more from step {found.apart}"
-    ends = [table_rendering.number(value) for value in found.at_end]
+    if difference.unequal is None:
+        return f"{label} the same number at all {difference.num_steps} steps that both have"
+    apart = "never by more" if difference.apart is None else f"by more from step {difference.apart}"
+    ends = [table_rendering.number(value) for value in difference.at_end]
     end = f"{ends[0]} and {ends[1]} at the last step that both have"
-    return f"{label} parts at step {found.unequal} ({apart} than {tolerance:g} of itself); {end}"
+    return f"{label} parts at step {difference.unequal} ({apart} than {tolerance:g} of itself); {end}"
 
 
 def _with_origin(text: str) -> Text:

@@ -105,8 +105,8 @@ def _command(
             "pip install 'transformers[serving]'",
         )
         raise ConfigError(message, code="missing_package", keys=("--with",), fix=fix)
-    beside = Path(sys.executable).with_name("transformers")
-    program = str(beside) if beside.exists() else shutil.which("transformers")
+    executable = Path(sys.executable).with_name("transformers")
+    program = str(executable) if executable.exists() else shutil.which("transformers")
     if program is None and not dry_run:
         message, fix = "the command transformers is not on PATH", "pip install 'transformers[serving]'"
         raise ConfigError(message, code="missing_package", keys=("--with",), fix=fix)

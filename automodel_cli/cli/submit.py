@@ -166,8 +166,8 @@ def submit(
     if to == "slurm":  # a job may wait long before it fails; other clusters have other files
         common.refuse(composed, recipe.data_problems())
     options = fitted(composed, recipe, options)
-    asked = {"--volume": volume, "--gpu-type": gpu_type, "--env": env, "--secret": secret, "--rdma": rdma}
-    _refuse_foreign(to, dry_run, options, asked)
+    requested = {"--volume": volume, "--gpu-type": gpu_type, "--env": env, "--secret": secret, "--rdma": rdma}
+    _refuse_foreign(to, dry_run, options, requested)
     given = {"--rollout-gpus-per-node": rollout_gpus_per_node, "--rollout-image": rollout_image}
     rollout = _rollout_nodes(recipe, options, to, rollout_nodes, given)
     if to != "slurm":
@@ -334,6 +334,6 @@ def _check_ranks(composed: Composed, recipe: ConfigRoot, nodes: int, ranks_per_n
         paths = [f"{section}.{key}" for key in error.keys for section in composed.tree]
         known = {path: composed.origin(path) for path in (*error.keys, *paths)}
         keys = [f"{path} ({origin})" for path, origin in known.items() if origin != "default"]
-        asked = f"--nodes {nodes} x {ranks_per_node} rank(s) a node"
-        origin = "; ".join([*keys, asked])
+        requested = f"--nodes {nodes} x {ranks_per_node} rank(s) a node"
+        origin = "; ".join([*keys, requested])
         raise ConfigError(error.message, code=error.code, keys=error.keys, origin=origin, fix=error.fix) from error

@@ -127,7 +127,7 @@ def _points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
 
     _check_own(folder, overrides)
     try:
-        found = hydra_adapter.points(overrides)
+        points = hydra_adapter.points(overrides)
     except ValueError as error:
         raise ConfigError(
             f"{error} must be a list of values or a range",
@@ -139,12 +139,12 @@ def _points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
     except hydra_adapter.HydraException as error:
         message = f"the overrides cannot be parsed: {str(error).splitlines()[0]}"
         raise ConfigError(message, code="invalid_override") from error
-    if len(found) == 1:
+    if len(points) == 1:
         fix = "automodel finetune llm, or a list: seed=0,1"
         raise ConfigError("the sweep has one run because each key has one value", code="empty_value", fix=fix)
-    if len(found) > _MOST:
-        raise ConfigError(f"the sweep has {len(found):,} runs. The limit is {_MOST:,}", code="limit_exceeded")
-    return [_point(folder, number, swept, everything) for number, (swept, everything) in enumerate(found)]
+    if len(points) > _MOST:
+        raise ConfigError(f"the sweep has {len(points):,} runs. The limit is {_MOST:,}", code="limit_exceeded")
+    return [_point(folder, number, swept, everything) for number, (swept, everything) in enumerate(points)]
 
 
 def _point(folder: Path, number: int, swept: Sequence[str], everything: Sequence[str]) -> Point:
@@ -182,14 +182,14 @@ def _search(
 
     _check_own(folder, overrides)
     found, fixed = axes(overrides)
-    said = (*overrides, f"metric={metric}", f"maximize={maximize}".lower())
-    _same_sweep(folder, conf, said)
+    signature = (*overrides, f"metric={metric}", f"maximize={maximize}".lower())
+    _same_sweep(folder, conf, signature)
     for words in corners(found):
         common.load(conf, (*fixed, *words), trust)
     if dry_run:
         click.echo("\n".join(str(axis) for axis in found))
         return 0, []
-    _remember(folder, conf, said)
+    _remember(folder, conf, signature)
     search = Search(folder, found, num_trials, maximize=maximize)
 
     def point(number: int, words: Sequence[str]) -> Point:
@@ -221,8 +221,8 @@ def _same_sweep(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
     except (OSError, ValueError):
         return
     if before != {"conf": conf, "overrides": list(overrides)}:
-        said = " ".join([before.get("conf", "?"), *before.get("overrides", [])])
-        message = f"{folder} belongs to another sweep: {said}"
+        command = " ".join([before.get("conf", "?"), *before.get("overrides", [])])
+        message = f"{folder} belongs to another sweep: {command}"
         raise ConfigError(message, code="resume_conflict", keys=("--name",), fix=f"--name {folder.name}-2")
 
 

@@ -45,13 +45,13 @@ OTHER_RANGES = {"sglang": ">=0.5.21"}
 
 def ranges() -> dict[str, str]:
     """Return the supported range of Python, of each dependency and of each package of an extra."""
-    found = {"python": _metadata()["Requires-Python"], **OTHER_RANGES}
+    supported = {"python": _metadata()["Requires-Python"], **OTHER_RANGES}
     for line in _metadata().get_all("Requires-Dist") or ():
         match = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", line)
         assert match is not None, line
         name, specifier = match.groups()
-        found[name] = specifier.strip() or found.get(name, "")
-    return found
+        supported[name] = specifier.strip() or supported.get(name, "")
+    return supported
 
 
 def dependencies() -> list[str]:

@@ -15,10 +15,10 @@ _OFF = ("", "0", "false", "no", "off")
 
 def is_offline(error: BaseException) -> bool:
     """Return whether `error`, or one of its causes, means that the hub could not be reached."""
-    for found in _chain(error):
-        names = {cls.__name__ for cls in type(found).__mro__}
-        text = str(found).lower()
-        if names.intersection(_NO_NETWORK) or any(said in text for said in _SAID):
+    for cause in _chain(error):
+        names = {cls.__name__ for cls in type(cause).__mro__}
+        text = str(cause).lower()
+        if names.intersection(_NO_NETWORK) or any(phrase in text for phrase in _SAID):
             return True
     return False
 

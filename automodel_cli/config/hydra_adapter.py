@@ -66,8 +66,8 @@ def points(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
             raise ValueError(text)
         key = override.get_key_element()
         choices.append([(f"{key}={value}", True) for value in override.sweep_string_iterator()])
-    found = itertools.product(*choices)
-    return [([text for text, swept in point if swept], [text for text, _ in point]) for point in found]
+    combinations = itertools.product(*choices)
+    return [([text for text, swept in point if swept], [text for text, _ in point]) for point in combinations]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class SweepAxis:
 def sweep_axes(overrides: Sequence[str]) -> tuple[list[SweepAxis], list[str]]:
     """Return the search space and the fixed overrides. Supports `choice(...)`, lists, `range(...)`, and `interval(...)`
     with the tags `log` and `int`. Raises HydraException, and ValueError for other forms."""
-    found, fixed = [], []
+    axes, fixed = [], []
     for text in overrides:
         override = parse(text)
         if not override.is_sweep_override():
@@ -114,14 +114,14 @@ def sweep_axes(overrides: Sequence[str]) -> tuple[list[SweepAxis], list[str]]:
             low, high = value.start, value.end
             if low is None or high is None or not low < high or ("log" in value.tags and low <= 0):
                 raise ValueError(text)
-            whole = "int" in value.tags or (isinstance(low, int) and isinstance(high, int))
-            found.append(SweepAxis(key, low=low, high=high, log="log" in value.tags, whole=whole))
+            is_integer = "int" in value.tags or (isinstance(low, int) and isinstance(high, int))
+            axes.append(SweepAxis(key, low=low, high=high, log="log" in value.tags, whole=is_integer))
         elif _is_list(override):
             ordered = isinstance(value, RangeSweep) and not value.shuffle
-            found.append(SweepAxis(key, tuple(override.sweep_string_iterator()), ordered=ordered))
+            axes.append(SweepAxis(key, tuple(override.sweep_string_iterator()), ordered=ordered))
         else:
             raise ValueError(text)
-    return found, fixed
+    return axes, fixed
 
 
 _NEXT = " (next)"

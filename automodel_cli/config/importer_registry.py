@@ -20,6 +20,6 @@ def recognise(tree: Mapping[str, Any], unknown: Collection[str] | None = None) -
     if unknown is not None:
         tree = {key: tree[key] for key in unknown if key in tree}
     keys = set(flatten_keys(tree)) | set(tree)
-    found = {slug: len(keys & set(table.signs[1])) for slug, table in TABLES.items()}
-    likely = max(TABLES, key=lambda slug: found[slug] / TABLES[slug].signs[0])
-    return TABLES[likely] if found[likely] >= TABLES[likely].signs[0] else None
+    counts = {slug: len(keys & set(table.signs[1])) for slug, table in TABLES.items()}
+    likely = max(TABLES, key=lambda slug: counts[slug] / TABLES[slug].signs[0])
+    return TABLES[likely] if counts[likely] >= TABLES[likely].signs[0] else None

@@ -100,7 +100,7 @@ class ReferenceNode:
 
 def nodes() -> list[ReferenceNode]:
     """Return every node of every recipe, in the order of the recipe's fields. Shared nodes occur once."""
-    found: dict[tuple[str, str], ReferenceNode] = {}
+    by_key: dict[tuple[str, str], ReferenceNode] = {}
     walked: list[tuple[str, Any]] = []
     root: dict[str, schema.Parameter] = {}
     texts: dict[str, str] = {}
@@ -115,9 +115,9 @@ def nodes() -> list[ReferenceNode]:
                 continue
             walked.append((name, parameter.hint))
             for node in _below(name, parameter.hint):
-                found.setdefault((node.path, node.target), node)
+                by_key.setdefault((node.path, node.target), node)
     keys = tuple(_key(name, parameter, texts.get(name, "")) for name, parameter in root.items())
-    return [ReferenceNode("", "recipes", (), "The sections of a config.", keys), *found.values()]
+    return [ReferenceNode("", "recipes", (), "The sections of a config.", keys), *by_key.values()]
 
 
 def _below(path: str, hint: Any) -> Iterator[ReferenceNode]:
@@ -140,10 +140,10 @@ def _below(path: str, hint: Any) -> Iterator[ReferenceNode]:
 
 def _dataclasses(hint: Any) -> list[type]:
     """Return the config nodes that an annotation allows, also in lists or by name."""
-    found = schema.dataclass_members(hint)
+    members = schema.dataclass_members(hint)
     for member in schema.members(hint):
-        found += [cls for argument in typing.get_args(member) for cls in _dataclasses(argument)]
-    return found
+        members += [cls for argument in typing.get_args(member) for cls in _dataclasses(argument)]
+    return members
 
 
 def _choices(path: str) -> list[tuple[type, tuple[str, ...]]]:
@@ -191,11 +191,11 @@ def _key(name: str, parameter: schema.Parameter, text: str) -> Key:
 @functools.cache
 def sentences(target: Callable[..., Any]) -> dict[str, str]:
     """Return the docstring below each field, or "" without one."""
-    found = dict.fromkeys(schema.signature(target).parameters, "")
+    docstrings = dict.fromkeys(schema.signature(target).parameters, "")
     for cls in inspect.getmro(target)[:-1] if isinstance(target, type) else ():
         below = _below_fields(cls.__module__).get(cls.__name__, {})
-        found = {name: text or below.get(name, "") for name, text in found.items()}
-    return found
+        docstrings = {name: text or below.get(name, "") for name, text in docstrings.items()}
+    return docstrings
 
 
 @functools.cache

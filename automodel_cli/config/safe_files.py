@@ -56,10 +56,10 @@ def _regular(path: Path, mode: str) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise _refused(path, "a symbolic link" if error.errno == errno.ELOOP else "a pipe") from error
         raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)
-        raise _refused(path, "a second name of another file" if stat.S_ISREG(found.st_mode) else "no regular file")
+        raise _refused(path, "a second name of another file" if stat.S_ISREG(status.st_mode) else "no regular file")
     if mode == "w":
         os.truncate(descriptor, 0)
     return descriptor

@@ -196,9 +196,9 @@ def _choice(value: object, choices: list[Any], nothing: bool) -> str | None:
 def _dtype(name: str) -> object:
     import torch
 
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if isinstance(found, torch.dtype):
-        return found
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
     near = difflib.get_close_matches(name.lower(), _DTYPES, 1, 0.3)
     fix = _DTYPE_ALIASES.get(name.lower()) or (near[0] if near else None)
     raise Mismatch(f"expects a dtype such as bfloat16, got '{name}'", fix, code="invalid_choice")

@@ -41,19 +41,19 @@ def signature(target: Callable[..., Any]) -> Signature:
         hints = _hints(target, {f.name: f.type for f in dataclasses.fields(target)}, sys.modules[target.__module__])
         return Signature({f.name: _field(f, hints[f.name]) for f in dataclasses.fields(target) if f.init})
     try:
-        found = inspect.signature(target)
+        inspected = inspect.signature(target)
     except (TypeError, ValueError):  # a builtin without a signature
         return Signature({}, open=True)
     function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {name: p for name, p in found.parameters.items() if p.kind in keywords}
+    named = {name: p for name, p in inspected.parameters.items() if p.kind in keywords}
     module = sys.modules[target.__module__]
     hints = _hints(function, {name: p.annotation for name, p in named.items()}, module)
     parameters = {
         name: Parameter(name, hints[name], REQUIRED if p.default is inspect.Parameter.empty else p.default)
         for name, p in named.items()
     }
-    return Signature(parameters, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values()))
+    return Signature(parameters, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspected.parameters.values()))
 
 
 def returned(target: Callable[..., Any]) -> Any:
@@ -154,11 +154,11 @@ def missing_members(made: type, names: Iterable[str]) -> list[str]:
     abstract methods of its bases."""
     offered = signature(made).parameters
     lacking = []
-    left = {name for base in made.__mro__ for name, found in vars(base).items() if _is_abstract(found)}
+    left = {name for base in made.__mro__ for name, owner in vars(base).items() if _is_abstract(owner)}
     for name in sorted({*names, *left}):
         # not by hasattr: every class itself has a __call__
-        found = next((base for base in made.__mro__ if name in vars(base)), None)
-        is_there = found is not None and not _is_abstract(vars(found)[name])
+        owner = next((base for base in made.__mro__ if name in vars(base)), None)
+        is_there = owner is not None and not _is_abstract(vars(owner)[name])
         if not is_there and name not in offered:
             lacking.append(name)
     return lacking

@@ -53,18 +53,18 @@ def resolve(path: object, trust: Sequence[str] = ()) -> Callable[..., Any]:
         raise _outside(path, allowed)
     if any(part.startswith("_") for part in path.split(".")):
         raise ConfigError(f"{path} is private: names must not begin with an underscore", code="invalid_target")
-    found = _walk(path)
-    if not isinstance(found, (type, types.FunctionType, types.BuiltinFunctionType)):
-        raise ConfigError(f"{path} is not a class but {_kind(found)}", code="invalid_target")
-    real = f"{found.__module__}.{found.__qualname__}"
+    target = _walk(path)
+    if not isinstance(target, (type, types.FunctionType, types.BuiltinFunctionType)):
+        raise ConfigError(f"{path} is not a class but {_kind(target)}", code="invalid_target")
+    real = f"{target.__module__}.{target.__qualname__}"
     if not inside(real, allowed):
         raise ConfigError(f"{path} is {real}, which is outside the allowed packages", code="untrusted_code")
     if not inside(real, trust):
-        if not isinstance(found, type):
+        if not isinstance(target, type):
             raise ConfigError(f"{path} is a function. A config builds classes only", code="invalid_target")
-        if inside(real, OWN) and not is_node(found):
+        if inside(real, OWN) and not is_node(target):
             raise ConfigError(f"{path} is not a config class (a frozen dataclass)", code="invalid_target")
-    return found
+    return target
 
 
 def is_node(target: object) -> bool:
@@ -96,21 +96,21 @@ def _outside(path: str, allowed: Sequence[str]) -> ConfigError:
 def _walk(path: str) -> object:
     """Import module by module, then read one attribute. A module reached under an alias is rejected."""
     parts = path.split(".")
-    found: object = _import(parts[0], path)
+    target: object = _import(parts[0], path)
     for i, part in enumerate(parts[1:], start=1):
-        if not isinstance(found, types.ModuleType):
+        if not isinstance(target, types.ModuleType):
             raise ConfigError(f"{path} is not supported: {'.'.join(parts[:i])} is not a module", code="invalid_target")
         here = ".".join(parts[: i + 1])
-        inner = vars(found).get(part)
+        inner = vars(target).get(part)
         if isinstance(inner, types.ModuleType) and inner.__name__ != here:
             raise ConfigError(f"{path} is an alias: {here} is the module {inner.__name__}", code="invalid_target")
         if inner is None or isinstance(inner, types.ModuleType):
             # A lazy module (PEP 562) may provide the name although its dict does not contain it.
-            inner = _import(here, path) if _exists(here) else getattr(found, part, None)
+            inner = _import(here, path) if _exists(here) else getattr(target, part, None)
         if inner is None:
-            raise _no_such(path, found, part, parts[:i])
-        found = inner
-    return found
+            raise _no_such(path, target, part, parts[:i])
+        target = inner
+    return target
 
 
 def _exists(module: str) -> bool:
@@ -153,14 +153,14 @@ def _node_called(path: str) -> str | None:
     if not inside(path, OWN):
         return None
     node = re.compile(rf"^@dataclass\(.*frozen=True.*\)\nclass {name}\b", re.MULTILINE)
-    found = []
+    matches = []
     for package in OWN:
         root = Path(importlib.import_module(package).__path__[0])
         for file in sorted({*root.rglob("*.py"), *(root / "recipes").rglob("*.py")}):  # a link in a checkout
             if node.search(file.read_text(encoding="utf-8")):
                 parts = (package, *file.relative_to(root).with_suffix("").parts, name)
-                found.append(".".join(part for part in parts if part != "__init__"))
-    public = [other for other in found if "._" not in other]
+                matches.append(".".join(part for part in parts if part != "__init__"))
+    public = [other for other in matches if "._" not in other]
     return max(public, key=lambda other: difflib.SequenceMatcher(None, path, other).ratio(), default=None)
 
 

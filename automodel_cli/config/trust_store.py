@@ -75,8 +75,8 @@ def _key(*, make: bool) -> bytes | None:
                 pass
             finally:
                 fresh.unlink()
-        found = path.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
             return None
         return path.read_bytes()
     except (OSError, RuntimeError):  # RuntimeError: there is no home

@@ -70,7 +70,9 @@ class Binder:
         recipe = schema.keys(targets.resolve("automodel_cli.recipes.sft.SFTRecipe"))
         known = {*recipe, "optimizer.lr", "optimizer.betas", "optimizer.eps", "lr_scheduler.warmup_ratio"}
         known |= {"lr_scheduler.warmup_steps", "parallelizer.activation_checkpointing", "parallelizer.enable_compile"}
-        fixes = [found.fix for k, v in _leaves(tree, "") if (found := suggest(k, v, known)) and found.fix]
+        fixes = [
+            suggestion.fix for k, v in _leaves(tree, "") if (suggestion := suggest(k, v, known)) and suggestion.fix
+        ]
         text = (
             f"this is a {tool.tool} config. Translate it with `automodel import-config "
             f"{word(self.composed.path.name)}`, or begin a new config with `defaults: [sft, _self_]`"
@@ -134,8 +136,8 @@ class Binder:
         """Return whether the user allows the code that this field executes. If not, add a problem, or to
         `untrusted`."""
         value = node.arguments[name]
-        found = [] if value is WRONG else trusting.needs(node.target, name, key, value)
-        lacking = [need for need in found if not self.trust.allows(need)]
+        untrusted = [] if value is WRONG else trusting.needs(node.target, name, key, value)
+        lacking = [need for need in untrusted if not self.trust.allows(need)]
         if self.untrusted is not None:
             self.untrusted += lacking
             return not lacking
@@ -225,9 +227,9 @@ class Binder:
             return  # reported when it is bound
         if wrapper := schema.wrapper_of(target, hint):
             name, known = value["_target_"], schema.signature(targets.resolve(wrapper, self.trust.packages)).parameters
-            beside = {key: kept for key, kept in value.items() if key in known}
+            siblings = {key: kept for key, kept in value.items() if key in known}
             function = {key: given for key, given in value.items() if key not in known} | {"_partial_": True}
-            node = format_value({"_target_": wrapper, **beside, "function": function}, limit=_WHOLE)
+            node = format_value({"_target_": wrapper, **siblings, "function": function}, limit=_WHOLE)
             message = f"must not be a bare function: {name} would be called when the config is read"
             raise scalar_conversion.Mismatch(message, f"'{node}'", code="invalid_target")
 
@@ -280,9 +282,9 @@ class Binder:
                 return
         if self.is_of_another_node(key):
             return
-        found = suggest(key, value, self.known)
-        note = f" ({found.note})" if found and found.note else ""
-        self.add("unknown_key", key, f"unknown key {key}{note}", found.fix if found else None)
+        suggestion = suggest(key, value, self.known)
+        note = f" ({suggestion.note})" if suggestion and suggestion.note else ""
+        self.add("unknown_key", key, f"unknown key {key}{note}", suggestion.fix if suggestion else None)
 
     def is_of_another_node(self, key: str) -> bool:
         """Report a key of another node of this position, which remains after `_target_` was replaced."""

@@ -132,8 +132,8 @@ def too_large(raw: dict[str, Any]) -> str | None:
         total = 1 + len(text)
         for word in _WORD.findall(text) if "${" in text else ():
             name = _absolute(word, key)
-            found, target = _find(raw, name)
-            if found and name != key:
+            length, target = _find(raw, name)
+            if length and name != key:
                 total += of_key(name, target, depth + 1)
         return total
 

@@ -52,9 +52,9 @@ def check_value(value: Any, text: str) -> None:
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise _too_deep(text)
     if "\\u" in text:
-        found = _lone_surrogate(value, "")
-        if found:
-            place, half = found
+        surrogate = _lone_surrogate(value, "")
+        if surrogate:
+            place, half = surrogate
             raise RowError(
                 "lone_surrogate",
                 f"{place} contains half of a surrogate pair: \\u{ord(half):04x}",
@@ -89,15 +89,15 @@ def _lone_surrogate(value: Any, place: str) -> tuple[str, str] | None:
     if isinstance(value, dict):
         for key, item in value.items():
             at = _SURROGATE.sub("?", key)
-            found = _lone_surrogate(key, f"a key in {place or 'the row'}") or _lone_surrogate(
+            result = _lone_surrogate(key, f"a key in {place or 'the row'}") or _lone_surrogate(
                 item, f"{place}.{at}" if place else at
             )
-            if found:
-                return found
+            if result:
+                return result
     if isinstance(value, list):
         for index, item in enumerate(value):
-            if found := _lone_surrogate(item, f"{place}[{index}]"):
-                return found
+            if result := _lone_surrogate(item, f"{place}[{index}]"):
+                return result
     return None
 
 
@@ -231,9 +231,9 @@ class _Window:
     def next_character(self) -> str:
         """Return the next character that is not white space without consuming it, or "" at the end of the text."""
         while True:
-            found = _SPACE.match(self.text, self.at)
-            assert found is not None, "the pattern matches nothing as well"
-            self.at = found.end()
+            match = _SPACE.match(self.text, self.at)
+            assert match is not None, "the pattern matches nothing as well"
+            self.at = match.end()
             if self.at < len(self.text) or not self.more():
                 return self.text[self.at : self.at + 1]
 
@@ -291,12 +291,12 @@ class _Window:
         if number := _NUMBER.match(self.text, self.at):
             return number.end()
         depth = 0
-        for found in _BRACKETS.finditer(self.text, self.at):
-            if found[0] == '"':  # the window ends within this string
+        for bracket in _BRACKETS.finditer(self.text, self.at):
+            if bracket[0] == '"':  # the window ends within this string
                 return None
-            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(bracket[0], 0)
             if depth == 0:
-                return found.end()
+                return bracket.end()
         return None
 
     def _position(self, at: int) -> tuple[int, int]:

@@ -33,15 +33,15 @@ def prepare_layers(model: nn.Module, config: LayerOptions, device_type: str) -> 
     mode = config.activation_checkpointing
     # "selective" chooses which operators to save, so the compiler must trace the checkpoint in its graph. It cannot
     # choose from compiled code. After a graph break the compiler would silently skip the whole layer.
-    whole = mode == "selective"
+    full_layers = mode == "selective"
     backend = None
     if config.enable_compile is True:
         backend = torch_compat.counted_backend(config.compile_backend, functools.partial(compilations.append, "layer"))
-    apply_activation_checkpointing(layers, mode, None if whole else backend)
+    apply_activation_checkpointing(layers, mode, None if full_layers else backend)
     if backend is not None:
         for layer in layers:  # In place, which keeps parameter names, in contrast to torch.compile(layer).
-            if whole or not getattr(layer, "gradient_checkpointing", False):
-                layer.compile(backend=backend, fullgraph=whole)
+            if full_layers or not getattr(layer, "gradient_checkpointing", False):
+                layer.compile(backend=backend, fullgraph=full_layers)
     if config.autocast_dtype is not None:
         autocast = torch.autocast(device_type, getattr(torch, config.autocast_dtype))
         model.forward = autocast(model.forward)  # the whole part, whoever calls it

@@ -101,8 +101,13 @@ def _wait_for_server(rank: int, host: str, port: int, timeout: timedelta) -> Non
 def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dict[int, dict[str, Any]]:
     """Return the information that each rank has published. Rank 0 waits for all ranks, the others wait for rank 0."""
     problem, fix = _wrong_interface()
-    mine = {"host": _host(), "address": network_interfaces.source_address(_master()[0]), "problem": problem, "fix": fix}
-    store.set(f"rank-{rank}", json.dumps(mine))
+    local = {
+        "host": _host(),
+        "address": network_interfaces.source_address(_master()[0]),
+        "problem": problem,
+        "fix": fix,
+    }
+    store.set(f"rank-{rank}", json.dumps(local))
     if rank == 0:
         wait = _Wait("rank 0 waits for the other ranks", timeout)
         missing = list(range(1, world_size))
@@ -156,15 +161,15 @@ def _choose_interface(rank: int, everyone: Mapping[int, Mapping[str, Any]]) -> N
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == len(everyone):
         return
-    mine = everyone[rank]["address"]
-    if mine is None or network_interfaces.is_loopback(mine):
-        others = [about["address"] for about in everyone.values() if about["address"] not in (None, mine)]
+    local_address = everyone[rank]["address"]
+    if local_address is None or network_interfaces.is_loopback(local_address):
+        others = [about["address"] for about in everyone.values() if about["address"] not in (None, local_address)]
         other = next((address for address in others if not network_interfaces.is_loopback(address)), None)
-        mine = network_interfaces.source_address(other) if other is not None else None
+        local_address = network_interfaces.source_address(other) if other is not None else None
     if (
-        mine is not None
-        and not network_interfaces.is_loopback(mine)
-        and (name := network_interfaces.addresses().get(mine))
+        local_address is not None
+        and not network_interfaces.is_loopback(local_address)
+        and (name := network_interfaces.addresses().get(local_address))
     ):
         environment.set_default(_IFNAME, name)
 

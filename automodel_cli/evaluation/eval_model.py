@@ -97,8 +97,8 @@ class EvalModel:
         """Return the cached result of `read` for the task: its questions as tokens of this model."""
         if id(task) not in self._read:
             self._read[id(task)] = read()
-        found: T = self._read[id(task)]
-        return found
+        result: T = self._read[id(task)]
+        return result
 
     def share(self, number: int) -> list[int]:
         """Return the indices of this rank's questions among `number`. Ranks of one model-parallel group get the
@@ -109,5 +109,5 @@ class EvalModel:
         """Return the values of all ranks in the order of the questions. Collective."""
         everywhere: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, mine)
-        found = {number: value for of_rank in everywhere for number, value in of_rank.items()}
-        return [found[number] for number in sorted(found)]
+        merged = {number: value for of_rank in everywhere for number, value in of_rank.items()}
+        return [merged[number] for number in sorted(merged)]

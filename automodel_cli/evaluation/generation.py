@@ -42,10 +42,10 @@ def ask(task: GenerationSettings, candidate: EvalModel) -> TaskScores:
         answers = play_episodes(candidate, pool, candidate.sampler, requests, params, seeds)
     with RewardSum(task.rewards) as rewards:
         samples = scored_samples(requests, answers, candidate.tokenizer, rewards, None)
-    mine: dict[int, list[tuple[str, float | None]]] = {}
+    local: dict[int, list[tuple[str, float | None]]] = {}
     for sample in samples:
-        mine.setdefault(sample.place, []).append((sample.text, sample.score.total if sample.score.valid else None))
-    found = candidate.gathered(mine)
+        local.setdefault(sample.place, []).append((sample.text, sample.score.total if sample.score.valid else None))
+    found = candidate.gathered(local)
     totals = [_known([total for _, total in judged]) for judged in found]
     right = [None if of is None else sum(total >= task.threshold for total in of) for of in totals]
     measures = {

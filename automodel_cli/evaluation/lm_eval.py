@@ -76,7 +76,7 @@ class Harness:
 
 def read_lm_eval_scores(folder: Path) -> dict[str, TaskScores]:
     """Outcomes by task, of the samples that lm-eval wrote below `folder`: one value a question, by its number."""
-    found = {}
+    scores = {}
     for path in sorted(folder.rglob("samples_*.jsonl")):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         name = path.stem.removeprefix("samples_").rpartition("_")[0]
@@ -89,16 +89,16 @@ def read_lm_eval_scores(folder: Path) -> dict[str, TaskScores]:
                     label = metric if len(filters) == 1 else f"{metric}, {row['filter']}"
                     measures.setdefault(label, []).append(float(row[metric]))
         items = [_item(row) for row in rows if row["filter"] == filters[0]]
-        found[name] = TaskScores(measures, items)
-    if not found:
+        scores[name] = TaskScores(measures, items)
+    if not scores:
         raise RunError("lm-eval wrote no samples, so models cannot be compared per question", code="nothing_to_compare")
-    return found
+    return scores
 
 
 def _item(row: Mapping[str, Any]) -> dict[str, Any]:
-    asked = row["arguments"]["gen_args_0"]["arg_0"]
+    question = row["arguments"]["gen_args_0"]["arg_0"]
     responses = row["filtered_resps"]
-    item = {"question": asked, "answer": row["target"], "said": [str(said) for said in responses]}
+    item = {"question": question, "answer": row["target"], "said": [str(response) for response in responses]}
     return {**item, **_chosen(responses)}
 
 
@@ -123,7 +123,7 @@ def _has_chat_template(model: str) -> bool:
 
 def options_of(overrides: Sequence[str]) -> dict[str, str]:
     """`KEY=VALUE` as options of `lm-eval run`. Raises ConfigError."""
-    found = {}
+    options = {}
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
@@ -133,5 +133,5 @@ def options_of(overrides: Sequence[str]) -> dict[str, str]:
                 keys=("--harness",),
                 fix="--harness TASK num_fewshot=5",
             )
-        found[name] = value
-    return found
+        options[name] = value
+    return options

@@ -29,27 +29,30 @@ class _Question:
 
 def score_choices(task: MultipleChoiceSettings, candidate: EvalModel) -> TaskScores:
     """Measures `accuracy`. Collective."""
-    asked = read_choice_questions(task, candidate)
-    pairs = [(q, c) for q, question in enumerate(asked) for c in range(len(question.choices))]
-    mine = candidate.share(len(pairs))
+    questions = read_choice_questions(task, candidate)
+    pairs = [(q, c) for q, question in enumerate(questions) for c in range(len(question.choices))]
+    local_indices = candidate.share(len(pairs))
     longest = -(-len(pairs) // candidate.mesh.dp_size)
-    padded = [*mine, *([0] * (longest - len(mine)))]  # forward passes are collective: equal counts on every rank
+    padded = [
+        *local_indices,
+        *([0] * (longest - len(local_indices))),
+    ]  # forward passes are collective: equal counts on every rank
     scores: dict[int, float] = {}
     for begin in range(0, longest, _AT_ONCE):
         numbers = padded[begin : begin + _AT_ONCE]
-        parts = [(asked[pairs[n][0]].prefix, asked[pairs[n][0]].continuations[pairs[n][1]]) for n in numbers]
+        parts = [(questions[pairs[n][0]].prefix, questions[pairs[n][0]].continuations[pairs[n][1]]) for n in numbers]
         found = candidate.model.score([prefix + continuation for prefix, continuation in parts])
         for number, (_, continuation), logprobs in zip(numbers, parts, found, strict=True):
             scores[number] = logprobs[-len(continuation) :].sum().item()
     everyone = dict(zip(pairs, candidate.gathered(scores), strict=True))
     right: list[float | None] = []
     items = []
-    for q, question in enumerate(asked):
+    for q, question in enumerate(questions):
         values = [everyone[q, c] / _size(task, question, c) for c in range(len(question.choices))]
         chosen = max(range(len(values)), key=values.__getitem__)
         right.append(float(chosen == question.answer))
-        said = {"chosen": question.choices[chosen], "answer": question.choices[question.answer]}
-        items.append({"question": question.text, **said, "scores": values})
+        item = {"chosen": question.choices[chosen], "answer": question.choices[question.answer]}
+        items.append({"question": question.text, **item, "scores": values})
     return TaskScores({"accuracy": right}, items)
 
 
@@ -60,13 +63,13 @@ def read_choice_questions(task: MultipleChoiceSettings, candidate: EvalModel) ->
 
 def _questions(task: MultipleChoiceSettings, candidate: EvalModel) -> list[_Question]:
     lines = _lines(task)
-    found = [_question(line, where, candidate.tokenizer) for where, line in lines]
+    questions = [_question(line, where, candidate.tokenizer) for where, line in lines]
     tokens = [
         (where, [*question.prefix, *(token for ids in question.continuations for token in ids)])
-        for (where, _), question in zip(lines, found, strict=True)
+        for (where, _), question in zip(lines, questions, strict=True)
     ]
     check_tokens(tokens, "task's", candidate.tokenizer, candidate.recipe.model)
-    return found
+    return questions
 
 
 def _size(task: MultipleChoiceSettings, question: _Question, choice: int) -> int:

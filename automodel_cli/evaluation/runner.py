@@ -77,14 +77,14 @@ def evaluate(config: EvalConfig, targets: Sequence[Target], run_dir: Path, out: 
     with process_group.process_group(recipe.parallelizer.backend) as device:
         mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
         is_main = dist.get_rank() == 0
-        found: dict[str, dict[str, TaskScores]] = {}
+        scores: dict[str, dict[str, TaskScores]] = {}
         for target in targets:
             tokenizer = load_tokenizer(target.recipe.model)
             candidate = EvalModel.build(target.label, target.recipe, mesh, tokenizer, run_dir, target.checkpoint)
             with candidate.at_exit:
-                found[target.label] = {name: task.run(candidate) for name, task in config.tasks.items()}
+                scores[target.label] = {name: task.run(candidate) for name, task in config.tasks.items()}
             del candidate
             gc.collect()
         if is_main:
-            reporting.report_results(found, run_dir, out, config_yaml, config.num_resamples)
+            reporting.report_results(scores, run_dir, out, config_yaml, config.num_resamples)
     return 0

@@ -137,9 +137,9 @@ def paired_difference(
     differences = np.asarray([a - b for a, b in pairs], np.float64)
     if not pairs:
         return math.nan, (math.nan, math.nan)
-    ours, theirs = zip(*pairs, strict=True)
-    if _are_binary([*ours, *theirs]):
-        return float(differences.mean()), _paired_score(ours, theirs)
+    first, second = zip(*pairs, strict=True)
+    if _are_binary([*first, *second]):
+        return float(differences.mean()), _paired_score(first, second)
     return float(differences.mean()), _bootstrap(differences.tolist(), num_resamples)
 
 

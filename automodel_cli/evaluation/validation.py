@@ -88,10 +88,10 @@ class ValidationTasks(Callback):
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Collective."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, task in self._tasks.items():
             outcome: TaskScores = task.run(self._candidate)
             known = {measure: mean for measure, mean in outcome.means.items() if not math.isnan(mean)}
-            found |= {f"val_{name}_{re.sub(r'[^A-Za-z0-9_]', '_at_', m)}": mean for m, mean in known.items()}
+            metrics |= {f"val_{name}_{re.sub(r'[^A-Za-z0-9_]', '_at_', m)}": mean for m, mean in known.items()}
             run.print(f"step {step}: {outcome.line(name)}")
-        return found
+        return metrics

@@ -119,8 +119,8 @@ def _server() -> ForkServerContext:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("forkserver")
-    ours = [name for name in sys.modules if name.partition(".")[0] == "automodel_cli"]
-    context.set_forkserver_preload([*PRELOAD, *_more, *ours])
+    modules = [name for name in sys.modules if name.partition(".")[0] == "automodel_cli"]
+    context.set_forkserver_preload([*PRELOAD, *_more, *modules])
     return context
 
 

@@ -43,8 +43,8 @@ class MemoryWatch:
                 return Evidence(True, "by the kernel's out-of-memory killer", f"kernel: {record}")
         now = _kills(self._file)
         if self._file is not None and now is not None and self._before is not None and now > self._before:
-            said = f"{self._file}: oom_kill rose from {self._before} to {now}{_limit(self._file.parent)}"
-            return Evidence(True, "by the kernel: the memory limit of its control group was reached", said)
+            evidence = f"{self._file}: oom_kill rose from {self._before} to {now}{_limit(self._file.parent)}"
+            return Evidence(True, "by the kernel: the memory limit of its control group was reached", evidence)
         log = (
             "says nothing of it"
             if self._log is not None
@@ -72,10 +72,10 @@ def _counter() -> Path | None:
 
 def _kills(path: Path | None) -> int | None:
     try:
-        found = re.search(r"^oom_kill (\d+)", path.read_text(), flags=re.M) if path is not None else None
+        match = re.search(r"^oom_kill (\d+)", path.read_text(), flags=re.M) if path is not None else None
     except OSError:
         return None
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def _limit(group: Path) -> str:

@@ -199,7 +199,7 @@ class CloudJob:
     def _variables(self, path: str) -> dict[str, str]:
         """Return the environment of the ranks: caches on the persistent volume, and the variable of torchrun's
         --shutdown-timeout (torch 2.11 has no option). Its default would kill the ranks 30 s after TERM."""
-        found = {
+        variables = {
             "HF_HOME": f"{path}/.cache/huggingface",
             "AUTOMODEL_CACHE": f"{path}/.cache/automodel",
             "PET_SHUTDOWN_TIMEOUT": str(max(1, self.notice - _SECONDS_TO_END)),
@@ -213,8 +213,8 @@ class CloudJob:
                     keys=("--env",),
                     fix="--env NCCL_DEBUG=INFO",
                 )
-            found[name] = value
-        return found
+            variables[name] = value
+        return variables
 
     def _container_env(self, path: str) -> list[dict[str, Any]]:
         values: list[dict[str, Any]] = [{"name": n, "value": value} for n, value in self._variables(path).items()]
@@ -223,7 +223,7 @@ class CloudJob:
 
     def _secrets(self) -> list[tuple[str, str, str]]:
         """Return variable, Secret and its key. By default a Secret has the name of the variable in lower case."""
-        found = []
+        secrets = []
         for given in self.secrets:
             name, equals, where = given.partition("=")
             secret, colon, key = where.partition(":")
@@ -235,8 +235,8 @@ class CloudJob:
                     keys=("--secret",),
                     fix="--secret HF_TOKEN=hub:token",
                 )
-            found.append((name, secret or name.lower().replace("_", "-"), key or name))
-        return found
+            secrets.append((name, secret or name.lower().replace("_", "-"), key or name))
+        return secrets
 
     def _rdma(self) -> dict[str, int]:
         if self.rdma is None:

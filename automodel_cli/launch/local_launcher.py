@@ -212,7 +212,7 @@ class _Relay:
         safe_output.urgent(f"\n{signals.message(signum)}\n")
 
     def _watch(self, status: Path, done: threading.Event) -> None:
-        told: set[int] = set()
+        notified: set[int] = set()
         stopped: dict[int, float] = {}
         started: dict[int, int] = {}
         pids: dict[int, int] = {}
@@ -225,8 +225,8 @@ class _Relay:
                 started |= _started(status)
             pids = self._pids(status)
             if self.received is not None:
-                for rank in pids.keys() - told:
-                    told.add(rank)
+                for rank in pids.keys() - notified:
+                    notified.add(rank)
                     _send(pids[rank], self.received)
             self._watch_for_stopped(pids, stopped)
             failed = [rank for rank, pid in (started | pids).items() if self._failed(status, rank, pid)]
@@ -272,15 +272,15 @@ def _started(status: Path) -> dict[int, int]:
     """Return the processes of an attempt's ranks before they report: children of this process, identified by their
     environment. Linux only.
     """
-    found: dict[int, int] = {}
+    pids: dict[int, int] = {}
     for children in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread or a child that is gone by now
             for pid in map(int, children.read_text().split()):
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 variables = dict(entry.partition(b"=")[::2] for entry in environ)
                 if variables.get(rank_process.STATUS_DIR.encode()) == os.fsencode(status) and b"RANK" in variables:
-                    found[int(variables[b"RANK"])] = pid
-    return found
+                    pids[int(variables[b"RANK"])] = pid
+    return pids
 
 
 def _send(pid: int, signum: int) -> None:

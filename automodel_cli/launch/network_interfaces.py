@@ -39,14 +39,14 @@ def addresses() -> dict[str, str]:
         return {}
     if failed:
         return {}
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     entry = first
     while entry:
         if (address := _read(entry.contents.address)) is not None:
-            found.setdefault(address, entry.contents.name.decode())
+            by_name.setdefault(address, entry.contents.name.decode())
         entry = entry.contents.next
     libc.freeifaddrs(first)
-    return found
+    return by_name
 
 
 def source_address(host: str) -> str | None:

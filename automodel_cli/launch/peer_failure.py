@@ -48,5 +48,5 @@ def _host() -> str:
 
 def _reason(text: str) -> str:
     """Return the first sentence of a gloo error without its source location, or the first line of another error."""
-    found = re.search(r"\.cc:\d+\] (.+?)(?:\. This is|$)", text, flags=re.M)
-    return found[1] if found else text.strip().partition("\n")[0]
+    match = re.search(r"\.cc:\d+\] (.+?)(?:\. This is|$)", text, flags=re.M)
+    return match[1] if match else text.strip().partition("\n")[0]

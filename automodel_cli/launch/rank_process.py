@@ -142,8 +142,8 @@ def note_error(error: BaseException) -> None:
     if path is None or _status is not None:
         return
     text = error.full_text if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-    whole = text if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
-    extra = {"py_callstack": whole, "timestamp": str(int(time.time()))}
+    full_text = text if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": full_text, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):
         _write(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}))
 

@@ -64,8 +64,8 @@ def exit_code(received: signal.Signals | int | None = None) -> int:
 
     The default is the signal of this rank. A rank that stops because of another rank passes the signal of that rank.
     """
-    found = received if received is not None else _received
-    return EXIT_CODES[signal.Signals(found)] if found else 0
+    signal_name = received if received is not None else _received
+    return EXIT_CODES[signal.Signals(signal_name)] if signal_name else 0
 
 
 def reset() -> None:

@@ -154,14 +154,16 @@ class Job:
                     fix=f"--sbatch=--{option}",
                 )
         for name, value in self._texts():
-            found = next((character for character in value if unicodedata.category(character) in _NOT_IN_A_LINE), None)
-            if found is not None and not (found == "\t" and name == "--setup"):
+            invalid = next(
+                (character for character in value if unicodedata.category(character) in _NOT_IN_A_LINE), None
+            )
+            if invalid is not None and not (invalid == "\t" and name == "--setup"):
                 raise ConfigError(
-                    f"{name} {value!r} must not contain the control character {found!r}, which could end a line of "
+                    f"{name} {value!r} must not contain the control character {invalid!r}, which could end a line of "
                     "the batch script and start a command",
                     code="invalid_value",
                     keys=(name,) if name.startswith("-") else (),
-                    fix=f"{name} without {found!r}",
+                    fix=f"{name} without {invalid!r}",
                 )
 
     def _texts(self) -> Iterator[tuple[str, str]]:

@@ -72,8 +72,8 @@ def _mark_experts(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig, ari
             module.fp8 = arithmetic  # type: ignore[assignment]
     left = Counter(reasons[type(module)] for module in modules)
     converted = left.pop("", 0)
-    said = [f"the experts of {converted} layers"] if converted else []
-    return converted, "; " + ", ".join(said + [f"not those of {count}: {reason}" for reason, count in left.items()])
+    parts = [f"the experts of {converted} layers"] if converted else []
+    return converted, "; " + ", ".join(parts + [f"not those of {count}: {reason}" for reason, count in left.items()])
 
 
 def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arithmetic: Arithmetic) -> str:

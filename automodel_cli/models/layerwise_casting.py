@@ -64,11 +64,11 @@ def largest_forward(model: PreTrainedModel) -> float:
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The entries of the outermost lists of modules that have parameters, each once."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for child in model.children():
         entries = list(child) if isinstance(child, nn.ModuleList) else []
-        found += [entry for entry in entries if any(True for _ in entry.parameters())] if entries else _layers(child)
-    return list(dict.fromkeys(found))
+        layers += [entry for entry in entries if any(True for _ in entry.parameters())] if entries else _layers(child)
+    return list(dict.fromkeys(layers))
 
 
 class _Held:

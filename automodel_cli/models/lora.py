@@ -64,12 +64,12 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
 def sharing(model: nn.Module) -> list[str]:
     """Return the wrapped layers whose weight has another name first: the head, if it is tied to the embedding."""
     first = {id(param): name for name, param in model.named_parameters()}
-    found = []
+    names = []
     for name, layer in wrappers(model):
         weight = getattr(layer.get_base_layer(), "weight", None)  # layers in 4 bits have no parameter
         if weight is not None and first.get(id(weight)) != f"{name}.base_layer.weight":
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _check_4bit_heads(model: nn.Module, config: LoRAConfig) -> None:
@@ -140,13 +140,15 @@ def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
 @contextmanager
 def bare(model: nn.Module) -> Iterator[None]:
     """Inside, wrapped layers are replaced by their base layers: names and structure are the hub's."""
-    found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], m) for name, m in wrappers(model)]
-    for parent, leaf, wrapper in found:
+    wrapped = [
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], m) for name, m in wrappers(model)
+    ]
+    for parent, leaf, wrapper in wrapped:
         parent._modules[leaf] = wrapper.get_base_layer()
     try:
         yield
     finally:
-        for parent, leaf, wrapper in found:
+        for parent, leaf, wrapper in wrapped:
             parent._modules[leaf] = wrapper
 
 
@@ -170,9 +172,9 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     """A is uniform as in a linear layer's default, B is zero: the step-0 model is the base, under any layout."""
     for name, layer in wrappers(model):
         a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-        whole = torch.empty(a.shape, dtype=torch.float32)
-        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator_for(seed, f"{name}.lora_A"))
-        transformers_compat.local(a).copy_(transformers_compat.local_part(a, whole))
+        full = torch.empty(a.shape, dtype=torch.float32)
+        nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator_for(seed, f"{name}.lora_A"))
+        transformers_compat.local(a).copy_(transformers_compat.local_part(a, full))
         transformers_compat.local(b).zero_()
 
 
@@ -231,16 +233,16 @@ def save_adapters(
     """
     from safetensors.torch import save_file
 
-    mine = {}
+    local = {}
     for part in parts:
         for name, layer in wrappers(part.model):
             for matrix in ("lora_A", "lora_B"):
                 weight = transformers_compat.full_tensor(getattr(layer, matrix)[_ADAPTER].weight)
-                mine[f"{name}.{matrix}.weight"] = weight.cpu().contiguous()
-    of_stages: list[dict[str, Tensor]] = [mine]
+                local[f"{name}.{matrix}.weight"] = weight.cpu().contiguous()
+    of_stages: list[dict[str, Tensor]] = [local]
     if pp_group is not None:
         of_stages = [{} for _ in range(dist.get_world_size(pp_group))]
-        dist.all_gather_object(of_stages, mine, group=pp_group)
+        dist.all_gather_object(of_stages, local, group=pp_group)
     if not write:
         return
     within = parts[0].within

@@ -93,7 +93,7 @@ def bypassed(model: nn.Module, *, always: bool = False) -> set[str]:
     These are layers that the parent's class never calls, and layers in state-space models (`A_log`), whose fused kernel
     reads weights while other implementations call the layers. `always`: only the former.
     """
-    found = set()
+    names = set()
     for name, parent in model.named_modules():
         for child, module in parent.named_children():
             if not isinstance(module, nn.Linear):
@@ -101,8 +101,8 @@ def bypassed(model: nn.Module, *, always: bool = False) -> set[str]:
             kind: Any = type(parent)
             reads, calls = _uses(kind, child)
             if reads and (not calls or ("A_log" in parent._parameters and not always)):
-                found.add(f"{name}.{child}".lstrip("."))
-    return found
+                names.add(f"{name}.{child}".lstrip("."))
+    return names
 
 
 @cache

@@ -175,9 +175,9 @@ def _prefix_against_copies(part: ModelPart) -> tuple[float, str]:
         seen=SeenKeys.of(bounds, runs),
     )
     part.eval()
-    whole, names = _layer_outputs(part.model, model_inputs_for(ids_T[None], _DOCUMENTS))
+    packed, names = _layer_outputs(part.model, model_inputs_for(ids_T[None], _DOCUMENTS))
     shared, _ = _layer_outputs(part.model, batch.model_inputs())
-    want = [torch.cat([layer_output[:, :long], layer_output[:, long + prefix :]], 1) for layer_output in whole]
+    want = [torch.cat([layer_output[:, :long], layer_output[:, long + prefix :]], 1) for layer_output in packed]
     return _first_difference(shared, want, names)
 
 

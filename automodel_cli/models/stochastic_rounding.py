@@ -23,9 +23,9 @@ def round_stochastically(name: str, tensor: Tensor, dtype: torch.dtype) -> Tenso
     values stay. The random numbers depend on `name` only."""
     ulp = _ulp(tensor, dtype)
     units = tensor / ulp  # exact: powers of two
-    whole = units.trunc()
-    up = _uniform(name, tensor) < (units - whole).abs()
-    return ((whole + units.sign() * up) * ulp).to(dtype)
+    truncated = units.trunc()
+    up = _uniform(name, tensor) < (units - truncated).abs()
+    return ((truncated + units.sign() * up) * ulp).to(dtype)
 
 
 def _ulp(tensor: Tensor, dtype: torch.dtype) -> Tensor:

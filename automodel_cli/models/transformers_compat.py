@@ -136,9 +136,9 @@ def _models_above(model: PreTrainedModel, name: str) -> list[tuple[str, PreTrain
 def uncut_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The class of a model that may be cut, with all its layers, on the meta device."""
     with torch.device("meta"):
-        whole: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
-    settle_names(whole)
-    return whole
+        full_copy: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    settle_names(full_copy)
+    return full_copy
 
 
 def conversion_mapping(model: PreTrainedModel) -> list[Any]:
@@ -154,9 +154,9 @@ def share_converters(whole: type[PreTrainedModel], model_type: str, part: type[P
     from transformers import conversion_mapping as mappings
     from transformers.core_model_loading import WeightConverter
 
-    found = mappings.get_checkpoint_conversion_mapping(whole.__name__)
-    found = found or mappings.get_checkpoint_conversion_mapping(model_type) or []
-    converters: list[Any] = [entry for entry in found if isinstance(entry, WeightConverter)]
+    mapping = mappings.get_checkpoint_conversion_mapping(whole.__name__)
+    mapping = mapping or mappings.get_checkpoint_conversion_mapping(model_type) or []
+    converters: list[Any] = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     if converters:
         mappings.register_checkpoint_conversion_mapping(part.__name__, converters, overwrite=True)
 
@@ -283,8 +283,8 @@ def full_tensor(tensor: Any) -> Tensor:
     """Return the unsharded tensor, detached. Collective for a DTensor."""
     if uneven_dtensor.is_uneven(tensor):
         return uneven_dtensor.gather_uneven(tensor)
-    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
-    return whole.detach()
+    full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return full.detach()
 
 
 def assume_unpacked() -> None:

@@ -51,10 +51,10 @@ def compact_shard(tensor: Any) -> Any:
 @torch.no_grad()
 def gather_uneven(tensor: Any) -> Tensor:
     """Return the full tensor, bitwise. Collective over the tensor's mesh. Ranks may hold shards of any size."""
-    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    whole[chunk(tensor)] = tensor.to_local()
+    full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    full[chunk(tensor)] = tensor.to_local()
     # Every element comes from one rank and is zero elsewhere. As bytes, the sum cannot turn -0.0 into 0.0.
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
-            dist.all_reduce(whole.view(-1).view(torch.uint8), group=tensor.device_mesh.get_group(axis))
-    return whole
+            dist.all_reduce(full.view(-1).view(torch.uint8), group=tensor.device_mesh.get_group(axis))
+    return full

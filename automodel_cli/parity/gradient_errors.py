@@ -18,15 +18,15 @@ def full(tensor: Tensor) -> Tensor:
 
 def full_gradients(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Return full gradients of all parameters that have one. For shared parameters, the first."""
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     for part in parts:
         for name, param in part.named_parameters():
             if param.grad is not None:
                 own_name = ModelPart.hub_name(name) if isinstance(part, ModelPart) else name
                 if uneven_dtensor.is_uneven(param):
                     uneven_dtensor.cut_like(param.grad, param)
-                found.setdefault(own_name, full(param.grad).detach().clone())
-    return found
+                gradients.setdefault(own_name, full(param.grad).detach().clone())
+    return gradients
 
 
 def gradient_errors(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, float]:

@@ -68,11 +68,11 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
         value = objective(_output(model, batch, request, head), batch) / weight
         value.backward()
         loss += value.item()
-        found = full_gradients([model])
+        gradients = full_gradients([model])
         if head is not None:
-            found |= {f"{parity_value_head.NAME}.{name}": grad for name, grad in full_gradients([head]).items()}
+            gradients |= {f"{parity_value_head.NAME}.{name}": grad for name, grad in full_gradients([head]).items()}
             head.zero_grad()
-        for name, grad in found.items():
+        for name, grad in gradients.items():
             sums[name] = sums.get(name, torch.zeros(())) + grad.double()
     norm = torch.stack([grad.square().sum() for grad in sums.values()]).sum().sqrt()
     return Reference(loss, norm.item(), {name: grad.float() for name, grad in sums.items()})
@@ -94,7 +94,7 @@ def exact_process(model: PreTrainedModel, batches: Sequence[Batch], objective: O
 def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest, value_head: nn.Linear | None) -> HeadOutput:
     ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
     asked_NK = None if request.token_ids is None else batch.extra[request.token_ids].flatten(0, 1)
-    found = []
+    outputs = []
     pristine = {name: copy.deepcopy(module) for name, module in model.named_modules() if hasattr(module, "rope_type")}
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         for name, module in pristine.items():  # some rotary tables store the longest document that they saw
@@ -107,10 +107,10 @@ def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest, value_he
         if value_head is not None:
             hidden_TD = model.base_model(**inputs)[0][0]
             output = output._replace(values_BT=value_head(hidden_TD.to(value_head.weight.dtype))[:, 0])
-        found.append(output)
+        outputs.append(output)
     fields: Any = (
         None if of_documents[0] is None else torch.cat(of_documents).unflatten(0, batch.shape)
-        for of_documents in zip(*found, strict=True)
+        for of_documents in zip(*outputs, strict=True)
     )
     return HeadOutput(*fields)
 
@@ -171,8 +171,8 @@ class Original:
         with transformers_compat.quiet():
             model.save_pretrained(folder)
         for packed, count in product(kinds, counts):
-            found = exact_process(model, step_batches(packed=packed, count=count), objective)
-            torch.save(vars(found), cls._path(folder, packed, count))
+            reference = exact_process(model, step_batches(packed=packed, count=count), objective)
+            torch.save(vars(reference), cls._path(folder, packed, count))
         return cls(folder, attention, trust_remote_code)
 
     def reference(self, *, packed: bool, count: int = NUM_MICROBATCHES) -> Reference:

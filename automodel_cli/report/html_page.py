@@ -283,8 +283,8 @@ def _samples(runs: Sequence[ShownRun]) -> str:
     lines = []
     for prompt in prompts:
         known = next(answer[prompt] for answer in answers if prompt in answer)
-        said = (answers[index][prompt].after if prompt in answers[index] else "" for index in shown)
-        lines.append([prompt, *said, known.expected or ""])
+        responses = (answers[index][prompt].after if prompt in answers[index] else "" for index in shown)
+        lines.append([prompt, *responses, known.expected or ""])
     head = ["prompt", *(runs[index].name for index in shown), "expected"]
     return _grid(head, lines, verbatim=True) if lines else ""
 
@@ -315,11 +315,11 @@ def _data(run: ShownRun) -> str:
 def _layout(run: ShownRun) -> str:
     if not run.layout:
         return ""
-    found = f"<p>{escape(layout_text(run.layout))}</p>"
+    text = f"<p>{escape(layout_text(run.layout))}</p>"
     if max(run.layout.values()) > 1:
-        found += f'<div class="grid2"><figure>{layout_svg(run.layout)}</figure></div>'
+        text += f'<div class="grid2"><figure>{layout_svg(run.layout)}</figure></div>'
     schedule = plain_svg(run.schedule)
-    return found + (f'<div class="picture">{schedule}</div>' if schedule else "")
+    return text + (f'<div class="picture">{schedule}</div>' if schedule else "")
 
 
 def _config(run: ShownRun) -> str:
@@ -330,13 +330,13 @@ def _config(run: ShownRun) -> str:
 
 def _each(runs: Sequence[ShownRun], draw: Any) -> str:
     """Return the drawing of each run, with names if there are several. Equal drawings are shown once."""
-    drawn: dict[str, list[str]] = {}
+    by_text: dict[str, list[str]] = {}
     for run in runs:
         if text := draw(run):
-            drawn.setdefault(text, []).append(run.name)
+            by_text.setdefault(text, []).append(run.name)
     if len(runs) == 1:
-        return next(iter(drawn), "")
-    return "\n".join(f"<h3>{escape(', '.join(names))}</h3>\n{text}" for text, names in drawn.items())
+        return next(iter(by_text), "")
+    return "\n".join(f"<h3>{escape(', '.join(names))}</h3>\n{text}" for text, names in by_text.items())
 
 
 def _section(heading: str, body: str) -> str:

@@ -10,14 +10,14 @@ _PACKAGES = ("automodel-cli", "torch", "transformers", "datasets", "safetensors"
 
 def environment(device_name: str, num_ranks: int) -> dict[str, str]:
     """Return label -> version. Packages that are not installed are skipped."""
-    found = {
+    versions = {
         "device": f"{num_ranks} x {device_name}",
         "python": platform.python_version(),
         "system": platform.platform(),
     }
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -290,10 +290,10 @@ class RolloutConfig:
         engine = self.engine
         if not isinstance(engine, LiveServerConfig) or engine.servers is None:
             return None
-        wanted = ServerRequirements(
+        requirements = ServerRequirements(
             model, max_tokens, engine.way, colocated=self.shares_gpus, routing=self.replay_routing
         )
-        return engine.servers.started_for(wanted)
+        return engine.servers.started_for(requirements)
 
     def _check_baseline(self) -> None:
         def reject(code: str, key: str, reason: str, fix: str) -> None:

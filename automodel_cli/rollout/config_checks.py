@@ -50,11 +50,11 @@ def check_indexer(model: ModelConfig, rollout: RolloutConfig) -> None:
     selects the keys of each token from a key cache of its own, which no attention function receives. Indexers that
     the config does not declare are measured at the start of a run (`check_decoding`)."""
     written = written_config(model)
-    found = written and written.number(("index_topk",))
-    if not found or not found[1] or not rollout.engine.capabilities.live_weights:
+    indexer = written and written.number(("index_topk",))
+    if not indexer or not indexer[1] or not rollout.engine.capabilities.live_weights:
         return
     assert written is not None
-    name, value = found
+    name, value = indexer
     where = f" in {written.place(name)}" if written.folder else ""
     raise ConfigError(
         f"{type(rollout.engine).__name__} does not support sparse attention with an indexer ({name}={value}{where}): "

@@ -115,12 +115,12 @@ def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], confi
     """Return the warning of dynamic sampling with too few groups of different rewards (`samples`)."""
     dynamic = config.dynamic_sampling
     assert dynamic is not None
-    found, mean = len(samples) // config.group_size, mean_reward(equal)
+    num_groups, mean = len(samples) // config.group_size, mean_reward(equal)
     others = (
         "the others were excluded after errors" if math.isnan(mean) else f"the mean reward of the others is {mean:.3g}"
     )
     return (
-        f"WARNING: step {step}: after {dynamic.max_gen_batches} batches of prompts {found} of "
+        f"WARNING: step {step}: after {dynamic.max_gen_batches} batches of prompts {num_groups} of "
         f"{config.prompts_per_step} "
         f"groups have different rewards ({others}). The step trains on these groups. num_zero_std_groups and "
         "num_sampled in metrics.jsonl count later steps. Use prompts of medium difficulty, a larger "
@@ -138,7 +138,7 @@ def reward_line(samples: Sequence[Sample], when: str) -> str:
     kinds: dict[str, list[float]] = {}
     for sample in judged:
         kinds.setdefault(str(sample.prompt.row.get("kind", "")), []).append(sample.score.total)
-    means = "  ".join(f"{kind} {sum(found) / len(found):.2f}" for kind, found in sorted(kinds.items()) if kind)
+    means = "  ".join(f"{kind} {sum(rewards) / len(rewards):.2f}" for kind, rewards in sorted(kinds.items()) if kind)
     text = f"reward {when} training: {mean_reward(judged):.3f}, the mean of {len(judged)} held-out prompts"
     if len(judged) < len(samples):
         text += f" ({len(samples) - len(judged)} more were excluded after errors)"

@@ -127,16 +127,16 @@ class Rollouts(Callback):
         self._phases.end("step")
         seconds_of = dict(self._phases.taken())
         idle = self._idle.of_step(seconds_of.pop("step_seconds") + seconds_of["sync_seconds"])
-        found: dict[str, Number] = {**seconds_of, **idle}
+        metrics: dict[str, Number] = {**seconds_of, **idle}
         if (share := self._source.idle_fraction()) is not None:
-            found["engine_idle_fraction"] = share
+            metrics["engine_idle_fraction"] = share
         passes = {"train": 1}
         if self._scored:
             passes["score"] = self.config.num_iterations  # training reads the rows in each pass, scoring in one
         for name, times in passes.items():
-            if seconds := found.get(f"{name}_seconds"):
-                found[f"{name}_tokens_per_second"] = values["num_tokens"] / (times * seconds)
-        return found
+            if seconds := metrics.get(f"{name}_seconds"):
+                metrics[f"{name}_tokens_per_second"] = values["num_tokens"] / (times * seconds)
+        return metrics
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Return the mean reward of greedy responses to the held-out prompts, and metrics of further samples. Samples
@@ -148,22 +148,22 @@ class Rollouts(Callback):
         prompts = validation.prompts
         if limit is not None:
             prompts = prompts[: limit * self.recipe.train.microbatch_size * self.mesh.dp_size]
-        mine = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
-        requests = [(place, 0, prompt) for place, prompt in mine]
+        local_prompts = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
+        requests = [(place, 0, prompt) for place, prompt in local_prompts]
         answers = self._answers = self._source.judged(requests, self.config.params(greedy=True))
-        more, drawn = self.config.validation_samples, {}
+        more, samples = self.config.validation_samples, {}
         if more:
-            requests = [(place, index, prompt) for place, prompt in mine for index in range(more)]
+            requests = [(place, index, prompt) for place, prompt in local_prompts for index in range(more)]
             seeds = [sample_seed(self.recipe.seed, _HELD_OUT, place, index) for place, index, _ in requests]
-            drawn = of_k_samples(self._source.judged(requests, self.config.validation_params(), seeds))
+            samples = of_k_samples(self._source.judged(requests, self.config.validation_params(), seeds))
         left_out = len(answers) - len(counted(answers))
-        found = {
-            **drawn,
+        metrics = {
+            **samples,
             "val_reward": mean_reward(answers),
             **({"val_num_excluded": left_out} if left_out else {}),
             "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
         }
-        return {name: value for name, value in found.items() if not math.isnan(value)}
+        return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
     def on_end(self, run: Run, succeeded: bool) -> None:
         """Stop the threads and processes of generation and rewards."""
@@ -184,12 +184,12 @@ class Rollouts(Callback):
         self._phases.begin("step")
         dynamic = self.config.dynamic_sampling
         samples = source.sample(step, prompts)
-        drawn, num_batches = list(samples), 1
+        collected, num_batches = list(samples), 1
         if dynamic is not None:
             samples, equal = self._credit.filter_groups(samples)
             while len(samples) < self.config.samples_per_step and num_batches < dynamic.max_gen_batches:
                 more = source.sample(step, self.session.loader.next_step())
-                drawn, num_batches = drawn + more, num_batches + 1
+                collected, num_batches = collected + more, num_batches + 1
                 different, rest = self._credit.filter_groups(more)
                 samples, equal = samples + different, equal + rest
             if len(samples) < self.config.samples_per_step:
@@ -212,8 +212,8 @@ class Rollouts(Callback):
             trained=learnt.trained,
             updates=learnt.updates,
             num_passes=self.config.num_iterations,
-            num_sampled=len(drawn),
-            num_drawn_tokens=sum(sample.num_generated for sample in drawn),
+            num_sampled=len(collected),
+            num_drawn_tokens=sum(sample.num_generated for sample in collected),
             seconds=seconds,
             reward_seconds=took.reward,
             wait_seconds=source.wait_seconds,
@@ -285,10 +285,10 @@ class Rollouts(Callback):
             self.accuracy[when] = accuracy_of(self._answers, check)
 
     def _stop_for(self, name: str, step: int, rollout: Rollout) -> None:
-        _, asked = rollout.failures[name]
+        _, num_calls = rollout.failures[name]
         words = next(s.score.errors[name] for s in rollout.samples if name in s.score.errors)
         raise RunError(
-            f"step {step}: reward {name} failed on all {asked} samples, so training cannot continue: {words}",
+            f"step {step}: reward {name} failed on all {num_calls} samples, so training cannot continue: {words}",
             code="reward_failed",
             keys=(f"rewards.{name}",),
             fix=f"correct it (`errors` in {self.session.run_dir / 'rollouts.jsonl'}), or set rewards.{name}.weight=0",

@@ -117,20 +117,20 @@ class Rollout:
         environments."""
         scores = [sample.score for sample in self.samples]
         failed = Counter(name for score in scores for name in score.errors)
-        asked = failed + Counter(name for score in scores for name in score.parts)
-        return {name: (failed[name], asked[name]) for name in sorted(asked) if name != ENVIRONMENT}
+        num_calls = failed + Counter(name for score in scores for name in score.parts)
+        return {name: (failed[name], num_calls[name]) for name in sorted(num_calls) if name != ENVIRONMENT}
 
     def _of_trained(self) -> dict[str, float]:
         """Return statistics of the trained samples. Empty if there are none."""
-        found = self.advantages_N[self.trained].tolist()
-        if not found:
+        advantages = self.advantages_N[self.trained].tolist()
+        if not advantages:
             return {}
         return {
             "reward_trained": statistics.fmean(self.samples[number].score.total for number in self.trained),
-            "advantage_min": min(found),
-            "advantage_max": max(found),
-            "advantage_mean": statistics.fmean(found),
-            "advantage_std": statistics.pstdev(found),
+            "advantage_min": min(advantages),
+            "advantage_max": max(advantages),
+            "advantage_mean": statistics.fmean(advantages),
+            "advantage_std": statistics.pstdev(advantages),
         }
 
     @property
@@ -147,20 +147,20 @@ class Rollout:
 
 def _by_source(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the mean reward by `source` of the rows, or by `kind`. Empty if all rows have the same."""
-    found: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
     for sample in judged(samples):
         row = sample.prompt.row
-        found.setdefault(str(row.get("source", row.get("kind", ""))), []).append(sample.score.total)
-    if not 1 < len(found) <= _MOST_SOURCES:
+        rewards.setdefault(str(row.get("source", row.get("kind", ""))), []).append(sample.score.total)
+    if not 1 < len(rewards) <= _MOST_SOURCES:
         return {}
-    return {f"reward_source_{name or 'none'}": statistics.fmean(totals) for name, totals in sorted(found.items())}
+    return {f"reward_source_{name or 'none'}": statistics.fmean(totals) for name, totals in sorted(rewards.items())}
 
 
 def _by_reward(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the unweighted mean of each reward over the valid samples that it scored. If every reward scored all
     samples, their weighted sum is the mean reward."""
-    found: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
     for sample in counted(samples):
         for name, value in sample.score.parts.items():
-            found.setdefault(name, []).append(value)
-    return {f"reward_{name}": statistics.fmean(values) for name, values in sorted(found.items())}
+            rewards.setdefault(name, []).append(value)
+    return {f"reward_{name}": statistics.fmean(values) for name, values in sorted(rewards.items())}

@@ -26,10 +26,10 @@ def join_layers(of_stages: Sequence[tuple[Sequence[int], np.ndarray]]) -> np.nda
     """Return `[T, L, K]` of all layers. Each stage contributes the indices of its layers and their experts."""
     num_layers = sum(len(numbers) for numbers, _ in of_stages)
     most = max(chosen.shape[2] for _, chosen in of_stages)
-    whole = np.full((len(of_stages[0][1]), num_layers, most), -1, np.int16)
+    joined = np.full((len(of_stages[0][1]), num_layers, most), -1, np.int16)
     for numbers, chosen in of_stages:
-        whole[:, list(numbers), : chosen.shape[2]] = chosen
-    return compact_indices(whole)
+        joined[:, list(numbers), : chosen.shape[2]] = chosen
+    return compact_indices(joined)
 
 
 def first_known(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray | None:
@@ -49,8 +49,8 @@ def to_text(array: np.ndarray) -> str:
 
 def from_text(text: str) -> np.ndarray:
     """Decode the output of `to_text`, or of vLLM."""
-    found: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    return found
+    array: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    return array
 
 
 def decode_experts(text: str | None, num_read: int, decoded: Callable[[str], np.ndarray], *, start: str) -> np.ndarray:
@@ -66,14 +66,14 @@ def decode_experts(text: str | None, num_read: int, decoded: Callable[[str], np.
             keys=("rollout.replay_routing", "rollout.engine.url"),
             fix=start,
         )
-    found = compact_indices(decoded(text))
-    if len(found) != num_read:
+    indices = compact_indices(decoded(text))
+    if len(indices) != num_read:
         raise RunError(
-            f"the server returned routed experts of {len(found)} tokens, but read {num_read}",
+            f"the server returned routed experts of {len(indices)} tokens, but read {num_read}",
             code="invalid_response",
             keys=("rollout.replay_routing", "rollout.engine.url"),
         )
-    return found
+    return indices
 
 
 def from_int32(text: str) -> np.ndarray:

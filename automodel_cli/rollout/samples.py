@@ -70,8 +70,8 @@ class Minibatch:
         columns = []
         for batch, spread in zip(self.batches, self.spread, strict=True):
             documents_BT = batch.document_ids_BT
-            found = {number: documents_BT[row, first].item() for row, first, number in spread}
-            inside = [[found[number] for number in pair] for pair in pairs if pair[0] in found]
+            document_of = {number: documents_BT[row, first].item() for row, first, number in spread}
+            inside = [[document_of[number] for number in pair] for pair in pairs if pair[0] in document_of]
             columns.append(torch.tensor(inside, dtype=torch.int64).view(-1, 2))
         return self.with_column("pairs_P2", columns)
 
@@ -110,8 +110,8 @@ def _update(
         count += 1
     rows += [[] for _ in range(count * unit - len(rows))]
     # Microbatches are dealt to ranks in turn: rank r takes r, r + dp_size, ...
-    mine = [rows[first : first + plan.microbatch_size] for first in range(0, len(rows), plan.microbatch_size)]
-    made = [_batch(samples, of_batch, num_tokens, plan.pad_id) for of_batch in mine[dp_rank::dp_size]]
+    microbatches = [rows[first : first + plan.microbatch_size] for first in range(0, len(rows), plan.microbatch_size)]
+    made = [_batch(samples, of_batch, num_tokens, plan.pad_id) for of_batch in microbatches[dp_rank::dp_size]]
     return Minibatch([batch for batch, _ in made], [spread for _, spread in made])
 
 
@@ -125,15 +125,15 @@ def _rows(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: Pack
     apart: list[list[Block]] = [[(number,) for number in numbers] for numbers in chosen]
     if not plan.packed:
         return apart
-    found = [_packed(samples, apart, plan.seq_len)]
+    packings = [_packed(samples, apart, plan.seq_len)]
     if plan.share_prompt_prefix:
         groups = _sharing(samples, chosen)
         # Example: a prompt of 901 tokens, 8 responses of 300, seq_len 2048. One block of all would have 900 + 8 * 301 =
         # 3,308 tokens. Blocks of at most 2,048 hold three responses (1,803 tokens), each with its own copy of the
         # prompt.
         limits = [plan.seq_len // parts for parts in _PARTS]
-        found = [_packed(samples, _shared(samples, groups, limit), plan.seq_len) for limit in limits] + found
-    return min(found, key=len)
+        packings = [_packed(samples, _shared(samples, groups, limit), plan.seq_len) for limit in limits] + packings
+    return min(packings, key=len)
 
 
 def _packed(samples: Sequence[Sample], units: Sequence[Sequence[Block]], seq_len: int) -> list[list[Block]]:
@@ -157,18 +157,18 @@ def _sharing(samples: Sequence[Sample], chosen: Sequence[Sequence[int]]) -> list
 def _shared(samples: Sequence[Sample], groups: Sequence[Sequence[Block]], limit: int) -> list[list[Block]]:
     """Return one block per group, or several of at most `limit` tokens. Samples of one entry of `chosen` stay in one
     block."""
-    found: list[list[Block]] = []
+    blocks: list[list[Block]] = []
     for group in groups:
         block, num_tokens, num_shared = Block(), 0, len(samples[group[0][0]].prompt.tokens) - 1
         for numbers in group:
             # Tokens after the shared prompt. The last prompt token belongs to each response, because its label differs.
             own = sum(samples[number].length - num_shared for number in numbers)
             if block and num_shared + num_tokens + own > limit:
-                found.append([block])
+                blocks.append([block])
                 block, num_tokens = (), 0
             block, num_tokens = block + numbers, num_tokens + own
-        found.append([block])
-    return found
+        blocks.append([block])
+    return blocks
 
 
 def _what_is_shared(sample: Sample) -> object:
@@ -251,9 +251,9 @@ class _Layout:
         self._extra["sampler_logprobs_BT"][labelled] = sample.logprobs
         self._extra["rewards_BT"][labelled] = sample.score.total
         if sample.generated is not None:
-            said = ~np.array(sample.generated, bool)
-            self._labels_BT[labelled][said] = IGNORE_INDEX
-            self._extra["rewards_BT"][labelled][said] = 0
+            is_reply = ~np.array(sample.generated, bool)
+            self._labels_BT[labelled][is_reply] = IGNORE_INDEX
+            self._extra["rewards_BT"][labelled][is_reply] = 0
         self._document(skipped, sample.length, prefix)
         self.spread.append((row, first, number))
 

@@ -32,8 +32,8 @@ class StepTimers:
 
     def taken(self) -> Mapping[str, float]:
         """`NAME_seconds` since the last call."""
-        found, self._seconds = self._seconds, {}
-        return {f"{name}_seconds": seconds for name, seconds in found.items()}
+        times, self._seconds = self._seconds, {}
+        return {f"{name}_seconds": seconds for name, seconds in times.items()}
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,11 @@ class Sample:
         """Return the weight version of each generated token. The oldest version of the sample if versions per token
         are not available."""
         known = [self.weight_version] * len(self.tokens) if self.token_versions is None else self.token_versions
-        return known if self.generated is None else [v for v, drawn in zip(known, self.generated, strict=True) if drawn]
+        return (
+            known
+            if self.generated is None
+            else [v for v, is_generated in zip(known, self.generated, strict=True) if is_generated]
+        )
 
     @property
     def num_turns(self) -> int:

@@ -26,14 +26,14 @@ def base_model_fingerprint(config: ModelConfig) -> dict[str, str] | None:
     The fingerprint covers the sizes and the first and last MiB of each file. It does not depend on the location of the
     files. Further training changes it.
     """
-    found: list[dict[str, str] | None] = [None]
+    fingerprints: list[dict[str, str] | None] = [None]
     if config.config is None and dist.get_rank() == 0:
         keys = ("pretrained", "gguf_file", "revision")
         named = " ".join(f"model.{key}={value}" for key in keys if (value := getattr(config, key)) is not None)
         weights = sorted(path for path in model_files(config) if path.suffix not in (".json", ".py"))
-        found = [{"named": named, "fingerprint": _fingerprint(weights)}]
-    dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-    return found[0]
+        fingerprints = [{"named": named, "fingerprint": _fingerprint(weights)}]
+    dist.broadcast_object_list(fingerprints, src=0, device=torch.device("cpu"))
+    return fingerprints[0]
 
 
 def check_base_model_unchanged(
@@ -46,12 +46,12 @@ def check_base_model_unchanged(
     """
     if mine is None or theirs is None or mine["fingerprint"] == theirs["fingerprint"]:
         return None
-    told = f"the run started from {theirs['named']}, but {mine['named']} has other weights"
+    message = f"the run started from {theirs['named']}, but {mine['named']} has other weights"
     if not recipe.reads_loaded_weights:
-        return f"{told}; training resumes from the weights of the checkpoint"
+        return f"{message}; training resumes from the weights of the checkpoint"
     what = "its adapters belong" if recipe.model.lora is not None else "its reference model belongs"
     raise RunError(
-        f"{told}; {what} to the original weights",
+        f"{message}; {what} to the original weights",
         code="checkpoint_mismatch",
         keys=("model.pretrained", "model.gguf_file"),
         fix=theirs["named"],

@@ -19,13 +19,13 @@ def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool =
             `prefers_best` is set and the run has one.
     """
     folder = CheckpointDir(run_dir / "checkpoints")
-    whole, best = folder.whole(), folder.best()
-    if not whole:
+    complete, best = folder.whole(), folder.best()
+    if not complete:
         raise RunError(f"{run_dir} has no checkpoint", code="no_checkpoint", fix=f"automodel resume {word(run_dir)}")
     if choice is None:
-        return best if prefers_best and best is not None else whole[-1]
+        return best if prefers_best and best is not None else complete[-1]
     if choice == LAST:
-        return whole[-1]
+        return complete[-1]
     if choice == BEST:
         if best is None:
             raise RunError(
@@ -35,12 +35,12 @@ def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool =
                 fix="--checkpoint last",
             )
         return best
-    steps = {step_of(path): path for path in whole}
-    wanted = int(number) if (number := choice.removeprefix("step-")).isdigit() else None
-    if wanted in steps:
-        return steps[wanted]
+    steps = {step_of(path): path for path in complete}
+    requested = int(number) if (number := choice.removeprefix("step-")).isdigit() else None
+    if requested in steps:
+        return steps[requested]
     known = sorted(step for step in steps if step is not None)
-    near = min(known, key=lambda step: abs(step - wanted)) if wanted is not None else LAST
+    near = min(known, key=lambda step: abs(step - requested)) if requested is not None else LAST
     raise RunError(
         f"{run_dir} has no checkpoint {choice!r}; the step must be one of: {', '.join(map(str, known))}",
         code="no_checkpoint",

@@ -195,13 +195,13 @@ def _judged(
     precision: Precision,
 ) -> Checked:
     try:
-        found = compare(ours, base=base)
-        if found.passed:
-            return Checked(found)
-        problem = _described(found, compared, precision)
+        comparison = compare(ours, base=base)
+        if comparison.passed:
+            return Checked(comparison)
+        problem = _described(comparison, compared, precision)
         if base is not None and compare(base).passed:
             problem = f"the export behaves like the model without its adapters: {problem}"
-        return Checked(found, problem=problem)
+        return Checked(comparison, problem=problem)
     except Unfinished as error:
         return Checked(reason=str(error))
     except RunError as error:
@@ -233,12 +233,12 @@ def _described(found: Agreement, compared: str, precision: Precision) -> str:
 def _in_words(recipe: Recipe, checked: Checked) -> str:
     if checked.agreement is None:
         return f"not compared with the trained model: {checked.reason}"
-    found = checked.agreement
-    words = f"reloaded with transformers, max |{_compared(recipe)} difference| {found.worst:.1e}, mean {found.mean:.1e}"
-    if found.share is not None and found.share < _LOW_SHARE:
-        words += (
-            f"; rounding removed {1 - found.share:.0%} of the adapters' change (the base model with adapter/ keeps it)"
-        )
+    agreement = checked.agreement
+    words = f"reloaded with transformers, max |{_compared(recipe)} difference| {agreement.worst:.1e}, "
+    words += f"mean {agreement.mean:.1e}"
+    if agreement.share is not None and agreement.share < _LOW_SHARE:
+        removed = f"{1 - agreement.share:.0%} of the adapters' change"
+        words += f"; rounding removed {removed} (the base model with adapter/ keeps it)"
     return words
 
 
@@ -251,8 +251,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _mark(folder: Path, checked: Checked) -> None:
-    found = None if checked.agreement is None else asdict(checked.agreement)
-    content = {"reason": checked.problem or checked.reason, "found": found}
+    agreement = None if checked.agreement is None else asdict(checked.agreement)
+    content = {"reason": checked.problem or checked.reason, "found": agreement}
     (folder / MARK).write_text(json.dumps(content, indent=2) + "\n")
 
 

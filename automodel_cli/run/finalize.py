@@ -38,7 +38,7 @@ def finalize_run(session: Trainer, accuracy: Mapping[str, Accuracy] = MappingPro
     session.checkpointer.wait()
     folder = session.run_dir / "export"
     with session.meter.pause():
-        found = export_and_verify(
+        export = export_and_verify(
             session.recipe,
             session.model,
             session.tokenizer,
@@ -48,9 +48,9 @@ def finalize_run(session: Trainer, accuracy: Mapping[str, Accuracy] = MappingPro
             session.checkpointer.latest(),
         )
     if session.best_restored is not None:
-        found += f"; weights of the best step {session.best_restored}"
+        export += f"; weights of the best step {session.best_restored}"
     footer = [("ended", _ended_by(session))]
-    footer += [("export", f"{folder}   {found}")]
+    footer += [("export", f"{folder}   {export}")]
     _record(session, accuracy)
     if session.is_main and session.recipe.logging.report:
         footer.append(("report", str(write_own_page(session.run_dir, state="finished"))))
@@ -68,17 +68,17 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path, choice: str | None =
     """
     from automodel_cli.run.model_builder import Model
 
-    whole, _ = decided(dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None), Layout(), None)
+    unsharded, _ = decided(dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None), Layout(), None)
     tokenizer = load_tokenizer(recipe.model)
     data = recipe.prepared(tokenizer)
     with process_group.process_group("gloo") as device:
-        model = Model.build(whole, build_mesh(Layout(), device.type))
+        model = Model.build(unsharded, build_mesh(Layout(), device.type))
         checkpointer = Checkpointer(run_dir, recipe.checkpoint)
         path = chosen_checkpoint(run_dir, choice, prefers_best=recipe.validation.patience is not None)
         resumed = checkpointer.load(path, model.parts)
         summary = f"Exported after step {resumed.step}."
-        found = export_and_verify(whole, model, tokenizer, data.train, output, summary, path)
-    print(f"{path.name} -> {output}\n{found}")
+        export = export_and_verify(unsharded, model, tokenizer, data.train, output, summary, path)
+    print(f"{path.name} -> {output}\n{export}")
     return 0
 
 
@@ -101,8 +101,8 @@ def _record(session: Trainer, accuracy: Mapping[str, Accuracy]) -> None:
     early = session.early_stop
     if early.patience is not None and early.best is not None:
         numbers[f"best {early.goal.metric}"] = f"{early.best:.4g} (step {early.best_step})"
-    for when, found in accuracy.items():
-        numbers[f"accuracy {when}"] = f"{found.share:.1%}"
+    for when, result in accuracy.items():
+        numbers[f"accuracy {when}"] = f"{result.share:.1%}"
     samples = [
         ShownSample(after.question, after.completion, before.completion if before else None, after.answer)
         for after, before in before_and_after(accuracy, 8)
@@ -112,8 +112,8 @@ def _record(session: Trainer, accuracy: Mapping[str, Accuracy]) -> None:
 
 def _shown(after: Answer, before: Answer | None) -> str:
     mark = "right" if after.correct else f"wrong, expected {after.answer!r}"
-    said = f"   (before training: {before.completion[:24]!r})" if before else ""
-    return f"{after.question!r} -> {after.completion!r} {mark}{said}"
+    before_text = f"   (before training: {before.completion[:24]!r})" if before else ""
+    return f"{after.question!r} -> {after.completion!r} {mark}{before_text}"
 
 
 def _next_commands(session: Trainer) -> str:

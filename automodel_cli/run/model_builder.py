@@ -81,8 +81,8 @@ class Model:
         """Return the value head's output for each sequence's last token, scalars on the CPU. Collective."""
         batches = [one_document(ids).to(self.mesh.device) for ids in rows]
         request = HeadRequest(values=True, logprobs=False)
-        found = self.stages.forward(batches, lambda output, batch: at_last_token(_values(output), batch)[0], request)
-        return [value.cpu() for value in found]
+        outputs = self.stages.forward(batches, lambda output, batch: at_last_token(_values(output), batch)[0], request)
+        return [value.cpu() for value in outputs]
 
     def score(self, prompts: list[list[int]]) -> list[Tensor]:
         """Log-probs of each prompt's tokens after the first, `[len - 1]` on the CPU. Collective."""
@@ -222,9 +222,9 @@ def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[S
 
 def _count_parameters(parts: list[ModelPart], mesh: Mesh) -> tuple[int, int]:
     """Return the number of parameters of the complete model and of trained ones. A tied table counts once."""
-    mine = {name: (p.numel(), p.requires_grad) for part in parts for name, p in part.named_parameters()}
-    mine |= {f"{name}.weight": (layer.num_weights, False) for part in parts for name, layer in packed_layers(part)}
+    local = {name: (p.numel(), p.requires_grad) for part in parts for name, p in part.named_parameters()}
+    local |= {f"{name}.weight": (layer.num_weights, False) for part in parts for name, layer in packed_layers(part)}
     everywhere: list[dict[str, tuple[int, bool]]] = [{} for _ in range(mesh.layout.pp)]
-    dist.all_gather_object(everywhere, mine, group=mesh.pp.get_group())
-    found = {name: entry for of_rank in everywhere for name, entry in of_rank.items()}
-    return sum(n for n, _ in found.values()), sum(n for n, trained in found.values() if trained)
+    dist.all_gather_object(everywhere, local, group=mesh.pp.get_group())
+    merged = {name: entry for of_rank in everywhere for name, entry in of_rank.items()}
+    return sum(n for n, _ in merged.values()), sum(n for n, trained in merged.values() if trained)

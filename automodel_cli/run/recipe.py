@@ -206,9 +206,9 @@ class Recipe(ConfigRoot):
         from automodel_cli.run.checks.token_ids import check_prepared
 
         stops = stop_ids(self.model)
-        found = prepare_data(self.data, tokenizer, seed=self.seed, preferences=self.preferences, stop_ids=stops)
-        check_prepared(found, tokenizer, self.model)
-        return found
+        data = prepare_data(self.data, tokenizer, seed=self.seed, preferences=self.preferences, stop_ids=stops)
+        check_prepared(data, tokenizer, self.model)
+        return data
 
     def rows_of_a_step(self) -> dict[str, int]:
         """How many rows of the data a step reads over all ranks, and how many of them belong together."""

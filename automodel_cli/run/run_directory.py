@@ -126,12 +126,12 @@ def runs_called(output_dir: Path, name: str, stored: Sequence[str] = ()) -> list
     """Return the folders of runs with this name, oldest first: `name`, `name-2`, `name-3`, ... Includes names in
     `stored` without a local folder."""
     pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
-    found = {}
+    folders = {}
     here = [path for path in output_dir.glob(f"{glob.escape(name)}*") if path.is_dir()]
     for path in [*here, *(output_dir / other for other in stored)]:
         if match := pattern.fullmatch(path.name):
-            found[int(match[1] or 1)] = path
-    return [found[number] for number in sorted(found)]
+            folders[int(match[1] or 1)] = path
+    return [folders[number] for number in sorted(folders)]
 
 
 def new_run_folder(output_dir: Path, name: str, *, make: bool = True, taken: Sequence[str] = ()) -> Path:

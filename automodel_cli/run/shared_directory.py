@@ -26,9 +26,9 @@ def host() -> str:
 
 def all_gather_values(value: Any) -> list[Any]:
     """Return the value of every rank. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def problems(folder: Path) -> list[str]:
@@ -40,22 +40,22 @@ def problems(folder: Path) -> list[str]:
     dist.broadcast_object_list(word, src=0, device=torch.device("cpu"))
     if dist.get_rank() > 0 and not _is_seen(_file(folder, word[0]), word[0]):
         wrong = f"not seen on {host()}"
-    found = [text for text in all_gather_values(wrong) if text]
+    messages = [text for text in all_gather_values(wrong) if text]
     if dist.get_rank() == 0:
         with suppress(OSError):
             _file(folder, word[0]).unlink()
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(messages))
 
 
 def require_shared(folder: Path, copied_to: str | None = None) -> None:
     """Raise ConfigError if not all ranks share the run folder. `copied_to`: its upload URL. Collective."""
-    found = problems(folder)
-    if not found:
+    messages = problems(folder)
+    if not messages:
         return
     path, first = all_gather_values((str(folder.absolute()), host()))[0]
     copied = f", and rank 0 uploads it to {copied_to}" if copied_to else ""
     raise ConfigError(
-        f"the run folder {path} on {first} is not the same folder on every host: {'; '.join(found)}. Every "
+        f"the run folder {path} on {first} is not the same folder on every host: {'; '.join(messages)}. Every "
         f"rank writes its part of a checkpoint there{copied}",
         code="not_shared",
         keys=("output_dir",),

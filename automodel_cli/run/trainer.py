@@ -240,8 +240,8 @@ class Trainer:
             unshown={**unshown, **self.callbacks.step(step, row)},
             **shown,
         )
-        if self.is_main and self.meter.due(step) and (found := self.slow_rank.warning()) is not None:
-            rank, text = found
+        if self.is_main and self.meter.due(step) and (warning := self.slow_rank.warning()) is not None:
+            rank, text = warning
             self.print(f"rank {rank} on {self.watch.host_of(rank)} is slower than the others: {text}")
         return metrics
 
@@ -345,9 +345,9 @@ class Trainer:
         if path is None:
             return 0
         resumed = self.checkpointer.load(path, self.model.parts, self.optimizer, self.scheduler)
-        theirs = resumed.extra.get("begun_from")
-        self._other_weights = check_base_model_unchanged(self.recipe, self._begun_from, theirs)
-        self._begun_from = theirs or self._begun_from
+        saved = resumed.extra.get("begun_from")
+        self._other_weights = check_base_model_unchanged(self.recipe, self._begun_from, saved)
+        self._begun_from = saved or self._begun_from
         self.loader.load_state_dict(resumed.extra["loader"])
         self._callback_states = resumed.extra.get("callbacks", {})
         if (counted := resumed.extra.get("early_stop")) is not None:
@@ -514,9 +514,9 @@ def _mean(values: Sequence[Tensor]) -> Scalar:
 def _over_updates(results: Sequence[Mapping[str, Tensor]], objective: Any) -> dict[str, Tensor]:
     """Combine the metrics of several updates of a step: extrema by min or max, others by their mean."""
     combine = {name: metric.combine for name, metric in metrics_of(objective).items()}
-    found = {}
+    means = {}
     for name in results[0] if results else ():
         values = torch.stack([result[name] for result in results])
         kind = combine.get(name, "mean")
-        found[name] = values.amin(0) if kind == "min" else values.amax(0) if kind == "max" else values.float().mean(0)
-    return found
+        means[name] = values.amin(0) if kind == "min" else values.amax(0) if kind == "max" else values.float().mean(0)
+    return means

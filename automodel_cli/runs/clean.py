@@ -47,12 +47,12 @@ def _checkpoints(run: RunEntry, last_checkpoint: bool) -> Iterator[tuple[Path, s
             yield path, "left by a run that was killed"
         elif path.name.endswith(".damaged"):
             yield path, "damaged"
-    whole, best = folder.whole(), folder.best()
+    complete, best = folder.whole(), folder.best()
     exported = (run.folder / "export").is_dir()
-    for path in whole:
+    for path in complete:
         if last_checkpoint and exported:
             yield path, "the export is there"
-        elif path != whole[-1] and (best is None or path.resolve() != best):
+        elif path != complete[-1] and (best is None or path.resolve() != best):
             yield path, "neither the newest nor the best"
         elif (again := run.folder / EXPORTS / path.name).is_dir():
             yield again, "the export of a checkpoint that stays: commands write it again"

@@ -56,14 +56,14 @@ def config_with_origins(path: Path) -> dict[str, str]:
     marks = read_marks(path)  # raises for an invalid config, with the line
     config: Any = OmegaConf.load(path)
     lines = path.read_text(encoding="utf-8").splitlines()
-    found = {}
+    values = {}
     for mark in marks:
         value = _value(OmegaConf.to_container(config, resolve=False), mark.key)
         if isinstance(value, dict) and value:
             continue
         origin = lines[mark.line - 1].rpartition("  # ")[2] if "  # " in lines[mark.line - 1] else ""
-        found[mark.key] = f"{format_value(value, 60)}\n{origin}"
-    return {key: text for key, text in found.items() if not _is_inside_a_list(key, found)}
+        values[mark.key] = f"{format_value(value, 60)}\n{origin}"
+    return {key: text for key, text in values.items() if not _is_inside_a_list(key, values)}
 
 
 def _is_inside_a_list(key: str, keys: Mapping[str, str]) -> bool:

@@ -16,8 +16,8 @@ _Read = Callable[[Any], Any]
 
 def record(content: Any) -> dict[str, Any]:
     """Return the record without entries of a wrong type. {} if it is not a record."""
-    found = _fields(content, _RECORD)
-    return {} if found is _NONE or "attempts" not in found else found
+    fields = _fields(content, _RECORD)
+    return {} if fields is _NONE or "attempts" not in fields else fields
 
 
 def _text(value: Any) -> Any:
@@ -69,10 +69,10 @@ def _whole(shape: dict[str, _Read], *required: str) -> _Read:
     """Return an entry with these fields only, or nothing if a required one is missing."""
 
     def inner(value: Any) -> Any:
-        found = _fields(value, shape)
-        if found is _NONE or any(name not in found for name in required):
+        fields = _fields(value, shape)
+        if fields is _NONE or any(name not in fields for name in required):
             return _NONE
-        return {name: item for name, item in found.items() if name in shape}
+        return {name: item for name, item in fields.items() if name in shape}
 
     return inner
 
@@ -92,15 +92,15 @@ def _content(value: Any) -> Any:
 
 
 def _dataset(value: Any) -> Any:
-    found = _whole(_DATASET, "name", "text")(value)
-    if found is not _NONE and found.get("counts") and len(found.get("edges", ())) != len(found["counts"]) + 1:
+    dataset = _whole(_DATASET, "name", "text")(value)
+    if dataset is not _NONE and dataset.get("counts") and len(dataset.get("edges", ())) != len(dataset["counts"]) + 1:
         return _NONE
-    return found
+    return dataset
 
 
 def _attempt(value: Any) -> Any:
-    found = _fields(value, _ATTEMPT)
-    return _NONE if found is _NONE else {"began": "", "state": "", "host": "", **found}
+    fields = _fields(value, _ATTEMPT)
+    return _NONE if fields is _NONE else {"began": "", "state": "", "host": "", **fields}
 
 
 _DATASET: dict[str, _Read] = {

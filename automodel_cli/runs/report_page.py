@@ -85,8 +85,8 @@ def _numbers(run: RunEntry) -> dict[str, str]:
     """Return final values, or those of the newest rows for a run without final values."""
     if numbers := run.record.get("numbers"):
         return dict(numbers)
-    found = {key: run.last(key) for key in ("step", "loss", "val_loss", "reward", "tokens_per_second")}
-    return {key: f"{value:.4g}" for key, value in found.items() if value is not None}
+    newest_values = {key: run.last(key) for key in ("step", "loss", "val_loss", "reward", "tokens_per_second")}
+    return {key: f"{value:.4g}" for key, value in newest_values.items() if value is not None}
 
 
 def _differences(runs: Sequence[RunEntry]) -> list[list[str]]:

@@ -47,8 +47,8 @@ def said(completion: str, turns: Sequence[dict[str, Any]] | None) -> str:
     """Return the completion. For several turns: all of them, with the environment's replies in brackets."""
     if not turns:
         return completion
-    told = [(message["role"], str(message["content"])) for message in turns]
-    return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in told)
+    turns_text = [(message["role"], str(message["content"])) for message in turns]
+    return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in turns_text)
 
 
 def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tuple[list[dict[str, Any]], int]:

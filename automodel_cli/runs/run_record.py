@@ -114,12 +114,12 @@ def command_of(source: Composed) -> str:
 def code_version() -> dict[str, str]:
     """Return the version of this package, the commit of its checkout (`+` if files differ from it), and a hash of its
     importable files."""
-    found = {"version": __version__, "content": _content_hash()}
+    version = {"version": __version__, "content": _content_hash()}
     if (_PACKAGE.parent / ".git").exists():
         commit = _git("rev-parse", "--short=12", "HEAD")
         if commit:
-            found["commit"] = commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
-    return found
+            version["commit"] = commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    return version
 
 
 def _content_hash() -> str:

@@ -26,9 +26,9 @@ def details(run: RunEntry) -> Iterator[tuple[str, str]]:
         yield "code", "  ".join(f"{name} {text}" for name, text in run.attempts[-1].get("code", {}).items())
     if numbers := record.get("numbers"):
         yield "numbers", "  ".join(f"{name} {text}" for name, text in numbers.items())
-    if whole := run.checkpoints.whole():
+    if complete := run.checkpoints.whole():
         best = run.checkpoints.best()
-        marks = [f"{step_of(p):,}{' (best)' if best and p.resolve() == best else ''}" for p in whole]
+        marks = [f"{step_of(p):,}{' (best)' if best and p.resolve() == best else ''}" for p in complete]
         yield "checkpoints", f"step {', '.join(marks)}   {folder_size(run.checkpoints.path) / 2**20:,.1f} MiB"
     left = [name for name in ("export", "report.html", "logs", "eval") if (run.folder / name).exists()]
     if left:

@@ -41,6 +41,6 @@ def _line(run: RunEntry, row: dict[str, float | int | None]) -> str:
         count = re.match(r"\d{1,6}(?= x)", environment.get("device", ""))
         num_ranks = int(count[0]) if count else 1
         unknown = {key: math.nan for key in ("loss", "grad_norm", "lr") if row.get(key) is None}
-        whole = {"mfu": None, "memory_gib": None, "tokens_per_second": None, **row, **unknown}
-        return f"{label}  {step_text(whole, num_ranks)}"
+        complete = {"mfu": None, "memory_gib": None, "tokens_per_second": None, **row, **unknown}
+        return f"{label}  {step_text(complete, num_ranks)}"
     return f"{label}  " + "  ".join(f"{key} {show_number(value)}" for key, value in row.items() if key != "step")

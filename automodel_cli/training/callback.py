@@ -233,6 +233,6 @@ def _place(error: Exception, name: str) -> str:
     """Return file and line of the innermost frame in the module of the callback, or of the innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     module = sys.modules.get(name.partition(" ")[0].rpartition(".")[0])
-    mine = [frame for frame in frames if module is not None and frame.filename == module.__file__]
-    frame = (mine or frames)[-1]
+    own_frames = [frame for frame in frames if module is not None and frame.filename == module.__file__]
+    frame = (own_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -91,8 +91,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES:
             return _NAMES[module, name]
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
         raise RunError(
             f"the metadata of the checkpoint refers to {module}.{name}, which describes no tensor. It was not loaded, "
             "because unpickling it could run code",

@@ -109,8 +109,8 @@ class Draft:
             ours
         ] = value
         there = [key for key in theirs if key in self.source]
-        said = ", ".join(f"{key}={format_value(self.source[key], 60)}" for key in there)
-        self.notes[ours] = [text for text in (said, note) if text]
+        origin = ", ".join(f"{key}={format_value(self.source[key], 60)}" for key in there)
+        self.notes[ours] = [text for text in (origin, note) if text]
         self.theirs[ours] = there
         self.done.update(there)
 
@@ -122,8 +122,8 @@ class Draft:
 
     def decide(self, key: str, what: str) -> None:
         """Add a decision about a source key to the top of the file."""
-        said = f"{key}={format_value(self.source[key], 60)}: " if key in self.source else f"{key}: "
-        self.undecided.append(said + what)
+        origin = f"{key}={format_value(self.source[key], 60)}: " if key in self.source else f"{key}: "
+        self.undecided.append(origin + what)
         self.leave(key, f"to decide: {what}")
 
     def is_set(self, ours: str) -> bool:

@@ -57,8 +57,8 @@ def _data(draft: Draft) -> None:
     else:
         draft.put("data.datasets", [{"path": path} for path in paths], "dataset", "dataset_dir", note=there)
     packs = bool(draft.get("packing")) or bool(draft.get("neat_packing")) or draft.get("stage") == "pt"
-    said = "packing without neat_packing lets documents see each other there; ours never does"
-    blind = said if draft.get("packing") and not draft.get("neat_packing") else ""
+    reason = "packing without neat_packing lets documents see each other there; ours never does"
+    blind = reason if draft.get("packing") and not draft.get("neat_packing") else ""
     packing = "best_fit" if packs or draft.kind == "dpo" else "none"
     if draft.get("stage") == "pt":
         packing = "wrapped"

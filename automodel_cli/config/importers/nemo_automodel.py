@@ -141,19 +141,19 @@ def _fp8(draft: Draft) -> None:
         for key in keys:
             draft.leave(key, "model.fp8 is left null: fp8.enabled is false")
         return
-    said = "" if draft.get("fp8.recipe_name") else "their default"
-    draft.put("model.fp8.recipe", draft.get("fp8.recipe_name", "tensorwise"), "fp8.recipe_name", note=said)
+    note = "" if draft.get("fp8.recipe_name") else "their default"
+    draft.put("model.fp8.recipe", draft.get("fp8.recipe_name", "tensorwise"), "fp8.recipe_name", note=note)
     draft.put("model.fp8.emulate", bool(draft.get("fp8.emulate", False)), "fp8.emulate", "fp8.enabled")
     never = ("lm_head", "embed_tokens")
     skipped = [name for name in draft.get("fp8.filter_fqns", []) if str(name).strip(".") not in never]
     if skipped:
-        said = "ours are endings of names; the head is never converted"
-        draft.put("model.fp8.exclude_modules", [str(name).strip(".") for name in skipped], "fp8.filter_fqns", note=said)
+        note = "ours are endings of names; the head is never converted"
+        draft.put("model.fp8.exclude_modules", [str(name).strip(".") for name in skipped], "fp8.filter_fqns", note=note)
     else:
         draft.leave("fp8.filter_fqns", "never converted: model.fp8 is for the linear layers of decoder layers")
     if draft.get("compile.enabled"):
-        said = "with 8-bit products ours compiles what is between products, casts among it"
-        draft.put("parallelizer.enable_compile", "auto", "compile.enabled", note=said)
+        note = "with 8-bit products ours compiles what is between products, casts among it"
+        draft.put("parallelizer.enable_compile", "auto", "compile.enabled", note=note)
 
 
 def _data(draft: Draft) -> None:
@@ -162,8 +162,8 @@ def _data(draft: Draft) -> None:
     target = str(draft.get("dataset._target_", ""))
     draft.put("data.path", draft.get(key, "train.jsonl"), key, "dataset._target_")
     if "squad" in target:
-        said = "their builder makes a prompt of context and question; map your own columns, or write a format"
-        draft.put("data.column_mapping", {"prompt": "question", "completion": "answers"}, note=said)
+        hint = "their builder makes a prompt of context and question; map your own columns, or write a format"
+        draft.put("data.column_mapping", {"prompt": "question", "completion": "answers"}, note=hint)
         draft.put("data.format", "prompt_completion", "dataset._target_")
         draft.undecided.append(
             "data.column_mapping: theirs joins context and question, and takes the first of the answers"
@@ -189,10 +189,10 @@ def _optimizer(draft: Draft) -> None:
         draft.put("optimizer", "adamw", "optimizer._target_", note="decoupled decay")
     elif name == "Adam":
         same = not float(draft.get("optimizer.weight_decay", 0) or 0)
-        said = (
+        note = (
             "Adam without decay is AdamW without decay" if same else "Adam adds decay to the gradient, AdamW does not"
         )
-        draft.put("optimizer", "adamw", "optimizer._target_", note=said)
+        draft.put("optimizer", "adamw", "optimizer._target_", note=note)
     elif name == "Muon":
         draft.put("optimizer", "muon", "optimizer._target_")
     draft.put("optimizer.betas", draft.get("optimizer.betas", [0.9, 0.999]), "optimizer.betas")
@@ -205,8 +205,8 @@ def _optimizer(draft: Draft) -> None:
     if style != "constant":
         lr, least = float(draft.get("optimizer.lr", 1e-5)), draft.get("lr_scheduler.min_lr")
         ratio = round(float(least) / lr, 6) if least is not None else 0.01
-        said = "a share of the peak" if least is not None else "their default is a hundredth of the peak"
-        draft.put("lr_scheduler.min_lr_ratio", ratio, "lr_scheduler.min_lr", note=said)
+        note = "a share of the peak" if least is not None else "their default is a hundredth of the peak"
+        draft.put("lr_scheduler.min_lr_ratio", ratio, "lr_scheduler.min_lr", note=note)
     if (steps := draft.get("lr_scheduler.lr_warmup_steps")) is not None:
         draft.put("lr_scheduler.warmup_steps", steps, "lr_scheduler.lr_warmup_steps")
     elif style != "constant":

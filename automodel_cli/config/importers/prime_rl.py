@@ -82,8 +82,8 @@ def _sft(draft: Draft) -> None:
     elif draft.get("val.data.splits"):
         draft.put("data.validation_split", draft.get("val.data.splits")[0], "val.data.splits")
     pack = draft.get("data.pack_function", "cat")
-    said = "cat: documents one after the other, cut at every row" if pack == "cat" else ""
-    draft.put("data.packing", "wrapped" if pack == "cat" else "none", "data.pack_function", note=said)
+    note = "cat: documents one after the other, cut at every row" if pack == "cat" else ""
+    draft.put("data.packing", "wrapped" if pack == "cat" else "none", "data.pack_function", note=note)
     trained = [role for role in ("system", "user", "tool") if draft.get(f"data.loss_mask.{role}")]
     keys = [key for key in draft.source if key.startswith("data.loss_mask.")]
     draft.put("data.loss_mask", "all" if trained else "assistant", *keys)
@@ -104,13 +104,13 @@ def _grpo(draft: Draft) -> None:
     names = ("max_completion_tokens", "max_tokens")
     sampling = ("orchestrator.train.sampling.", "orchestrator.sampling.")
     keys = [prefix + name for prefix in sampling for name in names]
-    found = next((draft.get(key) for key in keys if draft.get(key)), None)
-    draft.put("rollout.max_new_tokens", found or int(draft.values["data.seq_len"]) // 2, *keys)
+    environment = next((draft.get(key) for key in keys if draft.get(key)), None)
+    draft.put("rollout.max_new_tokens", environment or int(draft.values["data.seq_len"]) // 2, *keys)
     for key in (prefix + "temperature" for prefix in sampling):
         if draft.get(key) is not None:
             draft.put("rollout.temperature", draft.get(key), key)
-    said = "an environment of theirs brings its rows: give yours, and rewards for them"
-    draft.put("data.path", "train.jsonl", note=said)
+    note = "an environment of theirs brings its rows: give yours, and rewards for them"
+    draft.put("data.path", "train.jsonl", note=note)
 
 
 _SERVER = none("no server is needed: our sampler generates on the trained weights (rollout=vllm takes one)")

@@ -94,9 +94,9 @@ def _sft(draft: Draft, ranks: int) -> None:
         draft.decide("loss_type", "the objective of sft is the negative log-likelihood")
     packs = bool(draft.get("packing"))
     strategy = draft.get("packing_strategy", "bfd")
-    said = "TRL packs only where it is told to; ours packs by default" if not packs else ""
+    note = "TRL packs only where it is told to; ours packs by default" if not packs else ""
     packing = ("wrapped" if strategy == "wrapped" else "best_fit") if packs else "none"
-    draft.put("data.packing", packing, "packing", "packing_strategy", note=said)
+    draft.put("data.packing", packing, "packing", "packing_strategy", note=note)
     if packing != "wrapped":
         draft.put("data.truncation", "split" if strategy == "bfd_split" else "truncate", note="as theirs")
     if draft.get("assistant_only_loss"):

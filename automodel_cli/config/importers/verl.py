@@ -71,8 +71,8 @@ def _grpo(draft: Draft) -> None:
         draft.put("data.truncation", "drop", "data.filter_overlong_prompts")
     draft.put("rollout.group_size", group, _ROLLOUT + "n")
     draft.put("rollout.prompts_per_step", prompts, "data.train_batch_size")
-    said = f"theirs counts prompts: {mini} x {group} samples"
-    draft.put("train.global_batch_size", mini * group, _ACTOR + "ppo_mini_batch_size", note=said)
+    note = f"theirs counts prompts: {mini} x {group} samples"
+    draft.put("train.global_batch_size", mini * group, _ACTOR + "ppo_mini_batch_size", note=note)
     draft.put("rollout.max_new_tokens", response, "data.max_response_length")
     lengths = ("data.max_prompt_length", "data.max_response_length")
     draft.put("data.seq_len", prompt + response, *lengths, note="prompt and response")
@@ -197,9 +197,9 @@ def _kl(draft: Draft) -> None:
             _ACTOR + "kl_loss_coef",
             "algorithm.use_kl_in_reward",
         )
-        said = str(draft.get(_ACTOR + "kl_loss_type", "low_var_kl"))
+        estimator = str(draft.get(_ACTOR + "kl_loss_type", "low_var_kl"))
         kind = (
-            "k2" if said.endswith("+") else _KL.get(said)
+            "k2" if estimator.endswith("+") else _KL.get(estimator)
         )  # with +, theirs has the value of one and the gradient of k2
         if coef and kind is None:
             draft.decide(_ACTOR + "kl_loss_type", "no such estimator: objective.kl_type is k1, k2 or k3, here k3")

@@ -157,9 +157,9 @@ def find_training_template(tokenizer: Any, own: str) -> str | None:
     """
     expected = list(_renderings(tokenizer, own))
     for name in VARIANTS:
-        ours = list(_renderings(tokenizer, training_template(name)))
-        alike = all(theirs is None or our in (None, theirs) for our, theirs in zip(ours, expected, strict=True))
-        if alike and ours[0] is not None and ours[-1] is not None:
+        candidate = list(_renderings(tokenizer, training_template(name)))
+        alike = all(theirs is None or our in (None, theirs) for our, theirs in zip(candidate, expected, strict=True))
+        if alike and candidate[0] is not None and candidate[-1] is not None:
             return name
     return None
 

@@ -133,12 +133,12 @@ class ChatEncoder:
     def _like_the_tokenizers(self, chats: Sequence[Conversation], texts: Sequence[Any]) -> list[Any]:
         """Replace texts whose first turn the tokenizer's template renders differently by an error."""
         first = [(chat, _assistant_turns(chat)[0] + 1) if _assistant_turns(chat) else (chat, 0) for chat in chats]
-        asked = [(chat.messages[:count], chat.tools) for chat, count in first]
-        expected = self._apply_many(asked, chat_template=self.own_template, tokenize=False)
-        ours = self._apply_many(asked, tokenize=False)
+        prefixes = [(chat.messages[:count], chat.tools) for chat, count in first]
+        expected = self._apply_many(prefixes, chat_template=self.own_template, tokenize=False)
+        rendered = self._apply_many(prefixes, tokenize=False)
         return [
             text if isinstance(text, RowError) or own == our else _unlike(our, own)
-            for text, own, our in zip(texts, expected, ours, strict=True)
+            for text, own, our in zip(texts, expected, rendered, strict=True)
         ]
 
     # -- rendering
@@ -157,8 +157,8 @@ class ChatEncoder:
         out: list[Any] = [None] * len(jobs)
         for prompt in (False, True):
             places = [i for i, job in enumerate(jobs) if job[2] == prompt]
-            asked = [(jobs[i][0].messages[: jobs[i][1]], jobs[i][0].tools) for i in places]
-            texts = self._apply_many(asked, tokenize=False, add_generation_prompt=prompt)
+            prefixes = [(jobs[i][0].messages[: jobs[i][1]], jobs[i][0].tools) for i in places]
+            texts = self._apply_many(prefixes, tokenize=False, add_generation_prompt=prompt)
             for place, text in zip(places, texts, strict=True):
                 out[place] = text
         return out
@@ -236,15 +236,15 @@ class ChatEncoder:
     # -- generation tags
 
     def _by_tags(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[Encoded | RowError]:
-        asked = [(chat.messages, chat.tools) for chat in chats]
+        conversations = [(chat.messages, chat.tools) for chat in chats]
         options = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenizer_kwargs": TOKENIZER_OPTIONS}
-        pairs = self._apply_many(asked, **options)
+        pairs = self._apply_many(conversations, **options)
         out = [attempt(self._select_runs, chat, pair) for chat, pair in zip(chats, pairs, strict=True)]
         if self.turns == "auto":
             # if a template changes earlier turns, its blocks mark tokens that the model would not generate
             several = [i for i, chat in enumerate(chats) if len(_assistant_turns(chat)) > 1]
-            found = self._edges_of([chats[i] for i in several], [texts[i] for i in several])
-            for i, edges in zip(several, found, strict=True):
+            located_edges = self._edges_of([chats[i] for i in several], [texts[i] for i in several])
+            for i, edges in zip(several, located_edges, strict=True):
                 if isinstance(edges, RowError) and not isinstance(out[i], RowError):
                     out[i] = edges
         return out
@@ -360,17 +360,17 @@ class ChatEncoder:
     def _unroll(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
         """Encode each conversation as one document per trained turn (`data/chat/multi_turn.py`)."""
         turns: list[Any] = [attempt(self._turns, chat) for chat in chats]
-        asked = [(i, turn) for i, located in enumerate(turns) if not isinstance(located, RowError) for turn in located]
-        prompts = self._render([(chats[i], turn, True) for i, turn in asked])
-        said = self._said([(chats[i], turn) for i, turn in asked], prompts)
+        pairs = [(i, turn) for i, located in enumerate(turns) if not isinstance(located, RowError) for turn in located]
+        prompts = self._render([(chats[i], turn, True) for i, turn in pairs])
+        continuations = self._said([(chats[i], turn) for i, turn in pairs], prompts)
         texts: list[str] = []
-        for prompt, text in zip(prompts, said, strict=True):
+        for prompt, text in zip(prompts, continuations, strict=True):
             if not isinstance(text, RowError):
                 assert isinstance(prompt, str), "a failed prompt fails its turn"
                 texts += [prompt, prompt + text, text]
         ids = iter(encode_texts(self.tokenizer, texts))
         documents: list[list[Encoded]] = [[] for _ in chats]
-        for (i, turn), text in zip(asked, said, strict=True):
+        for (i, turn), text in zip(pairs, continuations, strict=True):
             if isinstance(text, RowError):
                 turns[i] = text
                 continue
@@ -381,8 +381,8 @@ class ChatEncoder:
             else:
                 documents[i].append(document)
         return [
-            result if isinstance(result, RowError) else found[0] if len(found) == 1 else Unrolled(tuple(found))
-            for result, found in zip(turns, documents, strict=True)
+            result if isinstance(result, RowError) else unrolled[0] if len(unrolled) == 1 else Unrolled(tuple(unrolled))
+            for result, unrolled in zip(turns, documents, strict=True)
         ]
 
     def _said(
@@ -396,10 +396,10 @@ class ChatEncoder:
         return out
 
     def _said_once(self, chat: Conversation, turn: int, prompt: str | RowError, upto: str | RowError) -> str:
-        said = self._continuation(chat, turn, prompt, upto).rstrip()
+        text = self._continuation(chat, turn, prompt, upto).rstrip()
         seen = Conversation(chat.messages[: turn + 1], [*[False] * turn, True], chat.tools)
-        self.rendered_turn.check(seen, f"{prompt}{said}", [turn], self._document_text)
-        return said
+        self.rendered_turn.check(seen, f"{prompt}{text}", [turn], self._document_text)
+        return text
 
     def _document_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         """Return the text of the document whose trained turn is the last message."""

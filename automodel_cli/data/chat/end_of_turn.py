@@ -54,8 +54,8 @@ class TurnEnds:
         known = special | frozenset(tokenizer.added_tokens_decoder)
         eos = tokenizer.eos_token_id
         stops = frozenset(i for i in (eos, *stop_ids) if i is not None and (i in known or i == eos))
-        found = {kind: _follows(tokenizer, render, kind) for kind in _PROBES}
-        after = {kind: token for kind, token in found.items() if token is not None and token in stops}
+        tokens = {kind: _follows(tokenizer, render, kind) for kind in _PROBES}
+        after = {kind: token for kind, token in tokens.items() if token is not None and token in stops}
         return cls(stops, special, after, eos)
 
     def end(self, ids: np.ndarray, start: int, stop: int, kind: str, *, tokenizer: Any) -> int | None:

@@ -60,8 +60,8 @@ def continuation(texts: TurnTexts, message: dict[str, Any]) -> str:
         if upto.startswith(before):
             return _close_reasoning(upto[len(before) :], message)
     shared = _shared_start(upto, texts.other)
-    head, found, _ = shared.rpartition(cue) if cue else ("", "", "")
-    if found:
+    head, separator, _ = shared.rpartition(cue) if cue else ("", "", "")
+    if separator:
         return upto[len(head) + len(cue) :]
     if prompt.rstrip().endswith(CLOSE) and reasoning_of(message):
         raise RowError(

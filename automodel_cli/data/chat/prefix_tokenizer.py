@@ -48,26 +48,26 @@ class PrefixEncoder:
         out = self.tokenizer([row[0] for row in rows], add_special_tokens=False, **TOKENIZER_OPTIONS)
         as_text = self.tokenizer.backend_tokenizer.encode_special_tokens  # then special tokens do not split the text
         cuts = {} if as_text else self.cuts
-        found = [
+        last_special = [
             [_last_cut(encoding, ids, row[0], len(prefix), cuts) for prefix in row[1:]]
             for encoding, ids, row in zip(out.encodings, out["input_ids"], rows, strict=True)
         ]
         rests = [
             [prefix[character:] for prefix, (_, character) in zip(row[1:], at, strict=True)]
-            for row, at in zip(rows, found, strict=True)
+            for row, at in zip(rows, last_special, strict=True)
         ]
         known = self._encode_rests(rests)
         result: list[list[np.ndarray]] = []
-        for ids, at, of_row in zip(map(as_ids, out["input_ids"]), found, rests, strict=True):
+        for ids, at, of_row in zip(map(as_ids, out["input_ids"]), last_special, rests, strict=True):
             pairs = zip(at, of_row, strict=True)
             result.append([ids, *(np.concatenate([ids[:token], known[rest]]) for (token, _), rest in pairs)])
         return result
 
     def _encode_rests(self, rests: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
-        wanted = dict.fromkeys(rest for row in rests for rest in row)
-        new = [rest for rest in wanted if rest not in self.remembered]
+        unique = dict.fromkeys(rest for row in rests for rest in row)
+        new = [rest for rest in unique if rest not in self.remembered]
         encoded = dict(zip(new, encode_texts(self.tokenizer, new), strict=True))
-        known = {rest: encoded[rest] if rest in encoded else self.remembered[rest] for rest in wanted}
+        known = {rest: encoded[rest] if rest in encoded else self.remembered[rest] for rest in unique}
         if len(self.remembered) < MAX_REMEMBERED:
             self.remembered.update((rest, ids) for rest, ids in encoded.items() if len(rest) <= SHORT)
         return known

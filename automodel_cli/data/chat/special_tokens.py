@@ -92,18 +92,18 @@ class SpecialText:
 
     def check(self, value: Any) -> None:
         """Raise RowError if special tokens are not allowed or cannot be encoded as text."""
-        found = list(dict.fromkeys(self._all_found(value)))
+        names = list(dict.fromkeys(self._all_found(value)))
         if self.choice == "refuse":
             raise RowError(
                 "special_token",
-                f"the text contains the special token {found[0]!r}, and data.special_tokens_policy={self.choice}",
+                f"the text contains the special token {names[0]!r}, and data.special_tokens_policy={self.choice}",
                 fix=f"data.special_tokens_policy=as_text, or {_KEEP_FIX}",
             )
-        problem = self._problem(found, json.dumps(value, ensure_ascii=False, default=str))
+        problem = self._problem(names, json.dumps(value, ensure_ascii=False, default=str))
         if problem:
             raise RowError(
                 "special_token",
-                f"the text contains {found[0]!r}, which cannot be encoded as text: {problem}",
+                f"the text contains {names[0]!r}, which cannot be encoded as text: {problem}",
                 fix=_KEEP_FIX,
             )
 

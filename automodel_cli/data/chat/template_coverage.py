@@ -145,7 +145,7 @@ def _content_slots(message: Mapping[str, Any], index: int, trained: bool) -> Ite
     content, role = message["content"], message["role"]
     path: Path = ("messages", index, "content")
     fix = "data.chat_template=<a template that renders this role>, or rename the role in the data"
-    thought, end, said = content.rpartition(THINK_END)
+    thought, end, answer = content.rpartition(THINK_END)
     label = f"message {index} (role {role!r}"
     if role != "assistant" or not end:
         yield from _slot(path, content, label, fix=fix)
@@ -154,7 +154,7 @@ def _content_slots(message: Mapping[str, Any], index: int, trained: bool) -> Ite
         start = thought.find("<think>") + len("<think>") if "<think>" in thought else 0
         fix = "data.chat_template=<a template that keeps what stands before </think>>, or remove it from the data"
         yield from _slot(path, thought[start:], f"the thought of message {index}", start=start, fix=fix)
-    yield from _slot(path, said, label, start=len(thought) + len(end), fix=fix)
+    yield from _slot(path, answer, label, start=len(thought) + len(end), fix=fix)
 
 
 def _call_slots(call: Mapping[str, Any], path: Path, index: int) -> Iterator[Slot]:
@@ -172,20 +172,20 @@ def _tool_slots(tools: Sequence[Mapping[str, Any]]) -> Iterator[Slot]:
         inner: Path = ("function",) if isinstance(tool.get("function"), dict) else ()
         path: Path = ("tools", number, *inner)
         function = tool["function"] if inner else tool
-        wanted = [((*path, key), function.get(key)) for key in ("name", "description")]
+        required = [((*path, key), function.get(key)) for key in ("name", "description")]
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         for name in properties if isinstance(properties, dict) else ():
-            wanted.append(((*path, "parameters", "properties", name, KEY), name))
-        for at, text in wanted:
+            required.append(((*path, "parameters", "properties", name, KEY), name))
+        for at, text in required:
             if isinstance(text, str):
                 yield from _slot(at, text, "", code="tools_ignored")
 
 
 def _slot(path: Path, text: str, label: str, *, start: int = 0, code: str = "", fix: str = "") -> Iterator[Slot]:
-    said = text.strip()
-    if said:
-        yield Slot(path, start + text.index(said), said, label, code or "dropped_by_template", fix)
+    stripped = text.strip()
+    if stripped:
+        yield Slot(path, start + text.index(stripped), stripped, label, code or "dropped_by_template", fix)
 
 
 def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:

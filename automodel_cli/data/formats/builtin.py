@@ -85,13 +85,13 @@ class PromptCompletion:
     def read(self, row: Fields) -> Document:
         prompt, _ = row["prompt"], row["completion"]  # both must be there before either is looked into
         before, _ = row.said("prompt", "user")
-        after, wanted = row.said("completion", "assistant")
+        after, has_loss = row.said("completion", "assistant")
         if not isinstance(prompt, str) and not row.chat:
             words = f"{row.column('prompt')} contains messages, which require a chat template"
             raise RowError("no_template", words, fix=NO_TEMPLATE_FIX)
         if any(message["role"] != "assistant" for message in after):
             raise RowError("bad_role", f"{row.column('completion')} must contain only assistant messages")
-        trained = [False] * len(before) + wanted
+        trained = [False] * len(before) + has_loss
         return chat_or_text(before + after, trained, row.optional_text("system"), row.tools(), chat=row.chat)
 
 
@@ -175,9 +175,9 @@ def detect_format(
             keys=("data.column_mapping",),
             fix="data.column_mapping='{prompt: question, completion: answer}'",
         )
-    found = next((fmt for fmt in fitting if fmt.detects(sample)), None)
-    if found is not None:
-        return found
+    detected = next((fmt for fmt in fitting if fmt.detects(sample)), None)
+    if detected is not None:
+        return detected
     names = ", ".join(sorted(sample.shared)) or "(no column that most rows share)"
     if preferences:
         what = "a pair needs chosen and rejected, a judged response needs label"
@@ -209,9 +209,9 @@ def _suggest_columns(sample: FirstRows) -> str:
     if listed:
         return columns_fix({"messages": listed[0]})
     texts = [c for c in columns if isinstance(sample.first(c), str)]
-    asked, answered, text = (column_for(field, texts) for field in ("prompt", "completion", "text"))
-    if asked and answered:
-        return columns_fix({"prompt": asked, "completion": answered})
+    prompt_column, answered, text = (column_for(field, texts) for field in ("prompt", "completion", "text"))
+    if prompt_column and answered:
+        return columns_fix({"prompt": prompt_column, "completion": answered})
     if text or len(texts) == 1:
         return columns_fix({"text": text or texts[0]})
     names = f"one of {', '.join(texts)}" if texts else "column"

@@ -80,14 +80,14 @@ def messages_in(value: Any) -> Any:
     if not isinstance(value, str) or not _ARRAY_OF_OBJECTS.match(value):
         return value
     try:
-        found = parse_json(value)
+        parsed = parse_json(value)
     except RowError:
         return value
-    are_messages = isinstance(found, list) and all(
+    are_messages = isinstance(parsed, list) and all(
         isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
-        for item in found
+        for item in parsed
     )
-    return found if are_messages else value
+    return parsed if are_messages else value
 
 
 def as_messages(

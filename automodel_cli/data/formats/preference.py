@@ -31,10 +31,12 @@ class PreferencePairs:
 
     def _pair(self, row: Fields) -> Pair:
         chosen, rejected = (row.said(field, "assistant") for field in ("chosen", "rejected"))
-        whole = [any(message["role"] != "assistant" for message in messages) for messages, _ in (chosen, rejected)]
-        if whole[0] != whole[1]:
+        is_conversation = [
+            any(message["role"] != "assistant" for message in messages) for messages, _ in (chosen, rejected)
+        ]
+        if is_conversation[0] != is_conversation[1]:
             raise RowError("bad_role", "one of chosen and rejected is a conversation, the other only a response")
-        if not whole[0]:
+        if not is_conversation[0]:
             return row.pair_of(_prompt(row), chosen, rejected)
         prompt = _shared_prompt(row, (chosen[0], rejected[0]))
         first, second = ((messages[len(prompt) :], flags[len(prompt) :]) for messages, flags in (chosen, rejected))
@@ -110,9 +112,9 @@ def _shared_prompt(row: Fields, sides: Sequence[Messages]) -> Messages:
     if len(chosen) == count or len(rejected) == count:
         raise RowError("same_responses", "one of chosen and rejected is a prefix of the other")
     if row.get("prompt"):
-        said, _ = row.said("prompt", "user")
+        messages, _ = row.said("prompt", "user")
         shared = [message["content"].strip() for message in prompt]
-        if any(message["content"].strip() not in shared for message in said):
+        if any(message["content"].strip() not in shared for message in messages):
             raise RowError(
                 "bad_prompt", f"{row.column('prompt')} is not one of the messages that chosen and rejected share"
             )

@@ -121,12 +121,12 @@ class Fields(Mapping[str, Any]):
         """Build a pair from a prompt, a chosen and a rejected response, each as text or as messages. The fields
         `system` and `tools` are added if the format lists them.
         """
-        said, _ = as_messages(("the format's prompt", prompt), "user", self.keys_known)
+        messages, _ = as_messages(("the format's prompt", prompt), "user", self.keys_known)
         better, worse = (
             as_messages((f"the format's {name} response", response), "assistant", self.keys_known)
             for name, response in (("chosen", chosen), ("rejected", rejected))
         )
-        return self.pair_of(said, better, worse)
+        return self.pair_of(messages, better, worse)
 
     def pair_of(
         self, prompt: Messages, chosen: tuple[Messages, list[bool]], rejected: tuple[Messages, list[bool]]
@@ -145,9 +145,9 @@ class Fields(Mapping[str, Any]):
         """Build a rated response from a prompt and one response, each as text or as messages. `desirable`: whether it
         is good. The fields `system` and `tools` are added if the format lists them.
         """
-        said, _ = as_messages(("the format's prompt", prompt), "user", self.keys_known)
+        prompt_messages, _ = as_messages(("the format's prompt", prompt), "user", self.keys_known)
         messages, trained = as_messages(("the format's response", response), "assistant", self.keys_known)
-        return JudgedResponse(said, messages, trained, *self._around(), bool(desirable))
+        return JudgedResponse(prompt_messages, messages, trained, *self._around(), bool(desirable))
 
     def _around(self) -> tuple[str, Tools]:
         """Return system text and tools, if the format reads them."""

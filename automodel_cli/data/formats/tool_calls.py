@@ -87,10 +87,10 @@ def link_answers(messages: Sequence[Message], column: str) -> None:
         answers = messages[index + 1 : end] if calls else []
         named = [call["id"] for call in calls if call.get("id")]
         if calls and not named:
-            theirs = [answer.get("tool_call_id") for answer in answers]
+            answer_ids = [answer.get("tool_call_id") for answer in answers]
             for place, call in enumerate(calls):
-                said = theirs[place] if place < len(theirs) else None
-                call["id"] = said or _made_id(index, place, call)
+                answer_id = answer_ids[place] if place < len(answer_ids) else None
+                call["id"] = answer_id or _made_id(index, place, call)
         for place, answer in enumerate(answers):
             if answer.get("tool_call_id"):
                 continue

@@ -43,8 +43,8 @@ class AllowedKeys:
     @classmethod
     def of(cls, template: str | None, ignored: Iterable[str] = ()) -> AllowedKeys:
         """`of_template` are all names that the template text reads from an object."""
-        found = _KEY.findall(template or "")
-        return cls(frozenset(ignored), frozenset(name for pair in found for name in pair if name))
+        names = _KEY.findall(template or "")
+        return cls(frozenset(ignored), frozenset(name for pair in names for name in pair if name))
 
     def kept(self, item: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
         """Return the message or content part without ignored keys and keys without a value.

@@ -178,10 +178,10 @@ class BatchLoader(Generic[T]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Raises RunError if the sequences or their order differ from the saved run."""
-        mine = self.state_dict()
-        changed = [key for key in ("seed", "shuffle", "sizes", "takes") if state[key] != mine[key]]
+        current = self.state_dict()
+        changed = [key for key in ("seed", "shuffle", "sizes", "takes") if state[key] != current[key]]
         if changed:
-            changes = ", ".join(f"{key} was {state[key]}, is {mine[key]}" for key in changed)
+            changes = ", ".join(f"{key} was {state[key]}, is {current[key]}" for key in changed)
             raise RunError(
                 f"the data changed since the checkpoint, so the run cannot resume at its position: {changes}",
                 code="checkpoint_mismatch",
@@ -218,5 +218,5 @@ def eval_batches(
     unit = microbatch_size * dp_size
     rows = np.full(-(-len(dataset) // unit) * unit, DUMMY_ROW)
     rows[: len(dataset)] = np.arange(len(dataset))
-    mine = rows.reshape(-1, dp_size, microbatch_size)[:num_batches, dp_rank]
-    return [dataset.collate(part) for part in mine]
+    local_rows = rows.reshape(-1, dp_size, microbatch_size)[:num_batches, dp_rank]
+    return [dataset.collate(part) for part in local_rows]

@@ -82,13 +82,15 @@ class PackedDataset:
     def statistics(self) -> list[dict[str, Any]]:
         """Statistics of each dataset: name, document (or piece) lengths, trained fraction of its tokens and filled
         fraction of its sequences, in 0..1."""
-        found = []
+        statistics_of_sources = []
         for store, (name, _) in zip(self.stores, self.contents, strict=True):
             num_tokens = int(store.offsets[-1])
             trained = int(store.num_label_tokens.sum()) / max(1, num_tokens)
             fill = num_tokens / (self.row_len * store.num_rows) if self.row_len and store.num_rows else None
-            found.append({"name": name, "trained": trained, "fill": fill, **length_histogram(np.diff(store.offsets))})
-        return found
+            statistics_of_sources.append(
+                {"name": name, "trained": trained, "fill": fill, **length_histogram(np.diff(store.offsets))}
+            )
+        return statistics_of_sources
 
     def units_per_row(self) -> tuple[str, float]:
         """Return the unit that sequences hold (`documents`, `pairs` or `responses`), and the mean number per sequence.
@@ -115,14 +117,14 @@ class PackedDataset:
 
     def largest_id(self) -> tuple[int, str]:
         """Return the largest token id of all rows, and the file and line of a document that holds it."""
-        found = -1, ""
+        largest = -1, ""
         for store in self.stores:
             place = int(store.ids.argmax()) if len(store.ids) else None
-            if place is not None and store.ids[place] > found[0]:
+            if place is not None and store.ids[place] > largest[0]:
                 piece = int(np.searchsorted(store.offsets, place, side="right")) - 1
                 name = store.meta["files"][int(store.files[piece])]
-                found = int(store.ids[place]), f"{name}:{int(store.lines[piece])}"
-        return found
+                largest = int(store.ids[place]), f"{name}:{int(store.lines[piece])}"
+        return largest
 
     def attach(self, name: str, values: np.ndarray) -> None:
         """Add the column `extra[name]` to every batch: one or several values for each of the `num_tokens`."""

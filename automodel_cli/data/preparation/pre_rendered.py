@@ -73,8 +73,8 @@ class Added:
 
     def has_eos(self, ends: Ends) -> bool:
         """Return whether an added EOS would follow another one."""
-        said = ends.end.rstrip()
-        return bool(self.eos) and said.endswith(self.eos) and (said != ends.end or self.ends_itself)
+        text = ends.end.rstrip()
+        return bool(self.eos) and text.endswith(self.eos) and (text != ends.end or self.ends_itself)
 
     def ends_turn(self, ends: Ends) -> bool:
         """Return whether the response ends with the end-of-turn token."""
@@ -83,14 +83,14 @@ class Added:
 
 def _openers(render: Render, bos: str) -> tuple[str, ...]:
     """Return the text that the template writes before the first user or system text, without BOS and one-time text."""
-    found = []
+    openers = []
     for role in ("user", "system"):
         text = _try(render, role).removeprefix(bos)
         first, second = text.partition(_SAID)[0].strip(), text.partition(_ANSWERED)[2].partition(_NEXT)[0].strip()
         second = second.removeprefix(text.rpartition(_NEXT)[2].strip()).strip()
         # a default system message occurs before the first message only
-        found += [first] if role == "system" else [first, _shared_end(first, second)]
-    return tuple(opener for opener in found if len(opener) >= 3)
+        openers += [first] if role == "system" else [first, _shared_end(first, second)]
+    return tuple(opener for opener in openers if len(opener) >= 3)
 
 
 def _try(render: Render, role: str) -> str:
@@ -218,7 +218,7 @@ def _most(ends: Sequence[Ends], held: Callable[[Ends], bool], *, least: int = 1)
 
 def _shown(ends: Sequence[Ends], held: Callable[[Ends], bool]) -> str:
     """Return how many rows of the sample match, and the first of them."""
-    found = [each for each in ends if held(each)]
-    example = found[0].begin or found[0].end
+    matches = [each for each in ends if held(each)]
+    example = matches[0].begin or matches[0].end
     shown = repr(example if len(example) <= 60 else f"{example[:40]} ... {example[-16:]}")
-    return f"{len(found)} of the first {len(ends)}: {shown}"
+    return f"{len(matches)} of the first {len(ends)}: {shown}"

@@ -175,15 +175,15 @@ class RowEncoder:
         counts, wholes = self._own_texts([p.prompt + p.completion for p in pairs])
         _, rests = self._own_texts([p.completion for p in pairs], add_special_tokens=False)
         out: list[Encoded | RowError] = []
-        for pair, count, prompt, whole, rest in zip(pairs, counts, prompts, wholes, rests, strict=True):
-            if isinstance(whole, RowError) or isinstance(prompt, RowError) or isinstance(rest, RowError):
-                out.append(next(error for error in (whole, prompt, rest) if isinstance(error, RowError)))
+        for pair, count, prompt, full_ids, rest in zip(pairs, counts, prompts, wholes, rests, strict=True):
+            if isinstance(full_ids, RowError) or isinstance(prompt, RowError) or isinstance(rest, RowError):
+                out.append(next(error for error in (full_ids, prompt, rest) if isinstance(error, RowError)))
                 continue
-            prompt, whole = self._without_eos(prompt), self._with_eos(self._without_eos(whole))
-            ids = whole
-            if not np.array_equal(whole[: len(prompt)], prompt):
+            prompt, full_ids = self._without_eos(prompt), self._with_eos(self._without_eos(full_ids))
+            ids = full_ids
+            if not np.array_equal(full_ids[: len(prompt)], prompt):
                 ids = self._with_eos(np.concatenate([prompt, rest]))
-                if self.tokenizer.decode(ids) != self.tokenizer.decode(whole):
+                if self.tokenizer.decode(ids) != self.tokenizer.decode(full_ids):
                     where = f"{pair.prompt[-12:]!r} + {pair.completion[:12]!r}"
                     reason = f"a token crosses the end of the prompt ({where})"
                     out.append(
@@ -214,10 +214,10 @@ class RowEncoder:
         """Return the end of the trained tokens. White space after an EOS of the row itself is not trained."""
         if self.spec.add_eos or self.tokenizer.eos_token_id is None:
             return len(ids)
-        found = np.flatnonzero(ids == self.tokenizer.eos_token_id)
-        if not len(found):
+        positions = np.flatnonzero(ids == self.tokenizer.eos_token_id)
+        if not len(positions):
             return len(ids)
-        end = int(found[-1]) + 1
+        end = int(positions[-1]) + 1
         return len(ids) if self.tokenizer.decode(ids[end:]).strip() else end
 
     @cached_property

@@ -38,10 +38,10 @@ def local_files(path: str, split: str = "train", *, whole: bool = False) -> list
     here = Path(path).expanduser()
     if (here / "dataset_dict.json").is_file():
         return _saved(_split_folder(here, split))
-    found = _files(path, here)
-    if found is not None and here.is_dir() and len(names := _splits(found)) > 1:
-        found = _of_split(path, names, split, whole)
-    elif found is not None and split != "train":
+    files = _files(path, here)
+    if files is not None and here.is_dir() and len(names := _splits(files)) > 1:
+        files = _of_split(path, names, split, whole)
+    elif files is not None and split != "train":
         raise DataError(
             f"split={split} has no effect on {path}, which has no splits: it applies to hub datasets and a saved "
             "DatasetDict",
@@ -49,12 +49,12 @@ def local_files(path: str, split: str = "train", *, whole: bool = False) -> list
             keys=("data.split",),
             fix="data.validation_path=<a file>, or data.path=<the file of this split>",
         )
-    for file in found or ():
+    for file in files or ():
         if not os.access(file, os.R_OK):
             raise DataError(
                 f"{file} cannot be read: permission denied", code="unreadable_file", fix=f"chmod u+r {word(file)}"
             )
-    return found
+    return files
 
 
 def _files(path: str, here: Path) -> list[Path] | None:
@@ -65,10 +65,10 @@ def _files(path: str, here: Path) -> list[Path] | None:
     if here.is_dir():
         return _in_folder(here)
     if glob.has_magic(path):
-        found = sorted(Path(f) for f in glob.glob(str(here), recursive=True) if Path(f).is_file())
-        if not found:
+        matches = sorted(Path(f) for f in glob.glob(str(here), recursive=True) if Path(f).is_file())
+        if not matches:
             raise DataError(f"no file matches {path}", code="missing_file", keys=("data.path",))
-        return [_supported(f) for f in found]
+        return [_supported(f) for f in matches]
     if HUB_ID.match(path) and not path.endswith(SUFFIXES) and not path.startswith("."):
         return None
     names = [f.name for f in here.parent.iterdir()] if here.parent.is_dir() else []
@@ -86,8 +86,8 @@ def _in_folder(folder: Path) -> list[Path]:
     """Return all tables of a folder. Text files are used only if there are no tables, because of README files."""
     files = [f for f in folder.iterdir() if f.is_file() and f.name not in METADATA]
     for suffixes in (TABLES, TEXTS):
-        if found := sorted(f for f in files if f.name.endswith(suffixes)):
-            return found
+        if tables := sorted(f for f in files if f.name.endswith(suffixes)):
+            return tables
     raise DataError(
         f"the folder {folder} contains no file with one of the suffixes: {', '.join(SUFFIXES)}",
         code="missing_file",
@@ -97,12 +97,12 @@ def _in_folder(folder: Path) -> list[Path]:
 
 def _splits(files: Sequence[Path]) -> dict[str | None, list[Path]]:
     """Return the files of a folder by the split in their names. None: files with no or several split names."""
-    found: dict[str | None, list[Path]] = {}
+    by_split: dict[str | None, list[Path]] = {}
     for file in files:
         words = set(re.split(r"[-._\s\d]+", file.name.lower()))
-        said = [split for split, keywords in SPLITS.items() if words & set(keywords)]
-        found.setdefault(said[0] if len(said) == 1 else None, []).append(file)
-    return found
+        named = [split for split, keywords in SPLITS.items() if words & set(keywords)]
+        by_split.setdefault(named[0] if len(named) == 1 else None, []).append(file)
+    return by_split
 
 
 def _of_split(path: str, names: Mapping[str | None, list[Path]], split: str, whole: bool) -> list[Path]:

@@ -157,8 +157,14 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[P
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
     except OSError as error:
-        ours = error.filename is None or str(error.filename).startswith(str(root))  # not an unreadable source
-        if not ours or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+        is_cache_error = error.filename is None or str(error.filename).startswith(str(root))  # not an unreadable source
+        if not is_cache_error or error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EACCES,
+            errno.EROFS,
+            errno.EPERM,
+        ):
             raise
         raise cache_unwritable(root, error) from error
     return final, True
@@ -189,9 +195,9 @@ def _damage(folder: Path) -> str | None:
     try:
         files = dict(json.loads((folder / MANIFEST).read_bytes()))
         for name, (size, digest) in files.items():
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found:,} bytes, not {size:,}"
+            num_bytes = (folder / name).stat().st_size
+            if num_bytes != size:
+                return f"{name} has {num_bytes:,} bytes, not {size:,}"
             if digest is not None and content_hash(folder / name) != digest:
                 return f"{name} holds other bytes than were written"
     except FileNotFoundError as error:

@@ -49,19 +49,19 @@ def _sources(module: str, file: Path) -> dict[str, bytes]:
     root = file.parents[module.count(".") + (file.name == "__init__.py")]
     installed = {Path(path) for path in sysconfig.get_paths().values()}
     top = module.partition(".")[0]
-    found: dict[str, bytes] = {}
+    sources: dict[str, bytes] = {}
     waiting = {module: file}
     while waiting:
         name, path = waiting.popitem()
-        found[name] = path.read_bytes()
+        sources[name] = path.read_bytes()
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for wanted in _imported(found[name], package):
-            if root in installed and wanted.partition(".")[0] != top:
+        for imported in _imported(sources[name], package):
+            if root in installed and imported.partition(".")[0] != top:
                 continue  # another package in the same folder
-            for inner in _prefixes(wanted):
-                if inner not in found and (there := _file(root, inner)) is not None:
+            for inner in _prefixes(imported):
+                if inner not in sources and (there := _file(root, inner)) is not None:
                     waiting[inner] = there
-    return found
+    return sources
 
 
 def _imported(source: bytes, package: str) -> Iterator[str]:

@@ -365,8 +365,13 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
         ("margins", margins),
     ):
         np.save(folder / f"{name}.npy", values)
-    found = {"kind": kind, "dtype": source.meta["dtype"], "files": source.meta["files"], "content": content.hexdigest()}
-    (folder / "meta.json").write_text(json.dumps({**meta, **found}))
+    header = {
+        "kind": kind,
+        "dtype": source.meta["dtype"],
+        "files": source.meta["files"],
+        "content": content.hexdigest(),
+    }
+    (folder / "meta.json").write_text(json.dumps({**meta, **header}))
 
 
 def _gathered(source: TokenStore, pieces: Pieces, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -62,11 +62,11 @@ class RouterRecorder:
         """Return the recorded experts of the local layers in order, int64 `[N, L', K]`. Padded with -1 if layers differ
         in K.
         """
-        found = [self.layers[layer] for layer in sorted(self.layers)]
-        if not found:  # A pipeline stage without experts.
+        layers = [self.layers[layer] for layer in sorted(self.layers)]
+        if not layers:  # A pipeline stage without experts.
             return torch.empty(num_tokens, 0, 0, dtype=torch.int64)
-        most = max(chosen.shape[-1] for chosen in found)
-        return torch.stack([nn.functional.pad(x, (0, most - x.shape[-1]), value=-1) for x in found], 1)
+        most = max(chosen.shape[-1] for chosen in layers)
+        return torch.stack([nn.functional.pad(x, (0, most - x.shape[-1]), value=-1) for x in layers], 1)
 
 
 class RouterMismatchCounter:

@@ -146,7 +146,7 @@ def has_router_kernels(device_type: str) -> bool:
 
 def router_kernel_error(device: torch.device) -> float:
     """Return the largest error of both kernels against autograd of the definition in float32. inf if experts differ."""
-    generator, found = torch.Generator().manual_seed(0), [torch.zeros((), device=device)]
+    generator, errors = torch.Generator().manual_seed(0), [torch.zeros((), device=device)]
     for num_experts, choices in ((128, 8), (5, 1), (300, 6)):
         logits_NE = torch.randn(37, num_experts, generator=generator).to(device)
         grad_NK = torch.randn(37, choices, generator=generator).to(device)
@@ -162,5 +162,5 @@ def router_kernel_error(device: torch.device) -> float:
             (weights, chosen, gradient), (weights_, chosen_, gradient_) = results
             if not torch.equal(chosen, chosen_):
                 return float("inf")
-            found += [(weights - weights_).abs().max(), (gradient - gradient_).abs().max()]
-    return float(torch.stack(found).detach().max())
+            errors += [(weights - weights_).abs().max(), (gradient - gradient_).abs().max()]
+    return float(torch.stack(errors).detach().max())

@@ -76,14 +76,14 @@ def document_segments(documents: HostDocuments) -> tuple[Segment, ...]:
 
     Keys are counted through all documents including their prefixes (`seen_index`).
     """
-    found, key = [], 0
+    segments, key = [], 0
     before = [length for _, length in documents.prefixes] or itertools.repeat(0)
     for (start, end), ahead in zip(itertools.pairwise(documents.bounds), before, strict=False):
         num_keys = end - start + ahead
         if end > start:
-            found.append(Segment(start, end - start, key, num_keys, ahead))
+            segments.append(Segment(start, end - start, key, num_keys, ahead))
         key += num_keys
-    return tuple(found)
+    return tuple(segments)
 
 
 def context_segments(context: Context, window: int | None, key_chunk: int | None = None) -> tuple[Segment, ...]:
@@ -95,7 +95,7 @@ def context_segments(context: Context, window: int | None, key_chunk: int | None
         key_chunk: None: all keys. Each local token is in exactly one segment, whose queries and keys end at the same
             token. An index: only the keys of this chunk of the rows. Each local token is in at most one segment.
     """
-    found = []
+    segments = []
     # Keys from the start of the document to the last query of the piece, less those outside the window.
     for query, row, position, stop, start in _pieces(context):
         key, key_stop, last = start if window is None else max(start, position - window + 1), stop, stop
@@ -105,8 +105,8 @@ def context_segments(context: Context, window: int | None, key_chunk: int | None
             key, key_stop = max(key, first), min(stop, first + context.chunk)
             last = stop if window is None else min(stop, key_stop + window - 1)
         if key < key_stop:
-            found.append(Segment(query, last - position, key, key_stop - key, position - key))
-    return tuple(found)
+            segments.append(Segment(query, last - position, key, key_stop - key, position - key))
+    return tuple(segments)
 
 
 def _pieces(context: Context) -> Iterator[tuple[int, int, int, int, int]]:

@@ -67,19 +67,19 @@ def load_weights(
     materialize(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
         target = _Target(part.model, buffer_device or torch.device(device))
-        whole = _whole_on_meta(part, config)
+        unsharded = _whole_on_meta(part, config)
         if config.config is not None:
-            report = _init_random(_skeleton(whole, target), target, seed)
+            report = _init_random(_skeleton(unsharded, target), target, seed)
             _init_depths(part, config, seed, target.packed_device)
         else:
             weights = source.weights(config)
             if weights.gguf is not None:
                 report = _load_gguf(part, config, weights.gguf, target)
-                _init_buffers(_skeleton(whole, target), target)
+                _init_buffers(_skeleton(unsharded, target), target)
             else:
                 checkpoint = _Checkpoint(weights)
-                report = _load_safetensors(whole, target, checkpoint, source.whole_config(config))
-                _init_buffers(whole, target)
+                report = _load_safetensors(unsharded, target, checkpoint, source.whole_config(config))
+                _init_buffers(unsharded, target)
                 report = _load_depths(part, config, checkpoint, report, target.packed_device)
     part.unclaimed, part.within = report.unclaimed, report.within
     if part.unties_head and report.within is not None:
@@ -294,16 +294,16 @@ def _load_depths(
         return report
     claimed = set(names.copies)
     for i, known_as in enumerate(names.own_names(report.unclaimed)):
-        whole = _whole_on_meta(part, config)
-        mtp_layers.cut_to_depth(whole)
-        mapping = transformers_compat.conversion_mapping(whole)
-        no_place = set(transformers_compat.unclaimed_keys(whole, mapping, known_as.values()))
+        unsharded = _whole_on_meta(part, config)
+        mtp_layers.cut_to_depth(unsharded)
+        mapping = transformers_compat.conversion_mapping(unsharded)
+        no_place = set(transformers_compat.unclaimed_keys(unsharded, mapping, known_as.values()))
         depth_keys = {key: name for key, name in known_as.items() if name not in no_place}
         claimed |= depth_keys.keys()
         if part.multi_token is not None:
             target = _Target(part.multi_token[i].model, buffer_device)  # type: ignore[arg-type]
-            _fill_from({name: tensors[key] for key, name in depth_keys.items()}, whole, target, mapping)
-            _init_buffers(whole, target)
+            _fill_from({name: tensors[key] for key, name in depth_keys.items()}, unsharded, target, mapping)
+            _init_buffers(unsharded, target)
     if part.multi_token is not None:
         _compare_copies(names.copies, checkpoint, report)
     unclaimed = tuple(key for key in report.unclaimed if key not in claimed)
@@ -313,10 +313,10 @@ def _load_depths(
 def _init_depths(part: ModelPart, config: ModelConfig, seed: int, buffer_device: torch.device) -> None:
     """Initialize the multi-token prediction layers randomly."""
     for i, depth in enumerate(part.multi_token or ()):
-        whole = _whole_on_meta(part, config)
-        mtp_layers.cut_to_depth(whole)
+        unsharded = _whole_on_meta(part, config)
+        mtp_layers.cut_to_depth(unsharded)
         target = _Target(depth.model, buffer_device)  # type: ignore[arg-type]
-        _init_random(_skeleton(whole, target), target, seed_for(seed, f"multi_token.{i}"))
+        _init_random(_skeleton(unsharded, target), target, seed_for(seed, f"multi_token.{i}"))
 
 
 def _compare_copies(copies: dict[str, str], checkpoint: _Checkpoint, report: LoadReport) -> None:
@@ -437,14 +437,14 @@ def _set_from_above(skeleton: PreTrainedModel, values: dict[str, Tensor], unit: 
 
     A model may set them in every layer, so this uses a complete model.
     """
-    whole = transformers_compat.uncut_copy(skeleton)
+    unsharded = transformers_compat.uncut_copy(skeleton)
     for name, value in values.items():
-        module, leaf = _owner(whole, name)
+        module, leaf = _owner(unsharded, name)
         store = _stores(module)[0 if leaf in module._parameters else 1]
         store[leaf] = _like(store[leaf], value)
-    transformers_compat.init_from_above(whole, unit)
+    transformers_compat.init_from_above(unsharded, unit)
     return {name: module._parameters.get(leaf, module._buffers.get(leaf)).detach()  # type: ignore[union-attr]
-            for name in values for module, leaf in [_owner(whole, name)]}  # fmt: skip
+            for name in values for module, leaf in [_owner(unsharded, name)]}  # fmt: skip
 
 
 def _poisoned(tensor: Tensor) -> Tensor:

@@ -51,9 +51,9 @@ def require_classifier(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
 
 def head_prefix(part: ModelPart) -> str:
     """Return the prefix of the LM head's hub names, which a classifier does not have."""
-    whole = transformers_compat.meta_model(copy.deepcopy(part.source_config), dtype=torch.float32)
-    head = whole.get_output_embeddings()
-    return next(f"{name}." for name, module in whole.named_modules() if module is head)
+    full_model = transformers_compat.meta_model(copy.deepcopy(part.source_config), dtype=torch.float32)
+    head = full_model.get_output_embeddings()
+    return next(f"{name}." for name, module in full_model.named_modules() if module is head)
 
 
 def config_of(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:

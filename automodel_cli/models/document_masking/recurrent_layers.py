@@ -242,8 +242,8 @@ def is_by_position(x: Tensor, tokens: int) -> bool:
 def _touched(context: Context, own_N: Tensor) -> list[segments.Segment]:
     """Return the documents of the padded full rows that contain local tokens."""
     bounds = torch.tensor(context.bounds, device=own_N.device)
-    found = torch.bucketize(own_N, bounds[1:], right=True).unique().tolist()
-    return [segments.Segment(a, b - a, a, b - a, 0) for a, b in (context.bounds[i : i + 2] for i in found)]
+    documents = torch.bucketize(own_N, bounds[1:], right=True).unique().tolist()
+    return [segments.Segment(a, b - a, a, b - a, 0) for a, b in (context.bounds[i : i + 2] for i in documents)]
 
 
 class StateLayer(nn.Module):

@@ -31,10 +31,10 @@ def composite_class(whole_config: PretrainedConfig) -> type[PreTrainedModel] | N
     import transformers
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    found = getattr(transformers, next(iter(whole_config.architectures or ()), ""), None)
-    if found is None and type(whole_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole_config)]
-    return found
+    cls = getattr(transformers, next(iter(whole_config.architectures or ()), ""), None)
+    if cls is None and type(whole_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        cls = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole_config)]
+    return cls
 
 
 def text_module(composite: PreTrainedModel) -> str | None:

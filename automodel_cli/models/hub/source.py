@@ -123,24 +123,24 @@ def folder(config: ModelConfig) -> Path | None:
     """Return the folder of the checkpoint, None for random weights and GGUF files."""
     if config.config is not None:
         return None
-    found = weights(config)
-    return found.files[0].parent if found.files else None
+    paths = weights(config)
+    return paths.files[0].parent if paths.files else None
 
 
 def model_files(config: ModelConfig) -> list[Path]:
     """Return the files that determine a loaded model: weights, config and remote code. Empty for random weights."""
     if config.config is not None:
         return []
-    found = weights(config)
-    if found.gguf is not None:
-        folder, name = found.gguf
+    paths = weights(config)
+    if paths.gguf is not None:
+        folder, name = paths.gguf
         if Path(folder).is_dir():
             return [Path(folder) / name]
         from huggingface_hub import hf_hub_download
 
         return [Path(hf_hub_download(folder, name, revision=config.revision))]
-    folder_of_files = found.files[0].parent
-    return [*found.files, folder_of_files / "config.json", *sorted(folder_of_files.glob("*.py"))]
+    folder_of_files = paths.files[0].parent
+    return [*paths.files, folder_of_files / "config.json", *sorted(folder_of_files.glob("*.py"))]
 
 
 def _folder_and_gguf(config: ModelConfig) -> tuple[str, dict[str, str]]:

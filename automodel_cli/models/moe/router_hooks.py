@@ -159,13 +159,13 @@ class _Watch(TorchFunctionMode):
 
     def _experts(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index_NK = _index_of(args, kwargs)
-        found = [(module, nth) for module, nth, chosen in self._calls if torch.equal(chosen, index_NK)]
+        calls = [(module, nth) for module, nth, chosen in self._calls if torch.equal(chosen, index_NK)]
         self._calls.clear()
         self.chosen.append(index_NK)
-        if not found:
+        if not calls:
             self.selectors = "does not call its experts with the indices of topk"
         elif not isinstance(self.selectors, str):
-            module, nth = found[-1]
+            module, nth = calls[-1]
             self.selectors[class_name(module)] = nth
 
 

@@ -62,13 +62,13 @@ class OneDepth:
         for name, role in self.roles.items():
             if key == role:
                 return name
-        ours, theirs = self.layer
-        return ours + key.removeprefix(theirs) if key.startswith(theirs) else None
+        model_prefix, checkpoint_prefix = self.layer
+        return model_prefix + key.removeprefix(checkpoint_prefix) if key.startswith(checkpoint_prefix) else None
 
     def key(self, name: str) -> str:
         """The other way round."""
-        ours, theirs = self.layer
-        return self.roles[name] if name in self.roles else theirs + name.removeprefix(ours)
+        model_prefix, checkpoint_prefix = self.layer
+        return self.roles[name] if name in self.roles else checkpoint_prefix + name.removeprefix(model_prefix)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def of_keys(keys: Iterable[str], model: PreTrainedModel) -> DepthNames:
 
 
 def _number(prefix: str) -> int:
-    found = re.findall(r"\d+", prefix)
-    return int(found[-1]) if found else 0
+    digits = re.findall(r"\d+", prefix)
+    return int(digits[-1]) if digits else 0
 
 
 def _spelled(spelling: _Spelling, prefixes: list[str], keys: set[str], model: PreTrainedModel) -> DepthNames:

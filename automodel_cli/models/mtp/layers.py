@@ -136,17 +136,17 @@ def _last_norm(model: nn.Module, layers: str) -> nn.Module:
     whole: Any = model
     width = whole.config.get_text_config().hidden_size
     tables = (whole.get_input_embeddings(), whole.get_output_embeddings())
-    found = [
+    norms = [
         (name, module)
         for name, module in model.named_modules()
         if any(True for _ in module.parameters(recurse=False))
         and not f"{name}.".startswith(f"{layers}.")
         and module not in tables
     ]
-    if len(found) != 1 or [tuple(p.shape) for p in found[0][1].parameters()] != [(width,)]:
-        names = ", ".join(name for name, _ in found) or "nothing"
+    if len(norms) != 1 or [tuple(p.shape) for p in norms[0][1].parameters()] != [(width,)]:
+        names = ", ".join(name for name, _ in norms) or "nothing"
         raise _cannot(model, f"it must have one norm in addition to embedding, layers and head, but has {names}")
-    return found[0][1]
+    return norms[0][1]
 
 
 def _keep_last_layer_in(text: Any, num_layers: int) -> None:

@@ -157,13 +157,13 @@ class _Observed:
 
     @torch.no_grad()
     def classes(self) -> set[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         for slot in list(recurrent_layers.decoder_slots(self.model)):
             new = {recurrent_layers.class_name(module) for module in self._isolate_mixers(slot)}
-            if new - found:
-                found |= new
-                self._isolate(found)
-        return found
+            if new - names:
+                names |= new
+                self._isolate(names)
+        return names
 
     def _isolate(self, classes: set[str]) -> None:
         """Run all modules of these classes per document and record the arguments of later layers again.

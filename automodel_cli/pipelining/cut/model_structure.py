@@ -73,9 +73,9 @@ def find_decoder_layers(model: PreTrainedModel) -> str:
     ]
     outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
     if len(outermost) != 1:
-        found = ", ".join(outermost) or "none"
+        names = ", ".join(outermost) or "none"
         expected = " or ".join(str(count) for count in sorted(counts)) or "unknown number of"
-        raise SplitError(model, f"expected one module list with the {expected} layers of the config, found {found}")
+        raise SplitError(model, f"expected one module list with the {expected} layers of the config, found {names}")
     return outermost[0]
 
 

@@ -84,10 +84,10 @@ class StandIn(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         # Some loops read class attributes and properties of the layer (`attention_type`, `block_type`).
-        found = getattr(vars(self).get("original_class"), name, None)
-        if isinstance(found, property) and found.fget:
-            return found.fget(self)
-        return super().__getattr__(name) if found is None or callable(found) else found
+        value = getattr(vars(self).get("original_class"), name, None)
+        if isinstance(value, property) and value.fget:
+            return value.fget(self)
+        return super().__getattr__(name) if value is None or callable(value) else value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden_BTD = args[0] if args else kwargs["hidden_states"]

@@ -259,7 +259,7 @@ def _same_ranks_again(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, ranks)
-    made = {pair: dist.new_group(list(pair)) for pair in sorted({tuple(found) for found in of_ranks})}
+    made = {pair: dist.new_group(list(pair)) for pair in sorted({tuple(pair_of_ranks) for pair_of_ranks in of_ranks})}
     hold_timeout()
     return made[tuple(ranks)]
 

@@ -108,8 +108,8 @@ _BY_NAME = {key.lower(): s for s in SCHEDULES for key in (s.name, s.option)}
 
 def find_schedule(name: str) -> Schedule:
     """Return the schedule with a name of torch or of the config group. Raises ConfigError with the valid names."""
-    found = _BY_NAME.get(name.lower())
-    if found is None:
+    schedule = _BY_NAME.get(name.lower())
+    if schedule is None:
         near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.5)
         raise ConfigError(
             f"schedule={name!r} must be one of: {', '.join(s.name for s in SCHEDULES)}",
@@ -117,7 +117,7 @@ def find_schedule(name: str) -> Schedule:
             keys=("schedule",),
             fix=f"schedule={_BY_NAME[near[0]].name}" if near else None,
         )
-    return found
+    return schedule
 
 
 def check_schedule(

@@ -137,8 +137,8 @@ class SampleQueue:
             self._engine.update_weights(stream)
             self._engine.weight_version = version
             return
-        mine = not isinstance(self._engine, RankZeroEngine) or self._engine.answers_here
-        held = [[(name, tensor.to("cpu", copy=True)) for name, tensor in bucket] for bucket in stream if mine]
+        is_local = not isinstance(self._engine, RankZeroEngine) or self._engine.answers_here
+        held = [[(name, tensor.to("cpu", copy=True)) for name, tensor in bucket] for bucket in stream if is_local]
 
         def give() -> None:
             self._engine.update_weights(held)
@@ -160,9 +160,9 @@ class SampleQueue:
     def take(self) -> Generated | None:
         """Return the oldest rollout once it is complete, or None if the queue is empty."""
         while self._jobs:
-            drawn = self._jobs.popleft().result()
-            if drawn is not None:
-                return drawn
+            rollout = self._jobs.popleft().result()
+            if rollout is not None:
+                return rollout
         return None
 
     def state(self) -> dict[str, Any] | None:
@@ -189,15 +189,15 @@ class SampleQueue:
         """Return the restored answers to exactly these samples, once. Return None if there are none, if the requests
         or settings differ, or if weights before version `oldest` sampled them. All ranks get the same result: the
         complete rollout or None."""
-        for number, found in enumerate(self._kept):
-            if not all((place, index) in found for place, index, _ in requests):
+        for number, rollout in enumerate(self._kept):
+            if not all((place, index) in rollout for place, index, _ in requests):
                 continue
             del self._kept[number]
-            of_them = min(answer.weight_version for answer in found.values())
+            of_them = min(answer.weight_version for answer in rollout.values())
             kept_settings = {"routing": False, **self._kept_settings}  # a checkpoint may be older than that
             if kept_settings != self._settings_of(params) or of_them < oldest:
                 return None
-            return Generated(requests, [_with_prompt(found[request[:2]], request) for request in requests], 0.0)
+            return Generated(requests, [_with_prompt(rollout[request[:2]], request) for request in requests], 0.0)
         return None
 
     def _settings_of(self, params: SamplingParams) -> dict[str, Any]:
@@ -234,9 +234,9 @@ def _on_own_stream(draw: Callable[[], Any], ready: torch.cuda.Stream) -> Any:
     stream = torch.cuda.Stream()
     stream.wait_stream(ready)  # the weights that were just copied
     with torch.cuda.stream(stream):
-        found = draw()
+        result = draw()
     stream.synchronize()
-    return found
+    return result
 
 
 def _without_prompt(answer: Answer) -> Answer:

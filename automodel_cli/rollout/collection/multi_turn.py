@@ -49,8 +49,8 @@ def play_episodes(
     answers several calls concurrently, each episode proceeds independently."""
     player, episodes = _player(session, pool, engine, params), _new(requests, seeds)
     if isinstance(engine, RankZeroEngine) and engine.at_once() > 1:
-        mine = episodes if is_model_parallel_rank_zero(session.mesh) else []
-        return _begun_on_first_rank(player, engine, mine, at_once)()
+        local_episodes = episodes if is_model_parallel_rank_zero(session.mesh) else []
+        return _begun_on_first_rank(player, engine, local_episodes, at_once)()
     player.run_lockstep(episodes, lambda ask: exchange_replies(session.mesh, ask))
     return episodes
 
@@ -63,13 +63,13 @@ def background_episodes(session: Trainer, pool: EnvironmentPool, engine: Engine)
         requests: list[SampleRequest], params: SamplingParams, seeds: Sequence[int], start: Start
     ) -> Callable[[], list[Episode]]:
         player = _player(session, pool, engine, params)
-        mine = _new(requests, seeds) if is_model_parallel_rank_zero(session.mesh) else []
+        local_episodes = _new(requests, seeds) if is_model_parallel_rank_zero(session.mesh) else []
         if isinstance(engine, RankZeroEngine):
-            return _begun_on_first_rank(player, engine, mine, start)
+            return _begun_on_first_rank(player, engine, local_episodes, start)
 
         def play() -> list[Episode]:
-            player.run_lockstep(mine)
-            return mine
+            player.run_lockstep(local_episodes)
+            return local_episodes
 
         return start(play)
 
@@ -124,12 +124,12 @@ def _begun_on_first_rank(
 def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
     """Run the environment on model-parallel rank 0 and broadcast its replies. A tool is called once, and
     nondeterministic replies cannot make ranks diverge. Collective over all ranks."""
-    mine = (mesh.dp_rank, ask()) if is_model_parallel_rank_zero(mesh) else None
+    local = (mesh.dp_rank, ask()) if is_model_parallel_rank_zero(mesh) else None
     everywhere: list[tuple[int, list[Reply]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
-    found = dict(pair for pair in everywhere if pair is not None)
-    anyone = any(reply.end is None for replies in found.values() for reply in replies)
-    return found[mesh.dp_rank], anyone
+    dist.all_gather_object(everywhere, local)
+    merged = dict(pair for pair in everywhere if pair is not None)
+    anyone = any(reply.end is None for replies in merged.values() for reply in replies)
+    return merged[mesh.dp_rank], anyone
 
 
 def scored_samples(
@@ -198,12 +198,12 @@ def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: A
         if answer.prompt_tokens is not None:
             check_read(prompt.tokens, answer.prompt_tokens, sample_name(index, prompt))
         text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
-        drawn = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version)
+        fields = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version)
         return Sample(
             place,
             index,
             prompt,
-            *drawn,
+            *fields,
             nothing,
             token_versions=answer.token_versions,
             routed_experts=answer.routed_experts,

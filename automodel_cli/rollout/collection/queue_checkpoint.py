@@ -37,36 +37,36 @@ def pack_samples(found: Mapping[Place, Answer]) -> dict[str, Any]:
     episodes = [answer for answer in answers if isinstance(answer, Episode)]
     if not episodes:
         return columns
-    generated = np.array([drawn for episode in episodes for drawn in episode.generated], "u1")
+    generated = np.array([flag for episode in episodes for flag in episode.generated], "u1")
     return columns | {"generated": _text(generated), "turns": [_turns(episode) for episode in episodes]}
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[Place, Answer]:
     """Return the answers that `pack_samples` received. Episodes have no prompts (see `Episode.about`)."""
-    found: dict[Place, Answer] = (
+    answers: dict[Place, Answer] = (
         _episodes(state) if "turns" in state else {key: _completion(*row) for key, *row in _rows(state)}
     )
-    for (key, answer), text in zip(list(found.items()), state.get("routed_experts", ()), strict=False):
+    for (key, answer), text in zip(list(answers.items()), state.get("routed_experts", ()), strict=False):
         if text is not None:
-            found[key] = dataclasses.replace(answer, routed_experts=from_text(text))
-    return found
+            answers[key] = dataclasses.replace(answer, routed_experts=from_text(text))
+    return answers
 
 
 def _episodes(state: Mapping[str, Any]) -> dict[Place, Answer]:
-    generated = [bool(drawn) for drawn in _numbers(state["generated"], "u1")]
-    found: dict[Place, Answer] = {}
+    generated = [bool(flag) for flag in _numbers(state["generated"], "u1")]
+    answers: dict[Place, Answer] = {}
     begin = 0
     for (key, tokens, logprobs, versions, reason, _), turns in zip(_rows(state), state["turns"], strict=True):
-        drawn, begin = generated[begin : begin + len(tokens)], begin + len(tokens)
-        found[key] = Episode(
+        flag, begin = generated[begin : begin + len(tokens)], begin + len(tokens)
+        answers[key] = Episode(
             **{**turns, "account": Account(**turns["account"])},
             tokens=tokens,
             logprobs=logprobs,
             versions=versions,
-            generated=drawn,
+            generated=flag,
             finish_reason=reason,
         )
-    return found
+    return answers
 
 
 def _turns(episode: Episode) -> dict[str, Any]:

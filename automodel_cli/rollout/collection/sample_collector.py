@@ -80,11 +80,11 @@ class SampleCollector:
         """Return the samples of all ranks for the last prompts of the loader, in the order of the prompts. Samples
         come from the queue (of this process or of the resumed checkpoint), or are generated now."""
         requests, seeds = self.requests(step, prompts, self.session.loader.position - self.config.prompts_per_step)
-        drawn = self._drawn_ahead(step, requests)
-        if drawn is None:
+        samples = self._drawn_ahead(step, requests)
+        if samples is None:
             return self.judged(requests, self.config.params(), seeds)
-        self.seconds.ahead += drawn.seconds
-        return self._judged(drawn.requests, drawn.answers)
+        self.seconds.ahead += samples.seconds
+        return self._judged(samples.requests, samples.answers)
 
     def judged(
         self, requests: Sequence[SampleRequest], params: SamplingParams, seeds: Sequence[int] | None = None
@@ -110,19 +110,21 @@ class SampleCollector:
         self, step: int, prompts: Sequence[Sequence[Prompt]], first_place: int
     ) -> tuple[list[SampleRequest], list[int]]:
         """Return the requests and seeds of this rank. `first_place` is the index of the first prompt over all ranks."""
-        mine = [prompt for of_batch in prompts for prompt in of_batch]
+        local_prompts = [prompt for of_batch in prompts for prompt in of_batch]
         size, dp_size = self.config.group_size, self.mesh.dp_size
-        places = [first_place + i * dp_size + self.mesh.dp_rank for i in range(len(mine))]
-        requests = [(place, index, prompt) for place, prompt in zip(places, mine, strict=True) for index in range(size)]
+        places = [first_place + i * dp_size + self.mesh.dp_rank for i in range(len(local_prompts))]
+        requests = [
+            (place, index, prompt) for place, prompt in zip(places, local_prompts, strict=True) for index in range(size)
+        ]
         return requests, [sample_seed(self.session.recipe.seed, step, place, index) for place, index, _ in requests]
 
     def _judged(self, requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode]) -> list[Sample]:
         """Responses with their rewards, of all ranks, by place and index."""
-        found, began = None, time.perf_counter()
+        scores, began = None, time.perf_counter()
         if is_model_parallel_rank_zero(self.mesh):
             tokenizer = self.session.tokenizer
-            found = self._routed(scored_samples(requests, answers, tokenizer, self._rewards, self._pool))
-        samples = self._of_all_ranks(found)
+            scores = self._routed(scored_samples(requests, answers, tokenizer, self._rewards, self._pool))
+        samples = self._of_all_ranks(scores)
         self.seconds.reward += time.perf_counter() - began
         return samples
 
@@ -170,13 +172,13 @@ class SampleCollector:
         if self._queue is None:
             return None
         began, oldest = time.perf_counter(), step - 1 - self.config.max_off_policy_steps
-        drawn = self._queue.take()
+        rollout = self._queue.take()
         self.seconds.wait += time.perf_counter() - began
-        if drawn is None:
+        if rollout is None:
             return self._queue.kept(requests, self.config.params(), oldest)
-        assert [sample[:2] for sample in drawn.requests] == [sample[:2] for sample in requests]
-        assert min((a.weight_version for a in drawn.answers), default=oldest) >= oldest, "older than allowed"
-        return drawn
+        assert [sample[:2] for sample in rollout.requests] == [sample[:2] for sample in requests]
+        assert min((a.weight_version for a in rollout.answers), default=oldest) >= oldest, "older than allowed"
+        return rollout
 
     # -- the engine
 

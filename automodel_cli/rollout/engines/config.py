@@ -123,14 +123,14 @@ class ServerConfig:
                 keys=("url",),
                 fix="url=http://localhost:8000",
             )
-        whole = [url if url.startswith(("http://", "https://")) else f"http://{url}" for url in urls]
-        wanted = list(dict.fromkeys(url.rstrip("/") for url in whole))
-        fix = f"url={wanted[0]}" if isinstance(self.url, str) else f"url=[{','.join(wanted)}]"
-        if whole != urls:
+        with_scheme = [url if url.startswith(("http://", "https://")) else f"http://{url}" for url in urls]
+        unique = list(dict.fromkeys(url.rstrip("/") for url in with_scheme))
+        fix = f"url={unique[0]}" if isinstance(self.url, str) else f"url=[{','.join(unique)}]"
+        if with_scheme != urls:
             raise ConfigError(
                 f"url={self.url!r} must start with http:// or https://", code="invalid_value", keys=("url",), fix=fix
             )
-        if len(wanted) < len(urls):
+        if len(unique) < len(urls):
             raise ConfigError(f"url={self.url!r} contains a server twice", code="invalid_value", keys=("url",), fix=fix)
 
     def build(self, host: EngineContext) -> Engine:
@@ -394,10 +394,10 @@ def program_arguments(command: str | list[str], key: str = "command") -> list[st
             raise ConfigError(
                 f"{key}={command!r} cannot be split into arguments: {error}", code="invalid_value", keys=(key,)
             ) from error
-        wanted = operators or re.findall(r"`|\$[({A-Za-z_]", command)
-        if wanted or (words and re.match(r"[A-Za-z_]\w*=", words[0])):
+        shell_syntax = operators or re.findall(r"`|\$[({A-Za-z_]", command)
+        if shell_syntax or (words and re.match(r"[A-Za-z_]\w*=", words[0])):
             raise ConfigError(
-                f"{key}={command!r} contains shell syntax ({(wanted or words)[0]}), but the command runs "
+                f"{key}={command!r} contains shell syntax ({(shell_syntax or words)[0]}), but the command runs "
                 "without a shell",
                 code="not_supported",
                 keys=(key,),

@@ -106,8 +106,8 @@ class WeightUpdateMixin(HTTPEngine):
         `spans` are the server's (version, start, end). Tokens outside count as sampled by `asked`."""
         versions = [asked] * num_tokens
         for span in spans or ():
-            drawn = slice(span["start"], span["end"])
-            versions[drawn] = [self._versions.get(span["version"], asked)] * len(versions[drawn])
+            tokens = slice(span["start"], span["end"])
+            versions[tokens] = [self._versions.get(span["version"], asked)] * len(versions[tokens])
         return min(versions, default=asked), versions if len(set(versions)) > 1 else None
 
     @contextmanager

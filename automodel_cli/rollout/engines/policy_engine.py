@@ -64,8 +64,8 @@ def stop_token_ids(built: RunContext) -> list[int]:
     """Return the tokens that end a response: from the tokenizer, the configs and the training data."""
     listed = built.model.parts[0].model.config.get_text_config().eos_token_id
     more = listed if isinstance(listed, list) else [listed]
-    found = (built.tokenizer.eos_token_id, *more, *stop_ids(built.recipe.model), *built.taught_stops)
-    return list(dict.fromkeys(i for i in found if i is not None))
+    ids = (built.tokenizer.eos_token_id, *more, *stop_ids(built.recipe.model), *built.taught_stops)
+    return list(dict.fromkeys(i for i in ids if i is not None))
 
 
 T = TypeVar("T")
@@ -111,24 +111,24 @@ class RankZeroEngine:
         receives the call on rank 0 and may run it in a thread."""
         self._make_room()
         seeds = resolve_seeds(prompts, params, seeds)
-        asked = list(zip(map(tuple, prompts), seeds, strict=True))
+        requests = list(zip(map(tuple, prompts), seeds, strict=True))
         everywhere: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, asked)
+        dist.all_gather_object(everywhere, requests)
         unique = list(dict.fromkeys(pair for of_rank in everywhere for pair in of_rank))
         drawing = start(lambda: self._drawn(unique, params)) if self.answers_here else None
 
         def finish() -> list[Completion]:
             done = self._for_all(None if drawing is None else lambda: self._counted(drawing()))
-            found = dict(zip(unique, done, strict=True))
-            return [found[pair] for pair in asked]
+            results = dict(zip(unique, done, strict=True))
+            return [results[pair] for pair in requests]
 
         return finish
 
     def idle_fraction(self) -> float | None:
         """Return the share of the time since the last call in which the servers had no requests. None on other ranks,
         and if the engine does not measure it."""
-        told = getattr(self._engine, "idle_fraction", None)
-        return None if told is None else told()
+        fraction = getattr(self._engine, "idle_fraction", None)
+        return None if fraction is None else fraction()
 
     def at_once(self) -> int:
         """How many calls of the engine may run at once."""
@@ -160,8 +160,8 @@ class RankZeroEngine:
             return everywhere
 
         def finish() -> list[T]:
-            found: list[list[T]] = self._for_all(None if engine is None else called)
-            return found[dist.get_rank()]
+            results: list[list[T]] = self._for_all(None if engine is None else called)
+            return results[dist.get_rank()]
 
         return finish
 
@@ -169,10 +169,10 @@ class RankZeroEngine:
         """On the rank that speaks to the engine, in whichever thread."""
         assert self._engine is not None
         version = self.weight_version
-        found = self._engine.generate([list(p) for p, _ in asked], params, [seed for _, seed in asked])
+        completions = self._engine.generate([list(p) for p, _ in asked], params, [seed for _, seed in asked])
         if self.capabilities.in_flight_updates:
-            return found
-        return [dataclasses.replace(completion, weight_version=version) for completion in found]
+            return completions
+        return [dataclasses.replace(completion, weight_version=version) for completion in completions]
 
     def _counted(self, found: list[Completion]) -> list[Completion]:
         """Convert the versions of an engine that counts its own updates to those of the run."""
@@ -257,9 +257,9 @@ def build_decoder(stages: Stages, mesh: Mesh, *, trust_remote_code: bool = False
         "gathered": fsdp_gathered(parts, reshards_after_forward) if sharded else None,
         "lockstep_group": mesh.ep.get_group() if mesh.ep is not None else None,
     }
-    mine, rank = iter(parts), mesh.pp.get_local_rank()
+    local_parts, rank = iter(parts), mesh.pp.get_local_rank()
     return Decoder(
-        [DecoderStage(owner, next(mine) if owner == rank else None) for owner in stages.stage_owners],
+        [DecoderStage(owner, next(local_parts) if owner == rank else None) for owner in stages.stage_owners],
         mesh.device,
         pp_group=stages.pp_group,
         hidden_dtype=stages.boundary_dtype,
@@ -341,9 +341,9 @@ def _decoding_error(part: ModelPart, trust_remote_code: bool) -> float:
     prompts = [torch.arange(3, 3 + length).remainder(vocab).tolist() for length in _PROMPTS]
     decoder = Decoder.whole(part, trust_remote_code=trust_remote_code)
     sampler = Sampler(decoder, packed_attention, stop_token_ids=[], max_num_seqs=2)
-    drawn = sampler.generate(prompts, SamplingParams(seed=0), limits=_NEW_TOKENS)
+    completions = sampler.generate(prompts, SamplingParams(seed=0), limits=_NEW_TOKENS)
     worst = 0.0
-    for prompt, completion in zip(prompts, drawn, strict=True):
+    for prompt, completion in zip(prompts, completions, strict=True):
         batch = one_document([*prompt, *completion.tokens])
         whole_T = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT[0, len(prompt) - 1 : -1]
         worst = max(worst, (whole_T - torch.tensor(completion.logprobs)).abs().max().item())

@@ -181,8 +181,8 @@ class HFEngine:
         done = [self._completion(tokens, logprobs) for tokens, logprobs in zip(tokens_BT, logprobs_BT, strict=True)]
         if record is None:
             return done
-        found = zip(done, prompts, record.chosen_BTLK(), strict=True)
-        return [replace(c, routed_experts=_of_tokens(chosen, width, prompt, c)) for c, prompt, chosen in found]
+        results = zip(done, prompts, record.chosen_BTLK(), strict=True)
+        return [replace(c, routed_experts=_of_tokens(chosen, width, prompt, c)) for c, prompt, chosen in results]
 
     def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
         """Cut a row after its first stop token. `generate` fills the rest with padding."""
@@ -218,8 +218,8 @@ class _Record:
         self._steps.append(chosen_NLK.unflatten(0, (rows, tokens)))
 
     def chosen_BTLK(self) -> np.ndarray:
-        found: np.ndarray = torch.cat(self._steps, 1).cpu().numpy()
-        return found
+        chosen: np.ndarray = torch.cat(self._steps, 1).cpu().numpy()
+        return chosen
 
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:

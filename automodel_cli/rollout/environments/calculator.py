@@ -62,10 +62,10 @@ class Calculator(Environment):
         if request is None:
             return Turn()
         try:
-            said, reward = calculate(request[1]), self.tool_call_reward
+            reply, reward = calculate(request[1]), self.tool_call_reward
         except ValueError as error:
-            said, reward = f"error: {error}", self.error_reward
-        return Turn(({"role": self.role, "content": said},), reward, done=False)
+            reply, reward = f"error: {error}", self.error_reward
+        return Turn(({"role": self.role, "content": reply},), reward, done=False)
 
 
 def calculate(text: str) -> str:

@@ -65,8 +65,8 @@ class Episode:
 
     def about(self, index: int, prompt: Prompt) -> Episode:
         """This one, as the `index`-th on a prompt."""
-        name, said = sample_name(index, prompt), prompt.messages
-        return replace(self, name=name, prompt=prompt.tokens, messages=said, row=prompt.row, tools=prompt.tools)
+        name, messages = sample_name(index, prompt), prompt.messages
+        return replace(self, name=name, prompt=prompt.tokens, messages=messages, row=prompt.row, tools=prompt.tools)
 
     @property
     def reward(self) -> float:

@@ -66,11 +66,11 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     def target() -> None:
         try:
-            found, set_it = call(), future.set_result
+            result, set_it = call(), future.set_result
         except BaseException as error:  # every exception belongs to the caller
-            found, set_it = error, future.set_exception  # type: ignore[assignment]
+            result, set_it = error, future.set_exception  # type: ignore[assignment]
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, set_it, found)
+            loop.call_soon_threadsafe(settle, set_it, result)
 
     threading.Thread(target=on_this_device(target), name="environment step", daemon=True).start()
     return await future

@@ -68,7 +68,7 @@ def definition_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     )  # takes a second, so only users of tools import it
 
     try:
-        found = get_json_schema(_plain(function))
+        schema = get_json_schema(_plain(function))
     except Exception as error:  # transformers has a separate exception for each missing part
         raise ConfigError(
             f"functions.{name} lacks a description of its arguments: {error}".rstrip(),
@@ -76,5 +76,5 @@ def definition_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
             keys=(f"functions.{name}",),
             fix="type hints, and a docstring that describes each argument below `Args:`",
         ) from error
-    said = {key: value for key, value in found["function"].items() if key != "return"}  # not OpenAI's
-    return {"type": "function", "function": {**said, "name": name}}
+    definition = {key: value for key, value in schema["function"].items() if key != "return"}  # not OpenAI's
+    return {"type": "function", "function": {**definition, "name": name}}

@@ -103,27 +103,27 @@ class MCPTools(ToolEnvironment):
     @cached_property
     def _tools(self) -> dict[str, tuple[dict[str, Any], str]]:
         """Definition and server of each tool, by name."""
-        found: dict[str, tuple[dict[str, Any], str]] = {}
+        tools: dict[str, tuple[dict[str, Any], str]] = {}
         for server in self.servers:
             listed = self._sessions.tools(server)
-            wanted = self.tools_of_server.get(server, [tool["name"] for tool in listed])
+            selected = self.tools_of_server.get(server, [tool["name"] for tool in listed])
             offered = {tool["name"]: tool for tool in listed}
-            for name in wanted:
+            for name in selected:
                 if name not in offered:
                     raise ConfigError(
                         f"tools_of_server.{server}: {name!r} must be one of: {', '.join(offered)}",
                         code="unknown_name",
                         keys=(f"tools_of_server.{server}",),
                     )
-                if name in found:
+                if name in tools:
                     raise ConfigError(
-                        f"servers.{server} and servers.{found[name][1]} both have a tool {name!r}",
+                        f"servers.{server} and servers.{tools[name][1]} both have a tool {name!r}",
                         code="ambiguous",
                         keys=("tools_of_server",),
-                        fix=f"tools_of_server.{server}={[n for n in wanted if n != name]}",
+                        fix=f"tools_of_server.{server}={[n for n in selected if n != name]}",
                     )
-                found[name] = (_definition(offered[name]), server)
-        return found
+                tools[name] = (_definition(offered[name]), server)
+        return tools
 
 
 class _Sessions:
@@ -153,13 +153,13 @@ class _Sessions:
 
     async def _listed(self, server: str) -> list[dict[str, Any]]:
         session = await self._session(server)
-        found, cursor = [], None
+        tools, cursor = [], None
         while True:
             answer = _wire(await session.list_tools(**({"cursor": cursor} if cursor else {})))
-            found += answer["tools"]
+            tools += answer["tools"]
             cursor = answer.get("nextCursor")
             if not cursor:
-                return found
+                return tools
 
     async def _called(self, server: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -159,8 +159,8 @@ class EnvironmentPool:
 
 async def _called(step: Callable[[], Any]) -> Any:
     """Await an `async` step here, run other steps in a thread. Their result may be awaitable."""
-    found = step() if inspect.iscoroutinefunction(step) else await in_thread(step)
-    return await found if isinstance(found, Awaitable) else found
+    result = step() if inspect.iscoroutinefunction(step) else await in_thread(step)
+    return await result if isinstance(result, Awaitable) else result
 
 
 def _checked(turn: Any) -> Turn:

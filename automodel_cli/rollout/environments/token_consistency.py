@@ -51,10 +51,10 @@ def tokens_between(
     with ChatML after `4<|im_end|>`: `\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n`. Raises DataError if
     the template does not render the next messages after a message, or renders earlier turns differently.
     """
-    said = [{"role": "assistant", "content": _PLACE} if m["role"] == "assistant" else m for m in episode.said]
+    messages = [{"role": "assistant", "content": _PLACE} if m["role"] == "assistant" else m for m in episode.said]
     text = str(
         tokenizer.apply_chat_template(
-            [*episode.messages, *said, *observations],
+            [*episode.messages, *messages, *observations],
             chat_template=chat_template,
             tools=cast(Any, episode.tools),
             add_generation_prompt=True,

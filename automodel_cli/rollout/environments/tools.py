@@ -86,7 +86,7 @@ class ToolEnvironment(Environment):
         calls = list(self._calls(str(messages[-1]["content"])))
         if not calls:
             return Turn()
-        said, reward = [], 0.0
+        replies, reward = [], 0.0
         for number, call in enumerate(calls):
             try:
                 if number >= self.max_calls:
@@ -96,8 +96,8 @@ class ToolEnvironment(Environment):
             except ToolError as error:
                 text = f"error: {error}"
                 reward += self.error_reward
-            said.append({"role": self.role, "content": self._cut(text)})
-        return Turn(tuple(said), reward, done=False)
+            replies.append({"role": self.role, "content": self._cut(text)})
+        return Turn(tuple(replies), reward, done=False)
 
     def _calls(self, text: str) -> Iterator[ToolCall | ToolError]:
         return calls_in(self.pattern, text)
@@ -118,20 +118,20 @@ class ToolEnvironment(Environment):
 
 def calls_in(pattern: str, text: str) -> Iterator[ToolCall | ToolError]:
     """Return the captures of the first group of `pattern`, each as a call."""
-    for found in re.finditer(pattern, text, re.DOTALL):
-        yield read_call(found[1])
+    for match in re.finditer(pattern, text, re.DOTALL):
+        yield read_call(match[1])
 
 
 def read_call(text: str) -> ToolCall | ToolError:
     """Parse a call as JSON. `arguments` may be JSON in a text, as in OpenAI's API."""
     try:
-        found = json.loads(text)
-        arguments = found["arguments"]
+        parsed = json.loads(text)
+        arguments = parsed["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise TypeError("arguments are no object")
-        return ToolCall(str(found["name"]), arguments)
+        return ToolCall(str(parsed["name"]), arguments)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         return ToolError(f'a call is {{"name": ..., "arguments": {{...}}}}: {reason}')

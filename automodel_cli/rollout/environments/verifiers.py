@@ -133,16 +133,16 @@ class VerifiersEnvironment(Environment):
                 await talk.asked(messages[:-1])
             text = str(messages[-1]["content"])
             talk.answer(text, [call for call in calls_in(self.pattern, text) if isinstance(call, ToolCall)])
-            said = await talk.asked(messages)
+            message = await talk.asked(messages)
         except BaseException:
             talk.task.cancel()
             raise
-        if said is None:
+        if message is None:
             output = talk.task.result()
             if output["error"] is not None:
                 raise RuntimeError(f"{self.environment}: {output['error']}")
             return Turn(reward=float(output["reward"] or 0.0))
-        return Turn(tuple(said), done=False, state=talk)
+        return Turn(tuple(message), done=False, state=talk)
 
     async def ended(self, state: Any) -> float:
         """Return the rubric's reward of a conversation that has no tokens left for another message."""

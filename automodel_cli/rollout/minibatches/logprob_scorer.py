@@ -71,8 +71,8 @@ class Scorer:
             device = self._mesh.device
             # The reference selects its own experts, even if it is the model without adapters.
             own = [[batch.without_column(ROUTED_EXPERTS) for batch in update.batches] for update in updates]
-            found = [batch_logprobs(stages, batches, device) for batches in own]
-            return [u.with_column("ref_logprobs_BT", column) for u, column in zip(updates, found, strict=True)]
+            logprobs = [batch_logprobs(stages, batches, device) for batches in own]
+            return [u.with_column("ref_logprobs_BT", column) for u, column in zip(updates, logprobs, strict=True)]
 
     def _by_policy(self, updates: Sequence[Minibatch], samples: Sequence[Sample]) -> list[Minibatch]:
         """Run at most one pass. With a single update, its log-probs come from the update."""
@@ -102,7 +102,7 @@ class Scorer:
         request = HeadRequest(entropy="entropy_BT" in names, values="values_BT" in names)
         with self.as_sampled():
             by_batch = fields_of(self._model.stages, update.batches, self._mesh.device, request, *names)
-        return {name: [found[i] for found in by_batch] for i, name in enumerate(names)}
+        return {name: [field[i] for field in by_batch] for i, name in enumerate(names)}
 
     def _with_teacher(self, update: Minibatch, objective: Distillation, stages: Stages) -> Minibatch:
         return dataclasses.replace(

@@ -34,4 +34,4 @@ def _reason(session: Trainer, config: RolloutConfig, teacher: TeacherConfig | No
     if draws_while_training(session.model):
         return "dropout draws other numbers for every copy of a prompt"
     measured = (why_not_shared(hf_config(model), trust_remote_code=model.trust_remote_code) for model in models)
-    return next((found for found in measured if found), "")
+    return next((reason for reason in measured if reason), "")

@@ -82,8 +82,8 @@ class RoutingReplay:
 
     def _gap(self, batches: Sequence[Batch]) -> float:
         sums_2 = torch.zeros(2, dtype=torch.float64)
-        found = batch_logprobs(self._model.stages, batches, self._mesh.device)
-        for batch, logprobs_BT in zip(batches, found, strict=True):
+        logprobs = batch_logprobs(self._model.stages, batches, self._mesh.device)
+        for batch, logprobs_BT in zip(batches, logprobs, strict=True):
             is_label_BT = batch.labels_BT != IGNORE_INDEX
             gap_BT: Tensor = (logprobs_BT.cpu() - batch.extra["sampler_logprobs_BT"]).abs() * is_label_BT
             sums_2 += torch.stack([gap_BT.sum().double(), is_label_BT.sum().double()])

@@ -35,16 +35,18 @@ class TokenAdvantages:
     ) -> tuple[list[Minibatch], Tensor]:
         """Return the minibatches with `advantages_BT` and, for a critic, `returns_BT`. Also return the mean advantage
         of each sample, float64 `[N]`, 0 for samples that are not trained. Collective."""
-        found = [self._of_update(update, samples, rewards_N) for update in updates]
-        advantages = [advantages_BT for of_update in found for advantages_BT, _ in of_update]
+        advantages_of_updates = [self._of_update(update, samples, rewards_N) for update in updates]
+        advantages = [advantages_BT for of_update in advantages_of_updates for advantages_BT, _ in of_update]
         labels = [batch.labels_BT.cpu() >= 0 for update in updates for batch in update.batches]
-        drawn = [a_BT[mask_BT] for a_BT, mask_BT in zip(advantages, labels, strict=True)]
+        generated = [a_BT[mask_BT] for a_BT, mask_BT in zip(advantages, labels, strict=True)]
         if self.whiten:
-            mine = moments(torch.cat([torch.zeros(0, dtype=torch.float64), *drawn]))
-            total_3 = mesh.sum_over(mesh.dp, mine).cpu()
-            found = [[(whitened(a_BT, total_3), r_BT) for a_BT, r_BT in of_update] for of_update in found]
+            local_moments = moments(torch.cat([torch.zeros(0, dtype=torch.float64), *generated]))
+            total_3 = mesh.sum_over(mesh.dp, local_moments).cpu()
+            advantages_of_updates = [
+                [(whitened(a_BT, total_3), r_BT) for a_BT, r_BT in of_update] for of_update in advantages_of_updates
+            ]
         made, sums_N = [], torch.zeros(len(samples), dtype=torch.float64)
-        for update, of_update in zip(updates, found, strict=True):
+        for update, of_update in zip(updates, advantages_of_updates, strict=True):
             masks = [batch.labels_BT.cpu() >= 0 for batch in update.batches]
             columns = [a_BT * mask_BT for (a_BT, _), mask_BT in zip(of_update, masks, strict=True)]
             for number, a_T in _of_samples(update, columns, samples):

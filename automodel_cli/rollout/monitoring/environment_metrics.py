@@ -15,18 +15,18 @@ def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     accounts = [(sample, sample.account) for sample in samples if sample.account is not None]
     if not accounts:
         return {}
-    found = dict(_of(accounts, "environment"))
+    metrics = dict(_of(accounts, "environment"))
     names = sorted({str(sample.environment) for sample, _ in accounts})
     if names == ["environment"]:
-        return found
+        return metrics
     for name in names:
-        mine = [(sample, account) for sample, account in accounts if sample.environment == name]
-        found |= _of(mine, f"environment_{name}")
-        found[f"environment_{name}_share"] = len(mine) / len(samples)
-        found[f"environment_{name}_reward"] = mean_reward([sample for sample, _ in mine])
-        found[f"environment_{name}_turns"] = statistics.fmean(sample.num_turns for sample, _ in mine)
-        found[f"environment_{name}_truncation_rate"] = statistics.fmean(sample.truncated for sample, _ in mine)
-    return found
+        selected = [(sample, account) for sample, account in accounts if sample.environment == name]
+        metrics |= _of(selected, f"environment_{name}")
+        metrics[f"environment_{name}_share"] = len(selected) / len(samples)
+        metrics[f"environment_{name}_reward"] = mean_reward([sample for sample, _ in selected])
+        metrics[f"environment_{name}_turns"] = statistics.fmean(sample.num_turns for sample, _ in selected)
+        metrics[f"environment_{name}_truncation_rate"] = statistics.fmean(sample.truncated for sample, _ in selected)
+    return metrics
 
 
 def _of(accounts: Sequence[tuple[Sample, Account]], prefix: str) -> Iterator[tuple[str, float]]:

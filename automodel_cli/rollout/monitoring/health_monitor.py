@@ -45,14 +45,14 @@ class HealthMonitor:
         any reward if no reward returned a number for several steps. Otherwise None."""
         if not failures:
             return None
-        for name, (failed, asked) in failures.items():
-            self._asked[name] += asked
-            if failed < asked:
+        for name, (failed, num_calls) in failures.items():
+            self._asked[name] += num_calls
+            if failed < num_calls:
                 self._worked.add(name)
-        for name, (failed, asked) in failures.items():
-            if failed == asked and name not in self._worked and self._asked[name] >= _ENOUGH:
+        for name, (failed, num_calls) in failures.items():
+            if failed == num_calls and name not in self._worked and self._asked[name] >= _ENOUGH:
                 return name
-        none = all(failed == asked for failed, asked in failures.values())
+        none = all(failed == num_calls for failed, num_calls in failures.values())
         self._without_any = self._without_any + 1 if none else 0
         return next(iter(failures)) if self._without_any >= _STEPS else None
 
@@ -108,11 +108,11 @@ def measured_entropies(path: Path) -> list[float]:
 
 def _failing(failures: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, str]]:
     """Return whether a reward fails on all samples. A reward with a filter counts only steps with matching rows."""
-    for name, (failed, asked) in failures.items():
+    for name, (failed, num_calls) in failures.items():
         yield (
             f"reward {name}",
-            f"reward {name} failed on every sample (now {failed} of {asked}). See the warnings above, and `errors` in "
-            "rollouts.jsonl"
-            if failed == asked
+            f"reward {name} failed on every sample (now {failed} of {num_calls}). See the warnings above, and `errors` "
+            "in rollouts.jsonl"
+            if failed == num_calls
             else "",
         )

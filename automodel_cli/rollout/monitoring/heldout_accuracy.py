@@ -41,9 +41,9 @@ class HeldOutQuestions:
         with session.meter.pause():
             engine = build_replica(session, stop_token_ids(session))
             engine.update_weights(weights)
-            found = measure_accuracy(engine, session.tokenizer, questions, check)
-        self.accuracy[when] = found
-        kinds = "  ".join(f"{kind} {share:.0%}" for kind, share in found.by_kind().items())
+            accuracy = measure_accuracy(engine, session.tokenizer, questions, check)
+        self.accuracy[when] = accuracy
+        kinds = "  ".join(f"{kind} {share:.0%}" for kind, share in accuracy.by_kind().items())
         session.meter.print(
-            f"accuracy {when} training: {found.share:.1%} of {len(found.answers)} held-out questions ({kinds})"
+            f"accuracy {when} training: {accuracy.share:.1%} of {len(accuracy.answers)} held-out questions ({kinds})"
         )

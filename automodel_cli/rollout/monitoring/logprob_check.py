@@ -63,16 +63,16 @@ def scored_tokens(
     update: Minibatch, trainer_logprobs: Sequence[Tensor], samples: Sequence[Sample]
 ) -> list[TokenLogprobs]:
     """Return all generated tokens of all ranks, in the order of the samples. Equal on every rank. Collective."""
-    mine: dict[int, list[TokenLogprobs]] = {}
+    local: dict[int, list[TokenLogprobs]] = {}
     for spread, logprobs_BT in zip(update.spread, trainer_logprobs, strict=True):
         for row, first, number in spread:
             sample = samples[number]
             of_trainer = logprobs_BT[row, first : first + len(sample.tokens)].tolist()
-            mine[number] = [*map(TokenLogprobs, sample.tokens, sample.logprobs, of_trainer)]
+            local[number] = [*map(TokenLogprobs, sample.tokens, sample.logprobs, of_trainer)]
     everywhere: list[Mapping[int, list[TokenLogprobs]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, mine)
-    found = {number: tokens for of_rank in everywhere for number, tokens in of_rank.items()}
-    return [token for number in sorted(found) for token in found[number]]
+    dist.all_gather_object(everywhere, local)
+    merged = {number: tokens for of_rank in everywhere for number, tokens in of_rank.items()}
+    return [token for number in sorted(merged) for token in merged[number]]
 
 
 def mean_gap(tokens: Sequence[TokenLogprobs]) -> float:

@@ -21,10 +21,10 @@ def is_wrong(sample: Sample) -> bool:
 
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Samples of one prompt together."""
-    found: dict[int, list[Sample]] = {}
+    groups: dict[int, list[Sample]] = {}
     for sample in samples:
-        found.setdefault(sample.place, []).append(sample)
-    return list(found.values())
+        groups.setdefault(sample.place, []).append(sample)
+    return list(groups.values())
 
 
 def counted(samples: Sequence[Sample]) -> list[Sample]:

@@ -78,19 +78,21 @@ class RewardSum:
     def __call__(self, samples: Sequence[RewardInput]) -> list[Score]:
         """Return the score of each sample, in order. Rewards run concurrently. Rewards without a timeout run one after
         another in this thread, because they may need the main thread."""
-        mine = {name: _judged_by(reward, samples) for name, reward in self.rewards.items()}
+        applicable = {name: _judged_by(reward, samples) for name, reward in self.rewards.items()}
         here = [
             name for name, reward in self.rewards.items() if reward.timeout is None and call_kind(reward) == "single"
         ]
         with threads_on_this_device(max(1, len(self.rewards))) as threads:
             elsewhere = {
-                name: threads.submit(self._values, reward, [samples[i] for i in mine[name]])
+                name: threads.submit(self._values, reward, [samples[i] for i in applicable[name]])
                 for name, reward in self.rewards.items()
                 if name not in here
             }
-            found = {name: [_attempt(self.rewards[name].score, samples[i]) for i in mine[name]] for name in here}
-            found |= {name: values.result() for name, values in elsewhere.items()}
-        results = {name: dict(zip(mine[name], found[name], strict=True)) for name in self.rewards}
+            results_here = {
+                name: [_attempt(self.rewards[name].score, samples[i]) for i in applicable[name]] for name in here
+            }
+            results_here |= {name: values.result() for name, values in elsewhere.items()}
+        results = {name: dict(zip(applicable[name], results_here[name], strict=True)) for name in self.rewards}
         if self._required:
             _refuse_nothing(results, len(samples))
         self._report(results, samples)
@@ -193,7 +195,7 @@ def check_reward_rows(
     (if `all_judged`), and rewards that apply to no row."""
     judging, seen = set[str](), dict[str, set[str]]()
     for origin, row in rows:
-        mine = []
+        applicable = []
         for name, reward in rewards.items():
             columns = _filter_of(reward)
             _check_columns(origin, row, name, columns)
@@ -202,15 +204,15 @@ def check_reward_rows(
             if _judges(reward, row):
                 fix = f"rewards.{name}.column={_nearest(reward, row)}" if hasattr(reward, "column") else None
                 _check_columns(origin, row, name, getattr(reward, "columns", ()), fix)
-                mine.append(name)
-        if all_judged and not mine:
+                applicable.append(name)
+        if all_judged and not applicable:
             rules = ", ".join(f"rewards.{name}.filter={dict(_filter_of(reward))}" for name, reward in rewards.items())
             raise ConfigError(
                 f"{origin}: no reward applies to this row: {rules}",
                 code="unknown_name",
                 keys=tuple(f"rewards.{name}.filter" for name in rewards),
             )
-        judging |= set(mine)
+        judging |= set(applicable)
     for name, reward in rewards.items():
         if (columns := _filter_of(reward)) and name not in judging:
             have = "; ".join(f"{column}: {', '.join(sorted(seen.get(column, ()))[:_SHOWN])}" for column in columns)
@@ -240,8 +242,8 @@ def _texts(values: Iterable[str]) -> list[str]:
 
 def _nearest(reward: RewardFunction, row: Mapping[str, Any]) -> str:
     """The row's column that `column` may have meant."""
-    found = difflib.get_close_matches(str(getattr(reward, "column", "")), row, 1)
-    return found[0] if found else "<the column>"
+    matches = difflib.get_close_matches(str(getattr(reward, "column", "")), row, 1)
+    return matches[0] if matches else "<the column>"
 
 
 def _check_columns(
@@ -286,20 +288,20 @@ def _filter_of(reward: RewardFunction) -> Mapping[str, Any]:
 def _refuse_nothing(results: Mapping[str, dict[int, Given]], num_samples: int) -> None:
     """If all applicable rewards of a sample return None, count an error of each reward."""
     for i in range(num_samples):
-        asked = [of for of in results.values() if i in of]
-        if all(of[i] is None for of in asked):
-            for of in asked:
+        results_of_sample = [of for of in results.values() if i in of]
+        if all(of[i] is None for of in results_of_sample):
+            for of in results_of_sample:
                 of[i] = ValueError("gave None, and no other reward judges this sample")
 
 
 def _together(reward: SupportsBatchScoring, samples: Sequence[RewardInput]) -> list[Given]:
     """Score groups, or all samples, and return the values in the order of the samples."""
-    found: dict[int, Given] = {}
+    given: dict[int, Given] = {}
     keys = [sample.group if reward.per == "group" else 0 for sample in samples]
     for key in dict.fromkeys(keys):
         numbers = [i for i, of in enumerate(keys) if of == key]
-        found |= dict(zip(numbers, _attempt_many(reward, [samples[i] for i in numbers]), strict=True))
-    return [found[i] for i in range(len(samples))]
+        given |= dict(zip(numbers, _attempt_many(reward, [samples[i] for i in numbers]), strict=True))
+    return [given[i] for i in range(len(samples))]
 
 
 def _attempt_many(reward: SupportsBatchScoring, samples: Sequence[RewardInput]) -> list[Given]:

@@ -67,16 +67,18 @@ class MathEquivalence(Reward):
 
         # The time limits of math-verify use signals, which need the main thread. The worker process is killed instead.
         gold = parse(f"\\boxed{{{self._answer(sample)}}}", parsing_timeout=None, raise_on_error=True)
-        said = parse(sample.completion, parsing_timeout=None, raise_on_error=True)
+        response = parse(sample.completion, parsing_timeout=None, raise_on_error=True)
         if not gold:
             raise ValueError(f"the answer {sample.column(self.column)!r} cannot be read as mathematics")
-        return float(verify(gold, said, float_rounding=self.float_digits, timeout_seconds=None, raise_on_error=True))
+        return float(
+            verify(gold, response, float_rounding=self.float_digits, timeout_seconds=None, raise_on_error=True)
+        )
 
     def _answer(self, sample: RewardInput) -> str:
         text = str(sample.column(self.column))
         if self.answer_pattern is None:
             return text
-        found = list(re.finditer(self.answer_pattern, text))
-        if not found:
+        matches = list(re.finditer(self.answer_pattern, text))
+        if not matches:
             raise ValueError(f"answer_pattern={self.answer_pattern!r} is not in the answer {text[-60:]!r}")
-        return found[-1].group(1).strip()
+        return matches[-1].group(1).strip()

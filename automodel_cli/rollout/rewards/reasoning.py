@@ -49,13 +49,13 @@ class ReasoningTasks:
         if split == "train":
             yield from map(self._row, train)
             return
-        asked = {entry["question"] for entry in train}
+        questions = {entry["question"] for entry in train}
         count = 0
         for entry in self._entries(self.seed + 1_000_003, 20 * self.num_validation):
             if count == self.num_validation:
                 return
-            if entry["question"] not in asked:
-                asked.add(entry["question"])
+            if entry["question"] not in questions:
+                questions.add(entry["question"])
                 count += 1
                 yield self._row(entry)
         if count < self.num_validation:

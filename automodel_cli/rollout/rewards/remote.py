@@ -62,8 +62,8 @@ class ScoreServer(BatchReward):
         """Raises ServerError, or ValueError for an invalid response."""
         server = _server(self.url, self.timeout, self.retries, self.api_key_env)
         with ThreadPoolExecutor(self.concurrency) as threads:
-            found = threads.map(lambda some: self._asked(server, some), self._batches(samples))
-            return [score for scores in found for score in scores]
+            scores_of_batches = threads.map(lambda some: self._asked(server, some), self._batches(samples))
+            return [score for scores in scores_of_batches for score in scores]
 
     def _asked(self, server: Server, samples: Sequence[RewardInput]) -> list[float | None]:
         told = [{"completion": s.completion, "messages": s.messages, "row": s.row, "group": s.group} for s in samples]

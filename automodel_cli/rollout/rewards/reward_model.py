@@ -82,15 +82,15 @@ def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[
     encoder = RowEncoder(tokenizer, spec)
 
     def judge(messages: list[dict[str, Any]]) -> float:
-        (found,) = encoder.encode([{"messages": messages}])
-        if isinstance(found, RowError) and template is not None and not messages[-1]["content"].strip():
+        (encoded,) = encoder.encode([{"messages": messages}])
+        if isinstance(encoded, RowError) and template is not None and not messages[-1]["content"].strip():
             # the text comes from the model, not from a dataset, so it must not raise
             ids: Any = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=False)
-            found = Encoded(as_ids(ids), np.ones(len(ids), np.uint8))
-        if not isinstance(found, Encoded):
-            reason = found.message if isinstance(found, RowError) else "it is no single document"
+            encoded = Encoded(as_ids(ids), np.ones(len(ids), np.uint8))
+        if not isinstance(encoded, Encoded):
+            reason = encoded.message if isinstance(encoded, RowError) else "it is no single document"
             raise ValueError(f"the conversation cannot be rendered: {reason}")
-        ids_1T = torch.from_numpy(found.ids)[None].long().to(device)
+        ids_1T = torch.from_numpy(encoded.ids)[None].long().to(device)
         with torch.no_grad():
             return float(model(input_ids=ids_1T, use_cache=False).logits[0, 0].float())
 

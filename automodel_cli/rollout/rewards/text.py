@@ -177,12 +177,12 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def check_pattern(key: str, pattern: str, *, groups: int = 0) -> None:
     """Raise ConfigError for an invalid regular expression, or one with fewer groups."""
     try:
-        found = re.compile(pattern).groups
+        num_groups = re.compile(pattern).groups
     except re.error as error:
         raise ConfigError(
             f"{key}={pattern!r} is not a regular expression: {error}", code="invalid_value", keys=(key,)
         ) from error
-    if found < groups:
+    if num_groups < groups:
         raise ConfigError(
             f"{key}={pattern!r} must contain a group ( ) that matches the answer",
             code="invalid_value",

@@ -49,8 +49,8 @@ class Helper:
             self._ready.add(id(reward))
         assert reward.timeout is not None
         spare = _SPARE_SECONDS if self._confined else 0
-        found: float | None = self._request(connection, ("score", reward, sample), reward.timeout + spare)
-        return found
+        result: float | None = self._request(connection, ("score", reward, sample), reward.timeout + spare)
+        return result
 
     def close(self) -> None:
         """Kill the process."""
@@ -63,16 +63,16 @@ class Helper:
         self._ready.clear()
 
     def _start(self) -> Connection:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(int(self._confined))]
+        parent, child = socket.socketpair()
+        command = [sys.executable, "-m", __name__, str(child.fileno()), str(int(self._confined))]
         # It shares the cores with the ranks, and keeps the limit of their threads.
         threads = {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
         everything = of_user() | threads
         env = {n: everything[n] for n in _VARIABLES if n in everything} if self._confined else everything
         env = {**env, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)
-        theirs.close()
-        self._connection = Connection(ours.detach())
+        self._process = subprocess.Popen(command, pass_fds=[child.fileno()], stdin=subprocess.DEVNULL, env=env)
+        child.close()
+        self._connection = Connection(parent.detach())
         return self._connection
 
     def _request(self, connection: Connection, request: tuple[Any, ...], seconds: float) -> Any:
@@ -144,14 +144,14 @@ def _score_and_write(reward: RewardFunction, sample: RewardInput, writes: int) -
 
 def _read_to_the_end(reads: int, seconds: float) -> bytes:
     """Read the complete output of a process. It is empty if the process was killed or exited."""
-    last, said = time.monotonic() + seconds, b""
-    while len(said) <= _MOST_BYTES:
+    last, output = time.monotonic() + seconds, b""
+    while len(output) <= _MOST_BYTES:
         if not select.select([reads], [], [], max(0.0, last - time.monotonic()))[0]:
             return json.dumps(("timeout", seconds)).encode()
         if not (more := os.read(reads, _MOST_BYTES)):
             break
-        said += more
-    return said or json.dumps(("error", "the process of this sample ended without a score")).encode()
+        output += more
+    return output or json.dumps(("error", "the process of this sample ended without a score")).encode()
 
 
 def _plain(score: Any) -> float | None:

@@ -290,7 +290,7 @@ class Watch:
 
         threading.Thread(target=on_this_device(ours), daemon=True).start()
         try:
-            found, error = self._ended.get(
+            result, error = self._ended.get(
                 timeout=self._server.timeout + 1
             )  # requests have their own limit, with a better message
         except queue.Empty:
@@ -302,7 +302,7 @@ class Watch:
             ) from None
         if error is not None:
             raise error
-        return found
+        return result
 
 
 def check_gpus(transport: str, device_type: str) -> None:

@@ -89,10 +89,10 @@ def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig, model: ModelConfig) -> None:
-    found = written.number(_LAYERS)
-    if found is None or pipeline.schedule_csv is not None or pipeline.module_fqns_per_model_part is not None:
+    field = written.number(_LAYERS)
+    if field is None or pipeline.schedule_csv is not None or pipeline.module_fqns_per_model_part is not None:
         return
-    name, num_layers = found
+    name, num_layers = field
     assert pipeline.schedule is not None
     keys = ("mesh.pp_size", written.key_of(name))
     if pipeline.layout is not None:
@@ -135,8 +135,8 @@ def _num_depths(model: ModelConfig, layout: StageLayout) -> int:
 
 
 def _check_experts(written: Written, ep_size: int) -> None:
-    found = written.number(_EXPERTS)
-    if found is None:
+    field = written.number(_EXPERTS)
+    if field is None:
         if _is_dense(written.fields):
             family = written.fields.get("model_type")
             raise ConfigError(
@@ -146,7 +146,7 @@ def _check_experts(written: Written, ep_size: int) -> None:
                 fix="mesh.ep_size=1",
             )
         return
-    name, num_experts = found
+    name, num_experts = field
     if num_experts % ep_size:
         raise ConfigError(
             f"mesh.ep_size={ep_size} does not divide {name}={num_experts} of the model ({written.place(name)})",

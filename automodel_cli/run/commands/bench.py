@@ -87,36 +87,36 @@ def measure_config(config: Config, *, warmup: int, steps: int, profile: bool) ->
                 f"{config.name} could not be measured: its run ended with exit code {done.returncode}:\n{tail}",
                 code="command_failed",
             )
-        found = json.loads(output.read_text(encoding="utf-8"))
+        result = json.loads(output.read_text(encoding="utf-8"))
         (rows,) = Path(folder).glob("*/metrics.jsonl")
         steps_of_run = map(json.loads, rows.read_text(encoding="utf-8").splitlines())
         mfu = [row["mfu"] for row in steps_of_run if warmup < row["step"] <= warmup + steps and row.get("mfu")]
-        return BenchTimes(**found, mfu=mfu)
+        return BenchTimes(**result, mfu=mfu)
 
 
 def run_bench(config: Config, *, warmup: int, steps: int, json_file: Path | None) -> int:
     """Measure one config and print it. Returns 0."""
-    found = measure_config(config, warmup=warmup, steps=steps, profile=True)
-    print("\n".join(_lines(config.name, found, warmup)))
-    _write(json_file, {"name": config.name, "warmup": warmup, **_as_json(found)})
+    times = measure_config(config, warmup=warmup, steps=steps, profile=True)
+    print("\n".join(_lines(config.name, times, warmup)))
+    _write(json_file, {"name": config.name, "warmup": warmup, **_as_json(times)})
     return 0
 
 
 def compare_configs(a: Config, b: Config, *, warmup: int, steps: int, rounds: int, json_file: Path | None) -> int:
     """Measure two configs in turns and print their ratio. Returns 0."""
-    found: dict[str, list[BenchTimes]] = {"A": [], "B": []}
+    by_config: dict[str, list[BenchTimes]] = {"A": [], "B": []}
     for turn in range(rounds):
         for label in ("AB", "BA")[turn % 2]:
             config = a if label == "A" else b
             print(f"round {turn + 1} of {rounds}: {label} ...", file=sys.stderr, flush=True)
-            found[label].append(measure_config(config, warmup=warmup, steps=steps, profile=turn == 0))
+            by_config[label].append(measure_config(config, warmup=warmup, steps=steps, profile=turn == 0))
     for label, config in (("A", a), ("B", b)):
-        print("\n".join(_lines(f"{label}  {config.name}", _joined(found[label]), warmup)) + "\n")
-    pairs = list(zip(found["A"], found["B"], strict=True))
+        print("\n".join(_lines(f"{label}  {config.name}", _joined(by_config[label]), warmup)) + "\n")
+    pairs = list(zip(by_config["A"], by_config["B"], strict=True))
     same = all(x.tokens == y.tokens and x.label_tokens == y.label_tokens for x, y in pairs)
     clocks: dict[str, Callable[[BenchTimes], float]] = {"wall": lambda t: t.median, "CPU": lambda t: t.cpu_median}
     ratios = {name: [clock(x) / clock(y) for x, y in pairs] for name, clock in clocks.items()}
-    if found["A"][0].device != "cpu":
+    if by_config["A"][0].device != "cpu":
         del ratios["CPU"]
     for name, of_rounds in ratios.items():
         middle = statistics.median(of_rounds)
@@ -124,7 +124,7 @@ def compare_configs(a: Config, b: Config, *, warmup: int, steps: int, rounds: in
     print(_verdict(ratios["CPU" if "CPU" in ratios else "wall"]))
     if not same:
         print("the steps of A and B have different numbers of tokens: compare tokens/s, and ignore small differences")
-    sides = {label: [_as_json(times) for times in runs] for label, runs in found.items()}
+    sides = {label: [_as_json(times) for times in runs] for label, runs in by_config.items()}
     _write(json_file, {"a": a.name, "b": b.name, "same_rows": same, "a_over_b": ratios, **sides})
     return 0
 
@@ -162,8 +162,8 @@ def _lines(name: str, times: BenchTimes, warmup: int) -> list[str]:
     ]
     if times.mfu:
         lines.append(f"  MFU       {statistics.median(times.mfu):.1%}")
-    whole = sum(times.breakdown.values())
-    shares = [f"{kind} {seconds / whole:.0%}" for kind, seconds in times.breakdown.items() if whole]
+    total = sum(times.breakdown.values())
+    shares = [f"{kind} {seconds / total:.0%}" for kind, seconds in times.breakdown.items() if total]
     return [*lines, f"  one step  {', '.join(shares)}"] if shares else lines
 
 

@@ -90,7 +90,7 @@ class BenchmarkCallback(Callback):
         if not run.is_main:
             return
         times: _Times = self._state["times"]
-        found = {
+        result = {
             **vars(times),
             "memory_gib": memory,
             "ranks": run.mesh.layout.world_size,
@@ -98,7 +98,7 @@ class BenchmarkCallback(Callback):
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "breakdown": profiled,
         }
-        Path(self.output).write_text(json.dumps(found), encoding="utf-8")
+        Path(self.output).write_text(json.dumps(result), encoding="utf-8")
 
 
 def _now(run: Run) -> float:
@@ -123,12 +123,12 @@ def _by_kind(profiled: Any) -> dict[str, float]:
     profiled.stop()
     events = profiled.key_averages()
     on_device = any(event.self_device_time_total for event in events)
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for event in events:
         seconds = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e6
         kind = kind_of(event.key)
-        found[kind] = found.get(kind, 0.0) + seconds
-    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+        totals[kind] = totals.get(kind, 0.0) + seconds
+    return dict(sorted(totals.items(), key=lambda entry: -entry[1]))
 
 
 def kind_of(operator: str) -> str:

@@ -74,14 +74,14 @@ class Speaker:
 
         thread = threading.Thread(target=on_this_device(generate), daemon=True)
         thread.start()
-        said = []
+        pieces = []
         for piece in streamer:
-            said.append(piece)
+            pieces.append(piece)
             yield visible(piece)
         thread.join()
         if failure:
             raise failure[0]
-        self.messages.append({"role": "assistant", "content": "".join(said)})
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
 def converse(
@@ -138,11 +138,11 @@ def _beside(speakers: list[Speaker], question: str, options: dict[str, Any]) -> 
     texts = ["" for _ in speakers]
 
     def table() -> Table:
-        drawn = Table(expand=True)
+        columns_table = Table(expand=True)
         for speaker in speakers:
-            drawn.add_column(speaker.name, ratio=1)
-        drawn.add_row(*map(Text, texts))
-        return drawn
+            columns_table.add_column(speaker.name, ratio=1)
+        columns_table.add_row(*map(Text, texts))
+        return columns_table
 
     with Live(table(), refresh_per_second=12) as live:
         for index, speaker in enumerate(speakers):

@@ -32,18 +32,18 @@ def examine_nodes(folder: Path) -> Iterator[Finding]:
 
 def _software(device: torch.device) -> Iterator[Finding]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    mine = {"python": platform.python_version(), "torch": torch.__version__, "device": name}
-    told = all_gather_values({"host": host(), **mine})
-    hosts = list(dict.fromkeys(rank["host"] for rank in told))
+    local = {"python": platform.python_version(), "torch": torch.__version__, "device": name}
+    versions = all_gather_values({"host": host(), **local})
+    hosts = list(dict.fromkeys(rank["host"] for rank in versions))
     kind = "nccl" if device.type == "cuda" else "gloo"
-    yield "ok", "ranks", f"{len(told)} on {len(hosts)} hosts: {', '.join(hosts)} ({kind})", ""
-    for what in mine:
-        found: dict[str, str] = {rank[what]: rank["host"] for rank in told}
-        if len(found) > 1:
-            text = ", ".join(f"{value} on {host}" for value, host in found.items())
+    yield "ok", "ranks", f"{len(versions)} on {len(hosts)} hosts: {', '.join(hosts)} ({kind})", ""
+    for what in local:
+        by_rank: dict[str, str] = {rank[what]: rank["host"] for rank in versions}
+        if len(by_rank) > 1:
+            text = ", ".join(f"{value} on {host}" for value, host in by_rank.items())
             yield ("warn" if what == "device" else "fail"), what, f"differs between hosts: {text}", ""
         else:
-            yield "ok", what, f"{next(iter(found))} on all hosts", ""
+            yield "ok", what, f"{next(iter(by_rank))} on all hosts", ""
 
 
 def _latency(device: torch.device) -> Finding:
@@ -64,8 +64,8 @@ def _bandwidth(device: torch.device) -> Finding:
 
 def _shared(folder: Path) -> Finding:
     """Return whether other ranks can read a file in `folder` that rank 0 has written."""
-    if found := shared_directory.problems(folder):
-        text = f"{folder} is not the same folder everywhere: {'; '.join(found)}"
+    if problems := shared_directory.problems(folder):
+        text = f"{folder} is not the same folder everywhere: {'; '.join(problems)}"
         return "fail", "shared folder", text, "cd /a/shared/file/system   (or output_dir=/a/shared/file/system/runs)"
     return "ok", "shared folder", f"{folder} is shared by all ranks", ""
 

@@ -100,23 +100,23 @@ class RowCache:
         unit = train.microbatch_size * mesh.dp_size * scored.per_call
         padded = np.full(-(-len(missing) // unit) * unit, DUMMY_ROW)
         padded[: len(missing)] = missing
-        mine = padded.reshape(-1, scored.per_call, mesh.dp_size, train.microbatch_size)[:, :, mesh.dp_rank]
-        found = np.zeros(values.shape, np.float32)
-        for numbers in mine:
+        local_rows = padded.reshape(-1, scored.per_call, mesh.dp_size, train.microbatch_size)[:, :, mesh.dp_rank]
+        measured = np.zeros(values.shape, np.float32)
+        for numbers in local_rows:
             batches = [rows.collate(of_batch) for of_batch in numbers]
             for of_batch, values_BT in zip(numbers, scored.measure(batches), strict=True):
                 for row, values_T in zip(of_batch.tolist(), values_BT.float().cpu().numpy(), strict=True):
                     if row != DUMMY_ROW:
                         first, last = rows.token_starts[row : row + 2]
-                        found[first:last] = values_T[: last - first]
-        flat = found.reshape(-1)
+                        measured[first:last] = values_T[: last - first]
+        flat = measured.reshape(-1)
         for first in range(0, len(flat), _CHUNK):
             part = torch.from_numpy(flat[first : first + _CHUNK])
             flat[first : first + _CHUNK] = mesh.sum_over(mesh.dp, part).cpu().numpy()
         filled = np.array(values)
         for row in missing.tolist():
             span = slice(rows.token_starts[row], rows.token_starts[row + 1])
-            filled[span] = found[span]
+            filled[span] = measured[span]
         return filled
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def sharpened(session: Trainer, batches: list[Batch]) -> list[Batch]:
     """With `sharpened_logprobs_BT`, the log-probs of the labels at temperature 1/2. Collective."""
     with sampling_distribution(session.model, SamplingTransform(temperature=0.5)):
-        found = batch_logprobs(session.model.stages, batches, session.mesh.device)
-    return [batch.with_columns(sharpened_logprobs_BT=of) for batch, of in zip(batches, found, strict=True)]
+        logprobs = batch_logprobs(session.model.stages, batches, session.mesh.device)
+    return [batch.with_columns(sharpened_logprobs_BT=of) for batch, of in zip(batches, logprobs, strict=True)]
 
 
 def partners(session: Trainer, batches: list[Batch]) -> list[Batch]:

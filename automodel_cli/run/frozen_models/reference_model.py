@@ -69,8 +69,8 @@ class ReferenceModel:
 
         def after(step: int) -> None:
             if update.due(step):
-                for name, mine in model_state(policy).items():
-                    update_ema(theirs[name], mine, update.mixup_alpha)
+                for name, policy_value in model_state(policy).items():
+                    update_ema(theirs[name], policy_value, update.mixup_alpha)
                 weights_changed(copies)
 
         session.after_step.append(after)
@@ -126,7 +126,7 @@ def fields_of(
     def asked(output: HeadOutput, _: Batch) -> Tensor:
         return torch.stack([getattr(output, name) for name in names])
 
-    return [found.unbind() for found in stages.forward([batch.to(device) for batch in batches], asked, request)]
+    return [field.unbind() for field in stages.forward([batch.to(device) for batch in batches], asked, request)]
 
 
 @contextmanager

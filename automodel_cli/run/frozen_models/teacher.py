@@ -61,10 +61,10 @@ def check_vocabulary(session: Trainer, config: TeacherConfig) -> None:
     model = config.as_model()
     sizes = [hf_config(of).get_text_config().vocab_size for of in (session.recipe.model, model)]
     try:
-        theirs = load_tokenizer(model).get_vocab()
+        teacher_vocabulary = load_tokenizer(model).get_vocab()
     except ConfigError:
-        theirs = None
-    if sizes[0] != sizes[1] or (theirs is not None and theirs != session.tokenizer.get_vocab()):
+        teacher_vocabulary = None
+    if sizes[0] != sizes[1] or (teacher_vocabulary is not None and teacher_vocabulary != session.tokenizer.get_vocab()):
         raise ConfigError(
             f"teacher.pretrained={config.pretrained} has another vocabulary ({sizes[1]:,} tokens) than the student "
             f"({sizes[0]:,} tokens), so their distributions cannot be compared",

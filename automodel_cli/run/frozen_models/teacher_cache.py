@@ -44,9 +44,9 @@ def cached_teacher(session: Trainer, config: TeacherConfig, top_k: int | None) -
         stages = build_teacher(session, config).stages
 
         def measure(batches: Sequence[Batch]) -> list[Tensor]:
-            found = add_teacher_logprobs(stages, batches, count, session.mesh.device)
+            batches_with_teacher = add_teacher_logprobs(stages, batches, count, session.mesh.device)
             names = ("teacher_logprobs_BTN", "teacher_ids_BTN")
-            return [torch.cat([batch.extra[name].float() for name in names], -1) for batch in found]
+            return [torch.cat([batch.extra[name].float() for name in names], -1) for batch in batches_with_teacher]
 
         return RowScores(measure, stages.forward_size(session.recipe.train.num_microbatches(session.mesh.dp_size)))
 

@@ -11,10 +11,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUPS) -> float | None:
     """Return the bytes that a process can still allocate, within the limit of its cgroup. None without /proc."""
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), flags=re.M)
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), flags=re.M)
     except OSError:
         return None
-    free = None if found is None else 1024.0 * int(found[1])
+    free = None if match is None else 1024.0 * int(match[1])
     limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
     if limit is None or used is None:
         return free
@@ -33,7 +33,7 @@ def _number(path: Path) -> float | None:
 def _cached(cgroup: Path) -> float | None:
     """Return the bytes of file pages that the kernel can reclaim."""
     try:
-        found = re.search(r"^inactive_file (\d+)$", (cgroup / "memory.stat").read_text(), flags=re.M)
+        match = re.search(r"^inactive_file (\d+)$", (cgroup / "memory.stat").read_text(), flags=re.M)
     except OSError:
         return None
-    return None if found is None else float(found[1])
+    return None if match is None else float(match[1])

@@ -115,14 +115,14 @@ def plan_changes(
     """The plan as it is, and each legal change whose heaviest GPU needs at least 1% less, in the order of `changes`.
     After `seconds` no other change is looked at."""
     began = time.monotonic()
-    before, found = _plan(recipe, num_gpus), []
+    before, changes = _plan(recipe, num_gpus), []
     for change in memory_saving_changes(recipe, recipe.mesh.resolve(num_gpus)):
         if seconds is not None and time.monotonic() - began > seconds:
             break
         one = plan_change(change, with_overrides, num_gpus)
         if one is not None and one.plan.heaviest < (1 - _LEAST_GAIN) * before.heaviest:
-            found.append(one)
-    return before, found
+            changes.append(one)
+    return before, changes
 
 
 def plan_change(change: Change, with_overrides: WithOverrides, num_gpus: int) -> Planned | None:

@@ -64,20 +64,20 @@ def explain_oom(
     if on_gpu and torch.cuda.is_available():
         lines += _on_device(run_dir, rank)
     _let_go(cause)
-    found: list[Planned] = []
+    changes: list[Planned] = []
     try:
-        plan, found = plan_changes(
+        plan, changes = plan_changes(
             recipe, lambda more: _with_overrides(source, run_dir, more), world_size, seconds=_SECONDS
         )
         if not on_gpu:  # then host memory is exhausted
-            found = [one for one in found if not any("offload_policy" in word for word in one.change.overrides)]
+            changes = [one for one in changes if not any("offload_policy" in word for word in one.change.overrides)]
         lines += _resident(plan, rank * len(plan.memory) // world_size)
-        lines += _freed(plan, found)
+        lines += _freed(plan, changes)
     except (ConfigError, MemoryError, RuntimeError) as error:
         lines.append(f"memory could not be planned: {str(error).splitlines()[0]}")
     fix = f"{signals.resume_hint(run_dir)}, on more ranks or GPUs with more memory"
-    if found:
-        chosen = _first_that_is_enough(plan, found, _asked(cause))
+    if changes:
+        chosen = _first_that_is_enough(plan, changes, _asked(cause))
         fix = _resume(run_dir, source, chosen)
         if on_gpu and run_dir is not None:
             traced = f"automodel dryrun -c {word(run_dir / 'config.yaml')} --gpus {world_size} {chosen.change}"
@@ -107,8 +107,8 @@ def _said(cause: BaseException) -> str:
 
 def _asked(cause: BaseException) -> float:
     """Return the requested bytes, or 0 if the message does not contain them."""
-    found = _ASKED.search(str(cause))
-    return float(found[1]) * _UNITS[found[2]] if found else 0.0
+    match = _ASKED.search(str(cause))
+    return float(match[1]) * _UNITS[match[2]] if match else 0.0
 
 
 def _place(cause: BaseException) -> Iterator[str]:

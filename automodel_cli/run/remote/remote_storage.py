@@ -66,8 +66,8 @@ def check_url(url: str) -> None:
 
 
 def _package_of(reason: str) -> str:
-    found = re.search(r"[Ii]nstall (?:the )?`?([\w-]+)", reason)
-    return found[1] if found else "the package"
+    match = re.search(r"[Ii]nstall (?:the )?`?([\w-]+)", reason)
+    return match[1] if match else "the package"
 
 
 def local_root(url: str) -> Path:
@@ -112,8 +112,8 @@ class Remote:
         """Return relative path -> bytes of all files. {} if there are none."""
         fs, path = self._opened
         fs.invalidate_cache()
-        found = fs.find(path, detail=True).items()
-        return {name[len(path) + 1 :]: int(info["size"] or 0) for name, info in found if name.startswith(f"{path}/")}
+        entries = fs.find(path, detail=True).items()
+        return {name[len(path) + 1 :]: int(info["size"] or 0) for name, info in entries if name.startswith(f"{path}/")}
 
     def read(self, name: str) -> bytes:
         fs, path = self._opened
@@ -123,8 +123,8 @@ class Remote:
     def written(self, name: str) -> float:
         """When, in seconds since 1970."""
         fs, path = self._opened
-        found: datetime = fs.modified(f"{path}/{name}")
-        return found.timestamp()
+        modified: datetime = fs.modified(f"{path}/{name}")
+        return modified.timestamp()
 
     def write(self, name: str, content: bytes) -> None:
         fs, path = self._opened
@@ -153,18 +153,18 @@ class Remote:
 
 def checkpoints_in(files: Collection[str]) -> dict[str, bool]:
     """Return the names of the checkpoints among the files of a run -> whether they are complete, oldest first."""
-    found: dict[str, bool] = {}
+    is_complete: dict[str, bool] = {}
     for file in files:
         top, _, rest = file.partition("/")
         name, _, leaf = rest.partition("/")
         if top == CHECKPOINTS and step_of(Path(name)) is not None:
-            found[name] = found.get(name, False) or leaf == META
-    return dict(sorted(found.items(), key=lambda item: step_of(Path(item[0])) or 0))
+            is_complete[name] = is_complete.get(name, False) or leaf == META
+    return dict(sorted(is_complete.items(), key=lambda item: step_of(Path(item[0])) or 0))
 
 
 def newest_in(files: Collection[str]) -> str | None:
     """Return the name of the newest complete checkpoint among the files of a run."""
-    return next((name for name, whole in reversed(checkpoints_in(files).items()) if whole), None)
+    return next((name for name, is_complete in reversed(checkpoints_in(files).items()) if is_complete), None)
 
 
 def runs_at(url: str) -> list[str]:

@@ -147,16 +147,16 @@ class Mirror:
 
     def _copy(self) -> None:
         here, there = self._here(), self._remote.files()
-        whole = checkpoints_in(here)
+        is_complete = checkpoints_in(here)
         for name, signature in here.items():
             if not name.startswith(f"{CHECKPOINTS}/"):
                 self._send(name, signature)
-        for checkpoint in whole:
+        for checkpoint in is_complete:
             prefix = f"{CHECKPOINTS}/{checkpoint}/"
             self._copy_checkpoint(prefix, {n: s for n, s in here.items() if n.startswith(prefix)}, there)
         if (best := CheckpointDir(self._folder / CHECKPOINTS).best()) is not None:
             self._remote.write(BEST, best.name.encode())
-        self._prune(set(whole), best.name if best is not None else None)
+        self._prune(set(is_complete), best.name if best is not None else None)
 
     def _copy_checkpoint(self, prefix: str, files: dict[str, tuple[int, int]], there: dict[str, int]) -> None:
         meta = prefix + META
@@ -190,20 +190,20 @@ class Mirror:
         self._progress = time.monotonic()
 
     def _prune(self, here: set[str], best: str | None) -> None:
-        found = checkpoints_in(self._remote.files())
-        whole = [name for name, is_whole in found.items() if is_whole]
-        doomed = [name for name, is_whole in found.items() if not is_whole and name not in here]
+        is_complete = checkpoints_in(self._remote.files())
+        complete = [name for name, is_whole in is_complete.items() if is_whole]
+        doomed = [name for name, is_whole in is_complete.items() if not is_whole and name not in here]
         if self._keep is not None:
-            doomed += [name for name in whole[: -self._keep] if name != best]
+            doomed += [name for name in complete[: -self._keep] if name != best]
         for name in doomed:
             prefix = f"{CHECKPOINTS}/{name}"
-            if found[name]:
+            if is_complete[name]:
                 self._remote.remove(f"{prefix}/{META}")
             self._remote.remove(prefix)
 
     def _here(self) -> dict[str, tuple[int, int]]:
         """Return relative path -> (modification time, bytes) of finished files in the folder."""
-        found = {}
+        finished = {}
         for root, folders, files in os.walk(self._folder):
             relative = Path(root).relative_to(self._folder)
             if relative == Path(CHECKPOINTS):
@@ -217,8 +217,8 @@ class Mirror:
                     stat = (Path(root) / name).stat()
                 except FileNotFoundError:
                     continue
-                found[(relative / name).as_posix()] = stat.st_mtime_ns, stat.st_size
-        return found
+                finished[(relative / name).as_posix()] = stat.st_mtime_ns, stat.st_size
+        return finished
 
 
 @contextmanager

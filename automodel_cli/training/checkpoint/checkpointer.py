@@ -192,8 +192,8 @@ class Checkpointer:
         """Return the prefixes of the loaded checkpoint that this run does not save again."""
         if self._loaded is None:
             return []
-        found = {key.partition(".")[0] for key in CheckpointReader(self._loaded).read_metadata().state_dict_metadata}
-        return sorted(found - {"model", "optim", "rng", *self._further})
+        names = {key.partition(".")[0] for key in CheckpointReader(self._loaded).read_metadata().state_dict_metadata}
+        return sorted(names - {"model", "optim", "rng", *self._further})
 
     def _load_kept(self, path: Path) -> None:
         reader = CheckpointReader(path)
@@ -429,7 +429,7 @@ def _find(error: BaseException | None, kind: type[BaseException]) -> BaseExcepti
             return error
         if isinstance(error, dcp.CheckpointException):
             for inner, _ in error.failures.values():
-                if (found := _find(inner, kind)) is not None:
-                    return found
+                if (cause := _find(inner, kind)) is not None:
+                    return cause
         error = error.__cause__ or error.__context__
     return None

@@ -84,20 +84,20 @@ def damaged(checkpoint: Path, what: str) -> RunError:
 
 def damage(checkpoint: Path, files: dict[str, FileNote], names: Sequence[str]) -> list[str]:
     """Return one sentence for each of the named files that is missing, unreadable or changed. Reads all bytes."""
-    found = []
+    problems = []
     for name in names:
         path, note = checkpoint / name, files[name]
         try:
             size = path.stat().st_size
             if size != note["bytes"]:
-                found.append(f"{name} has {size:,} bytes, not {note['bytes']:,}")
+                problems.append(f"{name} has {size:,} bytes, not {note['bytes']:,}")
             elif content_hash(path) != note["xxh3"]:
-                found.append(f"{name} does not match its checksum (XXH3-128 differs)")
+                problems.append(f"{name} does not match its checksum (XXH3-128 differs)")
         except FileNotFoundError:
-            found.append(f"{name} is missing")
+            problems.append(f"{name} is missing")
         except OSError as error:
-            found.append(f"{name} cannot be read: {error.strerror}")
-    return found
+            problems.append(f"{name} cannot be read: {error.strerror}")
+    return problems
 
 
 class CheckpointDir:
@@ -110,13 +110,13 @@ class CheckpointDir:
         """Return the complete checkpoints, oldest first, without the `best` link and unfinished folders."""
         if not self.path.is_dir():
             return []
-        found = [(step_of(p), p) for p in self.path.iterdir() if p.is_dir() and not p.is_symlink()]
-        return [path for step, path in sorted((s, p) for s, p in found if s is not None)]
+        folders = [(step_of(p), p) for p in self.path.iterdir() if p.is_dir() and not p.is_symlink()]
+        return [path for step, path in sorted((s, p) for s, p in folders if s is not None)]
 
     def latest(self) -> Path | None:
         """Return the complete checkpoint of the highest step."""
-        whole = self.whole()
-        return whole[-1] if whole else None
+        complete = self.whole()
+        return complete[-1] if complete else None
 
     def best(self) -> Path | None:
         """Return the complete checkpoint with the best validation metric so far."""

@@ -178,7 +178,7 @@ def show_count(value: float) -> str:
 
 def show_duration(seconds: float) -> str:
     """4m33s, 2h05m, 12s."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+    total = round(seconds)
+    if total >= 3600:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 60}m{total % 60:02d}s" if total >= 60 else f"{total}s"

@@ -127,8 +127,8 @@ class Watchdog:
 
     def host_of(self, rank: int) -> str:
         """Return the host of rank `rank`, as published by it."""
-        told = self._ask(lambda store: store.get(_key(rank)))
-        return json.loads(told)["host"] if told is not None else socket.gethostname()
+        value = self._ask(lambda store: store.get(_key(rank)))
+        return json.loads(value)["host"] if value is not None else socket.gethostname()
 
     def stop(self) -> None:
         """Stop after the last step, or if the run ends otherwise."""
@@ -222,8 +222,10 @@ class Watchdog:
 
         def of_all(store: dist.Store) -> dict[int, dict[str, Any]]:
             keys = {rank: _key(rank) for rank in range(self._world_size)}
-            told = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-            return {rank: json.loads(told[rank]) if rank in told else _UNHEARD | {"rank": rank} for rank in keys}
+            published = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+            return {
+                rank: json.loads(published[rank]) if rank in published else _UNHEARD | {"rank": rank} for rank in keys
+            }
 
         return self._ask(of_all) or {self._rank: self._state()}
 

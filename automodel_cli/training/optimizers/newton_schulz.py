@@ -67,9 +67,9 @@ def emulates_bfloat16(device: torch.device) -> bool:
 def _seconds(dtype: torch.dtype, size: int, device: torch.device) -> float:
     """Return the minimum time of five GEMMs in seconds, after one warm-up."""
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    found = []
+    timings = []
     for _ in range(6):
         began = time.perf_counter()
         (matrix @ matrix.T)[0, 0].item()  # synchronizes with the device
-        found.append(time.perf_counter() - began)
-    return min(found[1:])
+        timings.append(time.perf_counter() - began)
+    return min(timings[1:])

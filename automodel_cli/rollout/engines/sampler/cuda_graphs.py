@@ -89,8 +89,8 @@ class DecodeGraphs:
     def drawn(self, rows: Sequence[tuple[float, float, float]], longest: int) -> Tensor | None:
         """Return `[2, R]`, the next token of each sequence and its log-prob, or None if the eager step must run.
         `rows` are the inputs of the slots in use, from the first. Raises GraphsFailed."""
-        wanted = _power(len(rows), _FEWEST_SLOTS), _power(longest, _SHORTEST)
-        bucket = min(wanted[0], self._largest[0]), min(wanted[1], self._largest[1])
+        shape = _power(len(rows), _FEWEST_SLOTS), _power(longest, _SHORTEST)
+        bucket = min(shape[0], self._largest[0]), min(shape[1], self._largest[1])
         self._visits[bucket] += 1
         if self._visits[bucket] <= _EAGER:
             return None
@@ -178,7 +178,7 @@ def obstacle(parts: Sequence[nn.Module], mesh: Mesh) -> str:
     """Return why a step on this rank cannot be captured. Empty if it can."""
     layout = mesh.layout
     stateful = any(isinstance(module, StateLayer) for part in parts for module in part.modules())
-    found = (
+    message = (
         (mesh.device.type != "cuda", f"the device is {mesh.device.type}"),
         (layout.pp > 1, f"the model is cut into stages (mesh.pp_size={layout.pp})"),
         (layout.ep > 1, f"experts are on other ranks (mesh.ep_size={layout.ep})"),
@@ -186,7 +186,7 @@ def obstacle(parts: Sequence[nn.Module], mesh: Mesh) -> str:
         (layout.cp > 1, f"ranks draw the same samples (mesh.cp_size={layout.cp})"),
         (stateful, "its layers carry a state from token to token"),
     )
-    return next((reason for holds, reason in found if holds), "")
+    return next((reason for holds, reason in message if holds), "")
 
 
 def cuda_capture() -> Capture:

@@ -146,7 +146,7 @@ class Decoder:
         if self.pp_group is not None:
             everywhere = everywhere * dist.get_world_size(self.pp_group)
             dist.all_gather_object(everywhere, everywhere[0], group=self.pp_group)
-        return {index: join_layers([(numbers, found[index]) for numbers, found in everywhere]) for index in mine}
+        return {index: join_layers([(numbers, by_index[index]) for numbers, by_index in everywhere]) for index in mine}
 
     def anyone(self, busy: bool) -> bool:
         """Whether a rank in lock-step with this one still has work. Collective over `lockstep_group`."""

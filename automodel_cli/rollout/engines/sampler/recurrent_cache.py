@@ -82,8 +82,8 @@ class StateSlots:
         before = {id(tensor) for cache in self._caches for _, tensor in _tensors(cache)}
         output = self._documents.run(layer, forward, (), keywords, [{name: cache} for cache in self._caches])
         for cache, batch in zip(self._caches, self._batches, strict=True):
-            found = {path: tensor for path, tensor in _tensors(cache) if id(tensor) not in before}
-            self._store(layer, found, batch, of)
+            states = {path: tensor for path, tensor in _tensors(cache) if id(tensor) not in before}
+            self._store(layer, states, batch, of)
         return output
 
     def _store(self, layer: nn.Module, found: dict[_Path, Tensor], batch: list[int], of: Prefill) -> None:

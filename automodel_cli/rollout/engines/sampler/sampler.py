@@ -172,8 +172,10 @@ class Sampler:
     def _draw_all(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], limits: Sequence[int]
     ) -> dict[int, Completion]:
-        drawn = streams(seeds, [0 if params.greedy else limit for limit in limits])
-        waiting = deque(_Sequence(i, *of_one) for i, of_one in enumerate(zip(prompts, limits, drawn, strict=True)))
+        random_numbers = streams(seeds, [0 if params.greedy else limit for limit in limits])
+        waiting = deque(
+            _Sequence(i, *of_one) for i, of_one in enumerate(zip(prompts, limits, random_numbers, strict=True))
+        )
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
         must_gather = self.decoder.gathers
@@ -197,9 +199,9 @@ class Sampler:
     def _with_experts(self, finished: dict[int, Completion]) -> dict[int, Completion]:
         """Return the completions with routed experts of all layers instead of the layers of this rank. Collective over
         the pipeline."""
-        mine = {index: c.routed_experts for index, c in finished.items() if c.routed_experts is not None}
-        whole = self.decoder.over_stages(self._layers, mine)
-        return {index: replace(c, routed_experts=whole[index]) for index, c in finished.items()}
+        local = {index: c.routed_experts for index, c in finished.items() if c.routed_experts is not None}
+        all_layers = self.decoder.over_stages(self._layers, local)
+        return {index: replace(c, routed_experts=all_layers[index]) for index, c in finished.items()}
 
     def _start_shared(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> bool:
         """Give free slots to samples of a prompt that has already run, and sample their first tokens. Return False if

@@ -53,9 +53,9 @@ def streams(seeds: Sequence[int], counts: Sequence[int]) -> list[list[float]]:
     the key of each stream: creating a generator costs five times as much as sampling."""
     bits = np.random.Philox(key=0)
     generator, start = np.random.Generator(bits), bits.state
-    drawn = []
+    numbers = []
     for seed, count in zip(seeds, counts, strict=True):
         start["state"]["key"][:] = seed % 2**64, seed // 2**64
         bits.state = start
-        drawn.append(generator.random(count).tolist())
-    return drawn
+        numbers.append(generator.random(count).tolist())
+    return numbers

@@ -48,14 +48,14 @@ class HTTPEngine(ABC):
         self.check_params(params)
         seeds = resolve_seeds(prompts, params, seeds)
         # one line for all calls: rollouts that overlap share the limit, and the older one's requests go first
-        asked = [
+        requests = [
             self._threads.submit(self.complete, prompt, params, seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         try:
-            return [answer.result() for answer in asked]
+            return [answer.result() for answer in requests]
         finally:
-            for answer in asked:
+            for answer in requests:
                 answer.cancel()
 
     def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
@@ -87,12 +87,12 @@ class HTTPEngine(ABC):
         """Return the value of `ask` and its finish reason. A completion that the server aborted (`abort`) is not a
         sample of the policy. It is requested again, as often as a failed request."""
         for _ in range(self.server.retries + 1):
-            answer, said = ask()
-            reason = _FINISHED.get(said)
+            answer, finish_reason = ask()
+            reason = _FINISHED.get(finish_reason)
             if reason is not None:
                 return answer, reason
         raise ServerError(
-            f"{self.server.url} ended a completion with {said!r} ({self.server.retries + 1} tries). "
+            f"{self.server.url} ended a completion with {finish_reason!r} ({self.server.retries + 1} tries). "
             "Expected: stop or length",
             code="invalid_response",
             keys=("rollout.engine.url",),

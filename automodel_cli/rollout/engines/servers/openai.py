@@ -85,7 +85,7 @@ class OpenAIEngine(HTTPEngine):
 
     def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
         """See `HTTPEngine`."""
-        asked = self.weight_version
+        version = self.weight_version
         choice, reason = self._finished(self._body(prompt, params, seed))
         tokens = choice.get("token_ids") if self._token_ids else self._tokens_of(choice.get("text") or "", reason)
         if tokens is None:
@@ -107,7 +107,7 @@ class OpenAIEngine(HTTPEngine):
         if params.routing:
             text = choice.get("routed_experts")
             experts = decode_experts(text, len(prompt) + len(tokens) - 1, from_text, start=VLLM_WITH_EXPERTS)
-        oldest, several = self._drawn_by(choice, len(tokens), asked)
+        oldest, several = self._drawn_by(choice, len(tokens), version)
         return Completion(list(tokens), logprobs, reason, oldest, other, several, experts)
 
     def _finished(self, body: dict[str, Any]) -> tuple[dict[str, Any], FinishReason]:
@@ -199,5 +199,5 @@ class OpenAIEngine(HTTPEngine):
 
 
 def _token_logprobs(choice: dict[str, Any]) -> list[float]:
-    found = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    return [float(value) for value in found]
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    return [float(value) for value in logprobs]

@@ -135,18 +135,18 @@ def _gpus(servers: GenerationServers, number: int, machines: Machines) -> list[s
     named = os.environ.get(_VISIBLE)
     visible = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
     begin = 0 if servers.colocated else machines.ranks
-    found = visible[begin : begin + number * servers.gpus]
-    if len(found) < number * servers.gpus:
-        beside = "" if servers.colocated else f" in addition to those of {machines.ranks} rank(s)"
+    names = visible[begin : begin + number * servers.gpus]
+    if len(names) < number * servers.gpus:
+        note = "" if servers.colocated else f" in addition to those of {machines.ranks} rank(s)"
         raise ConfigError(
             f"{number} server(s) with rollout.engine.servers.gpus_per_server={servers.gpus} need "
-            f"{number * servers.gpus} GPUs{beside}, but this machine has {len(visible)}",
+            f"{number * servers.gpus} GPUs{note}, but this machine has {len(visible)}",
             code="mesh_size",
             keys=("rollout.engine.servers.gpus_per_server", "rollout.engine.servers.num_servers"),
             fix="automodel submit --rollout-nodes 1, or rollout.engine.servers.gpus_per_server=0 for servers on the "
             "CPU",
         )
-    return found
+    return names
 
 
 def _wait(urls: Sequence[str], log_dir: Path, timeout: float) -> None:

@@ -109,17 +109,19 @@ class ServerPool(Generic[E]):
         for member in self._members:
             member.engine.check_params(params)
         seeds = resolve_seeds(prompts, params, seeds)
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         if time.monotonic() - self._looked >= self._every:
             self._look()
         with self._watched():
-            while len(found) < len(prompts):
-                missing = [i for i in range(len(prompts)) if i not in found]
+            while len(completions) < len(prompts):
+                missing = [i for i in range(len(prompts)) if i not in completions]
                 losses = {member: member.engine.num_losses for member in self._members}
-                drawn = self._drawn([(tuple(prompts[i]), seeds[i]) for i in missing], params)
-                sure = {member for member in {member for member, _ in drawn} if self._is_sure(member, losses[member])}
-                found |= {i: answer for i, (member, answer) in zip(missing, drawn, strict=True) if member in sure}
-        return [found[i] for i in range(len(prompts))]
+                results = self._drawn([(tuple(prompts[i]), seeds[i]) for i in missing], params)
+                sure = {member for member in {member for member, _ in results} if self._is_sure(member, losses[member])}
+                completions |= {
+                    i: answer for i, (member, answer) in zip(missing, results, strict=True) if member in sure
+                }
+        return [completions[i] for i in range(len(prompts))]
 
     def update_weights(self, stream: WeightStream) -> None:
         """Raise the error of the first server, which does not support updates."""
@@ -309,13 +311,13 @@ class LivePool(ServerPool[WeightUpdateMixin]):
         the other servers have a mixture of weights."""
         if isinstance(self._transfer, FileTransfer):
             with self._transfer.written(iter(stream)) as folder:
-                asked = self._asked_for_update(sure=False)
-                with ThreadPoolExecutor(max(1, len(asked))) as threads:
-                    list(threads.map(lambda member: self._given(member, folder), asked))
-        elif asked := self._asked_for_update(sure=True):
-            paused = [partial(member.engine.paused, self.weight_version) for member in asked]
-            self._transfer.send_to([member.engine for member in asked], iter(stream), paused)
-            for member in asked:
+                requested = self._asked_for_update(sure=False)
+                with ThreadPoolExecutor(max(1, len(requested))) as threads:
+                    list(threads.map(lambda member: self._given(member, folder), requested))
+        elif requested := self._asked_for_update(sure=True):
+            paused = [partial(member.engine.paused, self.weight_version) for member in requested]
+            self._transfer.send_to([member.engine for member in requested], iter(stream), paused)
+            for member in requested:
                 member.engine.weight_version = self.weight_version
                 self._take_back(member)
         for member in self._live():
@@ -326,15 +328,15 @@ class LivePool(ServerPool[WeightUpdateMixin]):
 
     def _asked_for_update(self, *, sure: bool) -> list[_Member[WeightUpdateMixin]]:
         """Return the servers that get the next version, and count it. With `sure`, only servers that respond now."""
-        asked = []
+        requested = []
         for member in self._members:
             if (member.gone is None and not sure) or member.is_healthy():
-                asked.append(member)
+                requested.append(member)
             else:
                 self._leave_out(member, "it does not answer /health")
         with self._changed:
             self.weight_version += 1  # from here on, no server is used again without these weights
-        return asked
+        return requested
 
     def _given(self, member: _Member[WeightUpdateMixin], folder: Path) -> None:
         try:

@@ -87,14 +87,14 @@ class SGLangEngine(WeightUpdateMixin):
 
     def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
         """See `HTTPEngine`."""
-        asked, body = self.weight_version, self._body(prompt, params, seed)
+        version, body = self.weight_version, self._body(prompt, params, seed)
 
         def ask() -> tuple[dict[str, Any], str | None]:
             answer = self.server.post("/generate", body)
             return answer, (answer["meta_info"].get("finish_reason") or {}).get("type")
 
         answer, reason = self.whole(ask)
-        told, tokens = answer["meta_info"], list(answer["output_ids"])
+        meta, tokens = answer["meta_info"], list(answer["output_ids"])
         if reason == "length" and len(tokens) < params.max_new_tokens:
             raise RunError(
                 f"{self.server.url} ended a completion after {len(tokens)} of {params.max_new_tokens} tokens, with a "
@@ -105,22 +105,22 @@ class SGLangEngine(WeightUpdateMixin):
                 f"{len(prompt) + params.max_new_tokens + 6}",
             )
         if body["return_sampling_mask"]:
-            logprobs = [float(value) for value in told["output_token_sampling_logprobs"]]
+            logprobs = [float(value) for value in meta["output_token_sampling_logprobs"]]
         else:
-            logprobs = [float(value) for value, *_ in told["output_token_logprobs"]]
+            logprobs = [float(value) for value, *_ in meta["output_token_logprobs"]]
         if len(logprobs) != len(tokens):
             raise RunError(
                 f"{self.server.url} returned {len(tokens)} tokens but {len(logprobs)} log-probs",
                 code="invalid_response",
                 keys=("rollout.engine.url",),
             )
-        oldest, several = self.versions_in(told.get("weight_versions"), len(tokens), asked)
+        oldest, several = self.versions_in(meta.get("weight_versions"), len(tokens), version)
         read = answer.get("prompt_token_ids")
         other = None if read is None or list(read) == list(prompt) else list(read)
         experts = None
         if params.routing:
             num_read = len(prompt) + len(tokens) - 1
-            experts = decode_experts(told.get("routed_experts"), num_read, self._decoded, start=SGLANG_WITH_EXPERTS)
+            experts = decode_experts(meta.get("routed_experts"), num_read, self._decoded, start=SGLANG_WITH_EXPERTS)
         return Completion(tokens, logprobs, reason, oldest, other, several, experts)
 
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:

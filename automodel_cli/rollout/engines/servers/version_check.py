@@ -30,8 +30,8 @@ def check_release(server: Server, path: str, engine: str, oldest: tuple[int, ...
             fix=start,
         )
     version = str(answer["version"])
-    found = re.match(r"\.".join([r"(\d+)"] * len(oldest)), version)
-    if found is None or tuple(map(int, found.groups())) >= oldest:
+    match = re.match(r"\.".join([r"(\d+)"] * len(oldest)), version)
+    if match is None or tuple(map(int, match.groups())) >= oldest:
         return answer  # a build from source may call itself anything
     text = ".".join(map(str, oldest))
     raise ConfigError(

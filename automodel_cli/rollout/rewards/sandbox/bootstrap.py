@@ -30,8 +30,8 @@ _PATIENCE = 60.0  # seconds until the first request of the judge, with which the
 def main() -> None:
     task = json.load(sys.stdin)
     os.umask(0o022)
-    ours, theirs = socket.socketpair()
-    links = dict(zip(("player", "judge"), (ours.fileno(), theirs.fileno()), strict=True))
+    player_socket, judge_socket = socket.socketpair()
+    links = dict(zip(("player", "judge"), (player_socket.fileno(), judge_socket.fileno()), strict=True))
     ends, processes = {}, {}
     for name in task["processes"]:
         reads, writes = os.pipe()
@@ -45,8 +45,8 @@ def main() -> None:
             _guard(task["processes"][name], task["folder"], links.get(name), writes)
         os.close(writes)
         ends[name], processes[name] = reads, pid
-    ours.close()
-    theirs.close()
+    player_socket.close()
+    judge_socket.close()
     report: dict[str, Any] = {}
     last = list(processes)[-1]
     for name in (last, *processes):  # the judge decides, so the exit of the player does not matter
@@ -124,7 +124,7 @@ def _exceeds(pid: int, work: str, max_bytes: int) -> bool:
     while folders:
         try:
             entries = list(itertools.islice(os.scandir(folders.pop()), linux_isolation.MAX_FILES + 1))
-            found = [entry.stat(follow_symlinks=False) for entry in entries]
+            statuses = [entry.stat(follow_symlinks=False) for entry in entries]
         except PermissionError:
             continue  # made so by `mkdir`: the process cannot enter it either
         except FileNotFoundError:
@@ -132,7 +132,7 @@ def _exceeds(pid: int, work: str, max_bytes: int) -> bool:
         except OSError:  # a path that is too long
             return True
         num_files += len(entries)
-        num_bytes += sum(512 * status.st_blocks for status in found)
+        num_bytes += sum(512 * status.st_blocks for status in statuses)
         folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
         if num_files > linux_isolation.MAX_FILES:
             return True

@@ -69,12 +69,12 @@ class Judge(Peer):  # type: ignore[misc]
 
     def bind(self, code: str, names: set[str], entry_point: str | None) -> dict[str, Any]:
         """Run the tested code in the other process, and return the meaning of the names that the test uses."""
-        found = self.do("load", code)
+        loaded = self.do("load", code)
         bound: dict[str, Any] = {}
-        for name in names & set(found):
+        for name in names & set(loaded):
             if hasattr(builtins, name) and name != entry_point:
                 continue  # the tested code must not redefine `all` or `isinstance` in a test
-            what, *details = found[name]
+            what, *details = loaded[name]
             if what == "module" and details[0] == name and name in sys.stdlib_module_names:
                 # Only a module that the test itself names: the completion chooses the name of any other, and modules
                 # such as `unittest.__main__` run and exit when they are imported.
@@ -89,11 +89,11 @@ class Judge(Peer):  # type: ignore[misc]
         """Return the built-in exception of that name, or a class derived from the nearest built-in one. Exceptions that
         would end the process are excluded."""
         for i, name in enumerate(names):
-            found = getattr(builtins, name, None)
-            if isinstance(found, type) and issubclass(found, Exception):
+            known = getattr(builtins, name, None)
+            if isinstance(known, type) and issubclass(known, Exception):
                 if i == 0:
-                    return found
-                return self._exceptions.setdefault(names[0], type(names[0], (found,), {}))
+                    return known
+                return self._exceptions.setdefault(names[0], type(names[0], (known,), {}))
         return RuntimeError
 
 
@@ -235,8 +235,8 @@ def _main() -> None:
     task = json.load(sys.stdin)
     out, sys.stdout = sys.stdout, io.StringIO()
     descriptor, sys.argv = int(sys.argv[1]), ["test"]
-    found = verdict(descriptor, task["code"], task["test"], task["entry_point"])
-    out.write(json.dumps(found))
+    result = verdict(descriptor, task["code"], task["test"], task["entry_point"])
+    out.write(json.dumps(result))
     out.flush()
 
 

@@ -101,12 +101,12 @@ def run_test(code: str, test: str, limits: Limits | None = None, entry_point: st
     if outcome.timed_out:
         return Verdict(False, "ran out of time")
     try:
-        said = json.loads(outcome.stdout)
+        verdict = json.loads(outcome.stdout)
     except ValueError:
         return Verdict(False, f"the judge ended without a verdict: {outcome.stderr[-500:]}")
-    if "broken" in said:
-        raise ValueError(said["broken"])
-    return Verdict("passed" in said, said.get("failed", ""))
+    if "broken" in verdict:
+        raise ValueError(verdict["broken"])
+    return Verdict("passed" in verdict, verdict.get("failed", ""))
 
 
 @functools.cache
@@ -144,10 +144,10 @@ def require_isolation(*, allow: bool) -> None:
 def statement() -> str:
     """Return the enforced isolation and its mechanisms as text."""
     try:
-        found = _run({"code": _process([_interpreter(), "-I", "-S", "-c", "pass"], {"stdin": ""}, None)}, raw=True)
+        outcome = _run({"code": _process([_interpreter(), "-I", "-S", "-c", "pass"], {"stdin": ""}, None)}, raw=True)
     except OSError as error:
         return f"nothing: {error}"
-    how = found.isolation
+    how = outcome.isolation
     words = {
         "files": "empty root" if "root" in how else "Landlock" if "landlock" in how else None,
         "network": " and ".join(w for w, k in (("seccomp", "seccomp"), ("a network namespace", "netns")) if k in how),
@@ -217,8 +217,13 @@ def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> SandboxO
         os.chmod(folder, 0o755)  # the code runs as another user if possible
         handles = [stdout.fileno(), stderr.fileno(), ignored.fileno()]
         for name, process in processes.items():
-            mine = (stdout, stderr) if name == last else (ignored, ignored)
-            process |= {"name": name, "stdout": mine[0].fileno(), "stderr": mine[1].fileno(), "inherited": handles}
+            streams = (stdout, stderr) if name == last else (ignored, ignored)
+            process |= {
+                "name": name,
+                "stdout": streams[0].fileno(),
+                "stderr": streams[1].fileno(),
+                "inherited": handles,
+            }
         bootstrap = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", str(_INSIDE / "bootstrap.py")],
             stdin=subprocess.PIPE,
@@ -230,22 +235,22 @@ def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> SandboxO
             pass_fds=handles,
         )
         seconds = max(process["limits"]["seconds"] for process in processes.values())
-        said, errors, expired = b"", b"", False
+        output, errors, expired = b"", b"", False
         try:
             task = json.dumps({"processes": processes, "folder": folder}).encode()
-            said, errors = bootstrap.communicate(task, timeout=seconds + _START_SECONDS)
+            output, errors = bootstrap.communicate(task, timeout=seconds + _START_SECONDS)
         except subprocess.TimeoutExpired:
             expired = True
         finally:
             _kill(bootstrap)
-        if not said and not expired:
+        if not output and not expired:
             raise OSError(
                 f"the sandbox could not start: {errors.decode(errors='replace').strip()[-500:] or 'no answer'}"
             )
-        report = json.loads(said) if said else {}
+        report = json.loads(output) if output else {}
         # common permissions of all processes
-        found = [frozenset(report.get(name, {}).get("isolation", ())) for name in processes]
-        common = frozenset.intersection(*found)
+        isolation = [frozenset(report.get(name, {}).get("isolation", ())) for name in processes]
+        common = frozenset.intersection(*isolation)
         code = report.get(last, {}).get("returncode")
         expired = expired or code == -signal.SIGALRM
         return SandboxOutcome(

@@ -47,9 +47,9 @@ def leave_namespaces(own_user: int | None) -> set[str]:
 def own_user() -> int | None:
     """Return a user id without other processes, for root to switch to. None if the user namespace has none."""
     users, groups = _mapped("uid_map"), _mapped("gid_map")
-    wanted = [_FIRST_UID + os.getpid()]
-    wanted += [end - 1 - os.getpid() % (_UIDS // 2) for begin, end in users if end - begin >= _UIDS]
-    return next((uid for uid in wanted if all(any(a <= uid < b for a, b in ids) for ids in (users, groups))), None)
+    candidates = [_FIRST_UID + os.getpid()]
+    candidates += [end - 1 - os.getpid() % (_UIDS // 2) for begin, end in users if end - begin >= _UIDS]
+    return next((uid for uid in candidates if all(any(a <= uid < b for a, b in ids) for ids in (users, groups))), None)
 
 
 def _mapped(name: str) -> list[tuple[int, int]]:
@@ -274,7 +274,9 @@ def _program(own_root: bool, own_processes: bool) -> Iterator[bytes]:
     if _MACHINE == "x86_64":
         yield from (step(greater, 0x40000000, 0, 1), step(back, kill))  # the x32 calls have other numbers
     refused = {**_REFUSED, **({} if own_root else _REFUSED_WITHOUT_A_ROOT)}
-    for number in sorted({found for pair in refused.values() if (found := pair[_MACHINE == "aarch64"]) is not None}):
+    for number in sorted(
+        {number_here for pair in refused.values() if (number_here := pair[_MACHINE == "aarch64"]) is not None}
+    ):
         yield from (step(equal, number, 0, 1), step(back, refuse | _EPERM))
     for name in ("fork", "vfork"):
         yield from when(name, step(back, refuse | _EAGAIN))

@@ -81,8 +81,8 @@ class Peer:
             return value if -_SAFE_INT < value < _SAFE_INT else {"k": "int", "v": hex(value)}
         for kind, (types, parts, _) in _KINDS.items():
             if isinstance(value, types):
-                found = parts(value)
-                return {"k": kind, "v": [self.encode(part) for part in found]}
+                encoded = parts(value)
+                return {"k": kind, "v": [self.encode(part) for part in encoded]}
         return self.hold(value)
 
     def decode(self, data: Any) -> Any:
