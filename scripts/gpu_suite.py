@@ -76,7 +76,7 @@ def pieces() -> list[Piece]:
         Piece("the head's products", (*_PYTEST, "tests/gpu/test_head_cuda.py")),
         Piece("parallel axes, two ranks on this GPU over gloo", (*_PYTEST, "tests/gpu/test_axes_cuda.py"), 150),
         Piece("a run of one rank over nccl", (*_BENCH, "quickstart")),
-        Piece("compiled glue", (*_PYTEST, "tests/gpu/test_glue_cuda.py"), 120),
+        Piece("compiled fused operations", (*_PYTEST, "tests/gpu/test_fused_operations_cuda.py"), 120),
         Piece("compiled layers", (*_BENCH, "quickstart", "parallelizer.enable_compile=true"), 150),
         Piece("parameters in host memory", (*_BENCH, "{folder}/dense.yaml", _OFFLOAD)),
         Piece("the sampler", (*_BENCH, "quickstart_grpo", *_SAMPLED)),

@@ -19,21 +19,30 @@ from rich.console import Console
 from rich.text import Text
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "img"
-WIDTH = 124
+WIDTH = 110
 STEPS = (100, 300, 600, 900, 1100)
 
 
 def shown_lines(log: str) -> list[str]:
-    """Return the lines of the picture: the summary without data statistics, a few steps, and the results."""
+    """Return the lines of the picture: the summary, a few steps, and the results.
+
+    Values that depend on the load of the machine (speed, durations) are not part of the picture.
+    """
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", log).replace("\r", "\n").splitlines()]
     first = next(i for i, line in enumerate(lines) if line.startswith("automodel "))
     begin = next(i for i, line in enumerate(lines) if line.startswith("step "))
     data = next(i for i, line in enumerate(lines) if line.startswith("data "))
-    header = [line.replace(str(Path.home()), "~") for line in lines[first : min(begin, data + 5)]]
+    header = [line.replace(str(Path.home()), "~") for line in lines[first : min(begin, data + 4)]]
     rest = [line for line in lines[begin:] if line]
-    steps = [line for line in rest if (m := re.match(r"step +(\d+)/", line)) and int(m[1]) in STEPS]
-    results = [line for line in rest if not re.match(r"(step|\[|accuracy before) ?", line)]
+    steps = [re.sub(r"(  lr \S+).*", r"\1", line) for line in rest if _step_of(line) in STEPS]
+    first_result = next(i for i, line in enumerate(rest) if line.startswith("accuracy after"))
+    results = [line for line in rest[first_result:] if not line.startswith(("done", "ended"))]
     return [*header, "…", *steps, *results]
+
+
+def _step_of(line: str) -> int | None:
+    match = re.match(r"step +(\d+)/", line)
+    return int(match[1]) if match else None
 
 
 def terminal(log: str) -> None:

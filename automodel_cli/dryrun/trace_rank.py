@@ -385,7 +385,7 @@ def _notes(recipe: Any, request: TraceRequest) -> list[str]:
     if recipe.parallelizer.enable_compile is True:
         notes.append("enable_compile=true: counted as if it were false")
     elif recipe.parallelizer.enable_compile:
-        notes.append(f"enable_compile={recipe.parallelizer.enable_compile}: glue counted as compiled")
+        notes.append(f"enable_compile={recipe.parallelizer.enable_compile}: fused operations counted as compiled")
     if recipe.parallelizer.autocast_dtype is not None:
         notes.append("autocast_dtype: counted in the dtype that parameters have, torch does not cast fakes")
     if recipe.packing_note is not None:

@@ -21,8 +21,8 @@ Memory is of tensors, as torch's allocator rounds them; the CUDA context, cuBLAS
 Time is a roofline: assumed efficiencies, a floor per kernel and per launch; other ranks route, pack and wait as this
   one does. Without its windows, sliding flash attention counts too many FLOPs. Data loading, checkpoints, rollouts,
   and a reference model's own passes are not in the step.
-DDP's reducer is one in Python that follows its rules. Not run: torch.compile (glue and FlexAttention count as one
-  kernel each, whole layers as written), autocast, Transformer Engine, DeepEP, 4-bit bases, vLLM."""
+DDP's reducer is one in Python that follows its rules. Not run: torch.compile (fused operations and FlexAttention
+  count as one kernel each, whole layers as written), autocast, Transformer Engine, DeepEP, 4-bit bases, vLLM."""
 
 
 @dataclass(frozen=True)

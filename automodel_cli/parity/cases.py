@@ -63,7 +63,7 @@ class Case:
         settings = {
             "recompute": self.parallelizer.activation_checkpointing,
             f"compiled:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile is True,
-            f"glue:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile == FUSED_OPS,
+            f"fused_ops:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile == FUSED_OPS,
             "lora": self.lora is not None,
             f"own-stages:{self.mesh.pp_size}": self.own_layers,
             str(self.compute_dtype): self.compute_dtype is not None,

@@ -69,20 +69,20 @@ def trace_activations(
     seq_len: int,
     exchanges_tokens: bool = False,
     masks: bool = False,
-    fuses_glue: bool = False,
+    fuses_operations: bool = False,
 ) -> Activations:
     """Run `part` (on the meta device, not touched) forward in `dtype` on rows x seq_len tokens and count.
 
     `exchanges_tokens`: experts are distributed over ranks, each of which receives as many tokens as it sends.
     `masks`: every call of attention makes numbers of a mask of all tokens of a row, and keeps them.
-    `fuses_glue`: what is between products is compiled.
+    `fuses_operations`: elementwise operations between GEMMs are compiled.
     """
     from transformers import AttentionInterface
 
     model: Any = copy.deepcopy(part.model)
     model.to(dtype)
     layers = transformer_layers(model)
-    if fuses_glue:
+    if fuses_operations:
         fuse_layers(model, as_one(nullcontext, lambda name, read, written: None))
     watch = _Watch(layers, {StorageWeakRef(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())})
     if masks:

@@ -133,7 +133,7 @@ def _make_plan(request: PlanRequest) -> Plan:
         seq_len=tokens,
         exchanges_tokens=request.layout.ep > 1,
         masks=request.masks,
-        fuses_glue=request.parallelizer.enable_compile in (AUTO, FUSED_OPS),  # what is planned is for GPUs
+        fuses_operations=request.parallelizer.enable_compile in (AUTO, FUSED_OPS),  # what is planned is for GPUs
     )
     if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)

@@ -332,7 +332,7 @@ def test_kept_experts_are_cast_once_a_step_and_give_the_same_gradients():
 
 def _compiled(rank, world, family):
     """(all-to-alls of tokens, gradients, graphs) of one step as written, and of compiled layers: kept, recomputed, and
-    exchanged again; of compiled glue with products kept."""
+    exchanged again; of compiled fused operations with products saved."""
     mesh = build_mesh(EP2.resolve(world), "cpu")
     compiled = replace(FSDP2, enable_compile=True, compile_backend="aot_eager")
     configs = [FSDP2, *(replace(compiled, activation_checkpointing=mode) for mode in (False, "full", "minimal"))]
@@ -352,9 +352,9 @@ def _compiled(rank, world, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_layers_are_compiled_around_the_experts_and_recomputed_without_another_exchange(family):
-    (exchanges, want, none), plain, full, minimal, glue = launch(_compiled, 2, family)
-    assert none == 0 and plain[0] == full[0] == glue[0] == exchanges < minimal[0]
-    for _, got, num_graphs in (plain, full, minimal, glue):
+    (exchanges, want, none), plain, full, minimal, fused = launch(_compiled, 2, family)
+    assert none == 0 and plain[0] == full[0] == fused[0] == exchanges < minimal[0]
+    for _, got, num_graphs in (plain, full, minimal, fused):
         assert num_graphs >= 2 and tiny.gradient_error(want, got) <= tolerance()
 
 

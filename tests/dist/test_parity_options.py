@@ -50,8 +50,8 @@ COMPILED = {
 }
 FUSED_OPS = {"enable_compile": "fused_ops", "compile_backend": "aot_eager"}
 COMPILED |= {
-    "fsdp2, glue": replace(FSDP2, activation_checkpointing=2, **FUSED_OPS),
-    "tp, glue": replace(FSDP2, sequence_parallel=True, **FUSED_OPS),
+    "fsdp2, fused_ops": replace(FSDP2, activation_checkpointing=2, **FUSED_OPS),
+    "tp, fused_ops": replace(FSDP2, sequence_parallel=True, **FUSED_OPS),
 }
 REDUCED = {
     "bfloat16": replace(FSDP2, mp_policy=MixedPrecision()),
@@ -76,11 +76,11 @@ def _compiled(rank, world, case):
 
 
 @pytest.mark.parametrize(
-    "option", ["fsdp2, selective", *slow("fsdp2", "ddp, checkpointing", "fsdp2, glue", "tp, glue")]
+    "option", ["fsdp2, selective", *slow("fsdp2", "ddp, checkpointing", "fsdp2, fused_ops", "tp, fused_ops")]
 )
 def test_compiled_layers_give_the_same_numbers(option):
     """By default one; test_verify_rows has whole layers around packed attention, unit/distributed/test_fused the
-    glue."""
+    fused operations."""
     case = Case("qwen3", config=COMPILED[option], num_layers=2)
     if "selective" in option:  # must be one graph, which packed attention on a CPU breaks
         case = replace(case, packed=False, attention="eager")

@@ -96,10 +96,13 @@ def test_a_template_that_rewrites_earlier_turns_makes_no_single_document():
 
 
 def test_a_token_over_the_edge_of_a_turn_is_cut_as_the_prompt_cuts_it():
-    glued, row = "{% for m in messages %}{{ m['content'] }}{% endfor %}", chat_row("a sma", "ll text")["messages"]
+    concatenated, row = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        chat_row("a sma", "ll text")["messages"],
+    )
     with raises(RowError, "not_a_prefix", values=("start of message 1",)):
-        encode(glued, row, turns="single")
-    tokenizer, document = encode(glued, row)
+        encode(concatenated, row, turns="single")
+    tokenizer, document = encode(concatenated, row)
     assert document.ids[document.trained == 0].tolist() == tokenizer("a sma")["input_ids"]
     assert trained_text(tokenizer, document) == "ll text<|im_end|>"
 

@@ -206,7 +206,7 @@ def test_what_is_not_finite_stays_visible():
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", pytest.param("mxfp8", marks=pytest.mark.slow)])
-def test_casts_are_glue_and_compile_to_the_same_bits(recipe):
+def test_casts_are_elementwise_and_compile_to_the_same_bits(recipe):
     x, grad = numbers()
     want = run(layer(recipe), x, grad)
     linear = layer(recipe)

@@ -43,7 +43,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama", *slow("qwen3")])
-def test_glue_is_found_computes_the_same_and_is_compiled_for_any_number_of_tokens_at_once(family: str) -> None:
+def test_regions_are_found_compute_the_same_and_are_compiled_for_any_number_of_tokens_at_once(family: str) -> None:
     plain = tiny.build_hf(family)
     model = copy.deepcopy(plain)
     fuser = Compiled("aot_eager", CPU, torch.float32)
@@ -81,7 +81,7 @@ def test_gates_in_one_product_are_found_and_other_formulas_left_alone() -> None:
     assert all(torch.allclose(part(x), result, atol=1e-6) for part, result in zip(model, want, strict=True))
 
 
-def test_the_glue_of_experts_computes_the_same_compiled() -> None:
+def test_the_regions_of_experts_compute_the_same_compiled() -> None:
     experts = next(m for m in tiny.build_hf("gpt_oss").modules() if hasattr(m, "is_transposed"))
     fuser = Compiled("aot_eager", CPU, torch.float32)
     plain, compiled = (GatedExperts.of(experts, experts.num_experts, None, f) for f in (None, fuser))
@@ -166,7 +166,7 @@ def _narrow(graph, inputs):
     return graph
 
 
-def test_glue_that_fails_later_runs_as_written_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_region_that_fails_later_runs_as_written_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     run = Compiled("narrow", CPU, torch.float32)(SCALED)
     assert run is not None
     with caplog.at_level(logging.WARNING):
@@ -210,19 +210,19 @@ def test_tensors_without_values_are_counted_as_one_kernel_forward_and_one_for_ea
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for a CPU")
 def test_inductor_makes_no_more_kernels_than_are_counted() -> None:
     found: dict[str, FusibleRegion] = {}
-    fuse_layers(tiny.build_hf("llama"), lambda glue: found.setdefault(glue.name, glue) and None)
+    fuse_layers(tiny.build_hf("llama"), lambda region: found.setdefault(region.name, region) and None)
     experts = next(m for m in tiny.build_hf("qwen3_moe").modules() if hasattr(m, "is_transposed"))
     biased = next(m for m in tiny.build_hf("gpt_oss").modules() if hasattr(m, "is_transposed"))
     for some in (experts, biased):
-        GatedExperts.of(some, some.num_experts, None, lambda glue: found.setdefault(glue.name, glue) and None)
+        GatedExperts.of(some, some.num_experts, None, lambda region: found.setdefault(region.name, region) and None)
     assert len(found) == 9
-    for glue in found.values():
+    for region in found.values():
         counted: list[str] = []
-        grad = glue.kept is not None
-        args = [compiled_regions._to_device(arg, CPU, torch.float32, grad=grad) for arg in glue.sample(64)]
-        tally = as_one(nullcontext, lambda name, read, written, counted=counted: counted.append(name))(glue)
+        grad = region.kept is not None
+        args = [compiled_regions._to_device(arg, CPU, torch.float32, grad=grad) for arg in region.sample(64)]
+        tally = as_one(nullcontext, lambda name, read, written, counted=counted: counted.append(name))(region)
         with torch.set_grad_enabled(grad):
             compiled_regions._with_gradients(tally, args)
-            run = compiled_regions._function_of(glue, "inductor")
+            run = compiled_regions._function_of(region, "inductor")
             _, codes = run_and_get_code(lambda run=run, args=args: compiled_regions._with_gradients(run, args))
-        assert 1 <= sum(code.count("async_compile.cpp") for code in codes) <= len(counted), (glue.name, counted)
+        assert 1 <= sum(code.count("async_compile.cpp") for code in codes) <= len(counted), (region.name, counted)

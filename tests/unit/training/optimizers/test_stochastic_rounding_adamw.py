@@ -170,9 +170,9 @@ def test_a_refused_step_changes_nothing():
 
 
 def test_the_optimizer_that_rounds_compiles_once():
-    glue = FusibleRegion("AdamW", update, None, stochastic_rounding_adamw._sample, by_element=True)
+    region = FusibleRegion("AdamW", update, None, stochastic_rounding_adamw._sample, by_element=True)
     fuser, before = Compiled("aot_eager", CPU, torch.float32), len(compiled_regions.compilations)
-    assert fuser(glue) is not None, fuser.rejected
+    assert fuser(region) is not None, fuser.rejected
     assert len(compiled_regions.compilations) == before + 1, "one graph for tensors of all sizes"
 
 

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_glue_compiles_on_this_gpu_and_computes_the_same(family: str, dtype: torch.dtype):
+def test_regions_compile_on_this_gpu_and_compute_the_same(family: str, dtype: torch.dtype):
     fuser = Compiled("inductor", torch.device("cuda"), dtype)
     plain = tiny.build_hf(family)
     for experts in (module for module in plain.modules() if hasattr(module, "is_transposed")):
