@@ -93,6 +93,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        # Every rank has the same gradient, so its own slice is complete.
         if not ctx.sums:
             return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
         own = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])

@@ -33,11 +33,13 @@ def grad_norm(parts: Sequence[nn.Module], mesh: Mesh) -> Tensor:
     """
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for (device_mesh, axes), local_grads in _groups(_gradients(parts, count_once=True)).items():
+        # Shards of one parameter are disjoint, so their squares add up to the square of the full norm.
         square = _norms(local_grads).square().sum().to(mesh.device)
         for axis in axes:
             assert device_mesh is not None
             dist.all_reduce(square, group=device_mesh.get_group(axis))
         squares += square
+    # Stages have different parameters, so their squares add up too.
     return mesh.sum_over(mesh.pp, squares).sqrt()
 
 
@@ -50,6 +52,7 @@ def clip_grad_norm_(parts: Sequence[nn.Module], max_norm: float | None, mesh: Me
     """
     norm = grad_norm(parts, mesh)
     if max_norm is not None:
+        # Example: norm 4 and max_norm 1 give 0.25. A norm below max_norm gives 1.
         factor = (max_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in _gradients(parts):

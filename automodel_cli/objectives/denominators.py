@@ -24,10 +24,13 @@ def with_denominators(
         (objective.weight(batch), *batch_terms.values()) for batch, batch_terms in zip(batches, terms, strict=True)
     ]
     # One kernel for all microbatches.
+    # [microbatches, 1 + terms] -> sums over the microbatches [1 + terms] -> sums over the ranks
     sums = total(torch.stack([value for batch_terms in local for value in batch_terms]).view(len(local), -1).sum(0))
     weight = sums[0]
     if not names:
         return weight, list(batches)
+    # The step divides everything by `weight`. A term with its own denominator d is multiplied by weight / d before, so
+    # that the result is its sum / d. Example: weight 400 and d 100 give the scale 4.
     scales = torch.where(sums[1:] > 0, weight / sums[1:].clamp(min=1), 0.0).float()
     columns = {name: scales[i : i + 1] for i, name in enumerate(names)}
     return weight, [batch.with_columns(**columns) for batch in batches]

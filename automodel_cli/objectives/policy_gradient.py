@@ -186,11 +186,13 @@ class PolicyTerms:
     @cached_property
     def _ratio(self) -> Tensor:
         """The importance ratio q at every token."""
+        # Log of the ratio per token. Example: log-probs -1.0 now and -1.2 before give q = exp(0.2) = 1.22.
         change_BT = self.now_BT - self.old_BT
         if not self.objective.by_sequence:
             return change_BT.exp()
         mean_BT = self._mean_by_sequence(change_BT)  # [B, T], equal at all tokens of a response
         if self.objective.importance_sampling_level == "sequence_token":
+            # The value is that of the response, the gradient that of the token.
             mean_BT = mean_BT.detach() + (self.now_BT - self.now_BT.detach())
         return mean_BT.exp()
 
@@ -206,6 +208,7 @@ class PolicyTerms:
         if objective.policy_loss == "sapo":
             t_BT = torch.where(a_BT > 0, objective.sapo_positive, objective.sapo_negative)
             return -a_BT * (t_BT * (self._ratio - 1)).sigmoid() * 4 / t_BT
+        # PPO's pessimistic bound: no gradient for A > 0 and q > 1 + clip_high, or for A < 0 and q < 1 - clip_low.
         losses_BT = torch.maximum(-a_BT * self._ratio, -a_BT * self._clamped())
         if objective.dual_clip_ratio is None:
             return losses_BT
@@ -217,12 +220,14 @@ class PolicyTerms:
         objective = self.objective
         gap_BT = self.old_BT - self.sampler_BT
         by_sequence = objective.corrects_by_sequence
+        # Per response: the product of the token ratios, as a sum of logs.
         log_BT = to_tokens(sum_by_document(gap_BT, self.batch), self.batch) if by_sequence else gap_BT
         weight_BT = log_BT.exp()
         low, high = objective.sampler_correction_clip_min or 0.0, objective.sampler_correction_clip_max
         if high is None:
             return _finite(weight_BT), None
         if objective.sampler_correction == "sequence_mask":
+            # Geometric mean of the token ratios, so that the bounds do not depend on the length.
             mean_BT = self._mean_by_sequence(gap_BT).exp()
             out_BT = ~((mean_BT >= low) & (mean_BT <= high))
             return _finite(weight_BT.masked_fill(out_BT, 0.0)), self._by_sequence(out_BT.float())

@@ -76,6 +76,8 @@ def _(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranks, num_local = received_RL.shape
+    # Example: received_RL [[1, 1], [2, 1]] arrives as experts 0 1 0 0 1. Sorted: order 0 2 3 1 4, place 0 3 1 2 4, ends
+    # 3 5.
     expert_RL = torch.arange(num_local, device=received_RL.device).repeat(ranks)
     arrived_N = expert_RL.repeat_interleave(received_RL.flatten(), output_size=num_rows)
     expert_N, order_N = torch.sort(arrived_N, stable=True)

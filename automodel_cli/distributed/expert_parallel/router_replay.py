@@ -96,6 +96,7 @@ class Replay:
         self._tally = tally
 
     def choose(self, layer: int, own_NK: Tensor) -> Tensor:
+        # -1 leaves the choice to the router, for example at padding.
         given_NK = self._of(layer, own_NK)
         if self._tally is not None:
             self._tally.add(own_NK, given_NK)
@@ -169,6 +170,7 @@ def recomputes_alike(layer: nn.Module) -> None:
         choices, runs = _now.choices, itertools.count()
 
         def bound(*args: Any, **kwargs: Any) -> Any:
+            # The first run is the forward, later runs are recomputation in backward. They must select the same experts.
             first = next(runs) == 0
             with choosing(choices if first or choices is None else choices.again()):
                 return run(*args, **kwargs)
@@ -195,5 +197,6 @@ class _Selection(TorchFunctionMode):
         index_NK = self._choices.choose(self._layer, result.indices)
         if index_NK is result.indices:
             return result
+        # The module continues with the scores of the replayed experts, so that routing weights keep their gradient.
         scores_NE: Tensor = args[0] if args else kwargs["input"]
         return torch.return_types.topk((scores_NE.gather(-1, index_NK), index_NK))

@@ -132,6 +132,7 @@ class _InputGradient:
         self.sum_TI: Tensor | None = None
 
     def add(self, grad_TO: Tensor, weight_OI: Tensor) -> None:
+        # The first reader overwrites, the others accumulate in the same GEMM.
         if self.sum_TI is None:
             self.sum_TI = grad_TO @ weight_OI
         else:
@@ -228,6 +229,7 @@ class _Linear(Function):
         x_TI, weight_OI = ctx.saved_tensors
         wants_x, _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         if wants_x:
+            # Returns no input gradient here. `_Alias.backward` returns the sum after the last reader.
             ctx.gradient.add(grad_TO, weight_OI)
         grad_weight = None
         if wants_weight:

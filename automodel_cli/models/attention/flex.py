@@ -152,6 +152,7 @@ def _graph(
     if sink_H is None:
         return out, lse
     exact = torch.promote_types(out.dtype, torch.float32)  # torch traces every log-sum-exp as float32
+    # The sink adds exp(sink) to the denominator: exp(L) / (exp(L) + exp(sink)) = sigmoid(L - sink).
     share_1HN1 = torch.sigmoid(lse - sink_H.to(exact).view(1, -1, 1)).unsqueeze(-1)
     return (out * share_1HN1).to(out.dtype), lse
 
@@ -312,6 +313,7 @@ def context_visibility(context: Context, window: int | None, of_rank: int | None
     position, lower, _ = _document_positions(cu, len(index_M), window)
     own_N = context.whole_index()
     key_position_M = torch.empty_like(position)
+    # Keys arrive in the order of ranks. Scatter the positions of the full rows to that order.
     key_position_M[index_M] = position
     if of_rank is not None:
         key_position_M = key_position_M.unflatten(0, (context.group.size, -1))[of_rank].contiguous()
@@ -323,6 +325,7 @@ def _document_positions(cu: Tensor, num_tokens: int, window: int | None) -> tupl
     position, document = _document_of(cu, num_tokens)
     lower = cu[document].to(torch.int32)
     if window is not None:
+        # Window W sees W keys including the own position.
         lower = torch.maximum(lower, position - (window - 1))
     return position, lower, position
 
@@ -358,13 +361,16 @@ def _visible(
         own = (at <= position_N[query]) & (at >= lower_N[query])
         return own if prefix is None else own | ((at >= prefix[0][query]) & (at < prefix[1][query]))
 
+    # Smallest and largest value in each block of 128 queries or keys.
     first, last = _ends(position_N)
     least, most = _ends(lower_N)
     key_first, key_last = (x[None] for x in _ends(key_position_M))
+    # Possibly visible: the ranges of keys and of visible positions overlap. All other blocks are skipped.
     touched = (key_last >= least[:, None]) & (key_first <= last[:, None])
     # The last block may contain padding, which only the mask excludes.
     whole_Q, whole_K = (torch.arange(1, len(x) + 1, device=x.device) * _BLOCK for x in (first, key_first[0]))
     inside = (whole_Q <= len(position_N))[:, None] & (whole_K <= len(key_position_M))
+    # Fully visible: every key of the block is visible to every query of the block.
     full = (key_first >= most[:, None]) & (key_last <= first[:, None])
     if prefix is not None:
         (earliest, latest), (least_stop, most_stop) = _ends(prefix[0]), _ends(prefix[1])

@@ -243,6 +243,7 @@ def cut_stage(
     """Build the stage with `layers` of `part`. The part is not changed. The stage shares its tensors, meta or not."""
     slots = part.model.get_submodule(anatomy.layers).children()
     others = (slot for i, slot in enumerate(slots) if i not in layers)  # Replaced by stand-ins below.
+    # The memo makes deepcopy reuse tensors and layers of other stages, so that the copy costs no memory.
     stage = copy.deepcopy(part, {id(kept): kept for kept in (*part.parameters(), *part.buffers(), *others)})
     stage.__class__ = StagePart
     assert isinstance(stage, StagePart)
@@ -260,6 +261,7 @@ def cut_stage(
     base = model.base_model_prefix
     dtype = next(part.parameters()).dtype
     table, is_tied = _table(model)
+    # Stages with the embedding table: the first, the one with multi-token prediction, and the last if its head is tied.
     keeps_table = is_first or holds_depths or (is_last and is_tied)
     if keeps_table and not is_first:
         _copy_table(model, table)
@@ -324,6 +326,8 @@ def _fill_slots(stage: StagePart, anatomy: ModelStructure) -> None:
             f"{anatomy.layers} is a {type(slots).__name__}, which cannot contain stand-ins. A base model whose "
             "forward takes and returns hidden states needs patch_inner_model=False",
         )
+    # Example: layers 2 and 3 of 6 in the middle of a pipeline. Slot 1 enters, slots 2 and 3 run, slot 4 leaves, and
+    # slots 0 and 5 pass through.
     first, end = stage.layers.start, stage.layers.stop
     for i, layer in enumerate(list(slots)):
         if i not in stage.layers:

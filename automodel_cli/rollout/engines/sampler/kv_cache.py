@@ -53,6 +53,7 @@ class Prefill:
     @cached_property
     def copies_3M(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each copied token: its index in the row, its slot, and its position in the slot."""
+        # Example of the module docstring: source 0 1 2 0 1 2 3 4, slot 0 0 0 1 1 1 2 2, position 0 1 2 0 1 2 0 1.
         spans = [torch.arange(length) for length in self.lengths]
         copies = [(i, slot) for i, of_prompt in enumerate(self.slots) for slot in of_prompt]
         source_M = torch.cat([spans[i] + self.bounds[i] for i, _ in copies])
@@ -85,6 +86,8 @@ class Decode:
         """0 at the cached tokens that each slot's new token sees and -inf elsewhere, to be added to its scores. All
         layers of one window share it."""
         if (window, dtype) not in self._masks:
+            # Example: position 2, 5 cached tokens: distances 2 1 0 -1 -2. Negative ones are later tokens or stale
+            # entries of the slot.
             distance_BL = self.position_B[:, None] - torch.arange(self.longest, device=self.position_B.device)
             hidden_BL = distance_BL < 0 if window is None else (distance_BL < 0) | (distance_BL >= window)
             mask_BL = torch.zeros_like(hidden_BL, dtype=dtype).masked_fill_(hidden_BL, -torch.inf)
@@ -194,6 +197,7 @@ class KVCache:
         Doubles the size if it is too small."""
         stored = self._layers.get(call)
         if stored is None or stored[0].shape[2] < length:
+            # Doubling copies each token a constant number of times on average.
             capacity = max(length, 2 * length if self.longest is None else min(2 * length, self.longest))
             # Zeros, because masked positions are multiplied by 0, and 0 * nan is nan.
             room = (self._zeros(key, capacity), self._zeros(value, capacity))
@@ -234,6 +238,7 @@ def _decode(
     repeated."""
     batch, heads, _, width = query_BH1D.shape
     groups = heads // key_BKLD.shape[1]
+    # Example: 8 query heads and 2 kv heads give [B, 2, 4, D]. Each kv head has 4 query rows in one GEMM.
     query_BKGD = query_BH1D.view(batch, -1, groups, width)
     # A flash kernel processes sequences and heads one by one. On a CPU two GEMMs over all of them take two thirds of
     # its time for short sequences, and as much for long ones. GEMMs in 16-bit dtypes are slow there.
@@ -246,6 +251,7 @@ def _decode(
             scores_BKGL = softcap * torch.tanh(scores_BKGL / softcap)
         scores_BKGL = scores_BKGL + mask_B11L
         if sink_H is not None:
+            # The sink is one more column of the softmax, which is dropped afterwards.
             sink_BKG1 = sink_H.float().view(1, -1, groups, 1).expand(batch, -1, -1, 1)
             scores_BKGL = torch.cat([scores_BKGL, sink_BKG1], -1)
         probs_BKGL = scores_BKGL.softmax(-1)[..., : key_BKLD.shape[2]]
