@@ -7,15 +7,18 @@
 
     assert launch(sum_of_ranks, 4) == 6.0
 
-The first launch of a process starts the server (the imports, 3-6 s); later ones cost 0.1-0.4 s for 2-8 ranks, where
-torch's launcher costs 8-22 s each. `automodel verify` and the tests run dozens of layouts this way. Plain fork is not
-used because a child hangs if its parent ever ran an operator with more than one thread; the server never runs one.
+The first launch of a process starts the server (imports, 3-6 s). Later ones take 0.1-0.4 s for 2-8 ranks, compared with
+8-22 s for torch's launcher. `automodel verify` and the tests run dozens of layouts this way. Plain fork is not used,
+because a child hangs if its parent ever ran an operator with more than one thread. The server never runs an operator.
 
-What is settled for every rank: one thread, RANK / WORLD_SIZE / LOCAL_RANK / MASTER_* set in the rank itself (the
-server's environment is frozen at its start), the rendezvous store kept by the caller (no free-port race), output
-captured per rank and shown only when a rank fails, a hang turned into a stack trace, the others killed when one rank
-fails or the caller is interrupted, and `os._exit` at the end, because gloo's threads abort an ordinary interpreter
-exit in about half of the runs.
+Every rank has:
+
+- one thread
+- RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, set in the rank because the server's environment is frozen at its start
+- a rendezvous store of the caller, which avoids a race for free ports
+- captured output, which is printed only if a rank fails
+- a stack trace in case of a hang, and an end if another rank fails or the caller is interrupted
+- `os._exit` at the end, because gloo's threads abort an ordinary interpreter exit in about half of the runs
 """
 
 from __future__ import annotations
@@ -68,10 +71,10 @@ def launch_all(
 ) -> list[Any]:
     """Run `fn(rank, world, *args)` on `world` ranks and return every rank's result, in rank order.
 
-    With `process_group` the default gloo group exists when `fn` starts and is destroyed after it; without, `fn` finds
-    the environment of a torchrun worker and starts its own. `fn` must be importable by name, arguments and results
-    picklable.
-    Raises RankFailure when a rank raises, dies, or is still running after `timeout` seconds.
+    With `process_group`, the default gloo group exists when `fn` starts and is destroyed after it. Without, `fn` has
+    the environment of a torchrun worker and creates its own group. `fn` must be importable by name, and its arguments
+    and results picklable.
+    Raises RankFailure if a rank raises, dies, or is still running after `timeout` seconds.
     """
     import torch.distributed as dist
 
@@ -157,7 +160,7 @@ def _rank_main(
     timeout: float,
     process_group: bool,
 ) -> None:
-    gc.freeze()  # a collection would walk all that the server has imported: a fifth of a short rank's time
+    gc.freeze()  # a collection would traverse all imported objects: a fifth of a short rank's time
     log = os.open(f"{folder}/log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

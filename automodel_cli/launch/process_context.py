@@ -13,7 +13,7 @@ from automodel_cli.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """`local` means that nobody has started ranks: the command starts them itself. Otherwise it runs in place."""
+    """`local`: no ranks were started, and the command starts them itself. Otherwise it runs in place."""
 
     kind: Literal["local", "torchrun", "srun"]
     rank: int = 0
@@ -24,13 +24,13 @@ class ProcessContext:
 def detect(environ: MutableMapping[str, str] | None = None) -> ProcessContext:
     """Read the placement from the environment (os.environ).
 
-    Under srun with more than one task the variables that torch.distributed reads (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are filled in. LOCAL_RANK is the number of this rank's GPU: 0 where
-    Slurm shows each task only its own. One srun task (an interactive shell) counts as local.
-    Raises ConfigError when the variables of a rank are there in part.
+    Under srun with more than one task, the variables that torch.distributed reads (RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are set. LOCAL_RANK is the index of this rank's GPU: 0 if Slurm shows
+    each task only its own GPU. A single srun task (an interactive shell) counts as local.
+    Raises ConfigError if only some of a rank's variables are set.
     """
     env = os.environ if environ is None else environ
-    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, or a scheduler that speaks its language
+    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, or a scheduler with the same variables
         rank = int(env["RANK"])
         if "LOCAL_RANK" not in env:
             raise ConfigError(
@@ -59,22 +59,22 @@ def detect(environ: MutableMapping[str, str] | None = None) -> ProcessContext:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[07-09,12],login` -> `gpu07`. `hostname` may answer 127.x; the list
-    does not.
+    """Return the first host of a Slurm node list: `gpu[07-09,12],login` -> `gpu07`. `hostname` may return 127.x, the
+    list does not.
     """
     head = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", head)
 
 
 def _port(env: Mapping[str, str]) -> int:
-    """A rendezvous port that two steps on one host do not share: fixed ports collide. Below the ports that Linux
-    gives to clients.
+    """Return a rendezvous port that differs between two steps on one host, below the ports that Linux assigns to
+    clients.
     """
     return 20_000 + (int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env["SLURM_STEP_ID"])) % 12_000
 
 
 def _local_world_size(env: Mapping[str, str]) -> int:
-    """Tasks on this node, from `SLURM_STEP_TASKS_PER_NODE` such as `8(x3),4`."""
+    """Return the tasks on this node, from `SLURM_STEP_TASKS_PER_NODE` such as `8(x3),4`."""
     counts: list[int] = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1")):
         counts += [int(count)] * int(repeat or 1)
@@ -83,7 +83,7 @@ def _local_world_size(env: Mapping[str, str]) -> int:
 
 
 def num_gpus() -> int:
-    """GPUs that this host offers, without importing torch where no driver is."""
+    """Return the number of GPUs of this host. Imports torch only if there is a driver."""
     drivers = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
     if not any(os.path.exists(path) for path in drivers):
         return 0

@@ -15,7 +15,7 @@ _SECONDS = 2.0
 
 @contextmanager
 def by_rank_0() -> Iterator[None]:
-    """Let rank 0 alone print what is refused in here, by rules that read the config and the number of ranks only."""
+    """Print errors of this context on rank 0 only. For checks of the config and the number of ranks."""
     try:
         yield
     except ConfigError as error:
@@ -25,7 +25,7 @@ def by_rank_0() -> Iterator[None]:
 
 @contextmanager
 def by_one_of_a_host() -> Iterator[None]:
-    """Let the first rank of each host print what is refused in here: what lies on a disk differs between hosts only."""
+    """Print errors of this context on the first rank of each host. For checks of files, which differ between hosts."""
     try:
         yield
     except ConfigError as error:
@@ -35,7 +35,7 @@ def by_one_of_a_host() -> Iterator[None]:
 
 
 def _leave_it_to_another(silent: bool, error: ConfigError) -> None:
-    """End this process without a word where another rank has the same error, and give that one the time to print."""
+    """End this process silently if another rank has the same error, and give that rank time to print it."""
     if silent:
         time.sleep(_SECONDS)
         sys.exit(error.exit_code)

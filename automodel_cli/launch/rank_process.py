@@ -1,8 +1,8 @@
 """Rank side of the local launcher and the Slurm script: pid files, output redirection and exit codes.
 
 torch's elastic launcher and `srun --kill-on-bad-exit` report one flattened exit code and kill the peers of any worker
-that exits non-zero. So a rank leaves its exit code in a file of the launcher's status folder, and a clean stop
-(75, 130) leaves the process as 0.
+that exits non-zero. Therefore a rank writes its exit code to a file of the launcher's status folder, and exits with 0
+after a clean stop (75, 130).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLEAN_STOPS = frozenset(signals.EXIT_CODES.values())
 _PR_SET_PDEATHSIG = 1
 _RUN, _EARLIER_RUN = "run-folder", "earlier-run-folder"
 _FINAL = frozenset({2, 3, 4})
-"""Usage or config, data, memory: what the same command would meet again."""
+"""Usage or config, data, memory: errors that the same command would repeat."""
 _SECONDS_TO_SEE = 10.0
 _TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _status: Path | None = None
@@ -47,8 +47,8 @@ def begin() -> None:
     safe_output.open_missing()
     if STATUS_DIR not in os.environ:
         return
-    _status = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
-    if process_context.detect().kind != "srun":  # Slurm ends what belongs to a step by itself
+    _status = Path(os.environ.pop(STATUS_DIR))  # child processes of this rank are not ranks of the launcher
+    if process_context.detect().kind != "srun":  # Slurm ends the processes of a step itself
         _die_with_parent()
     elif not _appears(_status):
         _refuse_unshared(_status.absolute())
@@ -70,25 +70,25 @@ def make_status(status: Path, run_folder: Path | None) -> Path:
 
 
 def is_final(code: int | None) -> bool:
-    """Whether a rank that left `code` would leave it again."""
+    """Return whether a restart of a rank with exit code `code` would fail in the same way."""
     return code in _FINAL
 
 
 def restarted_run() -> Path | None:
-    """The run that an earlier attempt of this rank was in the middle of; None for a first one."""
+    """Return the run folder of an earlier attempt of this rank, or None."""
     return _noted(_status / _EARLIER_RUN) if _status is not None else None
 
 
 def is_launched_rank() -> bool:
-    """Whether this process is a rank that `launch.local` or our Slurm script started."""
+    """Return whether `launch.local` or the Slurm script started this process."""
     return _status is not None
 
 
 def redirect_output(log_dir: Path | None = None) -> None:
     """Send stdout and stderr of this rank to `log_dir/rank-N.log`; rank 0 keeps the terminal.
 
-    Without a folder, AUTOMODEL_LOG_DIR decides, and nothing happens where it is unset. Works on file descriptors, so
-    that the output of C++ (NCCL) goes along. A recipe calls it once the run folder is known.
+    Without a folder, AUTOMODEL_LOG_DIR is used, if set. Redirects file descriptors, so that the output of C++ (NCCL) is
+    included. A recipe calls it when the run folder is known.
     """
     rank = _rank()
     folder = log_dir or (Path(os.environ[LOG_DIR]) if LOG_DIR in os.environ else None)
@@ -99,7 +99,7 @@ def redirect_output(log_dir: Path | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     with open_own(path, "a", binary=True) as stream:
-        start = stream.tell()  # a run that was resumed has written here before
+        start = stream.tell()  # the end of a resumed run's earlier output
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     if _status is not None:
@@ -115,18 +115,18 @@ def note_run_folder(folder: Path) -> None:
 
 
 def forget_run_folder() -> None:
-    """Let a restart begin with the whole command line again, as this attempt did."""
+    """Make a restart use the complete command line again, as in this attempt."""
     if _status is not None:
         (_status / _RUN).unlink(missing_ok=True)
 
 
 def run_folder_in(status: Path) -> Path | None:
-    """The run folder that rank 0 has noted, or that the attempt before was in, for the launcher."""
+    """Return the run folder that rank 0 reported, or that of the earlier attempt, for the launcher."""
     return _noted(status / _RUN) or _noted(status / _EARLIER_RUN)
 
 
 def report_exit_code(code: int) -> int:
-    """Write `code` for the launcher, and return the exit code of the process itself."""
+    """Write `code` for the launcher, and return the exit code of this process."""
     if _status is None:
         return code
     _write(_status / f"rank-{_rank()}.exit", str(code))
@@ -134,9 +134,9 @@ def report_exit_code(code: int) -> int:
 
 
 def note_error(error: BaseException) -> None:
-    """Leave the reason where torchrun looks for it, which prints that of the rank that failed first.
+    """Write the error to torchrun's error file. torchrun prints that of the rank that failed first.
 
-    The output of a rank other than 0 is in its log, and torchrun ends rank 0 before it could notice.
+    The output of other ranks is in their logs, and torchrun ends rank 0 before it could detect the failure.
     """
     path = os.environ.get(_TORCHRUN_ERROR_FILE)
     if path is None or _status is not None:
@@ -149,10 +149,11 @@ def note_error(error: BaseException) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code` (75 and 130 as 0, see `finish`); a rank by `_exit`, after `atexit`'s functions.
+    """End this process with `code` (75 and 130 as 0, see `finish`). A rank ends with `_exit` after `atexit`'s
+    functions.
 
-    An ordinary exit of the interpreter would destroy the groups that the model still refers to, and now and then gloo's
-    threads abort the process then: a run that has succeeded would be told as failed.
+    An ordinary exit would destroy the process groups that the model still uses. gloo's threads then sometimes abort the
+    process, and a successful run would be reported as failed.
     """
     code = report_exit_code(code)
     if "RANK" not in os.environ:
@@ -168,13 +169,13 @@ def _rank() -> str:
 
 
 def _die_with_parent() -> None:
-    """A launcher that is killed (-9) must not leave ranks behind that go on writing into the run. Linux only."""
+    """End with the parent: a launcher killed with -9 must not leave ranks that continue to write. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _appears(folder: Path) -> bool:
-    """Whether this host sees what the batch script has made. A network file system may show it late."""
+    """Return whether this host sees the files of the batch script. A network file system may be delayed."""
     deadline = time.monotonic() + _SECONDS_TO_SEE
     while not folder.is_dir():
         if time.monotonic() > deadline:
@@ -184,7 +185,7 @@ def _appears(folder: Path) -> bool:
 
 
 def _refuse_unshared(status: Path) -> NoReturn:
-    """End before this rank's output goes to a log that nobody would find; srun hands stderr to the log of the job."""
+    """End before this rank's output goes to an unreachable log. srun forwards stderr to the log of the job."""
     error = RunError(
         f"{os.environ.get('SLURMD_NODENAME')} does not see {status}, which the first node of the job has made: the "
         "run folder is not on a file system that all nodes share",
@@ -201,5 +202,5 @@ def _noted(path: Path) -> Path | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: the launcher may look at any moment."""
+    """Write atomically, because the launcher may read at any time."""
     replace(path, text)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.ECONNRESET)
-"""The reader will not come back: a closed terminal returns EIO, a pipe without a reader EPIPE."""
+"""Errors of a lost reader: a closed terminal returns EIO, a pipe without a reader EPIPE."""
 
 _log: Path | None = None
 _before: tuple[TextIO | None, TextIO | None] | None = None
@@ -37,7 +37,7 @@ def outlive_readers() -> None:
 
 
 def restore_streams() -> None:
-    """Give the streams back that `outlive_readers` replaced."""
+    """Restore the streams that `outlive_readers` replaced."""
     global _before, _log
     if _before is not None:
         for name, before in zip(("stdout", "stderr"), _before, strict=True):
@@ -47,13 +47,13 @@ def restore_streams() -> None:
 
 
 def continue_in(path: Path) -> None:
-    """Write to this file what the terminal or pipe does not take any more. The default is to drop it."""
+    """Write output to this file if the terminal or pipe is lost. By default it is discarded."""
     global _log
     _log = path
 
 
 def urgent(text: str) -> None:
-    """Write to stderr from a signal handler: not buffered, not through `print`, which is not reentrant."""
+    """Write to stderr from a signal handler: unbuffered and without `print`, which is not reentrant."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
 
@@ -73,7 +73,7 @@ class _Lasting:
     def __init__(self, stream: Any) -> None:
         self._stream, self._is_replaced = stream, False
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.reconfigure(errors="backslashreplace")  # a model may write what the terminal cannot encode
+            stream.reconfigure(errors="backslashreplace")  # models may write characters that the terminal cannot encode
 
     def write(self, text: str) -> int:
         try:
@@ -97,8 +97,8 @@ class _Lasting:
         return getattr(self._stream, name)
 
     def _replaced(self, error: OSError) -> bool:
-        """Whether the reader is gone and the stream has a new end. The buffer of the old one cannot be trusted: it may
-        hold text that it has failed to write."""
+        """Return whether the reader is lost and the stream was redirected. The old buffer is discarded, because it may
+        hold text that it failed to write."""
         if error.errno not in _GONE or self._is_replaced:
             return False
         descriptor = self._stream.fileno()
@@ -109,7 +109,7 @@ class _Lasting:
 
 
 def _point_elsewhere(descriptor: int, path: Path | None, why: str | None = None) -> None:
-    """Let a descriptor of the process, and so what libraries in C write, end in a file."""
+    """Redirect a file descriptor of the process, including the output of C libraries, to a file."""
     target = None
     if path is not None:
         with contextlib.suppress(OSError):

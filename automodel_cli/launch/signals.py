@@ -2,8 +2,8 @@
 
 SIGUSR1 is the notice that schedulers send before they end a job (`sbatch --signal`).
 
-`install()` is called before a recipe runs. The recipe asks `requested()` once a step (its ranks must agree: the answer
-rides a collective), saves, and returns `exit_code()`. A second signal ends the process at once.
+`install_handlers()` is called before a recipe runs. The recipe checks `requested()` once per step. Its ranks agree
+through a collective of the step. Then it saves and returns `exit_code()`. A second signal ends the process immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from automodel_cli.launch import safe_output
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGUSR1: 75}
-"""What a run that stopped on request returns: 130 for Ctrl-C, 75 (EX_TEMPFAIL) for preempted."""
+"""Exit codes of a run that stopped on request: 130 for Ctrl-C, 75 (EX_TEMPFAIL) for preemption."""
 
 _received: signal.Signals | None = None
 _before: dict[signal.Signals, Any] = {}
@@ -29,10 +29,10 @@ _run_folder: Path | None = None
 
 
 def install_handlers(*, launched: bool = False) -> None:
-    """Take over SIGINT, SIGTERM, SIGHUP and SIGUSR1. A signal that is ignored, as SIGHUP under `nohup`, stays ignored.
+    """Install handlers for SIGINT, SIGTERM, SIGHUP and SIGUSR1. Ignored signals, as SIGHUP under `nohup`, stay ignored.
 
-    `launched` is for a rank whose launcher speaks and kills for its ranks (`launch.local`, our batch script): a
-    scheduler that signals every process of a job must not look like a second request here.
+    `launched`: the launcher prints and kills for its ranks (`launch.local`, the batch script). A scheduler that signals
+    every process of a job then does not count as a second request.
     """
     global _launched
     _launched = launched
@@ -41,15 +41,15 @@ def install_handlers(*, launched: bool = False) -> None:
 
 
 def handle(handler: Any) -> dict[signal.Signals, Any]:
-    """Set a handler for each stop signal that is not ignored; returns the handlers before."""
+    """Set a handler for each stop signal that is not ignored. Returns the previous handlers."""
     heard = [s for s in EXIT_CODES if signal.getsignal(s) is not signal.SIG_IGN]
     return {s: signal.signal(s, handler) for s in heard}
 
 
 def escalates(signum: int, received: signal.Signals) -> bool:
-    """Whether `signum` after `received` ends the run at once.
+    """Return whether `signum` after `received` ends the run immediately.
 
-    A terminal that is closed sends SIGHUP twice (the shell and the kernel), and a session that ends SIGTERM and SIGHUP.
+    A closed terminal sends SIGHUP twice (the shell and the kernel), and the end of a session sends SIGTERM and SIGHUP.
     """
     return signal.SIGHUP not in (signum, received)
 
@@ -117,7 +117,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
         safe_output.urgent(f"\n{exit_message(_run_folder)}\n")
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
-        os._exit(128 + signum)  # nothing may run any more: a handler can fire inside a collective
+        os._exit(128 + signum)  # no other code may run: a handler can fire inside a collective
     if first or signum != signal.SIGHUP:  # after SIGHUP, the first signal that was sent on purpose
         _received = signal.Signals(signum)
     if first and not _launched:

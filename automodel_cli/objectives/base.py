@@ -53,8 +53,8 @@ class Objective(Protocol):
     """
 
     def weight(self, batch: Batch) -> Tensor:
-        """Return what this batch adds to the denominator (label tokens, pairs, sequences): a scalar on the batch's
-        device."""
+        """Return the contribution of this batch to the denominator (label tokens, pairs, sequences): a scalar on the
+        batch's device."""
         ...
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
@@ -66,7 +66,7 @@ class TermWeights(Objective, Protocol):
     """Objective with `term_weights`: some terms have their own denominators."""
 
     def term_weights(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return what this batch adds to the denominator of each term, by column of `Batch.extra`.
+        """Return the contribution of this batch to the denominator of each term, by column of `Batch.extra`.
 
         Scalars, with the same names in every batch. The step fills each column with the sum of `weight` divided by the
         sum of the term (0 if that is 0). The sum of a term times its column, divided by `weight`, is then a mean over
@@ -190,7 +190,7 @@ class RequestingObjective(Objective, Protocol):
 
 
 def request_of(objective: Objective) -> HeadRequest:
-    """Return what the head must compute for this objective."""
+    """Return the head outputs that this objective reads."""
     needs: HeadRequest = getattr(objective, "needs", LOGPROBS)
     return needs
 

@@ -332,7 +332,7 @@ class PipelineStages:
 
     @property
     def info(self) -> PipelineInfo:
-        """What this rank runs. `enabled` is False before `build`."""
+        """Summary of the stages on this rank. `enabled` is False before `build`."""
         return self._info
 
     def _built(self) -> PipelineInfo:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PipelineInfo:
-    """What this rank runs. `model_parts` and `stages` are None before `build`.
+    """Summary of the stages on this rank. `model_parts` and `stages` are None before `build`.
 
     With a V placement, rank 0 has both the first and the last stage.
     """

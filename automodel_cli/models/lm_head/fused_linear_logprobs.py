@@ -41,7 +41,7 @@ from automodel_cli.models.lm_head.vocab_parallel import WHOLE, Statistics, Vocab
 
 @dataclass(frozen=True)
 class HeadKind:
-    """What the head applies to `hidden @ W.T`: nothing, `* value`, `value * tanh(. / value)`, or something else."""
+    """Function that the head applies to `hidden @ W.T`: identity, `* value`, `value * tanh(. / value)`, or another."""
 
     name: Literal["plain", "scale", "softcap", "generic"]
     value: float = 1.0
