@@ -97,7 +97,7 @@ def sweep(
                 fix="leave --slurm out",
             )
         code, points = _search(folder, conf, overrides, trust, optuna, metric, maximize=maximize, dry_run=dry_run)
-        return _told(code, points, metric, maximize)
+        return _print_result(code, points, metric, maximize)
     points = _points(folder, overrides)
     _same_sweep(folder, conf, overrides)
     checked = [(point, *common.load(conf, point.overrides, trust)) for point in points]
@@ -110,10 +110,10 @@ def sweep(
     if on_slurm:
         return _submit(folder, conf, overrides, checked, at_once, cluster, dry_run=dry_run)
     _remember(folder, conf, overrides)
-    return _told(_run_all(points, conf, trust), points, metric, maximize)
+    return _print_result(_run_all(points, conf, trust), points, metric, maximize)
 
 
-def _told(code: int, points: Sequence[Point], metric: str, maximize: bool) -> int:
+def _print_result(code: int, points: Sequence[Point], metric: str, maximize: bool) -> int:
     if points:
         _table(points, metric, maximize)
     if code in signals.EXIT_CODES.values():

@@ -19,8 +19,8 @@ def replace_alternatives(config: DictConfig, origins: dict[str, Origin], files: 
         given = [key for key in pair if _value(config, key) is not None]
         if len(given) < 2:
             continue
-        earlier, later = sorted(given, key=lambda key: _place(origins, files, key))
-        if _place(origins, files, earlier) == _place(origins, files, later):
+        earlier, later = sorted(given, key=lambda key: _origin_rank(origins, files, key))
+        if _origin_rank(origins, files, earlier) == _origin_rank(origins, files, later):
             continue
         OmegaConf.update(config, earlier, None, force_add=True)
         origins[earlier] = Origin("", text=f"replaced by {later} ({origins[later]})")
@@ -33,7 +33,7 @@ def _value(config: DictConfig, key: str) -> Any:
     return node
 
 
-def _place(origins: Mapping[str, Origin], files: Sequence[str], key: str) -> int:
+def _origin_rank(origins: Mapping[str, Origin], files: Sequence[str], key: str) -> int:
     """Return the rank of the place that set `key`. Origins other than files and the command line come first."""
     origin = origins.get(key)
     if origin is None:

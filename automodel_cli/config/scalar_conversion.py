@@ -104,12 +104,12 @@ def describe_alternatives(options: tuple[Any, ...]) -> str:
     """The alternatives in words, for "expects ..."."""
     words: list[str] = []
     for option in options:
-        words += _words(option)
+        words += _type_names(option)
     unique = list(dict.fromkeys(words))
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
 
 
-def _words(hint: Any) -> list[str]:
+def _type_names(hint: Any) -> list[str]:
     origin = typing.get_origin(hint) or hint
     if origin is Literal:
         return [format_value(choice) for choice in typing.get_args(hint)]

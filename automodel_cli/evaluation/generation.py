@@ -46,7 +46,7 @@ def ask(task: GenerationSettings, candidate: EvalModel) -> TaskScores:
     for sample in samples:
         local.setdefault(sample.place, []).append((sample.text, sample.score.total if sample.score.valid else None))
     found = candidate.gathered(local)
-    totals = [_known([total for _, total in judged]) for judged in found]
+    totals = [_complete([total for _, total in judged]) for judged in found]
     right = [None if of is None else sum(total >= task.threshold for total in of) for of in totals]
     measures = {
         _name(k, task): [None if count is None else pass_at_k(task.num_samples, count, k) for count in right]
@@ -65,7 +65,7 @@ def ask(task: GenerationSettings, candidate: EvalModel) -> TaskScores:
     return TaskScores(measures, items)
 
 
-def _known(totals: Sequence[float | None]) -> list[float] | None:
+def _complete(totals: Sequence[float | None]) -> list[float] | None:
     """Return None if one is missing: pass@k with fewer samples would be another measure."""
     known = [total for total in totals if total is not None]
     return known if len(known) == len(totals) else None

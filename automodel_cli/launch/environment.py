@@ -40,13 +40,13 @@ def set_default(name: str, value: str) -> None:
 def set_own(name: str, value: str) -> None:
     """Set a variable for this process and its ranks, but not for programs they start."""
     os.environ[name] = value
-    if name not in (names := _ours()):
+    if name not in (names := _own_names()):
         os.environ[OWN] = ",".join([*names, name])
 
 
 def of_user() -> dict[str, str]:
     """Return the environment of this process without variables set by automodel or a launcher."""
-    removed = _OF_RANKS | {*_ours(), OWN}
+    removed = _OF_RANKS | {*_own_names(), OWN}
     if "RANK" in os.environ:
         removed |= _BESIDE_RANKS
     return {
@@ -54,5 +54,5 @@ def of_user() -> dict[str, str]:
     }
 
 
-def _ours() -> list[str]:
+def _own_names() -> list[str]:
     return [name for name in os.environ.get(OWN, "").split(",") if name]

@@ -395,10 +395,10 @@ def send(sbatch: str, script: Path) -> str:
     """Submit the script and return the job id. Raises RunError with Slurm's message."""
     answer = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True)
     if answer.returncode:
-        raise RunError(f"Slurm rejected the job: {_words(answer.stderr)}", code="submission_failed")
+        raise RunError(f"Slurm rejected the job: {_error_text(answer.stderr)}", code="submission_failed")
     return answer.stdout.strip().partition(";")[0]
 
 
-def _words(text: str) -> str:
+def _error_text(text: str) -> str:
     lines: Sequence[str] = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines()]
     return "; ".join(line for line in lines if line) or "no reason given"

@@ -40,11 +40,11 @@ def cast_layers(
     layers = _layers(model)
     of_layers = {module for layer in layers for module in layer.modules()}
     hooks = []
-    outside = _Held(cast, device, names)
+    outside = _CastTensors(cast, device, names)
     try:
         outside.take([module for module in model.modules() if module not in of_layers])
         for layer in layers:
-            held = _Held(cast, device, names)
+            held = _CastTensors(cast, device, names)
             hooks.append(layer.register_forward_pre_hook(_taking(held, layer, tick)))
             hooks.append(layer.register_forward_hook(_giving_back(held), always_call=True))
         yield
@@ -71,7 +71,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(layers))
 
 
-class _Held:
+class _CastTensors:
     """Tensors of some modules while their cast copies are in place."""
 
     def __init__(self, cast: Cast, device: torch.device, names: dict[nn.Module, str]):
@@ -101,7 +101,7 @@ class _Held:
         self._originals.clear()
 
 
-def _taking(held: _Held, layer: nn.Module, tick: Callable[[], None]) -> Callable[..., None]:
+def _taking(held: _CastTensors, layer: nn.Module, tick: Callable[[], None]) -> Callable[..., None]:
     def before(module: nn.Module, args: Any) -> None:
         tick()
         held.take(list(layer.modules()))
@@ -109,7 +109,7 @@ def _taking(held: _Held, layer: nn.Module, tick: Callable[[], None]) -> Callable
     return before
 
 
-def _giving_back(held: _Held) -> Callable[..., None]:
+def _giving_back(held: _CastTensors) -> Callable[..., None]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         held.give_back()
 

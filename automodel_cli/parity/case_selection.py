@@ -84,7 +84,7 @@ def pick(rows: Sequence[Case], wanted: Sequence[str]) -> list[Case]:
     """Return the cases that match all words of an entry ("pp2 packed"). Raises ConfigError if an entry matches none."""
     chosen: list[Case] = []
     for words in wanted:
-        matches = [row for row in rows if set(words.replace(",", " ").split()) <= _words(row)]
+        matches = [row for row in rows if set(words.replace(",", " ").split()) <= _name_parts(row)]
         if not matches:
             raise ConfigError(
                 f"--rows {words!r} matches no case of this recipe",
@@ -96,5 +96,5 @@ def pick(rows: Sequence[Case], wanted: Sequence[str]) -> list[Case]:
     return [row for row in rows if row in chosen] if wanted else list(rows)
 
 
-def _words(row: Case) -> set[str]:
+def _name_parts(row: Case) -> set[str]:
     return set(str(row).replace(",", " ").split())

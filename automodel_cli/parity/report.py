@@ -66,12 +66,12 @@ def parity_summary(results: Sequence[Result], tolerance: float, *, passed: bool)
             f"verified: {len(good)} rows give one process's numbers{more}; "
             f"worst {_largest(worst):.1e} ({worst.row}), tolerance {tolerance:.0e}"
         )
-        return "\n".join([text, *(_beside_bounds(result) for result in good if not result.row.is_exact)])
+        return "\n".join([text, *(_in_bounds_units(result) for result in good if not result.row.is_exact)])
     bad = len(results) - len(good)
     return f"NOT verified: {bad} of {len(results)} rows do not give one process's numbers within {tolerance:.0e}"
 
 
-def _beside_bounds(result: Result) -> str:
+def _in_bounds_units(result: Result) -> str:
     """Format a case in a lower precision, in multiples of its bounds."""
     assert result.loss is not None and result.grad_norm is not None and result.gradient is not None
     ulp = result.row.ulp

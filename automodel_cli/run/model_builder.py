@@ -68,7 +68,7 @@ class Model:
         weights_changed(parts)
         hooks = [
             *_watch_routers(parts, recipe, mesh),
-            *([CompileWatch()] if compiled_regions.last() or _whole(recipe) else []),
+            *([CompileWatch()] if compiled_regions.last() or _compiles_layers(recipe) else []),
         ]
         return cls(mesh, stages, parts, *_count_parameters(parts, mesh), hooks)
 
@@ -207,14 +207,14 @@ def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
         )
 
 
-def _whole(recipe: Recipe) -> bool:
+def _compiles_layers(recipe: Recipe) -> bool:
     return recipe.parallelizer.enable_compile is True
 
 
 def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[StepHook]:
     """Return None for a dense model. Compiled layers are not split unless hooks need to act on training."""
     moe = recipe.model.moe
-    if _whole(recipe) and not (moe.aux_loss_coef or moe.bias_update_rate):
+    if _compiles_layers(recipe) and not (moe.aux_loss_coef or moe.bias_update_rate):
         return []
     watch = LoadBalancer(parts, moe, mesh)
     return [] if watch.is_empty else [watch]

@@ -65,7 +65,7 @@ def _list(read: _Read) -> _Read:
     return inner
 
 
-def _whole(shape: dict[str, _Read], *required: str) -> _Read:
+def _entry(shape: dict[str, _Read], *required: str) -> _Read:
     """Return an entry with these fields only, or nothing if a required one is missing."""
 
     def inner(value: Any) -> Any:
@@ -92,7 +92,7 @@ def _content(value: Any) -> Any:
 
 
 def _dataset(value: Any) -> Any:
-    dataset = _whole(_DATASET, "name", "text")(value)
+    dataset = _entry(_DATASET, "name", "text")(value)
     if dataset is not _NONE and dataset.get("counts") and len(dataset.get("edges", ())) != len(dataset["counts"]) + 1:
         return _NONE
     return dataset
@@ -137,7 +137,7 @@ _RECORD: dict[str, _Read] = {
     "about": _mapping(_text),
     "data": lambda value: _fields(value, {"contents": _list(_content), "statistics": _list(_dataset)}),
     "numbers": _mapping(_text),
-    "samples": _list(_whole(_SAMPLE, "prompt", "after")),
+    "samples": _list(_entry(_SAMPLE, "prompt", "after")),
     "layout": _mapping(_count),
     "attempts": _list(_attempt),
 }

@@ -222,14 +222,14 @@ class Callbacks:
                 raise
             when = "" if step is None else f" at step {step}"
             raise RunError(
-                f"callback {name} failed in {hook}{when}: {type(error).__name__}: {error} ({_place(error, name)})",
+                f"callback {name} failed in {hook}{when}: {type(error).__name__}: {error} ({_location(error, name)})",
                 code="callback_failed",
                 keys=("callbacks",),
                 fix=f"automodel resume {word(self._run.run_dir)}   (after you correct the callback)",
             ) from error
 
 
-def _place(error: Exception, name: str) -> str:
+def _location(error: Exception, name: str) -> str:
     """Return file and line of the innermost frame in the module of the callback, or of the innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     module = sys.modules.get(name.partition(" ")[0].rpartition(".")[0])

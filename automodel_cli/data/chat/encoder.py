@@ -88,14 +88,14 @@ class ChatEncoder:
         chats = [self._formed(chat) for chat in chats]
         if self.turns == "per_turn":
             return self._unroll(chats)
-        results: list[Any] = self._whole(chats)
+        results: list[Any] = self._encode_single(chats)
         if self.turns == "auto" and self.mask != "all":
             places = [i for i, result in enumerate(results) if _is_unrollable(result)]
             for place, result in zip(places, self._unroll([chats[i] for i in places]), strict=True):
                 results[place] = result
         return results
 
-    def _whole(self, chats: Sequence[Conversation]) -> list[Encoded | RowError]:
+    def _encode_single(self, chats: Sequence[Conversation]) -> list[Encoded | RowError]:
         """Encode each conversation as one document."""
         texts = self._render([(chat, len(chat.messages), False) for chat in chats])
         checked = [attempt(self._check, chat, text) for chat, text in zip(chats, texts, strict=True)]
@@ -362,7 +362,7 @@ class ChatEncoder:
         turns: list[Any] = [attempt(self._turns, chat) for chat in chats]
         pairs = [(i, turn) for i, located in enumerate(turns) if not isinstance(located, RowError) for turn in located]
         prompts = self._render([(chats[i], turn, True) for i, turn in pairs])
-        continuations = self._said([(chats[i], turn) for i, turn in pairs], prompts)
+        continuations = self._generated_texts([(chats[i], turn) for i, turn in pairs], prompts)
         texts: list[str] = []
         for prompt, text in zip(prompts, continuations, strict=True):
             if not isinstance(text, RowError):
@@ -385,17 +385,17 @@ class ChatEncoder:
             for result, unrolled in zip(turns, documents, strict=True)
         ]
 
-    def _said(
+    def _generated_texts(
         self, asked: Sequence[tuple[Conversation, int]], prompts: Sequence[str | RowError]
     ) -> list[str | RowError]:
         """Return the text that the model generates in each turn, without trailing white space."""
         upto = self._render([(chat, turn + 1, False) for chat, turn in asked])
         out: list[Any] = []
         for (chat, turn), prompt, text in zip(asked, prompts, upto, strict=True):
-            out.append(attempt(self._said_once, chat, turn, prompt, text))
+            out.append(attempt(self._generated_text, chat, turn, prompt, text))
         return out
 
-    def _said_once(self, chat: Conversation, turn: int, prompt: str | RowError, upto: str | RowError) -> str:
+    def _generated_text(self, chat: Conversation, turn: int, prompt: str | RowError, upto: str | RowError) -> str:
         text = self._continuation(chat, turn, prompt, upto).rstrip()
         seen = Conversation(chat.messages[: turn + 1], [*[False] * turn, True], chat.tools)
         self.rendered_turn.check(seen, f"{prompt}{text}", [turn], self._document_text)

@@ -197,7 +197,7 @@ class SpecialChats:
         self.encoder, self.special = encoder, special
 
     @cached_property
-    def _apart(self) -> ChatEncoder:
+    def _spelled_encoder(self) -> ChatEncoder:
         return self.encoder.with_tokenizer(self.special.spelled)
 
     def encode(self, chats: Sequence[Conversation]) -> list[Any]:
@@ -219,12 +219,12 @@ class SpecialChats:
         plain = [not count or self.special.choice == "keep" for count in counts]
         together = iter(encode(self.encoder, [chat for chat, is_plain in zip(chats, plain, strict=True) if is_plain]))
         return [
-            next(together) if is_plain else attempt(self._one_apart, encode, chat)
+            next(together) if is_plain else attempt(self._encode_hidden, encode, chat)
             for chat, is_plain in zip(chats, plain, strict=True)
         ]
 
-    def _one_apart(self, encode: Encode, chat: Conversation) -> Any:
-        return encode(self._apart, [self._hidden(chat)])[0]
+    def _encode_hidden(self, encode: Encode, chat: Conversation) -> Any:
+        return encode(self._spelled_encoder, [self._hidden(chat)])[0]
 
     def _hidden(self, chat: Conversation) -> Conversation:
         """Return the conversation with hidden special tokens, if the template renders it as it renders the original.

@@ -276,7 +276,7 @@ class _Reader:
         prompts: list[Prompt] = []
         rows = self.ignored.watch(source.rows())
         while batch := list(itertools.islice(rows, BATCH_ROWS)):
-            prompts += self._kept(batch, source, reader)
+            prompts += self._usable_prompts(batch, source, reader)
         return prompts
 
     def _refuse_rendered(self, sample: Sequence[Conversation | RowError], where: str) -> None:
@@ -293,7 +293,7 @@ class _Reader:
             plain_works=lambda: all(not isinstance(attempt(_only_text, chat), RowError) for chat in chats),
         )
 
-    def _kept(self, batch: Sequence[SourceRow], source: Source, reader: RowReader) -> Iterator[Prompt]:
+    def _usable_prompts(self, batch: Sequence[SourceRow], source: Source, reader: RowReader) -> Iterator[Prompt]:
         """Return the usable prompts of these rows, and count the other rows."""
         self.num_rows += len(batch)
         read = [attempt(self._asked, reader, origin.row) for origin in batch]

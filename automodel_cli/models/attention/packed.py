@@ -113,7 +113,7 @@ def packed_attention(
     rows, length = query_BHTD.shape[0], query_BHTD.shape[2]
     setting = Setting(scale, sliding_window, softcap, way)
     on_host = way == "dense" or (way != "flex" and query_BHTD.device.type == "cpu")  # no kernel groups the documents
-    seen = _seen(cu_seq_lens_k, max_length_k, key_index)
+    seen = _seen_keys(cu_seq_lens_k, max_length_k, key_index)
     grouped = on_host and context is None
     documents = segments.HostDocuments.of(cu_seq_lens_q, rows, length, seen) if grouped else None
     if why_dense:
@@ -222,7 +222,7 @@ def _cost(
     return heads * pairs * kernels.dense_bytes(query_BHTD.dtype, setting.softcap)
 
 
-def _seen(cu_seq_lens_k: Tensor | None, max_length_k: int | None, key_index: Tensor | None) -> SeenKeys | None:
+def _seen_keys(cu_seq_lens_k: Tensor | None, max_length_k: int | None, key_index: Tensor | None) -> SeenKeys | None:
     if key_index is None:
         return None
     assert cu_seq_lens_k is not None and max_length_k is not None, "`Batch.model_inputs` has them all"

@@ -268,7 +268,7 @@ def _write_card(
 def trained_values(parts: Sequence[ModelPart], prompts: list[list[int]], score: Score | None = None) -> list[Tensor]:
     """Return the outputs of `score`, or of the single part, for the prompts without fp8 GEMMs. Collective."""
     with torch.no_grad(), paused(parts):
-        return (score or _whole(parts))(prompts)
+        return (score or _full_score(parts))(prompts)
 
 
 def rounds_weights(parts: Sequence[ModelPart]) -> bool:
@@ -279,7 +279,7 @@ def rounds_weights(parts: Sequence[ModelPart]) -> bool:
     return stored < trained or (stored < torch.finfo(torch.float32).bits and bool(lora.wrappers(part.model)))
 
 
-def _whole(parts: Sequence[ModelPart]) -> Score:
+def _full_score(parts: Sequence[ModelPart]) -> Score:
     (part,) = parts
     device = next(part.parameters()).device
 

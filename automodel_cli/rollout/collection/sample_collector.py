@@ -80,7 +80,7 @@ class SampleCollector:
         """Return the samples of all ranks for the last prompts of the loader, in the order of the prompts. Samples
         come from the queue (of this process or of the resumed checkpoint), or are generated now."""
         requests, seeds = self.requests(step, prompts, self.session.loader.position - self.config.prompts_per_step)
-        samples = self._drawn_ahead(step, requests)
+        samples = self._take_from_queue(step, requests)
         if samples is None:
             return self.judged(requests, self.config.params(), seeds)
         self.seconds.ahead += samples.seconds
@@ -167,7 +167,7 @@ class SampleCollector:
         if self._queue is not None and state is not None:
             self._queue.restore(state)
 
-    def _drawn_ahead(self, step: int, requests: list[SampleRequest]) -> Generated | None:
+    def _take_from_queue(self, step: int, requests: list[SampleRequest]) -> Generated | None:
         """The samples of `requests`, which are the oldest that were begun."""
         if self._queue is None:
             return None

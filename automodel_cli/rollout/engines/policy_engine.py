@@ -115,7 +115,7 @@ class RankZeroEngine:
         everywhere: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, requests)
         unique = list(dict.fromkeys(pair for of_rank in everywhere for pair in of_rank))
-        drawing = start(lambda: self._drawn(unique, params)) if self.answers_here else None
+        drawing = start(lambda: self._generate_here(unique, params)) if self.answers_here else None
 
         def finish() -> list[Completion]:
             done = self._for_all(None if drawing is None else lambda: self._counted(drawing()))
@@ -165,7 +165,7 @@ class RankZeroEngine:
 
         return finish
 
-    def _drawn(self, asked: Sequence[tuple[tuple[int, ...], int]], params: SamplingParams) -> list[Completion]:
+    def _generate_here(self, asked: Sequence[tuple[tuple[int, ...], int]], params: SamplingParams) -> list[Completion]:
         """On the rank that speaks to the engine, in whichever thread."""
         assert self._engine is not None
         version = self.weight_version

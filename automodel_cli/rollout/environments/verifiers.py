@@ -108,7 +108,7 @@ class VerifiersEnvironment(Environment):
 
     def check(self) -> None:
         """Raise ConfigError if the package is not installed, or if the rubric compares samples of a group."""
-        if self._theirs.rubric.has_group_rewards:
+        if self._loaded_environment.rubric.has_group_rewards:
             raise ConfigError(
                 f"{self.environment} is not supported: its rubric scores the samples of a group together, "
                 "but episodes end separately",
@@ -119,7 +119,7 @@ class VerifiersEnvironment(Environment):
     @property
     def tools(self) -> Sequence[dict[str, Any]]:
         """The environment's tools as OpenAI's definitions."""
-        defined = (self._theirs.tool_defs or []) if self.show_tools else []
+        defined = (self._loaded_environment.tool_defs or []) if self.show_tools else []
         described = [dict(tool.model_dump(include={"name", "description", "parameters"})) for tool in defined]
         return [{"type": "function", "function": function} for function in described]
 
@@ -127,7 +127,7 @@ class VerifiersEnvironment(Environment):
         """See `EnvironmentNode.step`. Raises DataError if the environment changed the conversation."""
         talk = state
         if talk is None:
-            talk = _Talk(self._theirs, row["entry"])
+            talk = _Talk(self._loaded_environment, row["entry"])
         try:
             if state is None:
                 await talk.asked(messages[:-1])
@@ -150,7 +150,7 @@ class VerifiersEnvironment(Environment):
         return float(output["reward"] or 0.0)
 
     @property
-    def _theirs(self) -> Theirs:
+    def _loaded_environment(self) -> Theirs:
         return load_environment(self.environment, self.arguments)
 
 

@@ -30,19 +30,19 @@ def add_entropy_mask(
     # every token has its own index on all ranks, so the sum over ranks only copies values
     ends_N = np.cumsum([sample.num_generated for sample in samples])
     known_2M = torch.zeros(2, int(ends_N[-1]), dtype=torch.float64)
-    for batch, row, drawn_T, number in _drawn(update, samples):
+    for batch, row, drawn_T, number in _sample_spans(update, samples):
         at = slice(int(ends_N[number]) - len(drawn_T), int(ends_N[number]))
         known_2M[0, at] = entropies[batch][row, drawn_T]
         known_2M[1, at] = 1
     entropy_M, held_M = mesh.sum_over(mesh.dp, known_2M).cpu().numpy()
     threshold = float(np.quantile(entropy_M[held_M > 0], 1 - share))
     masks = [torch.zeros(batch.shape) for batch in update.batches]
-    for batch, row, drawn_T, _ in _drawn(update, samples):
+    for batch, row, drawn_T, _ in _sample_spans(update, samples):
         masks[batch][row, drawn_T] = (entropies[batch][row, drawn_T] >= threshold - _TIE).float()
     return update.with_column("uncertain_BT", masks)
 
 
-def _drawn(update: Minibatch, samples: Sequence[Sample]) -> Iterator[tuple[int, int, Tensor, int]]:
+def _sample_spans(update: Minibatch, samples: Sequence[Sample]) -> Iterator[tuple[int, int, Tensor, int]]:
     """Return microbatch, row, span of labels and index of each sample on this rank."""
     for batch, spread in enumerate(update.spread):
         for row, first, number in spread:

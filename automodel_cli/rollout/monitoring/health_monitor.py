@@ -33,7 +33,7 @@ class HealthMonitor:
     def of(self, values: Mapping[str, float], failures: Mapping[str, tuple[int, int]]) -> list[str]:
         """Return the warnings after a step. `failures`: per reward, the number of failures and of scored samples."""
         due = []
-        for name, sentence in (*self._found(values), *_failing(failures)):
+        for name, sentence in (*self._symptoms(values), *_failing(failures)):
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if sentence else 0
             if sentence and self._in_a_row[name] >= _STEPS and name not in self._said:
                 self._said.add(name)
@@ -56,7 +56,7 @@ class HealthMonitor:
         self._without_any = self._without_any + 1 if none else 0
         return next(iter(failures)) if self._without_any >= _STEPS else None
 
-    def _found(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    def _symptoms(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         """Return a warning per symptom, empty if the symptom is absent."""
         truncated = values["truncation_rate"]
         yield (

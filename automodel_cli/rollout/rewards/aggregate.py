@@ -130,7 +130,7 @@ class RewardSum:
 
     def _score(self, values: Mapping[str, Given]) -> Score:
         parts = {name: value for name, value in values.items() if isinstance(value, float)}
-        errors = {name: _words(value) for name, value in values.items() if isinstance(value, Exception)}
+        errors = {name: _error_line(value) for name, value in values.items() if isinstance(value, Exception)}
         rules = {self.rewards[name].on_error for name in errors}
         total = sum(self.rewards[name].weight * value for name, value in parts.items())
         return Score(0.0 if "fail" in rules else total, parts, errors, valid="skip" not in rules)
@@ -143,7 +143,7 @@ class RewardSum:
             failed = [(samples[i], v) for i, v in values.items() if isinstance(v, Exception)]
             new: dict[str, str] = {}
             for sample, error in failed:
-                new.setdefault(_words(error), sample.name)
+                new.setdefault(_error_line(error), sample.name)
             shown = [(words, of) for words, of in new.items() if (name, words) not in self._said][:_SHOWN]
             for words, of in shown:
                 self._said.add((name, words))
@@ -360,7 +360,7 @@ def _number(value: Any) -> Given:
     return number if math.isfinite(number) else ValueError(f"gave {number}, which is no finite number")
 
 
-def _words(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """Return an error as one line, truncated. A plain RuntimeError comes from a worker and quotes the error of the
     reward."""
     text = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"

@@ -148,11 +148,15 @@ class FunctionReward(Reward):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        required = [p.name for p in self._asked() if p.kind not in _VARIADIC and p.default is inspect.Parameter.empty]
+        required = [
+            p.name
+            for p in self._requested_parameters()
+            if p.kind not in _VARIADIC and p.default is inspect.Parameter.empty
+        ]
         return tuple(name for name in required if name != "row")
 
     def score(self, sample: RewardInput) -> float | None:
-        asked = {p.name: p for p in self._asked()}
+        asked = {p.name: p for p in self._requested_parameters()}
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in asked.values()):
             given = {name: value for name, value in sample.row.items() if name not in self._settled()}
         else:
@@ -166,7 +170,7 @@ class FunctionReward(Reward):
         first = next(iter(inspect.signature(self.function).parameters))
         return {first, *getattr(self.function, "keywords", {})}
 
-    def _asked(self) -> list[inspect.Parameter]:
+    def _requested_parameters(self) -> list[inspect.Parameter]:
         settled = self._settled()
         return [p for name, p in inspect.signature(self.function).parameters.items() if name not in settled]
 

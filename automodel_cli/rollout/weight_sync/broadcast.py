@@ -51,7 +51,7 @@ class GroupTransfer:
                 stack.enter_context(pause())
             watch = Watch(servers[0])
             self._meet(receivers, watch)
-            _asked(servers, watch, "/begin_weight_update", {})
+            _request_all(servers, watch, "/begin_weight_update", {})
             try:
                 first = True
                 for bucket in buckets:
@@ -62,14 +62,16 @@ class GroupTransfer:
                         "group_name": self._name,
                         "flush_cache": first,  # no computation happens before the last bucket
                     }
-                    _asked(servers, watch, "/update_weights_from_distributed", about, partial(self._broadcast, bucket))
+                    _request_all(
+                        servers, watch, "/update_weights_from_distributed", about, partial(self._broadcast, bucket)
+                    )
                     first = False
             except BaseException:
                 for server in servers:  # or none could begin another
                     with suppress(RunError):
                         once(server, "/end_weight_update", {})
                 raise
-            _asked(servers, watch, "/end_weight_update", {})
+            _request_all(servers, watch, "/end_weight_update", {})
 
     def _meet(self, receivers: Sequence[Receiver], watch: Watch) -> None:
         """Return a group of exactly these servers: the current group, or a new one if servers were lost or returned."""
@@ -113,7 +115,7 @@ class GroupTransfer:
             dist.broadcast(tensor.detach().to(self._device).contiguous(), src=0, group=self._group)
 
 
-def _asked(
+def _request_all(
     servers: Sequence[Server],
     watch: Watch,
     path: str,

@@ -32,14 +32,14 @@ def check_names(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     plan = recipe.parallelizer.axis_options().tp_plan
     if not names and plan is None:
         return
-    model = _whole(hf_config, recipe.model)
+    model = _full_model(hf_config, recipe.model)
     if names:
         _check_adamw_names(names, model)
     if plan is not None:
         _check_plan(plan, model)
 
 
-def _whole(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
+def _full_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
     dtype = getattr(torch, config.dtype)
     return transformers_compat.meta_model(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
 

@@ -109,7 +109,7 @@ def converse(
             if len(speakers) == 1:
                 _stream(speakers[0], question, options)
             else:
-                _beside(speakers, question, options)
+                _show_columns(speakers, question, options)
 
 
 def _ask() -> str:
@@ -125,7 +125,7 @@ def _stream(speaker: Speaker, question: str, options: dict[str, Any]) -> None:
     print()
 
 
-def _beside(speakers: list[Speaker], question: str, options: dict[str, Any]) -> None:
+def _show_columns(speakers: list[Speaker], question: str, options: dict[str, Any]) -> None:
     """Show one column per model, redrawn as pieces arrive, or plain blocks without a terminal."""
     if not sys.stdout.isatty():
         for speaker in speakers:

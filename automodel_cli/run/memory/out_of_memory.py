@@ -59,8 +59,10 @@ def explain_oom(
     """Return the error that ends this rank. Frees the tensors of the failed step, so the run cannot continue."""
     rank = int(os.environ.get("RANK", "0"))
     on_gpu = isinstance(cause, torch.OutOfMemoryError)
-    lines = [f"rank {rank} of {world_size} ran out of memory on the {'GPU' if on_gpu else 'CPU'}: {_said(cause)}"]
-    lines += [f"  at {place}" for place in _place(cause)]
+    lines = [
+        f"rank {rank} of {world_size} ran out of memory on the {'GPU' if on_gpu else 'CPU'}: {_first_sentence(cause)}"
+    ]
+    lines += [f"  at {place}" for place in _frames(cause)]
     if on_gpu and torch.cuda.is_available():
         lines += _on_device(run_dir, rank)
     _let_go(cause)
@@ -77,7 +79,7 @@ def explain_oom(
         lines.append(f"memory could not be planned: {str(error).splitlines()[0]}")
     fix = f"{signals.resume_hint(run_dir)}, on more ranks or GPUs with more memory"
     if changes:
-        chosen = _first_that_is_enough(plan, changes, _asked(cause))
+        chosen = _first_that_is_enough(plan, changes, _requested_bytes(cause))
         fix = _resume(run_dir, source, chosen)
         if on_gpu and run_dir is not None:
             traced = f"automodel dryrun -c {word(run_dir / 'config.yaml')} --gpus {world_size} {chosen.change}"
@@ -97,7 +99,7 @@ def _with_overrides(source: Composed, run_dir: Path | None, more: Sequence[str])
     return check_config(composed, source.trust, [])
 
 
-def _said(cause: BaseException) -> str:
+def _first_sentence(cause: BaseException) -> str:
     """Return the first sentence of torch's message, without its advice."""
     text = str(cause).partition("\n")[0].strip()
     if _CPU in text:
@@ -105,13 +107,13 @@ def _said(cause: BaseException) -> str:
     return ". ".join(text.split(". ")[:2]) or type(cause).__name__
 
 
-def _asked(cause: BaseException) -> float:
+def _requested_bytes(cause: BaseException) -> float:
     """Return the requested bytes, or 0 if the message does not contain them."""
     match = _ASKED.search(str(cause))
     return float(match[1]) * _UNITS[match[2]] if match else 0.0
 
 
-def _place(cause: BaseException) -> Iterator[str]:
+def _frames(cause: BaseException) -> Iterator[str]:
     """Yield the innermost frame of automodel or of model code."""
     for frame in reversed(traceback.extract_tb(cause.__traceback__)):
         at = next((frame.filename.rfind(mark) for mark in _CODE if mark in frame.filename), -1)

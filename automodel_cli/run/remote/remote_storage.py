@@ -222,7 +222,7 @@ def fetch(url: str, wanted: Collection[str] = ()) -> Path:
     parent, _, name = url.rstrip("/").rpartition("/")
     folder, remote = (local_root(parent) / name).resolve(), Remote(url.rstrip("/"))
     check_url(url)
-    with _alone(folder):
+    with _one_rank_per_host(folder):
         if folder.is_dir() and is_held(folder):
             return folder
         with _readable(url):
@@ -269,7 +269,7 @@ def _bring_checkpoint(remote: Remote, files: dict[str, int], checkpoints: Path, 
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _one_rank_per_host(folder: Path) -> Iterator[None]:
     """The ranks of one host request a run at the same time: one downloads it, the others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open_own(folder.parent / f".{folder.name}.fetch", "w") as file:

@@ -116,7 +116,7 @@ class Mirror:
         )
 
     def _missing(self) -> str:
-        left = [signature[1] for name, signature in self._here().items() if self._sent.get(name) != signature]
+        left = [signature[1] for name, signature in self._finished_files().items() if self._sent.get(name) != signature]
         return f"{len(left)} files of {sum(left) / 2**30:.2f} GiB"
 
     def _work(self) -> None:
@@ -146,7 +146,7 @@ class Mirror:
                 print(f"uploads to {self._remote.url} work again", file=sys.stderr, flush=True)
 
     def _copy(self) -> None:
-        here, there = self._here(), self._remote.files()
+        here, there = self._finished_files(), self._remote.files()
         is_complete = checkpoints_in(here)
         for name, signature in here.items():
             if not name.startswith(f"{CHECKPOINTS}/"):
@@ -201,7 +201,7 @@ class Mirror:
                 self._remote.remove(f"{prefix}/{META}")
             self._remote.remove(prefix)
 
-    def _here(self) -> dict[str, tuple[int, int]]:
+    def _finished_files(self) -> dict[str, tuple[int, int]]:
         """Return relative path -> (modification time, bytes) of finished files in the folder."""
         finished = {}
         for root, folders, files in os.walk(self._folder):

@@ -186,7 +186,7 @@ class Watchdog:
             "step": self._step,
             "where": self._where,
             "seconds": time.monotonic() - self._since,
-            "at": _place(frame),
+            "at": _frame_text(frame),
             "waits": _waits(frame),
             "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "pid": os.getpid(),
@@ -314,7 +314,7 @@ def _waits(frame: FrameType | None) -> bool:
     return frame.f_code.co_name == "wait_for_device"
 
 
-def _place(frame: FrameType | None) -> str:
+def _frame_text(frame: FrameType | None) -> str:
     """Return the innermost frame, and the first frame outside of torch that called it."""
     if frame is None:
         return "no Python frame"

@@ -124,7 +124,7 @@ def _muon_step(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]
     momentum_S.lerp_(grad_S, 1 - group["momentum"])
     update_S = grad_S.lerp(momentum_S, group["momentum"]) if group["nesterov"] else momentum_S
     kept = torch.float32 if state.get(_FLOAT32) else torch.bfloat16
-    whole = orthogonalize(_whole(update_S, param), group["ns_steps"], group["ns_dtype"] or kept)
+    whole = orthogonalize(_full_matrix(update_S, param), group["ns_steps"], group["ns_dtype"] or kept)
     param_S.mul_(1 - group["lr"] * group["weight_decay"])
     param_S.add_(_shard(whole, param), alpha=-_adjusted_lr(group, param.shape))
 
@@ -137,7 +137,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(update_S: Tensor, param: nn.Parameter) -> Tensor:
+def _full_matrix(update_S: Tensor, param: nn.Parameter) -> Tensor:
     """Return the full matrix of the shard `update_S`. Collective over the mesh of `param`."""
     if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
         return update_S

@@ -116,7 +116,7 @@ class ServerPool(Generic[E]):
             while len(completions) < len(prompts):
                 missing = [i for i in range(len(prompts)) if i not in completions]
                 losses = {member: member.engine.num_losses for member in self._members}
-                results = self._drawn([(tuple(prompts[i]), seeds[i]) for i in missing], params)
+                results = self._generate_on_servers([(tuple(prompts[i]), seeds[i]) for i in missing], params)
                 sure = {member for member in {member for member, _ in results} if self._is_sure(member, losses[member])}
                 completions |= {
                     i: answer for i, (member, answer) in zip(missing, results, strict=True) if member in sure
@@ -129,7 +129,7 @@ class ServerPool(Generic[E]):
 
     # -- requests
 
-    def _drawn(
+    def _generate_on_servers(
         self, requests: Sequence[tuple[tuple[int, ...], int]], params: SamplingParams
     ) -> list[tuple[_Member[E], Completion]]:
         """Return an answer to each (prompt, seed), and the server that generated it."""
@@ -311,10 +311,10 @@ class LivePool(ServerPool[WeightUpdateMixin]):
         the other servers have a mixture of weights."""
         if isinstance(self._transfer, FileTransfer):
             with self._transfer.written(iter(stream)) as folder:
-                requested = self._asked_for_update(sure=False)
+                requested = self._servers_to_update(sure=False)
                 with ThreadPoolExecutor(max(1, len(requested))) as threads:
-                    list(threads.map(lambda member: self._given(member, folder), requested))
-        elif requested := self._asked_for_update(sure=True):
+                    list(threads.map(lambda member: self._update_server(member, folder), requested))
+        elif requested := self._servers_to_update(sure=True):
             paused = [partial(member.engine.paused, self.weight_version) for member in requested]
             self._transfer.send_to([member.engine for member in requested], iter(stream), paused)
             for member in requested:
@@ -326,7 +326,7 @@ class LivePool(ServerPool[WeightUpdateMixin]):
         if not self._live():
             raise self._all_gone()
 
-    def _asked_for_update(self, *, sure: bool) -> list[_Member[WeightUpdateMixin]]:
+    def _servers_to_update(self, *, sure: bool) -> list[_Member[WeightUpdateMixin]]:
         """Return the servers that get the next version, and count it. With `sure`, only servers that respond now."""
         requested = []
         for member in self._members:
@@ -338,7 +338,7 @@ class LivePool(ServerPool[WeightUpdateMixin]):
             self.weight_version += 1  # from here on, no server is used again without these weights
         return requested
 
-    def _given(self, member: _Member[WeightUpdateMixin], folder: Path) -> None:
+    def _update_server(self, member: _Member[WeightUpdateMixin], folder: Path) -> None:
         try:
             member.engine.read_weights(folder, self.weight_version)
         except ServerError as error:
