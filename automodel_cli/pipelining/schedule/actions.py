@@ -1,5 +1,5 @@
 """Read the order of actions from torch's pipeline schedules. The only module with their private names (torch 2.11 to
-2.13).
+2.15).
 
 Schedule objects are created without a process group, with substitutes for stages. So the simulator and the drawing use
 the order that the runtime executes.

@@ -96,6 +96,23 @@ def forward_only_program(program: Program) -> Program:
     return Program(f"{program.schedule}, forward only", program.num_microbatches, program.owner, ranks)
 
 
+def whole_backwards(program: Program) -> Program:
+    """Return a program that computes weight gradients together with input gradients."""
+
+    def whole(action: Action) -> Action:
+        return action._replace(kind="B") if action.kind == "I" else action
+
+    ranks = tuple(
+        tuple(
+            Overlap(step.forward, whole(step.backward)) if isinstance(step, Overlap) else whole(step)
+            for step in steps
+            if isinstance(step, Overlap) or step.kind != "W"
+        )
+        for steps in program.ranks
+    )
+    return Program(f"{program.schedule}, whole backwards", program.num_microbatches, program.owner, ranks)
+
+
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _OVERLAP = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 

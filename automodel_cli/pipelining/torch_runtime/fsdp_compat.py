@@ -51,9 +51,9 @@ def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP state. torch 2.13 has several per state, 2.11 at most one.
+    """Return the parameter groups of an FSDP state. torch 2.12 has several per state, 2.11 at most one.
 
-    Remove the second branch when torch >= 2.13 is the minimum.
+    Remove the second branch when torch >= 2.12 is the minimum.
     """
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]

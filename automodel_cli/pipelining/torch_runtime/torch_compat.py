@@ -27,12 +27,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining import stage as torch_stage
+from torch.torch_version import TorchVersion
 
+from automodel_cli.config.warn import warn
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.strategies.fsdp2.sharding import reduce_in_backward, unsharded_units
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 from automodel_cli.pipelining.schedule.actions import to_torch
-from automodel_cli.pipelining.schedule.program import Program
+from automodel_cli.pipelining.schedule.program import Program, whole_backwards
 from automodel_cli.pipelining.torch_runtime.fsdp_compat import (
     fsdp_roots,
     reduce_gradients,
@@ -40,11 +42,14 @@ from automodel_cli.pipelining.torch_runtime.fsdp_compat import (
     sum_in_reduce_dtype,
 )
 
-# Receives have metadata (torch 2.13). Remove the other branches when torch >= 2.13 is the minimum.
+# Receives have metadata (torch 2.12). Remove the other branches when torch >= 2.12 is the minimum.
 HAS_STAGE_META = hasattr(PipelineStage, "_setup_forward_recv_info")
 # Sends and reductions have waits, and receives allocate their buffers (torch 2.15). Remove the other branches when
 # torch >= 2.15 is the minimum.
 HAS_WAITS = hasattr(torch_schedules, "_add_wait_send")
+# Older releases lose nodes of a split backward, or count weight gradients twice. Remove the other branch when
+# torch >= 2.13 is the minimum.
+SPLITS_BACKWARD = TorchVersion(torch.__version__) >= "2.13"
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ class Stage(PipelineStage):
             info.buffer = torch.empty(shape, dtype=self.boundary_dtype, device=self.device)
             info.buffer.requires_grad_(
                 requires_grad and not HAS_STAGE_META
-            )  # torch 2.13 sets it on the received tensor itself.
+            )  # torch 2.12 sets it on the received tensor itself.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id, self.has_backward, leaving=False)
@@ -263,7 +268,7 @@ class Stage(PipelineStage):
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
         """Do nothing, because the reduction has ended."""
 
-    # Setup hooks of torch. 2.13 calls the first three, 2.11 the two after them.
+    # Setup hooks of torch. 2.12 calls the first three, 2.11 the two after them.
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         self._describe_inputs(num_microbatches)
@@ -302,6 +307,9 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
             loss_fn=lambda output, index: self.on_result(output, index),
             scale_grads=False,
         )
+        self.given = program
+        if program.splits_backward and not SPLITS_BACKWARD:
+            program = whole_backwards(program)
         self.program = program
         self.on_result: Callable[[HeadOutput, int], Tensor] = _no_step
         self._reduction = Reduction(not program.splits_backward, reduce_every_microbatch)
@@ -339,7 +347,18 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
             self.on_result, self.results = _no_step, {}
 
     def warm_up(self) -> None:
-        """Open the connections between neighbors in an order that cannot deadlock. Call once per process group."""
+        """Open the connections between neighbors in an order that cannot deadlock. Call once per process group.
+
+        Warns if this release of torch cannot run the program as it is.
+        """
+        if self.program != self.given:
+            warn(
+                "version_mismatch",
+                "%s: torch %s cannot split a backward exactly, so weight gradients are computed with input gradients. "
+                "try: pip install 'torch>=2.13'",
+                self.given.schedule,
+                torch.__version__,
+            )
         for stage in self._stages:
             stage.begin([(1, 1)], False)  # type: ignore[attr-defined]
         if HAS_WAITS:

@@ -124,10 +124,12 @@ class _CastOnce(FSDPParam):
     def all_gather_inputs(self) -> list[Tensor]:
         return [self._sharded_param_data] if self._is_plain() else super().all_gather_inputs
 
-    def init_all_gather_outputs(self, numels: Any, dtypes: Any, world_size: int, device: torch.device) -> None:
+    def init_all_gather_outputs(
+        self, numels: Any, dtypes: Any, world_size: int, device: torch.device, **more: Any
+    ) -> None:
         if self._is_plain() and self.param_dtype is not None:
             dtypes = [self.param_dtype]
-        super().init_all_gather_outputs(numels, dtypes, world_size, device)
+        super().init_all_gather_outputs(numels, dtypes, world_size, device, **more)
 
 
 class _InPlace(ReduceScatter):
