@@ -251,7 +251,7 @@ def modules_in_other_dtype(model: nn.Module, roots: Sequence[nn.Module], *, sepa
     sizes: Counter[torch.dtype] = Counter()
     for param in model.parameters():
         sizes[param.dtype] += param.numel() * param.requires_grad
-    usual = max(sizes, key=lambda dtype: sizes[dtype])
+    usual = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)  # A stage may have no parameters.
     found: list[nn.Module] = []
     known = {module for unit in fsdp_modules(model) for module in unit.modules()}
     for module in (module for root in roots for module in root.modules()):
