@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from automodel_cli.dryrun.command import trace_rank
 from automodel_cli.dryrun.estimate import Estimate, estimate
+from automodel_cli.dryrun.report import spread
 from automodel_cli.dryrun.types import GIB, RankResult, TraceRequest
 
 
@@ -116,10 +117,11 @@ def _of_runs(rows: Sequence[Row], known: dict[str, Any]) -> str:
     for row in rows:
         found: Estimate = estimate(_results(row, known), TraceRequest("", (), row.gpus).device, row.gpus)
         idle = "-" if found.timeline is None else f"{found.timeline.idle_fraction:.0%}"
-        mfu = "-" if found.mfu is None else f"{found.mfu:.1%}"
+        mfu = "-" if found.mfu is None else f"{found.mfu.low:.0%} to {found.mfu.high:.0%}"
+        step, rate = found.step_range, found.throughput
         lines.append(
-            f"| {_named(row)}, {row.gpus:,} | {found.utilisation_bound:.0%} | {idle} | {found.step_seconds:.2f} "
-            f"| {mfu} | {found.tokens_per_second_per_gpu:,.0f} | {row.published} |"
+            f"| {_named(row)}, {row.gpus:,} | {found.utilisation_bound:.0%} | {idle} "
+            f"| {spread(step.low, step.high)} | {mfu} | {spread(rate.low, rate.high)} | {row.published} |"
         )
     return "\n".join(lines)
 

@@ -149,7 +149,8 @@ def summary(results: dict[str, dict[str, Any]]) -> list[str]:
         dry = results.get(f"memory by dry run: {shape}", {}).get("figures")
         if speed and dry:
             mfu = sorted(speed["mfu"])[len(speed["mfu"]) // 2] if speed["mfu"] else float("nan")
-            rate = f"{speed['tokens_per_second']:,.0f} tokens/s, MFU {mfu:.1%} (dry run {dry['mfu_estimate']:.1%})"
+            low, high = dry["mfu_estimate"]
+            rate = f"{speed['tokens_per_second']:,.0f} tokens/s, MFU {mfu:.1%} (dry run {low:.0%} to {high:.0%})"
             memory = f"{speed['memory_gib']:.1f} GiB reserved, {dry['peak_gib']:.1f} by dry run"
             lines.append(f"{shape}: {rate}; {memory}")
     return lines

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from automodel_cli.run.config_root import ConfigRoot
     from automodel_cli.run.recipe import Recipe
 
-GPUS = ("h100", "h200", "b200", "a100", "l40s")
+GPUS = ("h100", "h100-500w", "h200", "b200", "a100", "l40s")
 """GPUs of the dry run (`dryrun/hardware.py`)."""
 _PACKAGES = "automodel.trust-package"
 F = TypeVar("F", bound=Callable[..., object])

@@ -158,38 +158,43 @@ def _name(func: Any) -> str:
 
 def seconds(
     gpu: Gpu, func: Any, args: Sequence[Any], work: float, moved: int, real: Callable[[Tensor], Tensor | None]
-) -> float:
-    """The slower of arithmetic and memory, and never below a kernel's floor. A product that adds to a float32 sum does
-    not do all of both at once."""
+) -> tuple[str, float]:
+    """The slower of arithmetic and memory, with the kind of its rate (`Efficiency`), and never below a kernel's floor.
+    A product that adds to a float32 sum does not do all of both at once."""
     if not work:
-        return memory_seconds(gpu, moved)
-    arithmetic = work / _rate(gpu, func, args, work, real)
+        return "memory", memory_seconds(gpu, moved)
+    kind, rate = _rate(gpu, func, args, work, real)
+    arithmetic = work / (rate * getattr(gpu.rates, kind))
     if _adds_to_float32(func, args):
-        return gemm_timings.adding(arithmetic, memory_seconds(gpu, 2 * _size(args[0])))
-    return max(arithmetic, memory_seconds(gpu, moved))
+        return kind, gemm_timings.adding(arithmetic, memory_seconds(gpu, 2 * _size(args[0])))
+    in_memory = memory_seconds(gpu, moved)
+    return (kind, arithmetic) if arithmetic > in_memory else ("memory", in_memory)
 
 
 def _adds_to_float32(func: Any, args: Sequence[Any]) -> bool:
     return "add" in _name(func) and args[0].dtype == torch.float32 != args[1].dtype
 
 
-def _rate(gpu: Gpu, func: Any, args: Sequence[Any], work: float, real: Callable[[Tensor], Tensor | None]) -> float:
-    """FLOP/s that a product of so many is granted."""
+def _rate(
+    gpu: Gpu, func: Any, args: Sequence[Any], work: float, real: Callable[[Tensor], Tensor | None]
+) -> tuple[str, float]:
+    """Kind of a product of so many FLOPs, and the FLOP/s that such a kernel reaches alone."""
     name = _name(func)
     if name.startswith("_flash_attention"):
         _, tokens = _pairs(name, args, real)
-        return gpu.peak_bf16 * hardware.attention_efficiency(tokens, backward=name.endswith("backward"))
+        return "attention", gpu.attention(tokens, backward=name.endswith("backward"))
     factor = args[1] if "add" in name else args[0]
     if name.startswith(_SDPA) and factor.dtype != torch.float32:
-        return gpu.peak_bf16 * hardware.attention_efficiency(args[1].shape[2], backward=name.endswith("backward"))
+        return "attention", gpu.attention(args[1].shape[2], backward=name.endswith("backward"))
     if factor.dtype == torch.float32:
-        return gpu.peak_fp32 * hardware.FP32_PRODUCTS
+        return "gemm", gpu.peak_fp32 * hardware.FP32_PRODUCTS
     if name == "_grouped_mm":
-        return gpu.peak_bf16 * gemm_timings.grouped(_rows_of_a_group(*args[:3]))
+        return "grouped", gpu.peak_bf16 * gemm_timings.grouped(_rows_of_a_group(*args[:3]))
     if name == "_scaled_grouped_mm_v2":
         rows = _rows_of_a_group(args[0], args[1], args[_ENDS])
-        return gpu.peak_bf16 * gemm_timings.grouped(rows) * hardware.GROUPED_IN_8_BITS
-    return gpu.peak_bf16 * gemm_timings.single(work / launches(func, args)) * (2 if factor.dtype.itemsize == 1 else 1)
+        return "grouped", gpu.peak_bf16 * gemm_timings.grouped(rows) * hardware.GROUPED_IN_8_BITS
+    single = gpu.peak_bf16 * gemm_timings.single(work / launches(func, args))
+    return ("gemm_fp8", 2 * single) if factor.dtype.itemsize == 1 else ("gemm", single)
 
 
 def _rows_of_a_group(a: Tensor, b: Tensor, ends: Tensor | None = None) -> float:
@@ -201,12 +206,13 @@ def _rows_of_a_group(a: Tensor, b: Tensor, ends: Tensor | None = None) -> float:
     return a.shape[1] / max(len(ends) if ends is not None else 1, 1)
 
 
-def flex_seconds(gpu: Gpu, work: float, moved: int, dtype: torch.dtype) -> float:
+def flex_seconds(gpu: Gpu, work: float, moved: int, dtype: torch.dtype) -> tuple[str, float]:
     """Of a kernel that torch compiles: FlexAttention, or without `work` anything between products."""
     rate = gpu.peak_fp32 * hardware.FP32_PRODUCTS if dtype == torch.float32 else gpu.peak_bf16 * hardware.FLEX
-    return max(work / rate, memory_seconds(gpu, moved))
+    arithmetic, in_memory = work / (rate * gpu.rates.attention), memory_seconds(gpu, moved)
+    return ("attention", arithmetic) if arithmetic > in_memory else ("memory", in_memory)
 
 
 def memory_seconds(gpu: Gpu, moved: int) -> float:
     """Of a kernel without products."""
-    return max(moved / (gpu.bandwidth * gemm_timings.MEMORY), hardware.KERNEL_SECONDS)
+    return max(moved / (gpu.bandwidth * gpu.rates.memory), hardware.KERNEL_SECONDS)

@@ -101,7 +101,7 @@ class TracedRank(TorchDispatchMode):
             self.memory.add(t, name)
         unique = {id(t): t for t in (*read, *written)}.values()
         moved = sum(t.numel() * t.element_size() for t in unique)
-        self._took(name, cost_model.flex_seconds(self.gpu, work, moved, read[0].dtype), work, moved)
+        self._took(name, *cost_model.flex_seconds(self.gpu, work, moved, read[0].dtype), work, moved)
 
     def synchronised(self, what: str, until: float | None = None) -> None:
         """The host waits for the current stream, or until a moment, at the line that is running."""
@@ -151,7 +151,8 @@ class TracedRank(TorchDispatchMode):
         if launches and any(_is_cuda(t) for t in (*outs, *tensors)):
             self._launch(func, args, kwargs, outs)
         elif launches and any(t.is_floating_point() for t in outs):
-            self.clock.host += cost_model.num_bytes(func, args, kwargs, outs, "cpu") / hardware.HOST_MEMORY
+            moved = cost_model.num_bytes(func, args, kwargs, outs, "cpu")
+            self.clock.host_computes(moved / hardware.HOST_MEMORY)
         return out
 
     def _crossed(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> bool:
@@ -161,7 +162,7 @@ class TracedRank(TorchDispatchMode):
         if _is_cuda(copied) is _is_cuda(to):
             return False
         name, size = func._schema.name.removeprefix("aten::"), copied.numel() * copied.element_size()
-        self.clock.copy("to device" if _is_cuda(to) else "to host", size / (self._to_host * hardware.LINK))
+        self.clock.copy("to device" if _is_cuda(to) else "to host", size / (self._to_host * self.gpu.rates.copy))
         self._count(name, cost_model.memory_seconds(self.gpu, size), 0.0, size)
         waits = not (kwargs.get("non_blocking") or (func is _aten.copy_.default and len(args) > 2 and args[2]))
         if _is_cuda(copied) and waits:
@@ -256,15 +257,13 @@ class TracedRank(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         work = cost_model.flops(func, args, self.twins.get)
         moved = cost_model.num_bytes(func, args, kwargs, outs)
-        took, parts = (
-            cost_model.seconds(self.gpu, func, args, work, moved, self.twins.get),
-            cost_model.launches(func, args),
-        )
+        kind, took = cost_model.seconds(self.gpu, func, args, work, moved, self.twins.get)
+        parts = cost_model.launches(func, args)
         for _ in range(parts):
-            self._took(name, took / parts, work / parts, moved // parts)
+            self._took(name, kind, took / parts, work / parts, moved // parts)
 
-    def _took(self, name: str, took: float, work: float, moved: int) -> None:
-        self.clock.kernel(took)
+    def _took(self, name: str, kind: str, took: float, work: float, moved: int) -> None:
+        self.clock.kernel(kind, took)
         self._count(name, took, work, moved)
 
     def _count(self, name: str, took: float, work: float, moved: int) -> None:

@@ -1,15 +1,16 @@
 """Hardware constants of the dry run: GPU peaks and link bandwidths. Torch-free.
 
-Peaks are those of the vendors' data sheets. Shares of them are what others have published of single kernels on an H100
-or H200, granted to every GPU; this project has measured none of them. Those of GEMMs: `wgrad_fusion/gemm_timings.py`.
+Peaks are those of the vendors' data sheets. Rates of single kernels are what others have published of an H100 or H200.
+GEMM rates: `wgrad_fusion/gemm_timings.py`. What a long run reaches of them is fitted: `efficiency.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
+from automodel_cli.dryrun.efficiency import Efficiency, efficiency
 from automodel_cli.planning.reserve import CARD_GIB
 from automodel_cli.training.metrics.flops import device_peak_flops
 
@@ -29,6 +30,7 @@ class Gpu:
     """Bytes/s between GPUs of one machine, one way."""
     host: float
     """Bytes/s to the memory of the machine, one way."""
+    rates: Efficiency
 
     @property
     def peak_bf16(self) -> float:
@@ -37,21 +39,30 @@ class Gpu:
         assert peak is not None, f"{self.name} has no peak in training/metrics/flops.py"
         return peak
 
+    def attention(self, tokens: float, *, backward: bool) -> float:
+        """FLOP/s of FlashAttention-2 in documents of so many tokens."""
+        share = attention_efficiency(tokens, backward=backward)
+        return self.peak_bf16 * share * (_FLASH_ON_8 if self.capability[0] == 8 else 1.0)
 
+
+_FLASH_ON_8 = 1.75
+"""FlashAttention-2 reaches 50 to 73% of the peak of an A100 (arXiv:2307.08691), and 35% of that of an H100
+(arXiv:2407.08608)."""
+_H100 = "NVIDIA H100 80GB HBM3"
 GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", CARD_GIB, 67e12, 3.35e12, (9, 0), 450e9, 64e9),
-    "h200": Gpu("NVIDIA H200", 139.8, 67e12, 4.8e12, (9, 0), 450e9, 64e9),
-    "b200": Gpu("NVIDIA B200", 178.3, 80e12, 8.0e12, (10, 0), 900e9, 64e9),
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", CARD_GIB, 19.5e12, 2.04e12, (8, 0), 300e9, 32e9),
-    "l40s": Gpu("NVIDIA L40S", 44.5, 91.6e12, 0.864e12, (8, 9), 32e9, 32e9),
+    "h100": Gpu(_H100, CARD_GIB, 67e12, 3.35e12, (9, 0), 450e9, 64e9, efficiency("h100")),
+    "h100-500w": Gpu(_H100, 95.0, 67e12, 2.4e12, (9, 0), 450e9, 64e9, efficiency("h100-500w")),
+    "h200": Gpu("NVIDIA H200", 139.8, 67e12, 4.8e12, (9, 0), 450e9, 64e9, efficiency("h200")),
+    "b200": Gpu("NVIDIA B200", 178.3, 80e12, 8.0e12, (10, 0), 900e9, 64e9, efficiency("b200")),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", CARD_GIB, 19.5e12, 2.04e12, (8, 0), 300e9, 32e9, efficiency("a100")),
+    "l40s": Gpu("NVIDIA L40S", 44.5, 91.6e12, 0.864e12, (8, 9), 32e9, 32e9, efficiency("l40s")),
 }
+"""`h100-500w` is the card of Grand Teton servers: 96 GB of HBM2e and a power limit of 500 W."""
 
 FLEX = 0.29
 """Of attention that torch compiles: 0.85 of FlashAttention-2's in long documents, of the blocks that it computes."""
 FP32_PRODUCTS = 0.77
 """51.9 of 67 TFLOP/s on squares of 4096."""
-LINK = 0.70
-"""Of a link's bandwidth, also that to the machine's memory: assumed."""
 HOST_MEMORY = 40e9
 """Bytes/s of a machine's memory for each of its GPUs, which optimizers of offloaded parameters read and write: assumed,
 as of 12 channels of DDR5 for 8 GPUs."""
@@ -74,8 +85,6 @@ def attention_efficiency(tokens: float, *, backward: bool) -> float:
 
 KERNEL_SECONDS = 3e-6
 """The shortest kernel."""
-LAUNCH_SECONDS = gemm_timings.LAUNCH_SECONDS
-"""What a call costs the host; kernels start when the host has come to them."""
 COLLECTIVE_SECONDS = 15e-6
 
 
@@ -89,6 +98,11 @@ class Links:
     node: float
     network: float = 50e9
     gpus_per_node: int = 8
+    rates: Efficiency = field(default_factory=Efficiency)
+
+    def crosses(self, ranks: tuple[int, ...]) -> bool:
+        """Return whether these ranks are on several machines."""
+        return len({rank // self.gpus_per_node for rank in ranks}) > 1
 
     def seconds(self, kind: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
         """Of one collective in which this rank's largest tensor has `num_bytes`, by a ring's volume."""
@@ -105,4 +119,4 @@ class Links:
         else:
             volume = num_bytes * (size - 1) / size * (2 if "reduce" in kind and "scatter" not in kind else 1)
             took = volume / (min(self.node, self.network * beside) if crosses else self.node)
-        return COLLECTIVE_SECONDS + took / LINK
+        return COLLECTIVE_SECONDS + took / (self.rates.network if crosses else self.rates.node)

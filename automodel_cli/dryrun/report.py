@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from automodel_cli.dryrun.estimate import Estimate
@@ -23,11 +24,11 @@ def render_changes(before: Estimate, tried: Sequence[Tried]) -> str:
     """Changes that were dry-run, best first, below what they change."""
     if not tried:
         return "no change that the config's checks allow needs less memory by plan"
-    lines = ["peak [GiB]  step [s]  tokens/s/GPU", f"{_figures(before)}  as it is"]
+    lines = [f"peak [GiB]  {'step [s]':>12}  {'tokens/s/GPU':>16}", f"{_figures(before)}  as it is"]
     for one in tried:
         note = "" if one.change.same_training else "   (changes the training result)"
         if one.found is None:
-            lines.append(f"{'-':>10}  {'-':>8}  {'-':>12}  {one.change}: {one.failed}")
+            lines.append(f"{'-':>10}  {'-':>12}  {'-':>16}  {one.change}: {one.failed}")
         else:
             verdict = "fits" if one.found.fits else "does not fit"
             lines.append(f"{_figures(one.found)}  {verdict}: {one.change}{note}")
@@ -35,7 +36,8 @@ def render_changes(before: Estimate, tried: Sequence[Tried]) -> str:
 
 
 def _figures(found: Estimate) -> str:
-    return f"{found.heaviest.peak / GIB:10.1f}  {found.step_seconds:8.3g}  {found.tokens_per_second_per_gpu:12,.0f}"
+    peak, step, rate = found.heaviest.peak / GIB, found.step_range, found.throughput
+    return f"{peak:10.1f}  {spread(step.low, step.high):>12}  {spread(rate.low, rate.high):>16}"
 
 
 def _rank(rank: RankResult, found: Estimate) -> str:
@@ -77,21 +79,41 @@ def _kernels(lines: Sequence[Line], whole: float) -> list[str]:
 
 def memory(found: Estimate) -> str:
     """What the heaviest rank holds of what there is."""
-    peak, gpu = found.heaviest.peak / GIB, found.gpu
-    return f"{peak:.1f} GiB and {RESERVE_GIB:g} set aside, of {gpu.memory_gib:g} ({gpu.name})"
+    peak, gpu, reserved = found.heaviest.peak / GIB, found.gpu, found.reserved.times(1 / GIB)
+    held = f" ({spread(reserved.low, reserved.high)} reserved by the allocator)" if found.fits else ""
+    return f"{peak:.1f} GiB of tensors{held} and {RESERVE_GIB:g} set aside, of {gpu.memory_gib:g} ({gpu.name})"
 
 
 def rate(found: Estimate) -> str:
     """How fast a step would be."""
-    mfu = "unknown (the model's FLOPs are not counted)" if found.mfu is None else f"{found.mfu:.1%}"
-    tokens = f"{found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
-    return f"step {found.step_seconds:.3g} s, {tokens}, MFU {mfu} (estimated, never calibrated)"
+    step, tokens, mfu = found.step_range, found.throughput, found.mfu
+    unknown = "unknown (the model's FLOPs are not counted)"
+    share = unknown if mfu is None else f"{spread(100 * mfu.low, 100 * mfu.high)}%"
+    return f"step {spread(step.low, step.high)} s, {spread(tokens.low, tokens.high)} tokens/s/GPU, MFU {share}"
+
+
+def spread(low: float, high: float) -> str:
+    """A range, rounded to two digits of its width."""
+    places = 1 - math.floor(math.log10(high - low)) if high > low else 2
+    return " to ".join(f"{round(x, places):,.{max(places, 0)}f}" for x in (low, high))
+
+
+_COSTS = {
+    "gemm": "GEMMs", "gemm_fp8": "float8 GEMMs", "grouped": "grouped GEMMs", "attention": "attention",
+    "memory": "memory-bound kernels", "node": "exposed communication in a node",
+    "network": "exposed communication between nodes", "interference": "slowdown beside communication",
+    "copy": "copies to and from the host", "host": "waiting for the host",
+}  # fmt: skip
 
 
 def _step(found: Estimate) -> str:
     """What follows for the run."""
+    whole = sum(found.seconds.values())
+    shares = sorted(((seconds / whole, kind) for kind, seconds in found.seconds.items()), reverse=True)
     lines = [
         f"{rate(found)}; kernels alone would allow {found.utilisation_bound:.0%}",
+        f"calibration: {found.gpu.rates.provenance} (docs/planning/calibration.md)",
+        "of the step: " + ", ".join(f"{_COSTS[kind]} {share:.0%}" for share, kind in shares if share >= 0.005),
         f"{'fits' if found.fits else 'does not fit'}: {memory(found)}",
     ]
     if found.timeline is not None:

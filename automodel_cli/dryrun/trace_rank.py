@@ -25,7 +25,7 @@ from automodel_cli.dryrun.dispatch_mode import Counts, TracedRank, Work
 from automodel_cli.dryrun.estimate import program_to_json
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
-from automodel_cli.dryrun.simulated_clock import Clock
+from automodel_cli.dryrun.simulated_clock import Clock, Seconds, critical_path, summed
 from automodel_cli.dryrun.strategies import Strategies
 from automodel_cli.dryrun.types import GIB, Line, RankResult, TraceRequest
 from automodel_cli.models import transformers_compat
@@ -58,9 +58,9 @@ class RankTrace:
         self.parts: list[nn.Module] = []
         self.frozen: list[nn.Module] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        self.actions: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.actions: dict[tuple[str, int], list[Seconds]] = defaultdict(list)
         self._action_began = 0.0
-        self.clock = Clock()
+        self.clock = Clock(request.device.rates)
         self.strategies: Strategies | None = None
         self.memory = MemoryTracker(self._what, self._owned)
         self.collectives = Collectives(self.clock, request.links)
@@ -92,12 +92,12 @@ class RankTrace:
 
         def end(kind: str, stage: int) -> None:
             if self.mode.counts.on:
-                self.actions[kind, stage].append(self.clock.at(0) - self._action_began)
+                self.actions[kind, stage].append(critical_path(self._action_began, self.clock.at(0)))
 
         torch_compat.on_stage_actions(begin, end)
 
-    def step(self, stages: Any, mesh: Mesh, columns: list[synthetic_batches.Columns], hooks: Any) -> float:
-        """One optimizer step; returns its model time."""
+    def step(self, stages: Any, mesh: Mesh, columns: list[synthetic_batches.Columns], hooks: Any) -> Seconds:
+        """One optimizer step; returns its model time by kind of cost."""
         assert self.optimizer is not None
         self.phase = "batch"
         batches = synthetic_batches.as_batches(columns, self.mode.twins.put)
@@ -107,15 +107,15 @@ class RankTrace:
         train_step(
             stages, batches, self.recipe.trained_objective, self.optimizer, mesh, max_grad_norm=maximum, hooks=hooks
         )
-        return self.clock.now() - began
+        return critical_path(began, self.clock.now())
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Model seconds of the two steps, which had so many microbatches."""
 
-    warm: float
-    measured: float
+    warm: Seconds
+    measured: Seconds
     num_warm: int
     num_measured: int
 
@@ -303,9 +303,11 @@ def _result(
     tokens = round(sum(sum(one.lengths) for one in columns) / len(columns))
     longest = max(one.input_ids.numel() for one in columns)
     per_stage = request.num_gpus // layout.pp
-    in_actions = sum(sum(seconds) for seconds in run.actions.values())
+    in_actions = summed([seconds for spans in run.actions.values() for seconds in spans])
     apart = max(times.num_measured - times.num_warm, 1)
-    step = max(times.measured - times.warm, 0.0) / apart
+    more = summed([times.measured], minus=times.warm)
+    step = {kind: seconds / apart for kind, seconds in more.items()} if sum(more.values()) > 0 else {}
+    further = {kind: seconds * (times.num_measured - 1) for kind, seconds in step.items()}
     whole = _of_all_microbatches(counts, (recipe.train.num_microbatches(layout.dp) - times.num_measured) / apart)
     return RankResult(
         rank=request.rank,
@@ -334,9 +336,9 @@ def _result(
         data_parallel=layout.dp,
         actions=_means(run),
         pipeline=program_to_json(plan.timeline.program, plan.timeline.costs.forward) if plan.timeline else None,
-        once_seconds=times.measured - step * (times.num_measured - 1),
+        once_seconds=summed([times.measured], minus=further),
         microbatch_seconds=step,
-        outside_seconds=max(0.0, times.measured - in_actions),
+        outside_seconds=summed([times.measured], minus=in_actions),
         hop_seconds=_hop(recipe, request, layout, longest),
         model_flops_per_token=_model_flops(run, plan, columns),
         cpu_seconds=0.0,
@@ -354,10 +356,11 @@ def _of_all_microbatches(counts: Counts, more: float) -> Work:
     )
 
 
-def _means(run: RankTrace) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for (kind, stage), seconds in run.actions.items():
-        found.setdefault(kind, {})[str(stage)] = sum(seconds) / len(seconds)
+def _means(run: RankTrace) -> dict[str, dict[str, dict[str, float]]]:
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (kind, stage), spans in run.actions.items():
+        means = {of: seconds / len(spans) for of, seconds in summed(spans).items()}
+        found.setdefault(kind, {})[str(stage)] = means
     return found
 
 

@@ -15,12 +15,12 @@ DEFAULT_DOCUMENT = 700
 """Tokens of each document in packed rows where the data has not been prepared."""
 
 LIMITS = """\
-Nothing was computed: no wrong number, race, deadlock or kernel fault is found here. Never calibrated on a GPU.
+Nothing was computed: no wrong number, race, deadlock or kernel fault is found here.
 Memory is of tensors, as torch's allocator rounds them; the CUDA context, cuBLAS, NCCL and fragmentation come on top
   (5 GiB are set aside for them). Temporaries inside a kernel are not seen, nor frees that wait for another stream.
-Time is a roofline: assumed efficiencies, a floor per kernel and per launch; other ranks route, pack and wait as this
-  one does. Without its windows, sliding flash attention counts too many FLOPs. Data loading, checkpoints, rollouts,
-  and a reference model's own passes are not in the step.
+Time is a roofline at rates that were fitted to published runs of other programs; other ranks route, pack and wait as
+  this one does. Without its windows, sliding flash attention counts too many FLOPs. Data loading, checkpoints,
+  rollouts, and a reference model's own passes are not in the step.
 DDP's reducer is one in Python that follows its rules. Not run: torch.compile (fused operations and FlexAttention
   count as one kernel each, whole layers as written), autocast, Transformer Engine, DeepEP, 4-bit bases, vLLM."""
 
@@ -54,7 +54,7 @@ class TraceRequest:
 
     @property
     def links(self) -> Links:
-        return Links(self.node or self.device.link, self.network, self.gpus_per_node)
+        return Links(self.node or self.device.link, self.network, self.gpus_per_node, self.device.rates)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -101,15 +101,16 @@ class RankResult:
     step_kernel_seconds: float
     data_parallel: int
     """Ranks that read different rows."""
-    actions: dict[str, dict[str, float]]
-    """Kind of a schedule's action -> stage -> mean seconds; {} without a pipeline."""
+    actions: dict[str, dict[str, dict[str, float]]]
+    """Kind of a schedule's action -> stage -> mean seconds by kind of cost; {} without a pipeline."""
     pipeline: dict[str, Any] | None
     """The schedule's program, as `estimate.program_from_json` reads it."""
-    once_seconds: float
-    """A step on this rank without what its other microbatches add; without a pipeline."""
-    microbatch_seconds: float
+    once_seconds: dict[str, float]
+    """A step on this rank without what its other microbatches add; without a pipeline. By kind of cost, as below:
+    seconds of the critical path that are spent at a rate of `efficiency.Efficiency`."""
+    microbatch_seconds: dict[str, float]
     """What one more microbatch adds to a step that has a first and a last one."""
-    outside_seconds: float
+    outside_seconds: dict[str, float]
     """Of a step, outside of the stages' forwards and backwards: reductions, clipping, the optimizer."""
     hop_seconds: float
     model_flops_per_token: float | None

@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
 from automodel_cli.planning.plan import PlanRequest, make_plan
-from automodel_cli.planning.reserve import usable_bytes
+from automodel_cli.planning.reserve import MARGIN, usable_bytes
 
 GIB = 2**30
-MARGIN = 0.08
-"""Of the estimate, for what it gets wrong: bundled recipes agree with their dry runs to 8%."""
-
 _QUICKEST_FIRST: tuple[bool | str, ...] = (False, "selective", "full", "minimal")
 
 

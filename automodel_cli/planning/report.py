@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from automodel_cli.pipelining.timeline.simulator import Timeline
 from automodel_cli.pipelining.timeline.svg import draw_svg, draw_text
 from automodel_cli.planning.plan import Plan, StageRow
-from automodel_cli.planning.reserve import RESERVE_GIB, MemoryBreakdown, usable_bytes
+from automodel_cli.planning.reserve import MARGIN, RESERVE_GIB, MemoryBreakdown, usable_bytes
 from automodel_cli.planning.schedule_comparison import Comparison
 
 _GIB, _MIB = 2**30, 2**20
@@ -99,8 +99,9 @@ def _memory(plan: Plan, traced: Sequence[MemoryBreakdown], memory_gib: float) ->
     if traced:
         more = [["estimate without a dry run", *estimated]]
     table = memory_table(traced or [memory.breakdown for memory in plan.memory], unit, more)
-    source = "a dry run of each rank" if traced else "estimate, uncalibrated"
-    verdict = _fits(max(one.peak for one in traced), unit, name, memory_gib) if traced else _verdict(plan, memory_gib)
+    source = "a dry run of each rank" if traced else f"estimate, to {MARGIN:.0%} of a dry run"
+    found = max((one.peak for one in traced), default=0.0)
+    verdict = _fits(found, f"{found / unit:,.1f}", name, memory_gib) if traced else _verdict(plan, memory_gib)
     return "\n".join([f"memory of a GPU [{name}]: {source}", table, verdict])
 
 
@@ -116,14 +117,15 @@ def memory_table(ranks: Sequence[MemoryBreakdown], unit: int, more: Sequence[Seq
     return _table([*rows, *more], left={0})
 
 
-def _fits(peak: float, unit: int, name: str, memory_gib: float) -> str:
+def _fits(peak: float, shown: str, name: str, memory_gib: float) -> str:
     verdict = "fits" if peak <= usable_bytes(memory_gib) else "does not fit"
-    return f"{verdict}: {peak / unit:,.1f} {name} {_set_aside(memory_gib)}"
+    return f"{verdict}: {shown} {name} {_set_aside(memory_gib)}"
 
 
 def _verdict(plan: Plan, memory_gib: float) -> str:
     limit, rows, (unit, name) = usable_bytes(memory_gib), plan.request.rows, _unit(plan)
-    needed = _fits(plan.heaviest, unit, name, memory_gib)
+    spread = f"{plan.heaviest / unit * (1 - MARGIN):,.1f} to {plan.heaviest / unit * (1 + MARGIN):,.1f}"
+    needed = _fits(plan.heaviest, spread, name, memory_gib)
     largest = plan.largest_microbatch(limit)
     room = f"microbatch_size={largest} is the largest that does" if largest else "not even one row a microbatch does"
     if plan.heaviest > limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from automodel_cli.dryrun import cost_model, hardware, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
+from automodel_cli.dryrun.efficiency import Efficiency
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.hardware import GPUS
 from automodel_cli.dryrun.simulated_clock import Clock
 from tests.dist.harness import launch
 
 N = 1 << 20
+ALONE = replace(GPUS["h100"], rates=Efficiency())
+"""A kernel that runs alone, as others measured it."""
 
 
 WIDE, NARROW, INDEX, BITS8 = torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn
@@ -114,7 +118,7 @@ class _Seen(TorchDispatchMode):
             outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
             work = cost_model.flops(func, args, _unknown)
             moved = cost_model.num_bytes(func, args, kwargs or {}, outs)
-            self.costs.append((work, moved, cost_model.seconds(GPUS["h100"], func, args, work, moved, _unknown)))
+            self.costs.append((work, moved, cost_model.seconds(ALONE, func, args, work, moved, _unknown)[1]))
         return out
 
 
@@ -210,7 +214,7 @@ def test_rings_between_machines_use_the_cards_of_all_their_gpus_and_exchanges_ea
     start = hardware.COLLECTIVE_SECONDS
 
     def seconds(kind: str, *ranks: int) -> float:
-        return (links.seconds(kind, size, ranks) - start) * hardware.LINK
+        return (links.seconds(kind, size, ranks) - start) * Efficiency().node
 
     inside, both, one_of_each = range(8), range(16), (0, 8)
     assert seconds("allgather_base", *inside) == pytest.approx(7 / 8 * 45 / 450)
@@ -228,8 +232,8 @@ def test_a_ring_of_keys_takes_its_time_beside_what_is_computed() -> None:
     collectives = Collectives(clock, hardware.Links(450e9))
     group: Any = SimpleNamespace(ranks=(0, 1))
     x = torch.empty(45_000_000, dtype=NARROW)
-    sends = hardware.COLLECTIVE_SECONDS + 90e6 / 450e9 / hardware.LINK
+    sends = hardware.COLLECTIVE_SECONDS + 90e6 / 450e9 / Efficiency().node
     arrived = collectives.passed_on(lambda group, x: lambda: x)(group, x)
-    clock.kernel(sends / 2)
+    clock.kernel("gemm", sends / 2)
     assert arrived() is x
-    assert clock.now() == pytest.approx(hardware.LAUNCH_SECONDS + sends)
+    assert clock.now() == pytest.approx(Efficiency().host + sends)

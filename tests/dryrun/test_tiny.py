@@ -108,7 +108,7 @@ def test_a_check_with_gpus_says_that_the_step_fits_or_what_it_would_hold(tmp_pat
     assert fits.returncode == 0 and fits.stdout.splitlines()[-1].startswith("ok ")
     (line,) = [line for line in fits.stdout.splitlines() if line.startswith("dry run")]
     held = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN).peak / 2**30
-    assert f"runs, and fits: {held:.1f} GiB and {RESERVE_GIB:g} set aside, of 79.1" in line
+    assert f"runs, and fits: {held:.1f} GiB of tensors (" in line and f"and {RESERVE_GIB:g} set aside, of 79.1" in line
     refused = automodel(tmp_path, *command, "--resolved")
     assert_error(refused.stderr, "mutually_exclusive", "--resolved", "--gpus")
     unknown = automodel(tmp_path, *command, "--gpu", "tpu")
@@ -275,11 +275,16 @@ def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
     request = TraceRequest("", (), 8)
     found = estimate(ranks, request.device, 8)
     assert found.timeline is not None
-    work = [rank.num_microbatches * sum(sum(stages.values()) for stages in rank.actions.values()) for rank in ranks]
+    work = [
+        rank.num_microbatches
+        * sum(sum(seconds.values()) for stages in rank.actions.values() for seconds in stages.values())
+        for rank in ranks
+    ]
     assert max(work) < found.timeline.makespan < sum(work)
     assert set(found.to_json()) == {
         "peak_gib", "peak_by_kind", "plan_gib", "host_syncs_per_microbatch", "kernels_per_microbatch", "collectives",
-        "step_seconds", "tokens_per_second_per_gpu", "mfu_estimate", "utilisation_bound", "fits",
+        "reserved_gib", "step_seconds", "tokens_per_second_per_gpu", "mfu_estimate", "seconds_by_kind", "counted",
+        "utilisation_bound", "fits",
     }  # fmt: skip
 
 

@@ -261,7 +261,7 @@ def test_every_schedule_is_compared_and_refusals_say_the_rule() -> None:
     assert (
         "DualPipeV                        2 refused: DualPipeV needs at least 2 * pp_size microbatches: 3 < 4" in text
     )
-    assert "> 1F1B" in text and "estimate, uncalibrated" in text
+    assert "> 1F1B" in text and "estimate, to 8% of a dry run" in text
 
 
 def test_uneven_costs_are_seen_and_a_better_cut_named() -> None:
