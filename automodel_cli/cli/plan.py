@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from automodel_cli.cli import common
 from automodel_cli.config.trust import Need, Trust
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _of_goodput(name: str, *, default: float | None, help: str) -> Callable[[F], F]:
+    """Declare a rate of `--goodput`."""
+    kind = click.IntRange(min=0) if isinstance(default, int) else click.FloatRange(min=0)
+    return click.option(name, type=kind, default=default, show_default=default is not None, metavar="N", help=help)
 
 
 @click.command()
@@ -23,6 +33,19 @@ from automodel_cli.config.trust import Need, Trust
     "--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the pipeline's timeline to this file."
 )
 @click.option("--traced", is_flag=True, help="Measure memory with a dry run of every stage. Exact, but slower.")
+@click.option(
+    "--goodput",
+    is_flag=True,
+    help="Print instead what failures, checkpoints and slow nodes leave of the throughput of a dry run.",
+)
+@_of_goodput("--gpu-mtbf-hours", default=50_000.0, help="Mean hours between failures of one GPU. 0: none.")
+@_of_goodput("--restart-minutes", default=10.0, help="From a failure to the first step on nodes that are there.")
+@_of_goodput("--save-seconds", default=None, help="Time that a checkpoint stops training.  [default: by its size]")
+@_of_goodput("--spare-nodes", default=0, help="Nodes that stand by.")
+@_of_goodput("--repair-hours", default=24.0, help="Until a failed node stands by again.")
+@_of_goodput("--slow-node-hours", default=0.0, help="Mean hours until a node turns slow. 0: never.")
+@_of_goodput("--slow-for-hours", default=2.0, help="Until a slow node is replaced.")
+@_of_goodput("--slow-factor", default=1.3, help="Step time of a slow node over that of others.")
 @common.config_options
 def plan(
     conf: str,
@@ -33,6 +56,8 @@ def plan(
     svg: Path | None,
     *,
     traced: bool,
+    goodput: bool,
+    **rates: Any,
 ) -> int:
     """Print pipeline stages, memory per GPU, timeline and schedules.
 
@@ -43,6 +68,11 @@ def plan(
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
     common.print_untrusted(composed, untrusted)
     gpus = common.gpus_to_train_on(recipe, gpus)
+    if goodput:
+        from automodel_cli.dryrun.goodput import Assumptions, print_goodput
+
+        request = common.dry_run_request(composed, trust, gpus)
+        return print_goodput(recipe, request, recipe.mesh.resolve(gpus), Assumptions(**rates))
     from automodel_cli.run.commands.plan import print_plan
 
     trace = None
