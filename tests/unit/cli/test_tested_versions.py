@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from automodel_cli.cli import doctor, tested_versions
 from automodel_cli.cli.tested_versions import TESTED
@@ -51,6 +53,16 @@ def test_pins_are_tested_releases() -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     pinned = re.findall(r"^([\w.-]+)==([^\s;]+)", pins, re.M)
     assert {(name, version) for name, version in pinned if name in TESTED and version not in TESTED[name]} == set()
+
+
+def test_tested_releases_are_in_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    for need in map(Requirement, [*project["dependencies"], *extras]):
+        assert [version for version in TESTED.get(need.name, ()) if version not in need.specifier] == [], need
+    assert {Requirement(line).name for line in project["dependencies"]} <= set(TESTED)
+    classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert tuple(classifiers) == TESTED["python"]
 
 
 def test_doctor_judges_each_package(monkeypatch: pytest.MonkeyPatch) -> None:
