@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,14 +85,14 @@ class _Gather(Function):
     """Custom function, because torch's differentiable all-gather has different names in 2.11 and 2.13."""
 
     @staticmethod
-    def forward(ctx, x, group, sums):  # type: ignore[no-untyped-def]
+    def forward(ctx: Ctx, x: Tensor, group: dist.ProcessGroup, sums: bool) -> Tensor:
         ctx.group, ctx.sums = group, sums
         gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
         return gathered
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Every rank has the same gradient, so its own slice is complete.
         if not ctx.sums:
             return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None

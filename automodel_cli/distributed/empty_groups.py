@@ -12,14 +12,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from automodel_cli.distributed.device_threads import threads_on_this_device
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(first_NI, second_NO, ends_L)` -> `[L, I, O]`: first^T second of the rows of each group."""
@@ -101,11 +100,11 @@ class _Weights(Function):
     """Identity of the weights. The backward sets the gradient of empty groups to zero."""
 
     @staticmethod
-    def forward(ctx: Any, weight_LIO: Tensor, ends_L: Tensor) -> Tensor:
+    def forward(ctx: Ctx, weight_LIO: Tensor, ends_L: Tensor) -> Tensor:
         ctx.save_for_backward(ends_L)
         return weight_LIO.view_as(weight_LIO)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor, None]:
         (ends_L,) = ctx.saved_tensors
         return grads[0].masked_fill(is_empty_L(ends_L)[:, None, None], 0), None

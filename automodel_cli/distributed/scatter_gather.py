@@ -8,14 +8,12 @@ Example: 5 rows on 2 ranks are shares of 3 and 2 rows, or 3 and 3 with padding.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 
 def scatter_to_group(full: Tensor, group: dist.ProcessGroup, dim: int = 0, *, padded: bool = False) -> Tensor:
@@ -44,25 +42,25 @@ def padding(tensor: Tensor, length: int, dim: int) -> Tensor:
 
 class _ShareOf(Function):
     @staticmethod
-    def forward(ctx: Any, full: Tensor, group: dist.ProcessGroup, dim: int, padded: bool) -> Tensor:
+    def forward(ctx: Ctx, full: Tensor, group: dist.ProcessGroup, dim: int, padded: bool) -> Tensor:
         num = full.shape[dim]
         ctx.sizes = (num, group, dim)
         size = _size(num, group)
         return _cut(full, size if padded else min(size, max(0, num - size * dist.get_rank(group))), group, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _gathered(grads[0], *ctx.sizes), None, None, None
 
 
 class _AllOf(Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, num: int, group: dist.ProcessGroup, dim: int) -> Tensor:
+    def forward(ctx: Ctx, share: Tensor, num: int, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.sizes = (share.shape[dim], group, dim)
         return _gathered(share, num, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _cut(grads[0], *ctx.sizes), None, None, None
 
 

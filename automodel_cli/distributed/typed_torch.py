@@ -14,6 +14,18 @@ if TYPE_CHECKING:
 
     F = TypeVar("F", bound=Callable[..., Any])
 
+    class Ctx(torch.autograd.function.FunctionCtx):
+        """`ctx` of an autograd function, with the attributes that its forward sets."""
+
+        saved_tensors: tuple[Any, ...]
+        needs_input_grad: tuple[bool, ...]
+
+        def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
     class Function(torch.autograd.Function):
         """`torch.autograd.Function`."""
 
@@ -33,5 +45,5 @@ if TYPE_CHECKING:
     def disable(*, recursive: bool = True, reason: str | None = None) -> Callable[[F], F]:
         """`torch.compiler.disable`."""
 else:
-    Function, disable = torch.autograd.Function, torch.compiler.disable
+    Ctx, Function, disable = torch.autograd.function.FunctionCtx, torch.autograd.Function, torch.compiler.disable
     TorchDispatchMode, TorchFunctionMode = _TorchDispatchMode, _TorchFunctionMode

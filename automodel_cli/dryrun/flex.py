@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
 from automodel_cli.models.attention.flex import Attend, Visible
 
@@ -48,7 +48,7 @@ def modelled(real: Callable[[Tensor], Tensor | None], ran: Ran) -> Attend:
 
 class _Kernel(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pairs: float, ran: Ran) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Ctx, query: Tensor, key: Tensor, value: Tensor, pairs: float, ran: Ran) -> tuple[Tensor, Tensor]:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
         width, value_width = query.shape[-1], value.shape[-1]
@@ -58,7 +58,7 @@ class _Kernel(Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> Any:
+    def backward(ctx: Ctx, grad: Tensor, grad_lse: Tensor | None) -> Any:
         *inputs, out, lse = ctx.saved_tensors  # once: recomputation frees them
         delta = torch.empty_like(lse)
         ctx.ran("flex_attention, products of outputs and gradients", (grad, out), (delta,), 0.0)
@@ -69,7 +69,7 @@ class _Kernel(Function):
 
 class _Sink(Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor, sink: Tensor, ran: Ran) -> Tensor:
+    def forward(ctx: Ctx, out: Tensor, lse: Tensor, sink: Tensor, ran: Ran) -> Tensor:
         result = torch.empty_like(out)
         ran("flex_attention sink", (out, lse, sink), (result,), 0.0)
         ctx.save_for_backward(out, lse, sink)
@@ -77,7 +77,7 @@ class _Sink(Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Ctx, grad: Tensor) -> Any:
         kept = ctx.saved_tensors
         grads = tuple(torch.empty_like(x) for x in kept)
         ctx.ran("flex_attention sink, backward", (grad, *kept), grads, 0.0)

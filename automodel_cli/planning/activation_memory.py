@@ -24,7 +24,7 @@ from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, 
 from automodel_cli.distributed.fusion.compiled_regions import as_one
 from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.distributed.layer_wrapping import transformer_layers
-from automodel_cli.distributed.typed_torch import Function, TorchDispatchMode
+from automodel_cli.distributed.typed_torch import Ctx, Function, TorchDispatchMode
 from automodel_cli.models.model_part import ModelPart
 
 _COUNTED = "counted_not_computed"
@@ -217,7 +217,7 @@ class _FusedAttention(Function):
     """Keeps what a fused kernel keeps; computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTV: Tensor) -> Tensor:
+    def forward(ctx: Ctx, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTV: Tensor) -> Tensor:
         rows, heads, tokens, _ = query_BHTD.shape
         output_BTHV = query_BHTD.new_empty(rows, tokens, heads, value_BKTV.shape[-1])
         ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTV, output_BTHV)
@@ -228,7 +228,7 @@ class _DistributedExperts(Function):
     """Keeps what `grouped_mlp` keeps; computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_TK: Tensor, columns: int) -> Tensor:
+    def forward(ctx: Ctx, hidden_TD: Tensor, weight_TK: Tensor, columns: int) -> Tensor:
         num_pairs = weight_TK.numel()
         ctx.save_for_backward(
             hidden_TD.new_empty(num_pairs, hidden_TD.shape[1]), hidden_TD.new_empty(num_pairs, columns), weight_TK

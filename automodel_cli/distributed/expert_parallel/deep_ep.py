@@ -18,7 +18,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.token_dispatcher import LocalExperts, at_least_one_row
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 _FIX = "parallelizer.expert_dispatch=all_to_all"
 # Shared by all layers, because a buffer owns device memory and connections.
@@ -87,7 +87,7 @@ def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
 class _Dispatch(Function):
     @staticmethod
     def forward(
-        ctx: Any, buffer: Any, num_experts: int, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor
+        ctx: Ctx, buffer: Any, num_experts: int, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor
     ) -> tuple[Any, ...]:
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(index_TK, num_experts)
         hidden_RD, index_RK, weight_RK, _, handle, _ = buffer.dispatch(
@@ -104,7 +104,7 @@ class _Dispatch(Function):
         return hidden_RD, weight_RK, index_RK, handle
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Any) -> tuple[Tensor | None, ...]:
         hidden_RD, weight_RK = grads[:2]
         hidden_TD, weight_TK, _ = ctx.buffer.combine(
             hidden_RD.contiguous(), ctx.handle, topk_weights=weight_RK.contiguous()
@@ -114,11 +114,11 @@ class _Dispatch(Function):
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, buffer: Any, handle: Any, result_RD: Tensor) -> Tensor:
+    def forward(ctx: Ctx, buffer: Any, handle: Any, result_RD: Tensor) -> Tensor:
         ctx.buffer, ctx.handle = buffer, handle
         combined_TD: Tensor = buffer.combine(result_RD.contiguous(), handle)[0]
         return combined_TD
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Any) -> tuple[Tensor | None, ...]:
         return None, None, ctx.buffer.dispatch(grads[0].contiguous(), handle=ctx.handle)[0]

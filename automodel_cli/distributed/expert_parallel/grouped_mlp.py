@@ -24,7 +24,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ from automodel_cli.distributed.float8 import grouped_gemm
 from automodel_cli.distributed.float8.quantization import Arithmetic
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.torch_compat import wanted
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
 from automodel_cli.distributed.wgrad_fusion import grouped as wgrad_fusion_grouped
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
@@ -270,7 +269,7 @@ class _Multiply(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         call: _Call,
         index_TK: Tensor,
         main_grads: Sequence[MainGrad],
@@ -314,7 +313,7 @@ class _Multiply(Function):
         return rows_ND.new_empty(()).expand(rows.routes.num_arrivals, rows_ND.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, inner_NF, weight_TK, first, second, *biases = ctx.saved_tensors
         call: _Call = ctx.call
         experts, rows = call.experts, call.rows
@@ -376,7 +375,7 @@ class _Sum(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, sent_ND: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Ctx, call: _Call, sent_ND: Tensor, dtype: torch.dtype) -> Tensor:
         def sum_up() -> Tensor:
             assert call.results is not None and call.rows is not None, "they were sent"
             return call.experts.sum_of_pairs(call.results(), call.rows.routes.place_P, call.weight_TK, dtype)
@@ -389,7 +388,7 @@ class _Sum(Function):
         return result_TD.clone() if is_keeping() else result_TD
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         routes = ctx.call.rows.routes
         # Each token's gradient goes to the K experts of the token. The routing weight is applied there.
         ctx.call.gradients = routes.there(grads[0].to(ctx.sent_dtype).index_select(0, routes.token_P))

@@ -11,7 +11,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _pairs(  # type: ignore[no-untyped-def]
+def _pairs(
     expert, order, token, place, count, num_pairs, num_experts, choices, halvings: tl.constexpr, block: tl.constexpr
 ):
     at = tl.program_id(0) * block + tl.arange(0, block)
@@ -32,7 +32,7 @@ def _pairs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _arrivals(  # type: ignore[no-untyped-def]
+def _arrivals(
     received, order, place, expert, ends, num_local, groups: tl.constexpr, padded: tl.constexpr, block: tl.constexpr
 ):
     group = tl.program_id(0)

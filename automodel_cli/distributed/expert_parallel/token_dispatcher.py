@@ -21,7 +21,7 @@ from torch import Tensor
 
 from automodel_cli.distributed.activation_checkpointing.saved_results import SaveLevel, save_or_replay
 from automodel_cli.distributed.expert_parallel import permute
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 LocalExperts = Callable[[Tensor, Tensor], Tensor]
 """`(hidden_ND, expert_N)` -> `[N, D]`: the result of local expert `expert_N[n]` for row n."""
@@ -171,13 +171,13 @@ class _Exchange(Function):
     """Differentiable all-to-all of rows. The backward sends gradients the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, routes: Routes, there: bool) -> Tensor:
+    def forward(ctx: Ctx, rows: Tensor, routes: Routes, there: bool) -> Tensor:
         ctx.way_back = routes.back if there else routes.there
         arrived = save_or_replay(lambda: (routes.there if there else routes.back)(rows)())
         return arrived.detach()  # A saved result must not keep the graph of its first use.
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.way_back(grads[0])(), None, None
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from automodel_cli.distributed import kernel_verification
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 MOST_CHOICES = 32
 MOST_EXPERTS = 4096
@@ -63,7 +62,7 @@ class RouterRule:
 
 class _Route(Function):
     @staticmethod
-    def forward(ctx: Any, logits_NE: Tensor, correction_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Ctx, logits_NE: Tensor, correction_E: Tensor | None, rule: RouterRule) -> tuple[Tensor, Tensor]:
         logits_NE = logits_NE.contiguous()
         weight_NK, index_NK = route(
             logits_NE, correction_E, rule.choices, rule.sigmoid, rule.normalised, rule.scale, rule.in_float32
@@ -75,7 +74,7 @@ class _Route(Function):
         return weight_NK, index_NK
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None:  # The weights were not used.
             return None, None, None
         logits_NE, index_NK = ctx.saved_tensors

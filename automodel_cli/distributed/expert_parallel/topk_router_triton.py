@@ -15,7 +15,7 @@ _SMALLEST = 1e-20  # Added to the sum of weights, as in DeepSeek's code.
 
 
 @triton.jit
-def _scores(x, is_expert, sigmoid: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scores(x, is_expert, sigmoid: tl.constexpr):
     if sigmoid:
         return tl.where(is_expert, 1.0 / (1.0 + tl.exp(-x)), 0.0)
     e = tl.where(is_expert, tl.exp(x - tl.max(tl.where(is_expert, x, -float("inf")), 1)[:, None]), 0.0)
@@ -23,7 +23,7 @@ def _scores(x, is_expert, sigmoid: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def _choose(  # type: ignore[no-untyped-def]
+def _choose(
     logits, correction, weights, index, num_rows, num_experts, scale, smallest, choices: tl.constexpr,
     sigmoid: tl.constexpr, corrected: tl.constexpr, normalised: tl.constexpr, rows: tl.constexpr, padded: tl.constexpr,
     places: tl.constexpr,
@@ -51,7 +51,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _back(  # type: ignore[no-untyped-def]
+def _back(
     grads, logits, index, result, num_rows, num_experts, scale, smallest, choices: tl.constexpr,
     sigmoid: tl.constexpr, normalised: tl.constexpr, rows: tl.constexpr, padded: tl.constexpr,
 ):  # fmt: skip

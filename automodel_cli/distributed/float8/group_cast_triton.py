@@ -11,7 +11,7 @@ _ROWS, _WIDTH = 64, 64
 
 
 @triton.jit
-def _cast_groups(  # type: ignore[no-untyped-def]
+def _cast_groups(
     x, ends, values, inverse, padded_ends, num_features, num_places, num_groups,
     padded: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip

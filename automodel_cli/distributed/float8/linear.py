@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from automodel_cli.config.warn import warn
 from automodel_cli.distributed.float8.grouped_gemm import require_grouped
 from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require_float8
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 
 class Fp8Linear(nn.Linear):
@@ -151,7 +151,7 @@ class _Linear(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding) -> Tensor:
+    def forward(ctx: Ctx, x_TI: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding) -> Tensor:
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x_TI if wants_weight else None, weight_OI if wants_x else None)
         ctx.fp8, ctx.sharding, ctx.dtype = fp8, sharding, weight_OI.dtype
@@ -162,7 +162,7 @@ class _Linear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI = ctx.saved_tensors
         fp8, sharding, recipe = ctx.fp8, ctx.sharding, ctx.fp8.recipe
         wants_x, wants_weight, *_ = ctx.needs_input_grad

@@ -22,7 +22,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed import torch_compat
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def as_one(shape_context: Callable[[], Any], on_kernel: OnKernel) -> RegionCompi
 class _AsOne(Function):
     @staticmethod
     def forward(
-        ctx: Any, region: FusibleRegion, shape_context: Any, on_kernel: OnKernel, args: Sequence[Any], *tensors: Tensor
+        ctx: Ctx, region: FusibleRegion, shape_context: Any, on_kernel: OnKernel, args: Sequence[Any], *tensors: Tensor
     ) -> Any:
         with shape_context():
             result = region.function(*args)
@@ -249,7 +249,7 @@ class _AsOne(Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> Any:
         needed = ctx.needs_input_grad[4:]
         made = [
             torch.empty(shape, dtype=dtype, device=device) if wants else None

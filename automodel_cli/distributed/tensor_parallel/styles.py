@@ -18,17 +18,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 
 class _SumGradient(Function):
     @staticmethod
-    def forward(ctx, tensor, group):  # type: ignore[no-untyped-def]
+    def forward(ctx: Ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad.clone(memory_format=torch.contiguous_format)  # Autograd may pass the same tensor to other nodes.
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -36,13 +36,13 @@ class _SumGradient(Function):
 
 class _SumValue(Function):
     @staticmethod
-    def forward(ctx, tensor, group):  # type: ignore[no-untyped-def]
+    def forward(ctx: Ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None
 
 

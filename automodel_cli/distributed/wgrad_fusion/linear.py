@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 
 class MainGrad(Protocol):
@@ -147,7 +147,7 @@ class _Alias(Function):
     """Return a view of the input as `[T, I]`. Its backward runs after all readers of the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: _InputGradient) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, gradient: _InputGradient) -> Tensor:
         ctx.gradient, ctx.shape = gradient, x.shape
         ctx.set_materialize_grads(False)
         # `detach` does not keep `x` alive. It shares the version counter, so in-place changes still raise an error.
@@ -155,7 +155,7 @@ class _Alias(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         result = ctx.gradient.take()
         assert grads[0] is None, "an alias has no other reader"
         return None if result is None else result.view(ctx.shape), None
@@ -208,7 +208,7 @@ class _Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         x_TI: Tensor,
         gradient: _InputGradient | None,
         weight_OI: Tensor,
@@ -225,7 +225,7 @@ class _Linear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI = ctx.saved_tensors
         wants_x, _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         if wants_x:

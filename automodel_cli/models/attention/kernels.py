@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 
 _FLASH_MAX_HEAD_DIM = 256  # of the CUDA kernel
 
@@ -160,13 +160,13 @@ class _Picked(Function):
     """index_select of bf16 or fp16 tensors with an fp32 sum in backward."""
 
     @staticmethod
-    def forward(ctx, x_MKD, index):  # type: ignore[no-untyped-def]
+    def forward(ctx: Ctx, x_MKD: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.of = x_MKD.shape[0], x_MKD.dtype
         return x_MKD.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (index,), (num_tokens, dtype) = ctx.saved_tensors, ctx.of
         return _summed_at(index, grad, num_tokens, dtype), None
 
@@ -256,7 +256,9 @@ class _SinkFlashCPU(Function):
     """CPU flash attention with optional sinks. Causal if `mask` is None."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink_H, mask, scale):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Ctx, q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None, mask: Tensor | None, scale: float
+    ) -> Tensor:
         out, lse_GHS = flash_cpu_forward(q, k, v, mask, scale)
         if sink_H is not None:
             with_sink = torch.logaddexp(lse_GHS, sink_H.float().view(1, -1, 1))
@@ -267,7 +269,7 @@ class _SinkFlashCPU(Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
+    def backward(ctx: Ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse_GHS, sink_H, mask = ctx.saved_tensors
         dq, dk, dv = flash_cpu_backward(grad_out, q, k, v, mask, out, lse_GHS, ctx.scale)
         grad_sink = None
@@ -336,7 +338,20 @@ class _SinkVarlenCUDA(Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sink_H, cu_q, cu_k, max_q, max_k, key_index, scale, window):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink_H: Tensor | None,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        key_index: Tensor | None,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
         left, right = (None, None) if window is None else (window - 1, 0)
         keys, values = (k, v) if key_index is None else (k.index_select(0, key_index), v.index_select(0, key_index))
         out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
@@ -354,7 +369,7 @@ class _SinkVarlenCUDA(Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
+    def backward(ctx: Ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink_H, cu_q, cu_k, key_index, rng_state = ctx.saved_tensors
         max_q, max_k, scale, left, right = ctx.args
         unused = torch.empty(0, device=q.device)

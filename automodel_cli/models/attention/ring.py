@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import varlen_segments as segments
@@ -75,7 +75,9 @@ class _Ring(Function):
     """Ring attention over one block `(2, M, K, D)` of keys and values per rank."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sink_H, context, setting):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Ctx, q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None, context: Context, setting: Setting
+    ) -> Tensor:
         group = context.group
         exact = torch.promote_types(q.dtype, torch.float32)
         # Partial results are merged in fp32, because each merge would otherwise round the output once more.
@@ -99,7 +101,7 @@ class _Ring(Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse_NH, sink_H = ctx.saved_tensors
         group, setting = ctx.context.group, ctx.setting
         grad = grad.contiguous()

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_cli.distributed.typed_torch import Function
+from automodel_cli.distributed.typed_torch import Ctx, Function
 from automodel_cli.distributed.wgrad_fusion.linear import MainGrad, add_product_
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
@@ -154,7 +154,7 @@ class _FusedScores(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         hidden: Tensor,
         weight: Tensor,
         ids: Tensor,
@@ -168,7 +168,8 @@ class _FusedScores(Function):
         entropy = torch.empty_like(lse) if settings.entropy else None
         topk_ids = ids.new_empty(len(ids), settings.topk) if settings.topk else None
         topk = torch.empty(topk_ids.shape, dtype=torch.float32, device=hidden.device) if topk_ids is not None else None
-        grads = _Gradients(hidden, weight, settings, *ctx.needs_input_grad[:2]) if early else None
+        need_hidden, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        grads = _Gradients(hidden, weight, settings, need_hidden, need_weight) if early else None
         for start in range(0, len(ids), settings.chunk):
             part = slice(start, start + settings.chunk)
             # One chunk: (s, D) hidden -> (s, V) logits -> (s, N) log-probs. Only the log-probs are kept.
@@ -204,7 +205,7 @@ class _FusedScores(Function):
         return logprobs, entropy, topk, topk_ids
 
     @staticmethod
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, lse, entropy, topk_ids, grad_hidden, grad_weight = ctx.saved_tensors
         settings: Settings = ctx.settings
         grad, grad_entropy, grad_topk, _ = incoming

@@ -15,13 +15,13 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _tanh(x):  # type: ignore[no-untyped-def]
+def _tanh(x):
     t = tl.exp(-2.0 * tl.abs(x))
     return tl.where(x < 0, -1.0, 1.0) * (1.0 - t) / (1.0 + t)
 
 
 @triton.jit
-def _statistics(  # type: ignore[no-untyped-def]
+def _statistics(
     logits, columns, lse, picked, entropies, multiplier, cap, vocabulary: tl.constexpr,
     num_columns: tl.constexpr, capped: tl.constexpr, entropy: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradient(  # type: ignore[no-untyped-def]
+def _gradient(
     logits, columns, grads, lse, totals, entropies, grad_entropies, multiplier, cap, vocabulary: tl.constexpr,
     num_columns: tl.constexpr, capped: tl.constexpr, entropy: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip

@@ -31,7 +31,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch, SeenKeys
 from automodel_cli.distributed.expert_parallel.router_detection import routers_in
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.typed_torch import Function, disable
+from automodel_cli.distributed.typed_torch import Ctx, Function, disable
 from automodel_cli.models.config import MoEConfig
 
 
@@ -238,14 +238,14 @@ class _AttachLoss(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights_NK: Tensor, logits_NE: Tensor, load_E: Tensor | None, mask_N: Tensor | None, layer: _Layer
+        ctx: Ctx, weights_NK: Tensor, logits_NE: Tensor, load_E: Tensor | None, mask_N: Tensor | None, layer: _Layer
     ) -> Tensor:
         ctx.save_for_backward(logits_NE)
         ctx.load_E, ctx.mask_N, ctx.layer = load_E, mask_N, layer
         return weights_NK.view_as(weights_NK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (logits_NE,) = ctx.saved_tensors
         layer: _Layer = ctx.layer
         return grads[0], layer.watch.balance(layer.row, logits_NE, ctx.load_E, ctx.mask_N), None, None, None

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -253,7 +253,7 @@ def modules_in_other_dtype(model: nn.Module, roots: Sequence[nn.Module], *, sepa
         sizes[param.dtype] += param.numel() * param.requires_grad
     usual = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)  # A stage may have no parameters.
     found: list[nn.Module] = []
-    known = {module for unit in fsdp_modules(model) for module in unit.modules()}
+    known = {module for unit in fsdp_modules(model) for module in cast("nn.Module", unit).modules()}
     for module in (module for root in roots for module in root.modules()):
         own = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad and p.dtype != usual]
         if not own or module in known:
