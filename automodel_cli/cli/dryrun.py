@@ -96,6 +96,9 @@ def dryrun(
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
+    from automodel_cli.run.checks.vision_checks import refuse_command
+
+    refuse_command(recipe.kind, recipe.model, "dryrun")
     common.print_untrusted(composed, untrusted)
     gpus = common.gpus_to_train_on(recipe, gpus)
     number = None if rank == _ALL else _number(rank, gpus)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class ModelGroup(click.Group):
-    """A group whose only command so far is `llm`, which need not be typed: `finetune -c CONF` and `finetune CONF` are
-    `finetune llm -c CONF`."""
+    """A group whose command `llm` need not be typed: `finetune -c CONF` and `finetune CONF` are `finetune llm -c
+    CONF`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else "--help"
@@ -62,6 +62,17 @@ def llm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trus
     return _begin(arguments, conf, overrides, trust)
 
 
+@finetune.command()
+@common.config_options
+@click.pass_obj
+def vlm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
+    """Train a vision-language model on text and pictures.
+
+    Same as `finetune llm`, but accepts only recipes of kind vlm.
+    """
+    return _begin_kind("vlm", arguments, conf, overrides, trust)
+
+
 def of_kind(kind: str, what: str) -> click.Group:
     """The group `automodel KIND` with its command `llm`, which insists on a recipe of that kind."""
 
@@ -73,20 +84,23 @@ def of_kind(kind: str, what: str) -> click.Group:
     @common.config_options
     @click.pass_obj
     def llm_of_kind(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
-        composed, recipe = common.load(conf, overrides, trust)
-        if recipe.kind != kind:
-            raise ConfigError(
-                f"{conf} is not a {kind} recipe but a {type(recipe).__name__}",
-                code="wrong_recipe",
-                keys=("_target_",),
-                origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
-                fix=(
-                    f"automodel finetune llm -c {word(conf)}, or a config that begins with `defaults: [{kind}, _self_]`"
-                ),
-            )
-        return _begin(arguments, conf, overrides, trust)
+        return _begin_kind(kind, arguments, conf, overrides, trust)
 
     return group
+
+
+def _begin_kind(kind: str, arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
+    """Run a recipe of this kind. Raises ConfigError for another kind."""
+    composed, recipe = common.load(conf, overrides, trust)
+    if recipe.kind != kind:
+        raise ConfigError(
+            f"{conf} is not a {kind} recipe but a {type(recipe).__name__}",
+            code="wrong_recipe",
+            keys=("_target_",),
+            origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
+            fix=f"automodel finetune llm -c {word(conf)}, or a config that begins with `defaults: [{kind}, _self_]`",
+        )
+    return _begin(arguments, conf, overrides, trust)
 
 
 def _begin(

@@ -66,6 +66,9 @@ def plan(
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
+    from automodel_cli.run.checks.vision_checks import refuse_command
+
+    refuse_command(recipe.kind, recipe.model, "plan")
     common.print_untrusted(composed, untrusted)
     gpus = common.gpus_to_train_on(recipe, gpus)
     if goodput:

@@ -208,6 +208,10 @@ _RUNS = {
     "dry_run_failed": ErrorCode(
         "The dry run itself failed. The run may still work.", "Use `automodel plan`, and report the failure."
     ),
+    "picture_changed": ErrorCode(
+        "A picture file was edited, moved or deleted after the data was prepared.",
+        "Restore the file, or start a new run.",
+    ),
     "non_finite": ErrorCode(
         "The loss or the gradient norm is inf or NaN.", "Inspect the listed rows, or lower the learning rate."
     ),
@@ -337,6 +341,13 @@ ROW_CODES = {
     "unlisted_field": ErrorCode("A custom format reads a field that it does not declare.", "Add it to `fields`."),
     "unread_key": ErrorCode("No code or template reads a key of the message.", "Remove the key."),
     "unread_column": ErrorCode("The format does not read a column.", "Remove the column or set `data.column_mapping`."),
+    "no_picture": ErrorCode("A picture does not exist.", "Correct its path, or set `data.media_dir`."),
+    "bad_picture": ErrorCode("A picture is damaged or has no known format.", "Replace the file."),
+    "huge_picture": ErrorCode("A picture has too many pixels or bytes.", "Resize it, or set `data.max_image_pixels`."),
+    "picture_url": ErrorCode("A picture is a web address.", "Download it, and write its path."),
+    "image_count": ErrorCode("Image tags and pictures differ in number.", "Give each tag one picture."),
+    "picture_in_answer": ErrorCode("A trained message has a picture.", "Set `train: false`, or move the picture."),
+    "bad_text": ErrorCode("The text contains private-use characters that mark pictures.", "Remove them."),
     "internal": ErrorCode("The row was not encoded.", "Report the row."),
 }
 """Codes of rejected rows, which `rejected.jsonl` and errors with the code `bad_rows` contain."""

@@ -31,13 +31,16 @@ _OPEN = {
     "data.generator": (
         "automodel_cli.data.synthetic.chat_tasks.ChatTasks",
         "automodel_cli.data.synthetic.preference_tasks.PreferenceTasks",
+        "automodel_cli.data.synthetic.picture_tasks.PictureTasks",
         "automodel_cli.rollout.rewards.reasoning.ReasoningTasks",
         "automodel_cli.rollout.environments.verifiers.VerifiersTasks",
     ),
     "model.tokenizer": (
         "automodel_cli.models.tokenizer.ByteTokenizer",
         "automodel_cli.models.tokenizer.PretrainedTokenizer",
+        "automodel_cli.models.vision.nodes.WordTokenizer",
     ),
+    "model.vision.processor": ("automodel_cli.models.vision.nodes.QwenProcessor",),
     "logging.trackers": tuple(
         f"automodel_cli.training.trackers.{name}" for name in ("TensorBoard", "WandB", "MLflow", "Trackio")
     ),

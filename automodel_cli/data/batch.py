@@ -27,6 +27,8 @@ ROUTED_EXPERTS = "routed_experts_BTC"
 the router. The model reads it, objectives do not."""
 ON_HOST = "on_host"
 """Keyword of `Batch.model_inputs` with `OnHost`."""
+PICTURES = "pictures"
+"""Keyword of `Batch.model_inputs` with `Pictures`, in runs with pictures."""
 KEY_INDEX = "key_index"
 """Keyword of `Batch.model_inputs` with `SeenKeys.index_M`. Present if documents share a prefix."""
 
@@ -91,6 +93,21 @@ class OnHost:
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """Pictures of a microbatch. They stay in host memory until the model runs, because pixels are large.
+
+    `inputs`: outputs of the image processor for all pictures in the order of their placeholders. `placeholder`: token
+    id. `positions_3BT`: rotary positions of time, height and width, of families that have them. `blank_ids_T`: set if
+    the microbatch has no picture. `inputs` then belong to one blank picture with these placeholders.
+    """
+
+    inputs: dict[str, Tensor]
+    placeholder: int
+    positions_3BT: Tensor | None = None
+    blank_ids_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Batch:
     """One microbatch of B sequences with T tokens each.
 
@@ -117,6 +134,7 @@ class Batch:
     row_ids_B: Tensor
     extra: dict[str, Tensor] = field(default_factory=dict)
     seen: SeenKeys | None = None
+    pictures: Pictures | None = None
     label_positions_S: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     """Indices of the labels among the B*T tokens, int64. `to` and `pinned` compute them on the host, which avoids a
     device synchronization. None before that, and in copies with other tensors (`dataclasses.replace`)."""
@@ -198,13 +216,14 @@ class Batch:
             "token_ids": token_ids_BTN,
         }
 
-    def model_inputs(self) -> dict[str, Tensor | int | OnHost]:
+    def model_inputs(self) -> dict[str, Tensor | int | OnHost | Pictures]:
         """Return the keywords that every pipeline stage receives. Labels reach only the head."""
         routed_BTC, seen = self.extra.get(ROUTED_EXPERTS), self.seen
         return {
             **({} if routed_BTC is None else {"routed_experts": routed_BTC}),
             **({} if seen is None else {KEY_INDEX: seen.index_M}),
             **({} if self.on_host is None else {ON_HOST: self.on_host}),
+            **({} if self.pictures is None else {PICTURES: self.pictures}),
             "input_ids": self.input_ids_BT,
             "position_ids": self.position_ids_BT,
             "cu_seq_lens_q": self.cu_seqlens,

@@ -191,6 +191,11 @@ class DataConfig:
     add_eos: bool = True
     """End texts, and completions without a chat template, with EOS. false: the rows contain it, and white space
     after it has no loss."""
+    media_dir: str | None = None
+    """Folder of relative picture paths. null: the folder of `path`, or the working directory. For recipes of kind
+    vlm."""
+    max_image_pixels: int = 50_000_000
+    """Largest number of pixels of a picture file. Rows with larger ones are invalid. For recipes of kind vlm."""
     cache_dir: str | None = None
     """Folder of prepared data. null: `$AUTOMODEL_CACHE`, otherwise the user's cache folder."""
     num_workers: int | None = None

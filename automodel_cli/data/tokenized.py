@@ -21,6 +21,7 @@ class Encoded:
         judgement: 1 for a good, 0 for a bad response of a rated row.
         margin: margin of a pair.
         num_special: special tokens in the text of the row.
+        pictures: `data.pictures.content.Picture` of each run of placeholders, in order.
     """
 
     ids: np.ndarray
@@ -29,6 +30,7 @@ class Encoded:
     judgement: int = -1
     margin: float = 0.0
     num_special: int = 0
+    pictures: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.mtp import key_mapping
 from automodel_cli.models.mtp import layers as mtp_layers
 from automodel_cli.models.probes import isolation
+from automodel_cli.models.vision.config import VisionConfig
+from automodel_cli.models.vision.front import Front, composite_on_meta
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -45,7 +47,19 @@ def build_part(
     part.hub_dtype = stored if config.config is None and isinstance(stored, torch.dtype) else part.model.dtype
     if request.values:
         part.add_value_head()
+    if config.vision is not None:
+        add_front(part, config.vision, source.whole_config(config), getattr(torch, config.dtype))
     return part
+
+
+def add_front(part: ModelPart, vision: VisionConfig, whole_config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Add the front end of a vision-language model, on the meta device, and freeze what the config says."""
+    front = Front(composite_on_meta(whole_config, dtype), part.model.base_model)
+    for name, param in front.composite.named_parameters():
+        param.requires_grad_((vision.tower if front.is_tower(name) else vision.projector) == "trained")
+    if vision.text == "frozen":
+        part.model.requires_grad_(False)
+    part.add_front(front.train())
 
 
 def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.device | str) -> ModelPart:

@@ -10,6 +10,7 @@ from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import override
 from automodel_cli.config.value_checks import check_choice, check_range
+from automodel_cli.models.vision.config import VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -233,6 +234,8 @@ class ModelConfig:
     the definition. Other names require that kernel."""
     tokenizer: str | TokenizerNode | None = None
     """Hub id, folder or tokenizer node. null: the tokenizer stored with the weights."""
+    vision: VisionConfig | None = None
+    """Read pictures with the model's vision tower. For recipes of kind vlm. null: text only."""
     lora: LoRAConfig | None = None
     """Low-rank adapters. null: train all parameters."""
     moe: MoEConfig = MoEConfig()

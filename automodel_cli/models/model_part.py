@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import IGNORE_INDEX, ON_HOST, OnHost, further
+from automodel_cli.data.batch import IGNORE_INDEX, ON_HOST, PICTURES, OnHost, Pictures, further
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.expert_parallel.router_replay import RoutedLayers, choosing
 from automodel_cli.models.attention.packed import PACKED
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from automodel_cli.models.hub.multimodal_backbone import BackboneMapping
     from automodel_cli.models.mtp.key_mapping import DepthNames
+    from automodel_cli.models.vision.front import Front
 
-_PREFIX = "model."
+_PREFIX, _FRONT_PREFIX = "model.", "front.composite."
 
 
 class ModelPart(nn.Module):
@@ -44,6 +45,8 @@ class ModelPart(nn.Module):
         unclaimed: checkpoint keys without a counterpart in the full model, set by loading.
         within: location of the model in a multimodal checkpoint.
         routing: set if batches can contain router decisions (`Batch.model_inputs`).
+        front: the rest of a vision-language model, which turns ids and pictures into inputs of `model`.
+        front_keys: parameter of the front end (named as in the composite) -> key of the checkpoint.
         unties_head: an adapter changes a head that is tied to the embedding, so exports and replicas need an untied
             config (`untied`).
     """
@@ -68,6 +71,8 @@ class ModelPart(nn.Module):
         self.unclaimed: tuple[str, ...] = ()
         self.within: BackboneMapping | None = None
         self.routing: RoutedLayers | None = None
+        self.front: Front | None = None
+        self.front_keys: dict[str, str] = {}
         self.unties_head = False
         self._context_group: ContextGroup | None = None
 
@@ -135,6 +140,14 @@ class ModelPart(nn.Module):
         self.multi_token = MultiToken([Depth(model, hidden_first=names.hidden_first) for model in models])
         self.depth_names = names
 
+    def add_front(self, front: Front) -> None:
+        """Add the rest of a vision-language model. It runs first, so its layers are the first of the part."""
+        modules = dict(self._modules)
+        self._modules.clear()
+        self.front = front
+        modules.pop("front", None)
+        self._modules.update(modules)
+
     def add_value_head(self) -> None:
         """Add a value head. `load_weights` fills the new parameters."""
         width = self.model.config.get_text_config().hidden_size
@@ -146,8 +159,13 @@ class ModelPart(nn.Module):
 
     def run(self, module: nn.Module, local_inputs: dict[str, Any]) -> Tensor:
         """Run `module`, the model or its base model, on the local tokens and return the first tensor of its output."""
+        local_inputs = dict(local_inputs)
+        pictures: Pictures | None = local_inputs.pop(PICTURES, None)
         with recurrent_layers.documents_of(self.model, local_inputs), self._routed(local_inputs):
-            output = module(**accepted_by(self.model, local_inputs), use_cache=False)
+            inputs = accepted_by(self.model, local_inputs)
+            if self.front is not None and pictures is not None:
+                inputs |= self.front(inputs.pop("input_ids"), pictures)
+            output = module(**inputs, use_cache=False)
         hidden_BTD: Tensor = output if isinstance(output, Tensor) else output[0]
         return hidden_BTD
 
@@ -224,4 +242,5 @@ class ModelPart(nn.Module):
     @staticmethod
     def hub_name(name: str) -> str:
         """Convert a parameter name of the part to the in-memory name of the transformers model."""
-        return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        prefix = _FRONT_PREFIX if name.startswith(_FRONT_PREFIX) else _PREFIX
+        return name.removeprefix(prefix).replace(".base_layer.", ".")

@@ -9,10 +9,12 @@ changes. tests/unit/distributed/test_empty_groups.py covers the grouped GEMM of 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -308,6 +310,52 @@ def look_at_positions() -> None:
     from transformers import masking_utils
 
     masking_utils.is_tracing = lambda tensor=None: False
+
+
+def images_only_processor(folder: str, revision: str | None, tokenizer: Any) -> Any:
+    """The processor beside the weights. Without torchvision the library cannot make those with a video part: then one
+    of the same class without it."""
+    from transformers import AutoImageProcessor, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers.models.auto import processing_auto
+
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    try:
+        processor: Any = AutoProcessor.from_pretrained(folder, **options)
+        if isinstance(processor, ProcessorMixin):
+            return processor
+    except (ImportError, AttributeError, ValueError, OSError):
+        pass
+    from transformers.utils import cached_file
+
+    names: dict[str, str | None] = {}
+    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        path = cached_file(folder, file, _raise_exceptions_for_missing_entries=False, **options)
+        names |= {} if path is None else {file: json.loads(Path(path).read_text()).get("processor_class")}
+    name = next((found for found in names.values() if found), None)
+    cls: Any = None if name is None else processing_auto.processor_class_from_name(name)
+    if cls is None:
+        raise ValueError(f"no file names its processor class ({', '.join(names) or 'there are none'})")
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return without_video(cls)(
+        image_processor=AutoImageProcessor.from_pretrained(folder, use_fast=False, **options),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def without_video(cls: Any) -> Any:
+    """A processor class without its video part, which needs torchvision."""
+
+    class ImagesOnly(cls):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if "video" not in name]
+
+        def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
+            return None if value is None else super().check_argument_for_proper_class(name, value)
+
+    ImagesOnly.__name__ = cls.__name__
+    return ImagesOnly
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention.packed import PACKED
 from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.front_io import fill_front
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.hub.source import hf_config
 from automodel_cli.models.model_part import ModelPart
@@ -59,6 +60,7 @@ class Model:
         device = recipe.parallelizer.parameter_device(mesh.device)
         for part in _parts(stages):
             load_weights(part, recipe.model, device=device, buffer_device=mesh.device, seed=recipe.seed)
+            fill_front(part, recipe.model, buffer_device=mesh.device, seed=recipe.seed)
         return cls.filled(stages, recipe, mesh)
 
     @classmethod
@@ -103,6 +105,8 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
     replaces the vocabulary head if its logits are unused.
     """
     config, head = recipe.model, request_of(recipe.trained_objective)
+    if config.vision is not None:
+        return None  # the work of the tower depends on the pictures
     return training_flops_per_token(
         part.source_config,
         context_length,

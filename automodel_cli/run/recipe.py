@@ -31,6 +31,7 @@ from automodel_cli.run.checks.cross_section_checks import (
     check_validation,
 )
 from automodel_cli.run.checks.mesh_checks import check_mesh_sizes
+from automodel_cli.run.checks.vision_checks import refuse_vision
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.training.callback import Callback
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
@@ -120,6 +121,8 @@ class Recipe(ConfigRoot):
         check_fp8(self.parallelizer, self.model)
         check_float16(self.model, self.optimizer)
         check_multi_token(self.parallelizer, self.model, self.kind)
+        if self.kind != "vlm":
+            refuse_vision(self.kind, self.model, self.data)
         pp_size = self.mesh.pp_size or 1
         if pp_size > 1 and self.pipeline is None:
             raise ConfigError(

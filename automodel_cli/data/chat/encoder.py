@@ -39,6 +39,7 @@ from automodel_cli.data.chat.time_limit import time_limit
 from automodel_cli.data.config import Mask, Turns
 from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.formats.tool_calls import ArgumentForm
+from automodel_cli.data.pictures.rows import content_parts
 from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, Encoded, Unrolled, as_ids, encode_texts
 
@@ -63,6 +64,7 @@ class ChatEncoder:
         turns: Turns = "auto",
         stop_ids: Collection[int] = (),
         own_template: str | None = None,
+        pictures: bool = False,
     ):
         """Create an encoder.
 
@@ -74,6 +76,7 @@ class ChatEncoder:
             stop_ids: tokens other than EOS at which generation stops.
             own_template: the tokenizer's template, if `template` replaces it for training. Both must render the first
                 turn of every row identically.
+            pictures: rows can have pictures, whose templates may read content as a list of parts only.
         """
         self.tokenizer, self.template, self.mask, self.turns = tokenizer, template, mask, turns
         self.own_template = own_template
@@ -81,7 +84,13 @@ class ChatEncoder:
         self.prefixes = PrefixEncoder(tokenizer)
         self.uses_tags = mask != "all" and tokenizer.is_fast and bool(GENERATION_TAG.search(template))
         self.reasoning_key = reasoning_key(template)
+        self.parts_only = pictures and self._ignores_text()
         self.ends = TurnEnds.of(tokenizer, self._render_text, stop_ids)
+
+    def _ignores_text(self) -> bool:
+        """Return whether the template renders content in parts and omits content that is a string."""
+        word, self.parts_only = "qzxwordxzq", False
+        return word not in str(attempt(self._render_text, [{"role": "user", "content": word}], None))
 
     def encode(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
         """Return tokens and mask of each conversation, or its error."""
@@ -185,6 +194,7 @@ class ChatEncoder:
         if not conversations:
             return []
         options = {"chat_template": self.template, **options}
+        conversations = [[self._with_parts(m) for m in messages] for messages in conversations]
         if self.reasoning_key is not None:
             conversations = [[with_key(m, self.reasoning_key) for m in messages] for messages in conversations]
         try:
@@ -196,6 +206,13 @@ class ChatEncoder:
             reason = str(error).strip() or type(error).__name__
             raise RowError("template_error", f"the chat template raised an error for the row: {reason}") from error
         return out if isinstance(out, list) else list(zip(out["input_ids"], out["assistant_masks"], strict=True))
+
+    def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with image parts in the place of marks, and in parts if the template needs them."""
+        content = content_parts(message["content"])
+        if self.parts_only and isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        return message if content is message["content"] else {**message, "content": content}
 
     def _render_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         return str(self._apply([messages], tools, tokenize=False)[0])

@@ -23,6 +23,7 @@ from typing import Any
 
 from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.formats.messages import REASONING_KEYS
+from automodel_cli.data.pictures.rows import split_marks
 from automodel_cli.data.row_errors import RowError
 
 Path = tuple[Any, ...]
@@ -148,7 +149,8 @@ def _content_slots(message: Mapping[str, Any], index: int, trained: bool) -> Ite
     thought, end, answer = content.rpartition(THINK_END)
     label = f"message {index} (role {role!r}"
     if role != "assistant" or not end:
-        yield from _slot(path, content, label, fix=fix)
+        for start, piece in split_marks(content):
+            yield from _slot(path, piece, label, start=start, fix=fix)
         return
     if trained:
         start = thought.find("<think>") + len("<think>") if "<think>" in thought else 0

@@ -10,11 +10,15 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates want them, the tools they may call, and per message whether it is trained."""
+    """Messages as chat templates want them, the tools they may call, and per message whether it is trained.
+
+    `pictures` belong to the marks in the messages (`data/pictures/rows.py`), in their order.
+    """
 
     messages: list[dict[str, Any]]
     trained: list[bool]
     tools: list[dict[str, Any]] | None = None
+    pictures: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

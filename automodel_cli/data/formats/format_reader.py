@@ -52,6 +52,11 @@ class RowReader:
         fields = Fields(row, self.format.fields, self.columns, chat=self.chat, keys=self.keys)
         return self.format.read(fields) if self._is_ours else self._read_with_care(fields)
 
+    def ordered_columns(self, row: Mapping[str, Any]) -> list[str]:
+        """The columns of the row that the format reads, in the order of its fields."""
+        names = [self.columns.get(field, field) for field in self.format.fields]
+        return [name for name in dict.fromkeys((*names, *LIST_COLUMNS)) if name in row]
+
     def reads_without_template(self, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether these rows can be read without a chat template."""
         plain = RowReader(self.format, self.columns, chat=False, keys=self.keys, refused=self.refused)

@@ -69,7 +69,7 @@ class AllowedKeys:
                 why = PREFERENCES.get(column, "it would have no effect")
                 fix = f"data.ignored_columns=[{column}] to train without it"
                 if column in MEDIA:  # the placeholders in the text would be trained literally
-                    why = "only text is supported, and a placeholder such as <image> would be trained as text"
+                    why = "only recipes of kind vlm read pictures, and <image> would be trained as text"
                     fix = "data.on_invalid_row=drop data.max_invalid_fraction=1   (skips the rows that have it)"
                 raise RowError(
                     "unread_column", f"the row has the column {column!r}, which {reader} does not read: {why}", fix=fix

@@ -10,6 +10,8 @@ import torch
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.data.pictures.reader import PictureReader
+from automodel_cli.data.pictures.storage import PictureTable
 from automodel_cli.data.storage.memmap_store import PackedStore
 
 _TAUGHT = 0.01
@@ -52,9 +54,11 @@ class PackedDataset:
         pad_id: int,
         row_len: int | None,
         pad_to_multiple_of: int = 1,
+        pictures: PictureReader | None = None,
     ):
         """`row_len`: tokens of every sequence. None: the longest of the microbatch, rounded up to
-        `pad_to_multiple_of`."""
+        `pad_to_multiple_of`. `pictures`: adds the pictures of rows to batches."""
+        self.pictures = pictures
         self.stores, self.weights = list(stores), list(weights)
         self.pad_id, self.row_len, self.pad_to_multiple_of = pad_id, row_len, pad_to_multiple_of
         self.first_rows = np.cumsum([0, *(store.num_rows for store in stores)])
@@ -213,7 +217,7 @@ class PackedDataset:
         positions = np.arange(len(rows) * num_tokens) - np.repeat(cu_seqlens[:-1], lengths)
         labels_BT = np.full(shape, IGNORE_INDEX, np.int64)
         labels_BT[:, :-1] = np.where(mask_BT[:, :-1] != 0, ids_BT[:, 1:], IGNORE_INDEX)
-        return Batch(
+        batch = Batch(
             input_ids_BT=torch.from_numpy(ids_BT),
             labels_BT=torch.from_numpy(labels_BT),
             position_ids_BT=torch.from_numpy(positions.reshape(shape)),
@@ -225,6 +229,23 @@ class PackedDataset:
                 **{name: self._column(values, row_indices, shape) for name, values in self._columns.items()},
             },
         )
+        if self.pictures is None:
+            return batch
+        shown = [
+            of_document
+            for row, of_row in zip(row_indices, starts, strict=True)
+            for of_document in self._shown(int(row), len(of_row))
+        ]
+        return self.pictures.with_pictures(batch, shown)
+
+    def _shown(self, row: int, num_documents: int) -> list[list[tuple[PictureTable, int]]]:
+        """Return the pictures of each document of a row, the document of padding included."""
+        if row == DUMMY_ROW:
+            return [[]] * num_documents
+        store, local = self._locate(row)
+        pieces = range(int(store.row_offsets[local]), int(store.row_offsets[local + 1]))
+        found = [store.shown(piece) for piece in pieces]
+        return found + [[]] * (num_documents - len(found))
 
     def _column(self, values: np.ndarray, row_indices: Sequence[int], shape: tuple[int, int]) -> torch.Tensor:
         """Return attached values of the sequences, 0 at padding."""

@@ -24,6 +24,9 @@ from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_form
 from automodel_cli.data.formats.column_mapping import MissingColumnTracker, check_mapped
 from automodel_cli.data.formats.unused_columns import IgnoredNames, check_ignored, unused_columns
 from automodel_cli.data.packing import Pieces, cut_long, pack
+from automodel_cli.data.pictures.reader import PictureReader, PictureSupport
+from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
+from automodel_cli.data.pictures.storage import PictureTable, PictureWriter
 from automodel_cli.data.preparation.dataset import PackedDataset, shuffled
 from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS
 from automodel_cli.data.preparation.statistics import (
@@ -76,6 +79,7 @@ def prepare_data(
     preferences: bool = False,
     stop_ids: Sequence[int] = (),
     progress: Progress | None = None,
+    pictures: PictureSupport | None = None,
 ) -> PreparedData:
     """Tokenize, mask, pack and cache the data, or load it from the cache.
 
@@ -84,6 +88,7 @@ def prepare_data(
         seed: selects the rows for `validation_size`.
         stop_ids: tokens that stop generation, in addition to EOS.
         progress: called with a line every few seconds of a long tokenization. Default: standard error.
+        pictures: reads the pictures of rows.
 
     Raises:
         DataError: lists every unusable row, grouped by cause.
@@ -91,7 +96,7 @@ def prepare_data(
     began = time.perf_counter()
     config.check_kind(preferences=preferences)
     show = progress or (lambda line: print(line, file=sys.stderr))
-    builder = _Builder(config, tokenizer, preferences, tuple(stop_ids), show)
+    builder = _Builder(config, tokenizer, preferences, tuple(stop_ids), show, pictures)
     train, validation = builder.tokenised()
     _check_ignored(config, [*train, *validation])
     _check_rows(config, [*train, *validation])
@@ -185,9 +190,16 @@ class _Builder:
     """State of one `prepare` call: tokenizer, template and cache folder."""
 
     def __init__(
-        self, config: DataConfig, tokenizer: Any, preferences: bool, stop_ids: tuple[int, ...], progress: Progress
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        preferences: bool,
+        stop_ids: tuple[int, ...],
+        progress: Progress,
+        pictures: PictureSupport | None,
     ):
         self.config, self.tokenizer, self.preferences, self.progress = config, tokenizer, preferences, progress
+        self.pictures = pictures
         self.stop_ids = stop_ids
         self.root = cache_root(config.cache_dir)
         self.template = choose_template(config.chat_template, tokenizer, config.multi_turn)
@@ -225,8 +237,14 @@ class _Builder:
             "add_eos": self.config.add_eos,
             "preferences": self.preferences,
         }
+        if self.pictures is not None:
+            rows = self.pictures.rows
+            ingredients["pictures"] = [self.pictures.processor.cache_key(), rows.folder, rows.max_pixels]
         key = entry_key({"kind": "tokens", **ingredients})
         folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
+        if self.pictures is not None and (files := PictureTable.open(folder).changed()):
+            key = entry_key({"kind": "tokens", **ingredients, "picture_files": files})
+            folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
         return _Part(source, config.weight, TokenStore.open(folder), key, built)
 
     def _write_tokens(self, folder: Path, source: Source, config: SourceConfig) -> None:
@@ -252,12 +270,12 @@ class _Builder:
             add_bos=data.add_bos,
             add_eos=data.add_eos,
         )
-        encoder = RowEncoder(self.tokenizer, spec)
+        encoder = RowEncoder(self.tokenizer, spec, self.pictures)
         encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
         unseen = MissingColumnTracker(config.column_mapping, source.name)
         ignored = IgnoredNames(data.ignored_columns)
         for_rows, for_origins = itertools.tee(ignored.watch(unseen.watch(source.rows())))
-        workers = choose_workers(self.config.num_workers, source.num_bytes)
+        workers = choose_workers(self.config.num_workers, source.num_bytes) if self.pictures is None else 0
         batches = encode_all(encoder, (origin.row for origin in for_rows), workers)
         write_tokens(
             folder,
@@ -271,13 +289,18 @@ class _Builder:
                 "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
                 "masked_by": self._masked_by(fmt.makes),
                 "special_choice": spec.special_choice,
-                "unused": unused_columns(examples, encoder.reader.columns_read),
+                "unused": unused_columns(examples, self._columns_read(encoder)),
                 "not_ignored": ignored.missing,  # both lists change until the last row is written
                 "names": ignored.present,
+                "has_pictures": self.pictures is not None,
             },
             special_ids={*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder},
+            pictures=None if self.pictures is None else PictureWriter(folder),
         )
         unseen.check()
+
+    def _columns_read(self, encoder: RowEncoder) -> set[str]:
+        return encoder.reader.columns_read | set(PICTURE_COLUMNS if self.pictures is not None else ())
 
     def _counted(
         self, batches: Iterable[list[Encoded | Unrolled | RowError]], name: str
@@ -426,4 +449,5 @@ class _Builder:
             pad_id=pad,
             row_len=config.seq_len if fixed else None,
             pad_to_multiple_of=config.pad_to_multiple_of,
+            pictures=None if self.pictures is None else PictureReader(self.pictures.processor),
         )

@@ -27,6 +27,8 @@ from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, Do
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.preference import judged_document
 from automodel_cli.data.formats.unused_columns import AllowedKeys
+from automodel_cli.data.pictures.reader import PictureSupport
+from automodel_cli.data.pictures.rows import with_pictures
 from automodel_cli.data.preparation.pre_rendered import Added, refuse_rendered
 from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.sources.file_readers import Row
@@ -68,25 +70,34 @@ class EncodeSpec:
 class RowEncoder:
     """Encoder for the rows of one dataset. Picklable, for worker processes."""
 
-    def __init__(self, tokenizer: Any, spec: EncodeSpec):
-        self.tokenizer, self.spec = tokenizer, spec
+    def __init__(self, tokenizer: Any, spec: EncodeSpec, pictures: PictureSupport | None = None):
+        """`pictures`: reads the pictures of rows. None: rows must not have any."""
+        self.tokenizer, self.spec, self.pictures = tokenizer, spec, pictures
         keys = AllowedKeys.of(spec.template, spec.ignored_columns)
         self.reader = RowReader(spec.fmt, spec.columns, chat=spec.template is not None, keys=keys)
         self.special = SpecialText(tokenizer, spec.special_choice)
         self.chat = None
         if spec.template is not None:
             options: dict[str, Any] = {"stop_ids": spec.stop_ids, "own_template": spec.own_template}
+            options["pictures"] = pictures is not None
             encoder = ChatEncoder(tokenizer, spec.template, spec.mask, turns=spec.turns, **options)
             self.chat = SpecialChats(encoder, self.special)
 
     def encode(self, rows: Sequence[Row | RowError]) -> list[Encoded | Unrolled | RowError]:
         """Return one result per row, in order. Rows without a trained token are rejected."""
-        read = [row if isinstance(row, RowError) else attempt(self.reader.read, row) for row in rows]
+        read = [row if isinstance(row, RowError) else attempt(self._read, row) for row in rows]
         return (self._encode_preferences if self.spec.fmt.makes in PREFERENCES else self._encode_documents)(read)
+
+    def _read(self, row: Row) -> Any:
+        """Return the row as a document with its pictures. Raises RowError."""
+        if self.pictures is None:
+            return self.reader.read(row)
+        marked, found = self.pictures.rows.marked(row, self.reader.ordered_columns(row))
+        return with_pictures(self.reader.read(marked), found)
 
     def refuse_rendered(self, rows: Sequence[Row], config: DataConfig, where: str) -> None:
         """Raise DataError if most rows contain BOS, EOS or a rendered template that would be added a second time."""
-        documents = [attempt(self.reader.read, row) for row in rows]
+        documents = [attempt(self._read, row) for row in rows]
         templated = self.chat is not None and self.spec.fmt.makes != "texts"
         render = self.chat.encoder.render_messages if self.chat is not None and templated else None
         refuse_rendered(
@@ -136,7 +147,10 @@ class RowEncoder:
             return [
                 RowError("no_template", "messages require a chat template, but the tokenizer has none", fix=fix)
             ] * len(chats)
-        return self.chat.encode(chats) if self.chat is not None else []
+        results = self.chat.encode(chats) if self.chat is not None else []
+        if self.pictures is None:
+            return results
+        return [attempt(self.pictures.expanded, chat, found) for chat, found in zip(chats, results, strict=True)]
 
     def _encode_texts(self, texts: Sequence[Any]) -> list[Encoded | RowError]:
         """Encode `[BOS] text EOS`, with BOS if the tokenizer adds one. All tokens are trained."""

@@ -59,6 +59,10 @@ CODE_FILES = (
     "storage/checksums.py",
     "storage/memmap_store.py",
     "tokenized.py",
+    "pictures/content.py",
+    "pictures/reader.py",
+    "pictures/rows.py",
+    "pictures/storage.py",
 )
 
 

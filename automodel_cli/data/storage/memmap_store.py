@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from automodel_cli.data.packing import Packed, Pieces, in_halves
+from automodel_cli.data.pictures.storage import PictureTable, PictureWriter, of_pieces
 from automodel_cli.data.row_errors import Rejected, RowError, SourceRow, read_rejected, write_rejected
 from automodel_cli.data.storage.checksums import Checksum
 from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
@@ -148,6 +149,8 @@ class PackedStore:
         num_label_tokens: number of trained tokens of each row, (rows,).
         roles: 1 for a chosen or good response, 0 for a rejected or bad one, -1 for one that is only scored.
         margins: margin of the pair of each piece. Empty if no pair of the dataset has a margin.
+        picture_offsets, picture_index: piece p shows `picture_index[picture_offsets[p]:...]` of `pictures`.
+        pictures: contents and sizes, None without pictures.
     """
 
     meta: dict[str, Any]
@@ -160,14 +163,27 @@ class PackedStore:
     num_label_tokens: np.ndarray
     roles: np.ndarray = field(default_factory=_none)
     margins: np.ndarray = field(default_factory=_none)
+    picture_offsets: np.ndarray = field(default_factory=_none)
+    picture_index: np.ndarray = field(default_factory=_none)
+    pictures: PictureTable | None = None
 
     @classmethod
     def open(cls, folder: Path) -> PackedStore:
         """Memory-map a complete entry."""
         meta = json.loads((folder / "meta.json").read_text())
-        names = ("offsets", "row_offsets", "files", "lines", "num_label_tokens", "roles", "margins")
-        arrays = [_load(folder, name) for name in names]
-        return cls(meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
+        names = ["offsets", "row_offsets", "files", "lines", "num_label_tokens", "roles", "margins"]
+        names += ["picture_offsets", "picture_index"] if meta.get("picture_table") else []
+        arrays = {name: _load(folder, name) for name in names}
+        table = PictureTable.open(folder.parent / meta["picture_table"]) if meta.get("picture_table") else None
+        ids, mask = _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8")
+        return cls(meta=meta, ids=ids, label_mask=mask, pictures=table, **arrays)
+
+    def shown(self, piece: int) -> list[tuple[PictureTable, int]]:
+        """Return the pictures of a piece, in order, each as its table and its number there."""
+        if self.pictures is None:
+            return []
+        places = slice(*self.picture_offsets[piece : piece + 2].tolist())
+        return [(self.pictures, int(number)) for number in self.picture_index[places]]
 
     @property
     def kind(self) -> str:
@@ -207,17 +223,18 @@ def write_tokens(
     *,
     meta: dict[str, Any],
     special_ids: Collection[int],
+    pictures: PictureWriter | None = None,
 ) -> None:
-    """Write a token entry.
+    """Write a token entry into an empty folder.
 
     Args:
-        folder: an empty folder.
         batches: encoded rows.
         origins: file and line of each row, in the same order.
         meta: `files`, `dtype` and `kind` of the entry.
         special_ids: ids of special tokens, for the statistics of turn ends.
+        pictures: receives the pictures of each document.
     """
-    columns, rejected, unrolled, totals = _Columns(), list[Rejected](), _UnrolledCount(), Counter[str]()
+    columns, rejected, unrolled, totals = _Columns(pictures), list[Rejected](), _UnrolledCount(), Counter[str]()
     turn_ends, num_rows = Counter[int](), 0
     place = iter(origins)
     with (folder / "ids.bin").open("wb") as ids_file, (folder / "label_mask.bin").open("wb") as mask_file:
@@ -264,8 +281,8 @@ def write_tokens(
 class _Columns:
     """Per-document columns. 8 bytes per value, so they stay small compared to a batch of tokens."""
 
-    def __init__(self) -> None:
-        self._lengths = array("q")
+    def __init__(self, pictures: PictureWriter | None = None):
+        self._lengths, self._pictures = array("q"), pictures
         integers = ("files", "lines", "rows", "shared", "splits", "judgements")
         self._of: dict[str, array[Any]] = {**{name: array("q") for name in integers}, "margins": array("f")}
 
@@ -281,6 +298,9 @@ class _Columns:
         self._of["splits"].extend(item.split for item, _ in documents)
         self._of["judgements"].extend(item.judgement for item, _ in documents)
         self._of["margins"].extend(item.margin for item, _ in documents)
+        if self._pictures is not None:
+            for item, _ in documents:
+                self._pictures.add(item.pictures)
 
     def save(self, folder: Path) -> None:
         np.save(
@@ -289,6 +309,8 @@ class _Columns:
         dtypes = {"files": np.int32, "judgements": np.int8, "margins": np.float32}
         for name, values in self._of.items():
             np.save(folder / f"{name}.npy", np.asarray(values, dtypes.get(name, np.int64)))
+        if self._pictures is not None:
+            self._pictures.save()
 
 
 def _reject(error: RowError, origin: SourceRow, source: str) -> Rejected:
@@ -365,13 +387,27 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
         ("margins", margins),
     ):
         np.save(folder / f"{name}.npy", values)
+    table = _write_pictures(folder, source, pieces, content) if source.meta.get("has_pictures") else None
     header = {
         "kind": kind,
         "dtype": source.meta["dtype"],
         "files": source.meta["files"],
         "content": content.hexdigest(),
+        "picture_table": table,
     }
     (folder / "meta.json").write_text(json.dumps({**meta, **header}))
+
+
+def _write_pictures(folder: Path, source: TokenStore, pieces: Pieces, content: Checksum) -> str:
+    """Write which pictures the pieces show, and return the name of the entry with their table."""
+    table = PictureTable.open(source.folder)
+    offsets, index = of_pieces(table, pieces.document)
+    np.save(folder / "picture_offsets.npy", offsets)
+    np.save(folder / "picture_index.npy", index)
+    keys = np.ascontiguousarray(table.rows["key"][index])
+    if len(keys):
+        content.update(keys.view(np.uint8).data)
+    return source.folder.name
 
 
 def _gathered(source: TokenStore, pieces: Pieces, number: int) -> tuple[np.ndarray, np.ndarray]:

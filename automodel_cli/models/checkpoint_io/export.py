@@ -23,17 +23,20 @@ from torch import Tensor
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed.float8.linear import paused
 from automodel_cli.models import lora
-from automodel_cli.models.checkpoint_io import generation_config, sequence_classifier
+from automodel_cli.models.checkpoint_io import front_io, generation_config, sequence_classifier
 from automodel_cli.models.checkpoint_io.weight_stream import bucketed, iter_hf_weights, over_stages
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub import passthrough_tensors
+from automodel_cli.models.hub import passthrough_tensors, source
 from automodel_cli.models.lm_head import value_head
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.vision.processor import load_processor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from automodel_cli.models.vision.front import Front
 
 _SHARD_BYTES = 4 * 2**30
 MARK = "unverified.json"
@@ -89,6 +92,8 @@ def export_hf(
                 _write_shard(folder, len(shards), [(hub_keys.get(name, name), tensor) for name, tensor in included])
             )
     local_values = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
+    for bucket in bucketed(front_io.front_weights(parts[0], parts[0].hub_dtype, "cpu"), shard_bytes):
+        shards += [_write_shard(folder, len(shards), bucket)] if writer else []
     values = list(local_values if pp_group is None else over_stages(local_values, pp_group, parts[0], "cpu"))
     if writer:
         card = functools.partial(_write_card, folder, parts[0], config, title or folder.name, summary)
@@ -134,12 +139,20 @@ def _finish_model(
         shards.append(_write_shard(folder, len(shards), bucket))
     _write_index(folder, shards)
     value_head.write_value_head(folder, values)
-    if part.within is not None:
+    if part.within is not None and config.pretrained is not None:
         passthrough_tensors.copy_files(config, folder)
         return
-    _write_config(folder, part)
+    _write_config(folder, part, None if part.front is None else _composite_config(part.front, config))
+    if part.front is not None and tokenizer is not None:
+        load_processor(config, tokenizer).save_pretrained(folder)
     if tokenizer is not None:
         _write_tokenizer(folder, tokenizer)
+
+
+def _composite_config(front: Front, config: ModelConfig) -> PretrainedConfig:
+    whole = source.whole_config(config)
+    whole.architectures = [type(front.composite).__name__]
+    return whole
 
 
 def staging(folder: Path) -> Path:

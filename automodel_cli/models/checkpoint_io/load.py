@@ -66,20 +66,20 @@ def load_weights(
     """
     materialize(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
-        target = _Target(part.model, buffer_device or torch.device(device))
+        target = Target(part.model, buffer_device or torch.device(device))
         unsharded = _whole_on_meta(part, config)
         if config.config is not None:
-            report = _init_random(_skeleton(unsharded, target), target, seed)
+            report = init_random(skeleton_of(unsharded, target), target, seed)
             _init_depths(part, config, seed, target.packed_device)
         else:
             weights = source.weights(config)
             if weights.gguf is not None:
                 report = _load_gguf(part, config, weights.gguf, target)
-                _init_buffers(_skeleton(unsharded, target), target)
+                init_buffers(skeleton_of(unsharded, target), target)
             else:
                 checkpoint = _Checkpoint(weights)
                 report = _load_safetensors(unsharded, target, checkpoint, source.whole_config(config))
-                _init_buffers(unsharded, target)
+                init_buffers(unsharded, target)
                 report = _load_depths(part, config, checkpoint, report, target.packed_device)
     part.unclaimed, part.within = report.unclaimed, report.within
     if part.unties_head and report.within is not None:
@@ -120,7 +120,7 @@ def materialize(module: nn.Module, device: torch.device, buffer_device: torch.de
                 child._buffers[name] = torch.empty_like(buffer, device=buffer_device)
 
 
-class _Target:
+class Target:
     """The tensors to fill, by hub name.
 
     Tied names share one entry under their first name. 4-bit weights are packed by their layers on `packed_device`.
@@ -172,7 +172,7 @@ class _Target:
         return sorted(n for n in self.tensors if n not in self.filled and n not in self.non_persistent)
 
 
-def _skeleton(whole: PreTrainedModel, target: _Target) -> PreTrainedModel:
+def skeleton_of(whole: PreTrainedModel, target: Target) -> PreTrainedModel:
     """Reduce the full meta model in place to the tensors of the target, with their shardings."""
     for prefix, module in whole.named_modules():
         for store in _stores(module):
@@ -234,7 +234,7 @@ class _Checkpoint:
 
 
 def _load_safetensors(
-    whole: PreTrainedModel, target: _Target, checkpoint: _Checkpoint, repository: PretrainedConfig
+    whole: PreTrainedModel, target: Target, checkpoint: _Checkpoint, repository: PretrainedConfig
 ) -> LoadReport:
     """Load safetensors files. `whole` becomes the skeleton. `repository`: the config of the checkpoint."""
     tensors = checkpoint.tensors
@@ -249,13 +249,13 @@ def _load_safetensors(
     return LoadReport(checkpoint.num_bytes_read, tuple(unclaimed), within)
 
 
-def _fill_from(named_tensors: dict[str, Any], whole: PreTrainedModel, target: _Target, mapping: list[Any]) -> None:
+def _fill_from(named_tensors: dict[str, Any], whole: PreTrainedModel, target: Target, mapping: list[Any]) -> None:
     """Load lazy tensors by hub name into the target, one layer after another. `whole` becomes the skeleton."""
     units: dict[str, dict[str, Any]] = {}
     for name, tensor in named_tensors.items():
         units.setdefault(unit_of(name), {})[name] = tensor
     target.joined = transformers_compat.joined_names(mapping, target.names)
-    skeleton = _skeleton(whole, target)
+    skeleton = skeleton_of(whole, target)
     for plain in units.values():
         done = transformers_compat.convert_into(skeleton, plain, mapping, skeleton.dtype)
         if done.mismatched:
@@ -301,9 +301,9 @@ def _load_depths(
         depth_keys = {key: name for key, name in known_as.items() if name not in no_place}
         claimed |= depth_keys.keys()
         if part.multi_token is not None:
-            target = _Target(part.multi_token[i].model, buffer_device)  # type: ignore[arg-type]
+            target = Target(part.multi_token[i].model, buffer_device)  # type: ignore[arg-type]
             _fill_from({name: tensors[key] for key, name in depth_keys.items()}, unsharded, target, mapping)
-            _init_buffers(unsharded, target)
+            init_buffers(unsharded, target)
     if part.multi_token is not None:
         _compare_copies(names.copies, checkpoint, report)
     unclaimed = tuple(key for key in report.unclaimed if key not in claimed)
@@ -315,8 +315,8 @@ def _init_depths(part: ModelPart, config: ModelConfig, seed: int, buffer_device:
     for i, depth in enumerate(part.multi_token or ()):
         unsharded = _whole_on_meta(part, config)
         mtp_layers.cut_to_depth(unsharded)
-        target = _Target(depth.model, buffer_device)  # type: ignore[arg-type]
-        _init_random(_skeleton(unsharded, target), target, seed_for(seed, f"multi_token.{i}"))
+        target = Target(depth.model, buffer_device)  # type: ignore[arg-type]
+        init_random(skeleton_of(unsharded, target), target, seed_for(seed, f"multi_token.{i}"))
 
 
 def _compare_copies(copies: dict[str, str], checkpoint: _Checkpoint, report: LoadReport) -> None:
@@ -354,7 +354,7 @@ def _like(original: Tensor, tensor: Tensor) -> Tensor:
     return nn.Parameter(tensor, original.requires_grad) if isinstance(original, nn.Parameter) else tensor
 
 
-def _load_gguf(part: ModelPart, config: ModelConfig, gguf: tuple[str, str], target: _Target) -> LoadReport:
+def _load_gguf(part: ModelPart, config: ModelConfig, gguf: tuple[str, str], target: Target) -> LoadReport:
     """Load with the dequantizing loader of transformers: the full model on every rank, then keep the local part."""
     from transformers import AutoModelForCausalLM
 
@@ -377,7 +377,7 @@ def _load_gguf(part: ModelPart, config: ModelConfig, gguf: tuple[str, str], targ
     return LoadReport((Path(folder) / file).stat().st_size)
 
 
-def _init_random(skeleton: PreTrainedModel, target: _Target, seed: int) -> LoadReport:
+def init_random(skeleton: PreTrainedModel, target: Target, seed: int) -> LoadReport:
     """Apply the initialization of the family, one decoder layer or outer module at a time, each with its own seed."""
     units: dict[str, list[str]] = {}
     for name in target.names:
@@ -392,7 +392,7 @@ def _init_random(skeleton: PreTrainedModel, target: _Target, seed: int) -> LoadR
     return LoadReport()
 
 
-def _init_buffers(skeleton: PreTrainedModel, target: _Target) -> None:
+def init_buffers(skeleton: PreTrainedModel, target: Target) -> None:
     """Initialize buffers that checkpoints do not contain (rotary tables)."""
     for prefix in sorted({name.rpartition(".")[0] for name in target.non_persistent}):
         values = _initialized(skeleton, prefix, 0, recurse=False)

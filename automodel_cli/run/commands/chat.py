@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextIteratorStreamer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    TextIteratorStreamer,
+)
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.plain_text import visible
@@ -35,7 +43,9 @@ class Speaker:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         with transformers_compat.quiet():
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
+            is_text_model = trust_remote_code or type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
+            auto: Any = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
+            model: Any = auto.from_pretrained(folder, dtype="auto", **options)
         model.to(device)
         if adapter is not None:
             try:

@@ -1,0 +1,1 @@
+"""Pictures of rows: content, placeholders, storage, and pixels of a batch."""

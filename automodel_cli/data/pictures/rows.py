@@ -1,0 +1,168 @@
+"""Pictures in rows: content parts and `<image>` tags become marks in the text, which formats read as usual. Torch-free.
+
+A mark is one private character for each picture of the row. Formats, roles and loss masks then need no rule of their
+own for pictures. The chat encoder turns the marks of a message into image parts for the template.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from automodel_cli.data.formats.examples import Conversation
+from automodel_cli.data.pictures.content import VALUE_KEYS, Picture, read_picture
+from automodel_cli.data.row_errors import RowError
+
+FIRST_MARK = 0x10E000
+MOST_PICTURES = 4096
+_MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MOST_PICTURES - 1)}]")
+_TAG = re.compile(r"\n?<image>\n|\n?<image>")
+COLUMNS = ("images", "image")
+"""Columns with the pictures of a row."""
+IMAGE_PARTS = ("image", "image_url", "input_image")
+
+
+def split_marks(text: str) -> list[tuple[int, str]]:
+    """Return the pieces of text between marks, each with its start."""
+    pieces, start = [], 0
+    for match in _MARK.finditer(text):
+        pieces.append((start, text[start : match.start()]))
+        start = match.end()
+    return [*pieces, (start, text[start:])]
+
+
+def content_parts(text: str) -> list[dict[str, str]] | str:
+    """Return the content of a message for a chat template: parts if the text has marks, else the text."""
+    if not _MARK.search(text):
+        return text
+    pieces = re.split(f"({_MARK.pattern})", text)
+    parts = [{"type": "image"} if _MARK.fullmatch(piece) else {"type": "text", "text": piece} for piece in pieces]
+    return [part for part in parts if part["type"] == "image" or part["text"]]
+
+
+@dataclass(frozen=True)
+class PictureRows:
+    """Reads the pictures of rows.
+
+    Attributes:
+        folder: folder of relative paths (`data.media_dir`).
+        max_pixels: largest number of pixels of a picture.
+    """
+
+    folder: str
+    max_pixels: int
+
+    def marked(self, row: Mapping[str, Any], fields: Sequence[str]) -> tuple[dict[str, Any], list[Picture]]:
+        """Return the row with marks in the place of its pictures, and the pictures by number of the mark.
+
+        Args:
+            fields: columns in the order in which a format renders them.
+
+        Raises:
+            RowError: a picture cannot be read, or tags and pictures differ in number.
+        """
+        column = next((name for name in COLUMNS if row.get(name) not in (None, [], "")), None)
+        listed = [] if column is None else row[column]
+        walk = _Walk(list(listed) if isinstance(listed, (list, tuple)) else [listed], column)
+        rest = {name: value for name, value in row.items() if name not in COLUMNS}
+        names = [*(name for name in fields if name in rest), *(name for name in rest if name not in fields)]
+        marked = {name: walk.value(rest[name]) for name in names}
+        walk.check()
+        return {name: marked[name] for name in rest}, [
+            self._read(value, f"{column or 'picture'}[{number}]") for number, value in enumerate(walk.found)
+        ]
+
+    def _read(self, value: Any, where: str) -> Picture:
+        try:
+            return read_picture(value, self.folder, self.max_pixels)
+        except RowError as error:
+            raise RowError(error.code, f"{where}: {error.message}", fix=error.fix) from error
+
+
+class _Walk:
+    """Replaces pictures in the values of one row, and numbers them."""
+
+    def __init__(self, listed: list[Any], column: str | None):
+        self.listed, self.column = listed, column
+        self.found: list[Any] = []
+        self.num_taken = 0
+
+    def _mark(self, value: Any) -> str:
+        if len(self.found) == MOST_PICTURES:
+            raise RowError("image_count", f"the row has more than {MOST_PICTURES} pictures")
+        self.found.append(value)
+        return chr(FIRST_MARK + len(self.found) - 1)
+
+    def _next(self) -> Any:
+        if self.num_taken == len(self.listed):
+            raise RowError(
+                "image_count",
+                f"the text of the row has more image tags than the {len(self.listed)} pictures of the column "
+                f"{self.column or 'images'!r}",
+                fix="give each <image> tag or image part one picture",
+            )
+        self.num_taken += 1
+        return self.listed[self.num_taken - 1]
+
+    def value(self, value: Any) -> Any:
+        """Return a value of the row with marks."""
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, list):
+            if any(isinstance(item, dict) and item.get("type") in IMAGE_PARTS for item in value):
+                return "".join(self._part(item) for item in value)
+            return [self.value(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self.value(item) for key, item in value.items()}
+        return value
+
+    def _text(self, text: str) -> str:
+        if _MARK.search(text):
+            raise RowError("bad_text", "the text contains private-use characters that mark pictures")
+        if not self.listed:  # without pictures, a tag is text
+            return text
+        return _TAG.sub(lambda match: self._mark(self._next()), text)
+
+    def _part(self, part: Any) -> str:
+        if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+            given = {name: part[name] for name in VALUE_KEYS if part.get(name) is not None}
+            return self._mark(given or self._next())
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            return self._text(part["text"])
+        kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
+        raise RowError("not_text", f"a content part has type {kind!r}, but only text and images are supported")
+
+    def check(self) -> None:
+        """Raise RowError if a picture of the column is used nowhere."""
+        if self.num_taken < len(self.listed):
+            raise RowError(
+                "image_count",
+                f"the column {self.column!r} has {len(self.listed)} pictures, but the text of the row has "
+                f"{self.num_taken} image tags",
+                fix="write <image> where each picture belongs",
+            )
+
+
+def with_pictures(document: Any, pictures: Sequence[Picture]) -> Any:
+    """Return the document with its pictures in the order of its marks. Raises RowError if it is no conversation."""
+    if not pictures:
+        return document
+    if not isinstance(document, Conversation):
+        raise RowError(
+            "no_template",
+            "pictures require a conversation and a chat template",
+            fix="data.chat_template=<a .jinja file with image parts>",
+        )
+    for number, (message, is_trained) in enumerate(zip(document.messages, document.trained, strict=True)):
+        if is_trained and _MARK.search(message["content"]):
+            raise RowError(
+                "picture_in_answer",
+                f"message {number} is trained and contains a picture, but the model writes text only",
+                fix="train: false in this message",
+            )
+    order = [ord(mark) - FIRST_MARK for message in document.messages for mark in _MARK.findall(message["content"])]
+    if sorted(order) != list(range(len(pictures))):
+        raise RowError("image_count", "a picture of the row belongs to no message that is rendered")
+    return replace(document, pictures=tuple(pictures[number] for number in order))

@@ -1,0 +1,92 @@
+"""Weights of the front end of a vision-language model: load, random initialization, and names for the export.
+
+Every tensor of the checkpoint outside the text model has one parameter of the front end, under a name that transformers
+renames. Names and layout of the export are therefore those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.checkpoint_io import load
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.hub import dequantize, passthrough_tensors, source
+from automodel_cli.models.hub.multimodal_backbone import BackboneMapping
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.vision.front import composite_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def fill_front(part: ModelPart, config: ModelConfig, *, buffer_device: torch.device, seed: int) -> None:
+    """Fill the front end of a part, if it has one. Call it after `load_weights`, which allocates the memory.
+
+    Raises ConfigError if the checkpoint lacks a tensor.
+    """
+    front = part.front
+    if front is None:
+        return
+    whole = composite_on_meta(source.whole_config(config), getattr(torch, config.dtype))
+    target = load.Target(front.composite, buffer_device)
+    if config.config is not None:
+        load.init_random(load.skeleton_of(whole, target), target, seed)
+        part.within = _names_in_memory(part)
+        part.front_keys = {name: name for name in target.tensors if name not in target.non_persistent}
+        return
+    weights = source.weights(config)
+    tensors = dequantize.dequantized(passthrough_tensors.lazy_tensors(weights.files), weights.quantization)
+    keys = {name: key for key, name in transformers_compat.current_keys(whole, part.unclaimed)}
+    found = {name: keys[name] for name in target.names if name in keys}
+    for name, key in found.items():
+        target.fill(name, transformers_compat.local_part(target.tensors[target.names[name]], tensors[key][...]))
+    if missing := target.missing():
+        raise ConfigError(
+            f"the checkpoint lacks {len(missing)} tensors outside the text model, or stores them in another layout: "
+            f"{', '.join(missing[:3])}",
+            code="weights_mismatch",
+            keys=("pretrained",),
+            fix="model.pretrained=<a checkpoint of the same architecture>",
+        )
+    load.init_buffers(load.skeleton_of(whole, target), target)
+    part.front_keys = found
+    claimed = set(found.values())
+    part.unclaimed = tuple(key for key in part.unclaimed if key not in claimed)
+
+
+def _names_in_memory(part: ModelPart) -> BackboneMapping:
+    """Return the names of the text model inside the composite, for an export of random weights."""
+    front = part.front
+    assert front is not None
+    model: Any = part.model
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    modules = {model.base_model_prefix: front.text_name} | ({} if head is None else {head: front.head_name})
+    keys = {}
+    for name in model.state_dict():
+        for text_module, full_module in modules.items():
+            if name.startswith(f"{text_module}."):
+                keys[full_module + name.removeprefix(text_module)] = name
+    return BackboneMapping(keys, modules)
+
+
+def front_weights(
+    part: ModelPart, dtype: torch.dtype, device: torch.device | str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the front end under the keys of the checkpoint. Collective for sharded tensors."""
+    if part.front is None:
+        return
+    composite: PreTrainedModel = part.front.composite
+    state = {**dict(composite.named_parameters()), **dict(composite.named_buffers())}
+    keep_fp32 = transformers_compat.fp32_names(composite, dtype)
+    for name, key in part.front_keys.items():
+        if name in state:
+            full = transformers_compat.full_tensor(state[name])
+            if full.is_floating_point():
+                full = full.to(torch.float32 if keep_fp32(name) else dtype)
+            yield key, full.to(device) if device is not None else full

@@ -1,0 +1,37 @@
+"""Config node of the pictures of a vision-language model. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Trained = Literal["trained", "frozen"]
+
+
+class ProcessorNode(Protocol):
+    """A processor made in code."""
+
+    def build(self, tokenizer: Any) -> Any:
+        """Return a processor of transformers around this tokenizer."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Pictures as inputs, and which parts of the model are trained.
+
+    The tower turns pixels into features. The projector is everything else outside the text model.
+    """
+
+    tower: Trained = "trained"
+    """Train the vision tower, or keep it `frozen`."""
+    projector: Trained = "trained"
+    """Train the modules between tower and text model, or keep them `frozen`."""
+    text: Trained = "trained"
+    """Train the text model and the head, or keep them `frozen`."""
+    processor: str | ProcessorNode | None = None
+    """Folder or hub id of the image processor, or a node that makes one. null: the one stored with the weights."""
+
+    @property
+    def front_is_frozen(self) -> bool:
+        """Whether nothing outside the text model is trained."""
+        return self.tower == self.projector == "frozen"

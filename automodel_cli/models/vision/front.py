@@ -1,0 +1,216 @@
+"""Front end of a vision-language model: the unmodified composite, whose text model is replaced by a catcher.
+
+The composite's own forward turns ids and pictures into `inputs_embeds` and further keywords for its text model. The
+catcher stops the forward there and returns them. The text model runs as a causal LM as without pictures.
+
+A microbatch without a picture runs the front end on one blank picture too. Its results are added as empty slices, so
+that every rank computes a gradient for every parameter, as sharded data parallelism requires.
+
+Shapes: B rows, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import Pictures
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.hub import composite_text
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+TYPE_IDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+"""Keywords with 1 at a placeholder and 0 elsewhere."""
+_SETTINGS = ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "attention_mask")
+
+
+class _Caught(Exception):
+    def __init__(self, keywords: dict[str, Any]):
+        super().__init__("the keywords of the text model")
+        self.keywords = keywords
+
+
+class _Catcher(nn.Module):
+    """In the place of the text model. Has its embedding and attributes, but registers none of its parameters."""
+
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        self.__dict__["_base"] = base
+        self.config = base.config
+
+    def get_input_embeddings(self) -> nn.Module:
+        table: nn.Module = self.__dict__["_base"].get_input_embeddings()
+        return table
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_base"], name)
+
+    def forward(self, **keywords: Any) -> NoReturn:
+        raise _Caught(keywords)
+
+
+class Front(nn.Module):
+    """Everything of a composite except its text model and head. Parameters keep the composite's names below
+    `composite`.
+
+    Attributes:
+        text_name: name of the text model inside the composite.
+        head_name: name of the output matrix inside the composite.
+    """
+
+    def __init__(self, composite: PreTrainedModel, base: nn.Module):
+        """`base`: the text model whose embedding is used. It stays outside."""
+        super().__init__()
+        name = composite_text.text_module(composite)
+        assert name is not None, "`composite_on_meta` checks it"
+        self.text_name = name
+        head = composite.get_output_embeddings()
+        self.head_name = next(name for name, module in composite.named_modules() if module is head)
+        _replace(composite, self.text_name, _Catcher(base))
+        _replace(composite, self.head_name, nn.Identity())
+        self.composite = composite
+        self._takes = frozenset(inspect.signature(self._entry.forward).parameters)
+
+    @property
+    def _entry(self) -> nn.Module:
+        base: nn.Module = self.composite.base_model
+        return self.composite if isinstance(base, _Catcher) else base
+
+    def forward(self, ids_BT: Tensor, pictures: Pictures) -> dict[str, Any]:
+        """Return the keywords of the text model for these ids: `inputs_embeds`, and what else the family has."""
+        table: Any = self.composite.get_input_embeddings()
+        dtype: torch.dtype = table.weight.dtype
+        inputs = {name: _moved(value, ids_BT.device, dtype) for name, value in pictures.inputs.items()}
+        positions = None if pictures.positions_3BT is None else pictures.positions_3BT.to(ids_BT.device)
+        if pictures.blank_ids_T is None:
+            caught = self._caught(ids_BT, positions, pictures.placeholder, inputs)
+        else:
+            caught = self._caught(ids_BT, positions, pictures.placeholder, {})
+            blank_ids = pictures.blank_ids_T[None].to(ids_BT.device)
+            blank_positions = None if positions is None else positions.new_zeros(3, *blank_ids.shape)
+            blank = self._caught(blank_ids, blank_positions, pictures.placeholder, inputs)
+            caught["inputs_embeds"] = caught["inputs_embeds"] + _empty_sum(blank)
+        if positions is not None:
+            caught["position_ids"] = positions
+        else:
+            caught.pop("position_ids", None)
+        return caught
+
+    def _caught(
+        self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        types = {name: (ids_BT == placeholder).long() for name in TYPE_IDS if name in self._takes}
+        given = {} if positions is None else {"position_ids": positions}
+        try:
+            self._entry(input_ids=ids_BT, **types, **given, **inputs, use_cache=False)
+        except _Caught as caught:
+            return {k: v for k, v in caught.keywords.items() if v is not None and k not in _SETTINGS}
+        raise RuntimeError(f"{type(self.composite).__name__} did not call its text model")
+
+    def masks(self, ids_BT: Tensor, pictures: Pictures) -> Any:
+        """Return the attention mask that the composite makes for its text model, None if it makes none."""
+        types = {name: (ids_BT == pictures.placeholder).long() for name in TYPE_IDS if name in self._takes}
+        given = {} if pictures.positions_3BT is None else {"position_ids": pictures.positions_3BT}
+        try:
+            self._entry(input_ids=ids_BT, **types, **given, **pictures.inputs, use_cache=False)
+        except _Caught as caught:
+            return caught.keywords.get("attention_mask")
+        return None
+
+    def accepted(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return those outputs of an image processor that the composite takes."""
+        return {name: value for name, value in inputs.items() if name in self._takes}
+
+    def is_tower(self, name: str) -> bool:
+        """Return whether a parameter (named as in the composite) belongs to the tower. All others are the projector."""
+        towers, projectors = self._places
+        return _is_below(name, towers) and not _is_below(name, projectors)
+
+    @functools.cached_property
+    def _places(self) -> tuple[list[str], list[str]]:
+        """Return the names of the towers, and of projectors inside them.
+
+        A tower is the module beside the text model that contains layers. A projector inside it stands behind the layers
+        and has an output of the width of the text model (the mergers of Qwen).
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        width = self.composite.config.get_text_config().hidden_size
+        blocks = [n for n, m in self.composite.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+        towers = sorted({_outermost_beside(name, self.text_name) for name in blocks})
+        projectors = []
+        for stack in {name.rpartition(".")[0] for name in blocks}:
+            holder, _, own = stack.rpartition(".")
+            children = list(self.composite.get_submodule(holder).named_children())
+            position = [name for name, _ in children].index(own)
+            projectors += [f"{holder}.{name}" for name, child in children[position + 1 :] if _writes(child, width)]
+        return towers, projectors
+
+
+def _outermost_beside(name: str, text_name: str) -> str:
+    """Return the outermost module on the way to `name` that does not contain the text model."""
+    paths = [".".join(name.split(".")[: count + 1]) for count in range(name.count(".") + 1)]
+    return next(path for path in paths if not f"{text_name}.".startswith(f"{path}."))
+
+
+def _is_below(name: str, prefixes: list[str]) -> bool:
+    return any(name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _writes(module: nn.Module, width: int) -> bool:
+    """Return whether a matrix of the module has this many outputs."""
+    kinds = (nn.Linear, nn.Conv2d)
+    return any(isinstance(child, kinds) and len(child.weight) == width for child in module.modules())
+
+
+def composite_on_meta(whole_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the composite on the meta device. Raises ConfigError if it has no text model of its own."""
+    cls: Any = composite_text.composite_class(whole_config)
+    problem = "it is no model of images and text"
+    if cls is not None and whole_config.get_text_config() is not whole_config and not whole_config.is_encoder_decoder:
+        try:
+            with torch.device("meta"), transformers_compat.quiet():
+                composite: PreTrainedModel = cls._from_config(copy.deepcopy(whole_config), dtype=dtype)
+        except ImportError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{cls.__name__} cannot be built: {reason}", code="missing_package", keys=("model",)
+            ) from error
+        if composite_text.text_module(composite) is not None and composite.get_output_embeddings() is not None:
+            return composite
+        problem = f"{cls.__name__} has no text model with an output matrix"
+    raise ConfigError(
+        f"pictures are not supported for {whole_config.model_type} because {problem}",
+        code="not_supported_by_model",
+        keys=("model.vision",),
+        fix="model.vision=null, or a model such as Qwen/Qwen3-VL-2B-Instruct",
+    )
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
+
+
+def _moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+
+
+def _empty_sum(value: Any) -> Any:
+    """Return 0 as the sum over no element of every float tensor, which gives each of them a gradient of zeros."""
+    if isinstance(value, Tensor):
+        return value.flatten()[:0].sum() if value.is_floating_point() else 0
+    if isinstance(value, dict):
+        return sum(_empty_sum(item) for item in value.values())
+    return sum(_empty_sum(item) for item in value) if isinstance(value, (list, tuple)) else 0

@@ -1,0 +1,87 @@
+"""Tokenizer and processor made in code, for vision-language models with random weights. Torch-free at import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_cli.data.synthetic.picture_tasks import WORDS
+
+PAD, END, START, STOP, IMAGE = "<|pad|>", "<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+_ROLES = ("user", "assistant")
+_TEMPLATE = (
+    "{%- for message in messages -%}{{- '<|' ~ message['role'] ~ '|>' -}}"
+    "{%- if message['content'] is string -%}{%- set parts = [{'type': 'text', 'text': message['content']}] -%}"
+    "{%- else -%}{%- set parts = message['content'] -%}{%- endif -%}"
+    "{%- for part in parts -%}"
+    "{%- if part['type'] == 'image' -%}{{- '"
+    + START
+    + IMAGE
+    + STOP
+    + "' -}}{%- else -%}{{- part['text'] -}}{%- endif -%}"
+    "{%- endfor -%}{{- '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+@dataclass(frozen=True)
+class WordTokenizer:
+    """Tokenizer with one token for each word, and a chat template with pictures.
+
+    Words are separated by spaces. Other words are the token `<|unknown|>`.
+    """
+
+    words: tuple[str, ...] = WORDS
+    """Words of the vocabulary."""
+
+    def build(self) -> Any:
+        """Return a fast tokenizer that `save_pretrained` writes and `AutoTokenizer` reads."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        special = [PAD, END, IMAGE, START, STOP, "<|video_pad|>", *(f"<|{role}|>" for role in _ROLES), "<|unknown|>"]
+        vocab = {token: i for i, token in enumerate(dict.fromkeys([*special, *self.words]))}
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<|unknown|>"))  # not a password
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token=PAD,
+            eos_token=END,
+            unk_token="<|unknown|>",
+            extra_special_tokens=special[2:-1],
+            clean_up_tokenization_spaces=False,
+        )
+        fast.chat_template = _TEMPLATE
+        return fast
+
+
+@dataclass(frozen=True)
+class QwenProcessor:
+    """Processor of Qwen3-VL: pictures are resized to multiples of `patch_size * merge_size`."""
+
+    patch_size: int = 16
+    """Side of a patch [pixels]."""
+    merge_size: int = 2
+    """Patches of a token along each side."""
+    temporal_patch_size: int = 2
+    """Copies of a picture along time."""
+    min_pixels: int = 65_536
+    """Smaller pictures are enlarged."""
+    max_pixels: int = 16_777_216
+    """Larger pictures are reduced."""
+
+    def build(self, tokenizer: Any) -> Any:
+        """Return a processor of transformers around this tokenizer."""
+        from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
+
+        from automodel_cli.models.transformers_compat import without_video
+
+        pixels = Qwen2VLImageProcessorPil(
+            patch_size=self.patch_size,
+            merge_size=self.merge_size,
+            temporal_patch_size=self.temporal_patch_size,
+            size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+        )
+        return without_video(Qwen3VLProcessor)(
+            image_processor=pixels, tokenizer=tokenizer, chat_template=tokenizer.chat_template
+        )

@@ -1,0 +1,254 @@
+"""Picture probe: does a packed row with pictures give what the unmodified composite gives for each document alone?
+
+Measured on a small copy of the config with the real image processor. Everything that has to do with pixels is kept.
+Widths, depths and the vocabulary are small. Runs before anything is built.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import IGNORE_INDEX, Batch, Pictures
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.builder import part_of
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.document_masking import recurrent_layers
+from automodel_cli.models.hub import composite_text
+from automodel_cli.models.hub.multimodal_backbone import text_config
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.probes.tiny_model import VOCAB, build_small, shrink
+from automodel_cli.models.vision.front import TYPE_IDS, Front
+from automodel_cli.models.vision.processor import FamilyProcessor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_WIDTH, _DEPTH, _HEADS = 32, 2, 4
+_DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "num_global_layers", "encoder_layers")
+_OF_TEXT = ("out_hidden_size", "text_hidden_size", "projector_output_dim", "output_hidden_size", "language_hidden_size")
+_WIDTHS = ("hidden_size", "embed_dim", "width", "d_model", "embed_dims")
+_INNER = ("intermediate_size", "mlp_dim", "ffn_dim", "encoder_ffn_dim", "alignment_intermediate_size")
+_NUM_HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "encoder_attention_heads", "heads")
+_PROJECTED = ("projection_dim", "projector_hidden_size", "vision_output_dim", "projector_input_dim")
+_PICTURES = (((40, 56),), (), ((56, 40), (40, 40)))
+"""Height and width of the pictures of each document."""
+_TOLERANCE = 1e-3  # relative. float32; leaks and wrong positions are at least 1e-2.
+
+
+def probe_pictures(whole_config: PretrainedConfig, processor: FamilyProcessor) -> None:
+    """Raise ConfigError if packed documents with pictures differ from the composite's own forward. Cached."""
+    if reason := _reason(_Case(whole_config, processor)):
+        raise ConfigError(
+            f"pictures are not supported for {whole_config.model_type} because {reason}",
+            code="not_supported_by_model",
+            keys=("model.vision",),
+            fix="model.vision=null, which trains the text model alone with a recipe of kind sft",
+        )
+
+
+class _Case:
+    """A config with its processor, as the key of a cache."""
+
+    def __init__(self, config: PretrainedConfig, processor: FamilyProcessor):
+        self.config, self.processor = config, processor
+        self._key = (type(config), config.to_json_string(), processor.cache_key())
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Case) and self._key == other._key
+
+
+@functools.lru_cache(maxsize=8)
+def _reason(case: _Case) -> str:
+    """Return why pictures are not supported, or an empty string."""
+    try:
+        with transformers_compat.quiet():
+            small = small_composite(case.config)
+            return _difference(small, case.processor.resized(small))
+    except ConfigError as error:
+        return error.message
+    except Exception as error:  # any class of the library may fail in its own way on small sizes
+        return f"a small copy of the model does not run ({type(error).__name__}: {error})".splitlines()[0][:300]
+
+
+def small_composite(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a small copy of a composite's config. Sizes of pixels, patches and windows are kept."""
+    small: Any = shrink(config)
+    text = small.get_text_config()
+    for value in vars(small).values():
+        if hasattr(value, "get_text_config") and value is not text:
+            _shrink_part(value, text.hidden_size)
+    _shrink_part(small, text.hidden_size, nested=False)
+    names = [n for n in vars(small) if n.endswith(("_token_id", "_token_index")) and isinstance(getattr(small, n), int)]
+    ids = sorted({getattr(small, name) for name in names})
+    for name in names:
+        setattr(small, name, VOCAB - 1 - ids.index(getattr(small, name)))
+    text.pad_token_id = 0
+    return small
+
+
+def _shrink_part(config: Any, text_hidden: int, *, nested: bool = True) -> None:
+    canonical = {real: common for common, real in getattr(config, "attribute_map", {}).items()}
+    for name, value in list(vars(config).items()):
+        kind = canonical.get(name, name)
+        if name.startswith("_") or value is None or isinstance(value, bool):
+            continue
+        if hasattr(value, "get_text_config"):
+            if nested:
+                _shrink_part(value, text_hidden)
+        elif isinstance(value, int):
+            setattr(config, name, _small_size(kind, value, text_hidden, nested=nested))
+        elif nested and isinstance(value, list | tuple) and all(isinstance(x, int) for x in value) and "index" in kind:
+            setattr(config, name, sorted({min(max(x, -1), _DEPTH - 1) for x in value}))
+
+
+def _small_size(name: str, value: int, text_hidden: int, *, nested: bool) -> int:
+    sizes = dict.fromkeys(_OF_TEXT, text_hidden) | dict.fromkeys(_INNER, 2 * _WIDTH)
+    if nested:
+        sizes |= dict.fromkeys(_DEPTHS, min(value, _DEPTH)) | dict.fromkeys(_WIDTHS, _WIDTH)
+        sizes |= dict.fromkeys(_NUM_HEADS, _HEADS) | dict.fromkeys(_PROJECTED, _WIDTH) | {"head_dim": _WIDTH // _HEADS}
+    return sizes.get(name, value)
+
+
+def _difference(small: PretrainedConfig, processor: FamilyProcessor) -> str:
+    cls: Any = composite_text.composite_class(small)
+    whole: Any = build_small(small, lambda config: cls._from_config(config, dtype=torch.float32)).eval()
+    part = small_part(whole).eval()
+    if recurrent_layers.runs_by_document(part.model):
+        return "its attention runs document by document"
+    documents = [_document(processor, sizes, seed) for seed, sizes in enumerate(_PICTURES)]
+    if reason := _why_not_causal(whole, documents[-1], processor):
+        return reason
+    batch = packed_rows([documents[:2], documents[2:]], processor)
+    want, want_gradients = _one_by_one(whole, documents, processor)
+    output = part(**batch.head_inputs(), **batch.model_inputs()).logprobs_BT
+    got = output[batch.labels_BT != IGNORE_INDEX]
+    got.sum().backward()
+    got = got.detach()
+    front = part.front
+    assert front is not None
+    gap = float((got - want).abs().max() / want.abs().max())
+    if not gap <= _TOLERANCE:
+        return f"packed documents with pictures have other log-probs (relative difference {gap:.1e})"
+    largest = max(float(gradient.abs().max()) for gradient in want_gradients.values())
+    for name, param in front.composite.named_parameters():
+        gradient = want_gradients.get(name)
+        if gradient is None:
+            continue
+        if param.grad is None or not float((param.grad - gradient).abs().max()) <= _TOLERANCE * largest:
+            return f"packed documents with pictures give {name} another gradient"
+    return ""
+
+
+def small_part(whole: Any, attention: str = "packed") -> ModelPart:
+    """Return a part with the weights of a composite in memory."""
+    dtype: Any = str(whole.dtype).removeprefix("torch.")
+    choice = ModelConfig(pretrained="-", attn_implementation=attention, dtype=dtype)
+    part = part_of(text_config(copy.deepcopy(whole.config)), choice, device="cpu")
+    name = composite_text.text_module(whole)
+    assert name is not None
+    part.model.base_model.load_state_dict(whole.get_submodule(name).state_dict())
+    part.model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
+    part.add_front(Front(copy.deepcopy(whole), part.model.base_model))
+    return part
+
+
+def _document(processor: FamilyProcessor, sizes: tuple[tuple[int, int], ...], seed: int) -> tuple[Tensor, list[Any]]:
+    """Return ids `[T]` and pictures of a document: text around each picture."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    pieces, images = [rng.integers(3, VOCAB // 2, 5)], []
+    for height, width in sizes:
+        run = processor.replacement(height, width).astype(np.int64)
+        is_placeholder = run == processor.original_placeholder
+        pieces += [np.where(is_placeholder, processor.placeholder, 3 + run % (VOCAB // 2)), rng.integers(3, 80, 4)]
+        images.append(Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)))
+    return torch.from_numpy(np.concatenate(pieces)), images
+
+
+def _why_not_causal(whole: Any, document: tuple[Tensor, list[Any]], processor: FamilyProcessor) -> str:
+    """Return why the masks that the composite makes for its text model are not causal, or an empty string."""
+    eager = copy.deepcopy(whole)
+    eager.set_attn_implementation("eager")
+    front = Front(eager, eager.get_submodule(str(composite_text.text_module(eager))))
+    batch = packed_rows([[document]], processor)
+    assert batch.pictures is not None
+    tokens = len(document[0])
+    masks = front.masks(batch.input_ids_BT[:, :tokens], _cut(batch.pictures, tokens))
+    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    for mask in masks.values() if isinstance(masks, dict) else [masks]:
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            seen = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
+            if (seen & future).any():
+                return "its text model sees the tokens of a picture in both directions, and packed attention is causal"
+    return ""
+
+
+def _cut(pictures: Pictures, tokens: int) -> Pictures:
+    positions = pictures.positions_3BT
+    return replace(pictures, positions_3BT=None if positions is None else positions[..., :tokens])
+
+
+def packed_rows(rows: list[list[tuple[Tensor, list[Any]]]], processor: FamilyProcessor) -> Batch:
+    """Return documents (ids, pictures) packed into rows of equal length."""
+    length = max(sum(len(ids) for ids, _ in row) for row in rows) + 1
+    ids_BT = torch.zeros(len(rows), length, dtype=torch.int64)
+    labels_BT, positions_BT = torch.full_like(ids_BT, IGNORE_INDEX), torch.zeros_like(ids_BT)
+    images = [image for row in rows for _, of_document in row for image in of_document]
+    inputs = processor.inputs(images) if images else {}
+    grid, bounds, first = [], [0], 0
+    for number, row in enumerate(rows):
+        start = 0
+        for ids_T, of_document in [*row, (torch.zeros(0, dtype=torch.int64), [])]:
+            stop = start + len(ids_T) if len(ids_T) else length
+            ids_BT[number, start : start + len(ids_T)] = ids_T
+            labels_BT[number, start : start + max(0, len(ids_T) - 1)] = ids_T[1:]
+            positions_BT[number, start:stop] = torch.arange(stop - start)
+            found = processor.positions(ids_T, inputs, first, len(of_document)) if of_document else None
+            grid.append(torch.arange(stop - start).expand(3, -1) if found is None else found)
+            first, start = first + len(of_document), stop
+            bounds.append(number * length + stop)
+    labels_BT[labels_BT == processor.placeholder] = IGNORE_INDEX
+    positions = torch.cat(grid, 1).view(3, *ids_BT.shape) if processor.has_grid else None
+    return Batch(
+        input_ids_BT=ids_BT,
+        labels_BT=labels_BT,
+        position_ids_BT=positions_BT,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        max_seqlen=max(b - a for a, b in itertools.pairwise(bounds)),
+        row_ids_B=torch.arange(len(rows)),
+        pictures=Pictures(inputs, processor.placeholder, positions),
+    )
+
+
+def _one_by_one(
+    whole: Any, documents: list[tuple[Tensor, list[Any]]], processor: FamilyProcessor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the log-probs of labels under the composite, and gradients of their sum, by its parameter names."""
+    values = []
+    takes = processor.takes
+    for ids_T, images in documents:
+        if hasattr(whole.base_model, "rope_deltas"):
+            whole.base_model.rope_deltas = None  # left behind by the document before
+        ids_BT = ids_T[None]
+        given = {name: (ids_BT == processor.placeholder).long() for name in TYPE_IDS if name in takes}
+        given |= processor.inputs(images) if images else {}
+        moved = {k: v.to(whole.dtype) if v.is_floating_point() else v for k, v in given.items()}
+        logits_TV = whole(input_ids=ids_BT, **moved, use_cache=False).logits[0, :-1]
+        logprobs_T = logits_TV.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0]
+        values.append(logprobs_T[ids_T[1:] != processor.placeholder])
+    found = torch.cat(values)
+    found.sum().backward()
+    return found.detach(), {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}

@@ -1,0 +1,147 @@
+"""Processors of transformers for pictures: loading without video parts, tokens by picture size, pixels, positions."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.hub import source
+from automodel_cli.models.vision.front import TYPE_IDS, composite_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_BLANK = 32  # pixels of the side of the blank picture, before the processor resizes it
+
+
+def load_processor(config: ModelConfig, tokenizer: Any) -> Any:
+    """Return the processor of transformers. Raises ConfigError if there is none."""
+    assert config.vision is not None
+    chosen = config.vision.processor or config.pretrained
+    if chosen is None:
+        raise ConfigError(
+            "a model with random weights has no image processor",
+            code="missing_key",
+            keys=("model.vision.processor",),
+            fix="model.vision.processor=<folder or hub id with preprocessor_config.json>",
+        )
+    if not isinstance(chosen, str):
+        return chosen.build(tokenizer)
+    try:
+        with transformers_compat.quiet():
+            return transformers_compat.images_only_processor(chosen, config.revision, tokenizer)
+    except Exception as error:  # processors raise any class, for packages and for files
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"the image processor of {chosen} cannot be loaded: {reason}",
+            code="model_not_found",
+            keys=("model.vision.processor",),
+            fix="model.vision.processor=<folder with preprocessor_config.json and processor_config.json>",
+        ) from error
+
+
+class FamilyProcessor:
+    """Tokens and inputs of pictures for one model (`data/pictures/reader.PictureProcessor`)."""
+
+    def __init__(self, processor: Any, whole_config: PretrainedConfig):
+        """Raises ConfigError if the processor does not fit the model."""
+        self.processor = processor
+        self._meta: Any = composite_on_meta(whole_config, torch.float32)
+        base = self._meta.base_model
+        self.takes = frozenset(inspect.signature(base.forward).parameters)
+        self._rope_index = getattr(base, "get_rope_index", None)
+        self.has_grid = self._rope_index is not None
+        self.placeholder = self.original_placeholder = _placeholder(whole_config)
+        self.replacement = functools.lru_cache(maxsize=4096)(self._replacement)
+        ids = self.replacement(_BLANK, _BLANK)
+        if not (ids == self.placeholder).any():
+            raise ConfigError(
+                f"the image processor writes no token {self.placeholder}, which is the image token of the model",
+                code="not_supported_by_model",
+                keys=("model.vision.processor",),
+                fix="model.vision.processor=null",
+            )
+
+    def resized(self, small: PretrainedConfig) -> FamilyProcessor:
+        """Return the same processor for a small copy of the model, with another placeholder."""
+        other = copy.copy(self)
+        other._meta = composite_on_meta(small, torch.float32)
+        other._rope_index = getattr(other._meta.base_model, "get_rope_index", None)
+        other.placeholder = _placeholder(small)
+        return other
+
+    def cache_key(self) -> str:
+        import transformers
+
+        text = f"{transformers.__version__} {self.processor.image_processor.to_json_string()} {self.placeholder} "
+        text += " ".join(map(str, self.replacement(_BLANK, _BLANK).tolist()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _replacement(self, height: int, width: int) -> np.ndarray:
+        """Let the processor expand its image token for a white picture. Tokens depend on the size only."""
+        from PIL import Image
+
+        image = Image.new("RGB", (width, height), (255, 255, 255))
+        with transformers_compat.quiet():
+            output = self.processor(text=[self.processor.image_token], images=[[image]], add_special_tokens=False)
+        ids = output["input_ids"][0]
+        return np.asarray(ids.tolist() if isinstance(ids, Tensor) else ids, np.int32)
+
+    def inputs(self, images: Sequence[Any]) -> dict[str, Tensor]:
+        output = self.processor.image_processor(images=[list(images)], return_tensors="pt")
+        return {name: value for name, value in output.items() if name in self.takes}
+
+    def positions(self, ids_T: Tensor, inputs: dict[str, Tensor], first: int, count: int) -> Tensor | None:
+        if self._rope_index is None:
+            return None
+        ids_BT = ids_T[None]
+        names = inspect.signature(self._rope_index).parameters
+        given = {name: (ids_BT == self.placeholder).int() for name in TYPE_IDS if name in names}
+        given |= {name: inputs[name][first : first + count] for name in ("image_grid_thw",) if name in names}
+        positions_3BT: Tensor = self._rope_index(input_ids=ids_BT, **given)[0]
+        return positions_3BT[:, 0]
+
+    @functools.cached_property
+    def _blank(self) -> tuple[Tensor, dict[str, Tensor]]:
+        from PIL import Image
+
+        image = Image.new("RGB", (_BLANK, _BLANK), (255, 255, 255))
+        ids = self.replacement(_BLANK, _BLANK)
+        return torch.from_numpy(ids.astype(np.int64)), self.inputs([image])
+
+    def blank(self) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._blank
+
+
+def _placeholder(whole_config: PretrainedConfig) -> int:
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(getattr(whole_config, name, None), int):
+            return int(getattr(whole_config, name))
+    raise ConfigError(
+        f"pictures are not supported for {whole_config.model_type} because its config names no image token",
+        code="not_supported_by_model",
+        keys=("model.vision",),
+        fix="model.vision=null",
+    )
+
+
+def picture_processor(config: ModelConfig, tokenizer: Any) -> FamilyProcessor:
+    """Return the processor of the model section for data preparation."""
+    return FamilyProcessor(load_processor(config, tokenizer), source.whole_config(config))
+
+
+def processor_files(config: ModelConfig, tokenizer: Any, folder: Path) -> None:
+    """Write the files of the processor."""
+    load_processor(config, tokenizer).save_pretrained(folder)

@@ -1,0 +1,162 @@
+"""Rules of recipes with pictures. Torch-free."""
+
+from __future__ import annotations
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.config import DataConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.distributed.strategies.ddp.config import DDPConfig
+from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
+from automodel_cli.models.config import ModelConfig
+
+
+def refuse_vision(kind: str, model: ModelConfig, data: DataConfig) -> None:
+    """Raise ConfigError if a recipe without pictures has settings for them."""
+    if model.vision is not None:
+        raise ConfigError(
+            f"model.vision is not supported by recipes of kind {kind}, which read text only",
+            code="unsupported_combination",
+            keys=("model.vision",),
+            fix="model.vision=null, or a config that begins with `defaults: [vlm, _self_]`",
+        )
+    for name, default in (("media_dir", None), ("max_image_pixels", type(data).max_image_pixels)):
+        if getattr(data, name) != default:
+            raise ConfigError(
+                f"data.{name} has no effect in recipes of kind {kind}, which read text only",
+                code="no_effect",
+                keys=(f"data.{name}",),
+                fix=f"data.{name}={'null' if default is None else default}",
+            )
+
+
+def refuse_command(kind: str, model: ModelConfig, command: str) -> None:
+    """Raise ConfigError if a command that does not support pictures gets a recipe with them."""
+    if model.vision is not None:
+        raise ConfigError(
+            f"`automodel {command}` is not supported for recipes of kind {kind}, because it does not count the "
+            "vision tower",
+            code="unsupported_combination",
+            keys=("model.vision",),
+            fix="remove this command, and measure the first steps of a run (logging.every=1)",
+        )
+
+
+def check_vision(model: ModelConfig, data: DataConfig, mesh: MeshConfig, parallelizer: Strategy) -> None:
+    """Raise ConfigError if a recipe with pictures has settings that do not support them."""
+    vision = model.vision
+    if vision is None:
+        raise ConfigError(
+            "recipes of kind vlm read pictures, but model.vision is null",
+            code="requires_setting",
+            keys=("model.vision",),
+            fix="model.vision={}",
+        )
+    _check_layout(mesh, parallelizer)
+    _check_model(model, parallelizer)
+    if vision.text == "frozen" and vision.front_is_frozen:
+        raise ConfigError(
+            "tower, projector and text are all frozen, so nothing is trained",
+            code="nothing_to_train",
+            keys=("model.vision.tower", "model.vision.projector", "model.vision.text"),
+            fix="model.vision.projector=trained",
+        )
+    if data.loss_mask == "all":
+        raise ConfigError(
+            "data.loss_mask=all is not supported with pictures, because it would train the tokens around them",
+            code="unsupported_combination",
+            keys=("data.loss_mask", "model.vision"),
+            fix="data.loss_mask=assistant",
+        )
+    if data.packing == "wrapped" or data.truncation not in ("drop", "error"):
+        raise ConfigError(
+            f"data.packing={data.packing} with data.truncation={data.truncation} is not supported with "
+            "pictures, because it cuts documents, and no cut may be inside a picture",
+            code="unsupported_combination",
+            keys=("data.packing", "data.truncation"),
+            fix="data.packing=best_fit data.truncation=drop",
+        )
+
+
+def _check_layout(mesh: MeshConfig, parallelizer: Strategy) -> None:
+    for axis, name in (
+        ("pp_size", "pipeline"),
+        ("tp_size", "tensor"),
+        ("cp_size", "context"),
+        ("ep_size", "expert"),
+    ):
+        size = getattr(mesh, axis) or 1
+        if size > 1:
+            raise ConfigError(
+                f"mesh.{axis}={size} is not supported with pictures yet: {name} parallelism was not compared with one "
+                "process for the front end",
+                code="unsupported_combination",
+                keys=(f"mesh.{axis}", "model.vision"),
+                fix=f"mesh.{axis}=1" + (" pipeline=null" if axis == "pp_size" else ""),
+            )
+    if not isinstance(parallelizer, (FSDP2Config, DDPConfig)):
+        raise ConfigError(
+            f"{type(parallelizer).__name__} is not supported with pictures, because it was not compared with "
+            "one process for the front end",
+            code="unsupported_combination",
+            keys=("parallelizer", "model.vision"),
+            fix="parallelizer=fsdp2",
+        )
+
+    if isinstance(parallelizer, DDPConfig) and not parallelizer.find_unused_parameters:
+        raise ConfigError(
+            "parallelizer=ddp needs find_unused_parameters=true with pictures, because some towers have layers after "
+            "the one whose features are used",
+            code="requires_setting",
+            keys=("parallelizer.find_unused_parameters", "model.vision"),
+            fix="parallelizer.find_unused_parameters=true",
+        )
+
+
+def _check_model(model: ModelConfig, parallelizer: Strategy) -> None:
+    vision = model.vision
+    assert vision is not None
+    refused = {
+        "mtp": model.mtp is not None,
+        "fp8": model.fp8 is not None,
+        "transformer_engine": model.transformer_engine is not None,
+        "gguf_file": model.gguf_file is not None,
+    }
+    for name in (name for name, is_set in refused.items() if is_set):
+        raise ConfigError(
+            f"model.{name} is not supported with pictures, because the front end does not apply it",
+            code="unsupported_combination",
+            keys=(f"model.{name}", "model.vision"),
+            fix=f"model.{name}=null",
+        )
+    if model.attn_implementation != "packed":
+        raise ConfigError(
+            f"model.attn_implementation={model.attn_implementation} is not supported with pictures. The text model "
+            "needs packed attention",
+            code="unsupported_combination",
+            keys=("model.attn_implementation", "model.vision"),
+            fix="model.attn_implementation=packed",
+        )
+    if model.lora is not None and not (vision.front_is_frozen and vision.text == "trained"):
+        raise ConfigError(
+            "model.lora trains adapters of the text model only, so tower and projector must be frozen",
+            code="requires_setting",
+            keys=("model.vision.tower", "model.vision.projector", "model.lora"),
+            fix="model.vision.tower=frozen model.vision.projector=frozen",
+        )
+    if parallelizer.activation_checkpointing == "auto":
+        raise ConfigError(
+            "parallelizer.activation_checkpointing=auto is not supported with pictures, because the memory of the "
+            "vision tower is not estimated",
+            code="unsupported_combination",
+            keys=("parallelizer.activation_checkpointing", "model.vision"),
+            fix="parallelizer.activation_checkpointing=full",
+        )
+    if parallelizer.enable_compile is not False:
+        raise ConfigError(
+            f"parallelizer.enable_compile={parallelizer.enable_compile} is not supported with pictures, whose "
+            "sizes change the shapes of the tower in every batch",
+            code="unsupported_combination",
+            keys=("parallelizer.enable_compile", "model.vision"),
+            fix="parallelizer.enable_compile=false",
+        )

@@ -1,0 +1,132 @@
+"""A vision-language repository fine-tuned on rows with pictures through the command line, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from tests.composites import tensors
+from tests.e2e.command import automodel
+from tests.errors import assert_error
+from tests.vision import repository, rows
+
+CONFIG = """
+defaults: [vlm, _self_]
+model: {pretrained: original}
+data: {path: data/rows.jsonl, seq_len: 128, packing: none, validation_size: 4}
+parallelizer: {mp_policy: {param_dtype: float32}}
+optimizer: {lr: 0.003}
+train: {global_batch_size: 4, microbatch_size: 1, max_steps: 4, epochs: null}
+lr_scheduler: {warmup_steps: 1}
+checkpoint: {every: 2}
+"""
+
+
+def _project(folder: Path, kind: str = "qwen3_vl") -> Path:
+    repository(kind, folder / "original")
+    rows(folder / "data", 24)
+    (folder / "tiny.yaml").write_text(CONFIG)
+    return folder
+
+
+def _train(folder: Path, name: str, *overrides: str) -> list[dict]:
+    done = automodel(folder, "finetune", "vlm", "-c", "tiny.yaml", f"run_name={name}", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava"])
+def test_two_ranks_some_without_pictures_train_as_one(kind: str, tmp_path: Path):
+    _project(tmp_path, kind)
+    one = _train(tmp_path, "one")
+    for name, override in (
+        ("fsdp2", ()),
+        ("ddp", ("parallelizer=ddp", "~parallelizer.mp_policy", "parallelizer.find_unused_parameters=true")),
+    ):
+        two = _train(tmp_path, name, "mesh.dp_size=2", *override)
+        for a, b in zip(one, two, strict=True):
+            assert abs(a["loss"] - b["loss"]) < 2e-6 * a["loss"]
+            assert abs(a["grad_norm"] - b["grad_norm"]) < 1e-5 * a["grad_norm"]
+    exported, weights = tensors(tmp_path / "runs/one/export"), tensors(tmp_path / "runs/fsdp2/export")
+    assert max((exported[name] - weights[name]).abs().max().item() for name in exported) < 1e-4
+
+
+def test_the_export_is_the_repository_with_trained_weights_and_loads(tmp_path: Path):
+    _project(tmp_path)
+    _train(tmp_path, "all")
+    _train(tmp_path, "text", "model.vision.tower=frozen", "model.vision.projector=frozen")
+    _train(tmp_path, "tower", "model.vision.text=frozen", "model.vision.projector=frozen")
+    before = tensors(tmp_path / "original")
+    for name, trained in (
+        ("all", lambda key: True),
+        ("text", lambda key: "visual" not in key),
+        ("tower", lambda key: "visual.blocks" in key or "visual.pos_embed" in key or "visual.patch_embed" in key),
+    ):
+        export = tmp_path / "runs" / name / "export"
+        after = tensors(export)
+        assert before.keys() == after.keys()
+        changed = {key for key in before if not torch.equal(before[key], after[key])}
+        assert changed, name
+        assert all(trained(key) for key in changed), (name, sorted(key for key in changed if not trained(key))[:3])
+        for file in (tmp_path / "original").iterdir():
+            if file.suffix != ".safetensors" and file.name != "generation_config.json":
+                assert (export / file.name).read_bytes() == file.read_bytes(), file.name
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "runs/all/export")
+    assert any("visual.blocks" in key for key in before)
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_run(tmp_path: Path):
+    _project(tmp_path)
+    _train(tmp_path, "whole")
+    _train(tmp_path, "halves", "train.max_steps=2", "lr_scheduler=constant")
+    _train(tmp_path, "straight", "lr_scheduler=constant")
+    done = automodel(tmp_path, "resume", "halves", "train.max_steps=4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    halves, straight = (tensors(tmp_path / "runs" / name / "export") for name in ("halves", "straight"))
+    assert all(torch.equal(halves[key], straight[key]) for key in straight)
+
+
+def test_an_edited_picture_is_refused_on_resume(tmp_path: Path):
+    _project(tmp_path)
+    _train(tmp_path, "edited", "train.max_steps=2", "lr_scheduler=constant")
+    picture = next((tmp_path / "data").glob("*.png"))
+    other = next(file for file in (tmp_path / "data").glob("*.png") if file.read_bytes() != picture.read_bytes())
+    picture.write_bytes(other.read_bytes())
+    done = automodel(tmp_path, "resume", "edited", "train.max_steps=4")
+    assert done.returncode != 0
+    assert_error(done.stdout + done.stderr, "checkpoint_mismatch")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "key"),
+    [
+        (("mesh.tp_size=2",), "unsupported_combination", "mesh.tp_size"),
+        (("mesh.cp_size=2",), "unsupported_combination", "mesh.cp_size"),
+        (("mesh.pp_size=2", "pipeline=1f1b"), "unsupported_combination", "mesh.pp_size"),
+        (("parallelizer=megatron_fsdp", "~parallelizer.mp_policy"), "unsupported_combination", "parallelizer"),
+        (
+            ("parallelizer=ddp", "~parallelizer.mp_policy"),
+            "requires_setting",
+            "parallelizer.find_unused_parameters",
+        ),
+        (("data.truncation=split",), "unsupported_combination", "data.truncation"),
+        (("model.vision=null",), "requires_setting", "model.vision"),
+        (("data.loss_mask=all",), "unsupported_combination", "data.loss_mask"),
+        (("model.lora={}",), "requires_setting", "model.lora"),
+        (("model.attn_implementation=sdpa",), "unsupported_combination", "model.attn_implementation"),
+        (("_target_=automodel_cli.recipes.sft.SFTRecipe",), "unsupported_combination", "model.vision"),
+    ],
+)
+def test_unsupported_settings_are_refused_before_anything_is_built(
+    overrides: tuple[str, ...], code: str, key: str, tmp_path: Path
+):
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", *overrides)
+    assert done.returncode != 0
+    assert_error(done.stdout + done.stderr, code, key)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,141 @@
+"""Rows with pictures to tokens and labels: formats, tags, counts, and the tokens that are trained."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from automodel_cli.data.formats.builtin import FORMATS, detect_format
+from automodel_cli.data.pictures.reader import PictureSupport
+from automodel_cli.data.pictures.rows import PictureRows
+from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder
+from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.tokenized import Encoded
+from automodel_cli.models.vision.processor import FamilyProcessor
+from tests.errors import assert_error, raises
+from tests.vision import config_of, encoded, noise, processor_of
+
+SIZES = ((16, 24), (16, 16), (24, 16))
+FILES = [encoded(noise(*size, seed=number)) for number, size in enumerate(SIZES)]
+PLACEHOLDER, START, STOP, END = 2, 3, 4, 1
+
+
+def encode(row: dict, fmt: str | None = None, kind: str = "qwen3_vl") -> Encoded:
+    library = processor_of(kind)
+    tokenizer = library.tokenizer
+    support = PictureSupport(PictureRows("", 10**6), FamilyProcessor(library, config_of(kind)))
+    found = FORMATS[fmt] if fmt else detect_format([row], {}, "rows")
+    spec = EncodeSpec(found, {}, tokenizer.chat_template, "assistant")
+    (result,) = RowEncoder(tokenizer, spec, support).encode([row])
+    if isinstance(result, RowError):
+        raise result
+    assert isinstance(result, Encoded)
+    return result
+
+
+def chat(*contents: object) -> list[dict]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def image(number: int) -> dict:
+    return {"type": "image", "bytes": FILES[number]}
+
+
+def text(words: str) -> dict:
+    return {"type": "text", "text": words}
+
+
+def _without_bytes(content: str | list) -> str | list:
+    return content if isinstance(content, str) else [{k: v for k, v in p.items() if k != "bytes"} for p in content]
+
+
+FIVE_TURNS = [
+    {"role": "system", "content": "short"},
+    {"role": "user", "content": [image(0), text("and"), image(1), text("what")]},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": [text("and here"), image(2)]},
+    {"role": "assistant", "content": [text("one")]},
+]
+
+
+def test_tokens_are_those_of_the_processor_and_only_answers_are_trained():
+    library = processor_of("qwen3_vl")
+    turns = FIVE_TURNS[1:]
+    result = encode({"messages": turns})
+    shown = [{**turn, "content": _without_bytes(turn["content"])} for turn in turns]
+    prompt = library.tokenizer.apply_chat_template(shown, tokenize=False)
+    images = [noise(*size, seed=number) for number, size in enumerate(SIZES)]
+    want = library(text=[prompt], images=[images], add_special_tokens=False)["input_ids"][0]
+    assert result.ids.tolist() == list(want)
+    trained = result.ids[result.trained != 0].tolist()
+    assert trained == [*library.tokenizer("two")["input_ids"], END, *library.tokenizer("one")["input_ids"], END]
+    assert not {PLACEHOLDER, START, STOP} & set(trained)
+    assert [picture.height for picture in result.pictures] == [16, 16, 24]
+
+
+def test_a_picture_in_an_answer_must_not_be_trained():
+    turns = chat("what is here", [text("a"), image(0)], "and", "one")
+    with raises(RowError, "picture_in_answer", values=(1,)):
+        encode({"messages": turns})
+    turns[1]["train"] = False
+    result = encode({"messages": turns})
+    assert len(result.pictures) == 1 and not result.trained[result.ids == PLACEHOLDER].any()
+
+
+@pytest.mark.parametrize(
+    ("row", "fmt"),
+    [
+        ({"messages": chat([image(0), text("what is")], "one")}, None),
+        ({"messages": chat("<image>\nwhat is", "one"), "images": [{"bytes": FILES[0], "path": None}]}, None),
+        ({"messages": chat([{"type": "image"}, text("what is")], "one"), "images": [{"bytes": FILES[0]}]}, None),
+        ({"prompt": "<image>what is", "completion": "one", "image": {"bytes": FILES[0]}}, None),
+        ({"instruction": "<image>\nwhat is", "output": "one", "images": [{"bytes": FILES[0]}]}, None),
+        (
+            {
+                "conversations": [{"from": "human", "value": "<image>\nwhat is"}, {"from": "gpt", "value": "one"}],
+                "image": {"bytes": FILES[0]},
+            },
+            None,
+        ),
+    ],
+)
+def test_all_formats_give_the_same_document(row: dict, fmt: str | None):
+    want = encode({"messages": chat([image(0), text("what is")], "one")})
+    got = encode(row, fmt)
+    assert np.array_equal(got.ids, want.ids)
+    assert np.array_equal(got.trained, want.trained)
+    assert [picture.key for picture in got.pictures] == [picture.key for picture in want.pictures]
+
+
+def test_without_pictures_a_tag_is_text():
+    result = encode({"messages": chat("what is <image> here", "one")})
+    assert PLACEHOLDER not in result.ids and not result.pictures
+
+
+def test_a_typed_placeholder_is_no_picture():
+    """A tokenizer of whole words cannot spell it, so the row is refused."""
+    with raises(RowError, "special_token"):
+        encode({"messages": chat([image(0), text("what is <|image_pad|>")], "one")})
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"messages": chat("<image><image> what", "one"), "images": [{"bytes": FILES[0]}]}, "image_count"),
+        ({"messages": chat("<image> what", "one"), "images": [{"bytes": FILES[0]}] * 2}, "image_count"),
+        ({"messages": chat("what", "one"), "images": [{"bytes": FILES[0]}]}, "image_count"),
+        ({"messages": chat([image(0), {"type": "video", "video": "a.mp4"}], "one")}, "not_text"),
+        ({"messages": chat("what \U0010e000", "one")}, "bad_text"),
+        ({"messages": chat([{"type": "image", "path": "missing.png"}], "one")}, "no_picture"),
+        ({"text": "<image> a", "images": [{"bytes": FILES[0]}]}, "no_template"),
+    ],
+)
+def test_wrong_rows_are_refused(row: dict, code: str):
+    with pytest.raises(RowError) as caught:
+        encode(row)
+    assert_error(caught.value, code)
+
+
+def test_the_error_names_the_picture():
+    with pytest.raises(RowError, match=r"images\[1\]"):
+        encode({"messages": chat("<image><image>", "one"), "images": [{"bytes": FILES[0]}, "missing.png"]})
