@@ -88,7 +88,7 @@ def processor_of(kind: str) -> Any:
     tokenizer = WordTokenizer(WORDS).build()
     if kind.startswith("qwen"):
         node = QwenProcessor(patch_size=4, merge_size=2, temporal_patch_size=1, min_pixels=64, max_pixels=1024)
-        return node.build(tokenizer)
+        return node.build_processor(tokenizer)
     pixels = CLIPImageProcessorPil(size={"height": 16, "width": 16}, crop_size={"height": 16, "width": 16})
     tokenizer.chat_template = tokenizer.chat_template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
     return LlavaProcessor(

@@ -35,6 +35,8 @@ class ModelGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else "--help"
+        if first in self.commands:  # a recipe may have the same name
+            return super().parse_args(ctx, args)
         if first.endswith((".yaml", ".yml")) or first in bundled_recipes.recipe_names():
             args = ["llm", "-c", *args]
         elif first not in ctx.help_option_names and (first.startswith("-") or "=" in first):

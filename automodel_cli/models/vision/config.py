@@ -11,7 +11,7 @@ Trained = Literal["trained", "frozen"]
 class ProcessorNode(Protocol):
     """A processor made in code."""
 
-    def build(self, tokenizer: Any) -> Any:
+    def build_processor(self, tokenizer: Any) -> Any:
         """Return a processor of transformers around this tokenizer."""
 
 

@@ -70,7 +70,7 @@ class QwenProcessor:
     max_pixels: int = 16_777_216
     """Larger pictures are reduced."""
 
-    def build(self, tokenizer: Any) -> Any:
+    def build_processor(self, tokenizer: Any) -> Any:
         """Return a processor of transformers around this tokenizer."""
         from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 

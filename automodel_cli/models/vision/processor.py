@@ -38,7 +38,7 @@ def load_processor(config: ModelConfig, tokenizer: Any) -> Any:
             fix="model.vision.processor=<folder or hub id with preprocessor_config.json>",
         )
     if not isinstance(chosen, str):
-        return chosen.build(tokenizer)
+        return chosen.build_processor(tokenizer)
     try:
         with transformers_compat.quiet():
             return transformers_compat.images_only_processor(chosen, config.revision, tokenizer)

@@ -171,7 +171,9 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     (folder / "runs/quickstart/export").mkdir(parents=True)  # what quickstart_grpo goes on from
     (folder / "runs/quickstart/export/config.json").touch()
     filled = ["model.pretrained=org/name", "data.path=train.jsonl"]
-    asked = {name: filled if name in ("sft", "dpo", "rm", "grpo") else [] for name in bundled_recipes.recipe_names()}
+    asked = {
+        name: filled if name in ("sft", "vlm", "dpo", "rm", "grpo") else [] for name in bundled_recipes.recipe_names()
+    }
     asked["kd"] = [*filled, "teacher.pretrained=org/name"]
     command = [sys.executable, "-c", EACH, json.dumps(asked)]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
@@ -309,7 +311,9 @@ def test_commands_of_one_kind_need_no_llm(capsys: pytest.CaptureFixture[str]) ->
     assert run(["dpo", "-c", "quickstart"]) == 2
     assert_error(capsys.readouterr().err, "wrong_recipe", values=("quickstart", "dpo", "SFTRecipe"))
     assert run(["finetune", "vlm", "-c", "quickstart"]) == 2
-    assert "No such command 'vlm'" in capsys.readouterr().err
+    assert_error(capsys.readouterr().err, "wrong_recipe", values=("quickstart", "vlm", "SFTRecipe"))
+    assert run(["finetune", "audio", "-c", "quickstart"]) == 2
+    assert "No such command 'audio'" in capsys.readouterr().err
     assert run(["finetune"]) in (0, 2) and "llm" in "".join(capsys.readouterr())
 
 
