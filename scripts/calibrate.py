@@ -239,10 +239,8 @@ def constants_of(rows: Sequence[Row], fitted: Mapping[str, float], unseen: Mappi
     gpus = {}
     for gpu in GPUS:
         power = fitted.get(f"power {gpu}", fitted["power h100"])
-        of_gpu = ratios[gpu] if len(ratios[gpu]) >= 5 else every
         few = "" if ratios[gpu] else "no published run: as h100, with the range of all GPU types"
-        if few:
-            of_gpu = [ratio * other / power for ratio in every for other in powers]
+        of_gpu = [ratio * other / power for ratio in every for other in powers] if few else every
         gpus[gpu] = {
             "gemm": power,
             **{kind: power * fitted[kind] for kind in ("gemm_fp8", "grouped", "attention")},
