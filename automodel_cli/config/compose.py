@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -115,7 +115,7 @@ class Composed:
         a value that holds one) stay unresolved.
         """
         raw: Any = OmegaConf.to_container(self._config, resolve=False)
-        return raw
+        return cast("dict[str, Any]", raw)
 
     def shown(self, key: str) -> Any:
         """Return the value of `key` in `public`, or the interpolation that contains the key."""
@@ -446,7 +446,8 @@ def _resolve(config: DictConfig, origins: Mapping[str, Origin], problems: list[P
             return raw
         return plain(value, key) if isinstance(value, (DictConfig, ListConfig)) else value
 
-    return plain(config, "")
+    result: dict[str, Any] = plain(config, "")
+    return result
 
 
 def _emit(raw: dict[str, Any], prefix: str, indent: int, composed: Composed) -> list[str]:
@@ -472,4 +473,4 @@ def scalar(value: object) -> str:
     text = yaml.dump(
         value, Dumper=dumper, default_flow_style=flow, default_style=style, width=10**9, allow_unicode=True
     )
-    return text.removesuffix("\n").removesuffix("\n...").strip()
+    return str(text.removesuffix("\n").removesuffix("\n...").strip())

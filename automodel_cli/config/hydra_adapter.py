@@ -189,7 +189,8 @@ class Loader:
 
     def groups_in_use(self, name: str) -> dict[str, Any]:
         """Return the groups of the defaults list with their options."""
-        return self._defaults(name, []).overrides.known_choices
+        result: dict[str, Any] = self._defaults(name, []).overrides.known_choices
+        return result
 
     def merge(self, name: str, group_overrides: Sequence[Override]) -> Merged:
         """Merge the defaults list of `name`. Raises one of `ComposeErrors` or MarkedYAMLError."""

@@ -11,6 +11,7 @@ process with 8 tokens. An average over ranks of per-rank means would weight the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -111,7 +112,7 @@ def _norm(local_grad: Tensor) -> Tensor:
         rest = torch.linalg.vector_norm(flat[num_blocked:], dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.cat([blocks, rest[None]]).double())
         if bool(norm.isfinite()):
-            return norm
+            return cast("Tensor", norm)
     exact: Tensor = torch.linalg.vector_norm(local_grad, dtype=torch.float64)
     return exact
 

@@ -105,7 +105,7 @@ def group_beside(store: dist.Store, name: str, size: int, backend: str, limit: t
     keys, named, kind = dist.PrefixStore(name, store), cast(Any, name), distributed_c10d.Backend(backend)
     group, _ = distributed_c10d._new_process_group_helper(size, 0, [], kind, keys, group_name=named, timeout=limit)
     distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-    return group
+    return cast("dist.ProcessGroup", group)
 
 
 def from_first_rank(work: Callable[[], T], limit: timedelta) -> T:

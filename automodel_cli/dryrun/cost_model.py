@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,12 +62,13 @@ def flops(func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None
     if name.rstrip("_") in _PRODUCTS:
         a, b = args[1:3] if "add" in name else args[:2]
         if a.dim() == 2:  # grouped: rows of many experts, or sums over the rows of each
-            return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
-        return 2.0 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[-1]
+            return cast("float", 2.0 * a.shape[0] * a.shape[1] * b.shape[-1])
+        return cast("float", 2.0 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[-1])
     if name.startswith("_flash_attention"):
         pairs, _ = _pairs(name, args, real)
         query = args[1] if name.endswith("backward") else args[0]
-        return 4.0 * pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1.0)
+        result: float = 4.0 * pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1.0)
+        return result
     if name.startswith(_SDPA):
         return _sdpa_flops(name, args)
     return 0.0
@@ -80,7 +81,8 @@ def _sdpa_flops(name: str, args: Sequence[Any]) -> float:
     position = 11 if backward else 6 if "efficient" in name else 4
     is_causal = len(args) > position and args[position] is True
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * (0.5 if is_causal else 1.0)
-    return 2.0 * pairs * (query.shape[3] + value.shape[3]) * (2.5 if backward else 1.0)
+    result: float = 2.0 * pairs * (query.shape[3] + value.shape[3]) * (2.5 if backward else 1.0)
+    return result
 
 
 def _pairs(name: str, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> tuple[float, float]:

@@ -52,7 +52,8 @@ class _Event(_Timed):
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        return (other.time - self.time) * 1e3
+        result: float = (other.time - self.time) * 1e3
+        return result
 
     def synchronize(self) -> None:
         self.host.waits("event.synchronize", self.time)

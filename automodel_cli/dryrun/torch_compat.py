@@ -230,7 +230,8 @@ def _inside(method: Callable[..., Any], context: Callable[[], AbstractContextMan
 
 
 def storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    result: int = tensor.untyped_storage()._cdata
+    return result
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -285,4 +285,4 @@ _Dumper.add_representer(str, _text)
 
 
 def _dump(value: Mapping[str, Any]) -> str:
-    return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, width=10**6)
+    return str(yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, width=10**6))

@@ -157,7 +157,8 @@ class Context:
         """Gather local results `[B, t, ...]` to `[B, T, ...]` in row order on all ranks. Collective."""
         # [R * B, t, ...] -> [R, B, t, ...] -> [B, R * t, ...] -> row order without padding [B, T, ...]
         gathered = self.group.gather_results(x_Bt.contiguous()).unflatten(0, (self.group.size, self.rows))
-        return gathered.transpose(0, 1).flatten(1, 2).index_select(1, self._where_P[: self._length])
+        result: Tensor = gathered.transpose(0, 1).flatten(1, 2).index_select(1, self._where_P[: self._length])
+        return result
 
     def whole_index(self) -> Tensor:
         """Return the index of each local token in the flat full rows of P tokens, `[B*t]`."""

@@ -44,4 +44,5 @@ def whitened(values: Tensor, moments_3: Tensor) -> Tensor:
         return values
     mean = total / count
     variance = max(squares / count - mean * mean, 0.0) * count / (count - 1)
-    return (values - mean) / (variance + _EPS) ** 0.5
+    result: Tensor = (values - mean) / (variance + _EPS) ** 0.5
+    return result

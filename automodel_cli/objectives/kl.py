@@ -47,4 +47,5 @@ def kl_penalty(
         "k2": lambda d: d.square() / 2,
         "k3": lambda d: d.exp() - 1 - d,
     }[kl_type](difference) * weight
-    return value if output_clamp is None else value.clamp(-output_clamp, output_clamp)
+    result: Tensor = value if output_clamp is None else value.clamp(-output_clamp, output_clamp)
+    return result

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -84,7 +84,7 @@ class CheckpointReader(dcp.FileSystemReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return cast("Metadata", metadata)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -133,12 +133,12 @@ class BatchLoader(Generic[T]):
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps that use every sequence of an epoch at least once. The last one may start the next epoch."""
-        return -(-self.stream.rows_per_epoch // self.global_batch_size)
+        return int(-(-self.stream.rows_per_epoch // self.global_batch_size))
 
     @property
     def epoch(self) -> float:
         """Epochs completed so far."""
-        return self.position / self.stream.rows_per_epoch
+        return float(self.position / self.stream.rows_per_epoch)
 
     def next_rows(self, ahead: int = 0) -> np.ndarray:
         """Return the indices of this rank's next step, or `ahead` steps later, `[microbatches, microbatch_size]`,

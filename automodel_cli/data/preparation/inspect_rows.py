@@ -103,7 +103,8 @@ def choose_shown_rows(dataset: PackedDataset, number: int, row: int | None, wors
         return range(min(number, len(dataset)))
     lengths = np.concatenate([np.diff(store.offsets[store.row_offsets]) for store in dataset.stores])
     labels = np.concatenate([store.num_label_tokens for store in dataset.stores])
-    return np.argsort(labels / lengths, kind="stable")[:number].tolist()
+    result: Sequence[int] = np.argsort(labels / lengths, kind="stable")[:number].tolist()
+    return result
 
 
 def show_rows(

@@ -378,7 +378,8 @@ class _Sum(Function):
     def forward(ctx: Ctx, call: _Call, sent_ND: Tensor, dtype: torch.dtype) -> Tensor:
         def sum_up() -> Tensor:
             assert call.results is not None and call.rows is not None, "they were sent"
-            return call.experts.sum_of_pairs(call.results(), call.rows.routes.place_P, call.weight_TK, dtype)
+            result: Tensor = call.experts.sum_of_pairs(call.results(), call.rows.routes.place_P, call.weight_TK, dtype)
+            return result
 
         # (P, D) results in sorted order -> weighted sum of the K results of each token -> (T, D).
         result_TD = save_or_replay(sum_up)

@@ -106,7 +106,7 @@ def _weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_
 
 def _scaled(a: Operand, b: Operand, ends_L: Tensor, *, fast: bool) -> Tensor:
     """Return bfloat16, the only output dtype of the kernels."""
-    return scaled_grouped_mm(
+    result: Tensor = scaled_grouped_mm(
         a.values_MK,
         b.values_MK.transpose(-2, -1),
         a.inverse.squeeze(-1),
@@ -117,3 +117,4 @@ def _scaled(a: Operand, b: Operand, ends_L: Tensor, *, fast: bool) -> Tensor:
         output_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
+    return result

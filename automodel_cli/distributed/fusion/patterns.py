@@ -135,8 +135,11 @@ def _fuse_mlp(module: nn.Module, fuser: RegionCompiler) -> None:
         parts = [getattr(module, name)(x) for name in first]
         if all(part.ndim > 2 and part.is_contiguous() for part in parts):
             flat = run(act, *(part.flatten(0, -2) for part in parts))
-            return getattr(module, down)(flat.view(*parts[0].shape[:-1], -1))
-        return getattr(module, down)(run(act, *parts))
+            inner: Tensor = flat.view(*parts[0].shape[:-1], -1)
+        else:
+            inner = run(act, *parts)
+        result: Tensor = getattr(module, down)(inner)
+        return result
 
     module.forward = forward
 

@@ -48,12 +48,14 @@ class _SumValue(Function):
 
 def sum_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the same value, and sum its gradient over the mesh. For replicated tensors that ranks use differently."""
-    return _SumGradient.apply(tensor, mesh.get_group())
+    result: Tensor = _SumGradient.apply(tensor, mesh.get_group())
+    return result
 
 
 def sum_value(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum over the mesh, and pass the gradient unchanged to each rank. For partial results."""
-    return _SumValue.apply(tensor, mesh.get_group())
+    result: Tensor = _SumValue.apply(tensor, mesh.get_group())
+    return result
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:

@@ -19,7 +19,7 @@ segment, D head width, V value width, N queries and M keys of a call.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -218,7 +218,7 @@ def cpu_lse_is_heads_first() -> bool:
     Builds of torch differ. Detected once, with H != S.
     """
     x = torch.zeros(1, 2, 3, 8, device="cpu")
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.0, True)[1].shape[1] == 2
+    return bool(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.0, True)[1].shape[1] == 2)
 
 
 def flash_cpu_forward(
@@ -366,7 +366,7 @@ class _SinkVarlenCUDA(Function):
             lse = with_sink
         ctx.save_for_backward(q, k, v, out, lse, sink_H, cu_q, cu_k, key_index, rng_state)
         ctx.args = (max_q, max_k, scale, left, right)
-        return out
+        return cast("Tensor", out)
 
     @staticmethod
     def backward(ctx: Ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:

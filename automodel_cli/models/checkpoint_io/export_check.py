@@ -280,4 +280,4 @@ def _fits(device: torch.device, float32_bytes: float, prompts: Sequence[Sequence
     free, _ = torch.cuda.mem_get_info(device)
     tokens = len(prompts) * max(map(len, prompts))
     logits = 4 * tokens * model.config.get_text_config().vocab_size * _LOGITS_FACTOR
-    return 2 * float32_bytes + logits + 2**30 < free
+    return bool(2 * float32_bytes + logits + 2**30 < free)

@@ -47,7 +47,8 @@ def text_module(composite: PreTrainedModel) -> str | None:
         for cls in listed if isinstance(listed, (tuple, list)) else (listed,):
             names = [name for name, module in composite.named_modules() if type(module) is cls and name]
             if len(names) == 1:
-                return names[0]
+                result: str | None = names[0]
+                return result
         return None
     decoder = composite.get_decoder()  # Ernie 4.5 VL: the library has no entry for its text model
     return next((name for name, module in composite.named_modules() if module is decoder and name), None)

@@ -127,7 +127,8 @@ class _FP8(_Lazy):
         scale = self._scale[self._blocks_of(0, o0, o1), self._blocks_of(1, i0, i1)].float()
         rows = torch.arange(o0, o1) // self._block[0] - o0 // self._block[0]
         columns = torch.arange(i0, i1) // self._block[1] - i0 // self._block[1]
-        return self._weight[o0:o1, i0:i1].float() * scale[rows[:, None], columns]
+        result: Tensor = self._weight[o0:o1, i0:i1].float() * scale[rows[:, None], columns]
+        return result
 
     def _blocks_of(self, dim: int, start: int, stop: int) -> slice:
         return slice(start // self._block[dim], -(-stop // self._block[dim]))

@@ -59,13 +59,13 @@ def _skip(data: mmap.mmap, at: int, kind: int) -> int:
     """Return the end of the value of type `kind` that starts at `at`."""
     if kind == _STRING:
         (length,) = struct.unpack_from("<Q", data, at)
-        return at + 8 + length
+        return int(at + 8 + length)
     if kind != _ARRAY:
         return at + _WIDTH[kind]
     element, count = struct.unpack_from("<IQ", data, at)
     at += 12
     if element in _WIDTH:
-        return at + count * _WIDTH[element]
+        return int(at + count * _WIDTH[element])
     for _ in range(count):
         at = _skip(data, at, element)
     return at

@@ -191,7 +191,8 @@ class LoadBalancer:
         self._table[row, -1] += (slope_E * mass_E).sum()
         slope_E = slope_E.to(probs_NE.dtype)
         grad_NE = probs_NE * (slope_E - (probs_NE * slope_E).sum(-1, keepdim=True)) * mask_N[:, None]
-        return grad_NE.to(logits_NE.dtype)
+        result: Tensor = grad_NE.to(logits_NE.dtype)
+        return result
 
 
 class _Layer:

@@ -121,7 +121,7 @@ def decoder_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def last_norm_name(model: nn.Module) -> str:
     """Name of the norm between the layers and the head."""
     norm = _last_norm(model, decoder_list(model)[0])
-    return next(name for name, module in model.named_modules() if module is norm)
+    return str(next(name for name, module in model.named_modules() if module is norm))
 
 
 def _drop_tables(model: PreTrainedModel) -> None:
@@ -146,7 +146,8 @@ def _last_norm(model: nn.Module, layers: str) -> nn.Module:
     if len(norms) != 1 or [tuple(p.shape) for p in norms[0][1].parameters()] != [(width,)]:
         names = ", ".join(name for name, _ in norms) or "nothing"
         raise _cannot(model, f"it must have one norm in addition to embedding, layers and head, but has {names}")
-    return norms[0][1]
+    result: nn.Module = norms[0][1]
+    return result
 
 
 def _keep_last_layer_in(text: Any, num_layers: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -322,4 +322,4 @@ def build_small(
             tensors = [*model.parameters(), *(b for name, b in model.named_buffers() if "correction_bias" in name)]
             for tensor in tensors:
                 tensor.add_(torch.randn_like(tensor) * NOISE)
-    return model
+    return cast("PreTrainedModel", model)

@@ -76,7 +76,7 @@ def find_decoder_layers(model: PreTrainedModel) -> str:
         names = ", ".join(outermost) or "none"
         expected = " or ".join(str(count) for count in sorted(counts)) or "unknown number of"
         raise SplitError(model, f"expected one module list with the {expected} layers of the config, found {names}")
-    return outermost[0]
+    return str(outermost[0])
 
 
 @torch.no_grad()

@@ -261,7 +261,8 @@ def _same_ranks_again(group: dist.ProcessGroup) -> dist.ProcessGroup:
     dist.all_gather_object(of_ranks, ranks)
     made = {pair: dist.new_group(list(pair)) for pair in sorted({tuple(pair_of_ranks) for pair_of_ranks in of_ranks})}
     hold_timeout()
-    return made[tuple(ranks)]
+    result: dist.ProcessGroup = made[tuple(ranks)]
+    return result
 
 
 def _post_each(operations: dict[str, _Operation]) -> Handles:

@@ -211,7 +211,8 @@ class Stage(PipelineStage):
         hidden_BTD = args[0].to(self.compute_dtype) if args else None
         with single_backward(self.reduction.in_backward):
             output = self.submod(hidden_BTD, **kwargs)
-        return output if self.is_last else output.to(self.boundary_dtype)
+        result: HeadOutput | Tensor = output if self.is_last else output.to(self.boundary_dtype)
+        return result
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *_: Any, **__: Any

@@ -80,7 +80,7 @@ def _all_reduce(numel: int, device: torch.device, *, repeat: int) -> float:
     for _ in range(repeat):
         dist.all_reduce(values)
     _wait(device)
-    return max(all_gather_values((time.perf_counter() - begin) / repeat))
+    return float(max(all_gather_values((time.perf_counter() - begin) / repeat)))
 
 
 def _wait(device: torch.device) -> None:

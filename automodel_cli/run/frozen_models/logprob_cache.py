@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ def _read(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     if path.exists() and note.exists() and note.read_text() == content_hash(path):
         values = np.load(path, mmap_mode="r")
         if values.shape == shape:
-            return values
+            return cast("np.ndarray", values)
     return np.broadcast_to(np.float32(np.nan), shape)
 
 

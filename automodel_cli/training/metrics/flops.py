@@ -117,7 +117,8 @@ def training_flops_per_token(
     for layer in counted:
         context = min(context_length, layer.window) if layer.window else context_length
         attention += layer.heads * layer.qk_and_v * context
-    return (4 if frozen_base else 6) * matrices + 6 * num_adapter_params + 6 * attention
+    result: float | None = (4 if frozen_base else 6) * matrices + 6 * num_adapter_params + 6 * attention
+    return result
 
 
 def _layers(hf_config: Any) -> list[_Layer] | None:
@@ -146,18 +147,19 @@ def _get(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _head_dim(config: Any) -> int:
-    return _get(config, "head_dim", default=config.hidden_size // config.num_attention_heads)
+    return int(_get(config, "head_dim", default=config.hidden_size // config.num_attention_heads))
 
 
 def _qk_and_v(config: Any) -> int:
     if _get(config, "kv_lora_rank") is not None:
-        return config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     return 2 * _head_dim(config)
 
 
 def _window(config: Any, kind: str) -> int | None:
     if kind == "chunked_attention":
-        return _get(config, "attention_chunk_size")
+        result: int | None = _get(config, "attention_chunk_size")
+        return result
     window = _get(config, "sliding_window")
     # Without layer_types (Mistral) every layer has the window. With layer_types only the sliding layers have it.
     everywhere = _get(config, "layer_types") is None and _get(config, "use_sliding_window", default=True)
@@ -172,10 +174,10 @@ def _attention_matrices(config: Any) -> int:
         q_rank = _get(config, "q_lora_rank")
         q_out = heads * (nope + rope)
         q = hidden * q_out if q_rank is None else (hidden + q_out) * q_rank
-        return q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+        return int(q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden)
     head_dim = _head_dim(config)
     kv_heads = _get(config, "num_key_value_heads", default=heads)
-    return 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    return int(2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim)
 
 
 def _mlp_matrices(config: Any, layer: int) -> int:
@@ -185,21 +187,21 @@ def _mlp_matrices(config: Any, layer: int) -> int:
     experts = _get(config, "num_local_experts", "num_experts", "n_routed_experts", default=0)
     products = 2 if config.model_type in _UNGATED else 3
     if not experts or not _is_sparse(config, layer):
-        return products * hidden * dense
+        return int(products * hidden * dense)
     active = _get(config, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=1)
     shared = _get(config, "shared_expert_intermediate_size", default=0)
     shared_gate = hidden if shared else 0
     shared = shared or _get(config, "n_shared_experts", default=0) * per_expert
-    return 3 * hidden * (active * per_expert + shared) + shared_gate + hidden * experts
+    return int(3 * hidden * (active * per_expert + shared) + shared_gate + hidden * experts)
 
 
 def _is_sparse(config: Any, layer: int) -> bool:
     """Return whether this layer has experts. Model families declare this in four ways."""
     kinds = _get(config, "mlp_layer_types")
     if kinds is not None:
-        return kinds[layer] == "sparse"
+        return bool(kinds[layer] == "sparse")
     if layer in _get(config, "mlp_only_layers", default=()):
         return False
     if layer < _get(config, "first_k_dense_replace", default=0):
         return False
-    return (layer + 1) % _get(config, "decoder_sparse_step", default=1) == 0
+    return bool((layer + 1) % _get(config, "decoder_sparse_step", default=1) == 0)

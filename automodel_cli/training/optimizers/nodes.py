@@ -302,7 +302,8 @@ class AdamW8bit:
         else:
             kind = import_module("bitsandbytes.optim").AdamW8bit
         groups = decay_groups(params, self.weight_decay, embeddings=self.decay_embeddings)
-        return kind(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
+        result: torch.optim.Optimizer = kind(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
+        return result
 
     def state_bytes(self, item: TrainableParam, numel: int) -> float:
         """Two 8-bit moments with float32 scales per block. Small tensors keep ordinary moments."""

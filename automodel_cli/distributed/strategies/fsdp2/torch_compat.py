@@ -124,7 +124,7 @@ class _CastOnce(FSDPParam):
     def all_gather_inputs(self) -> list[Tensor]:
         return [self._sharded_param_data] if self._is_plain() else super().all_gather_inputs
 
-    def init_all_gather_outputs(
+    def init_all_gather_outputs(  # type: ignore[override]  # releases name these arguments differently
         self, numels: Any, dtypes: Any, world_size: int, device: torch.device, **more: Any
     ) -> None:
         if self._is_plain() and self.param_dtype is not None:
