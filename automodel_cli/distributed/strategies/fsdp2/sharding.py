@@ -178,6 +178,16 @@ def _apply_tp_plan(
         )
 
 
+def _shard_experts_of(
+    layers: Sequence[nn.Module], expert_mesh: DeviceMesh, options: dict[str, Any], *, reshard: bool
+) -> list[FSDPModule]:
+    """Shard the experts of all layers. `reshard` does not apply to the last layer, which backward needs first."""
+    units: list[FSDPModule] = []
+    for layer in layers:
+        units += shard_experts(layer, expert_mesh, reshard=reshard and layer is not layers[-1], **options)
+    return units
+
+
 def fsdp2_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
@@ -216,10 +226,8 @@ def fsdp2_strategy_parallelize(
     if expert_mesh is not None:
         keep = config.keep_cast_experts is True
         options = {"mp_policy": layer_policy, "offload_policy": shard["offload_policy"]}
-        for i, layer in enumerate(layers):
-            reshard = pp_size == 1 and i < len(layers) - 1 and not keep
-            units = shard_experts(layer, expert_mesh, reshard=reshard, **options)
-            kept += units if keep else ()
+        units = _shard_experts_of(layers, expert_mesh, options, reshard=pp_size == 1 and not keep)
+        kept = units if keep else []
     wide: list[nn.Module] = []
     for unit in units_of(layers):
         reshard = pp_size == 1 and layers[-1] not in unit
