@@ -42,6 +42,7 @@ def stage_count(
         count = pp_size if kind == "single" else 2 * pp_size
     else:
         check_range("layers_per_stage", layers_per_stage, at_least=1, fix="layers_per_stage=null")
+        # Example: 10 layers with 3 per stage are 4 stages, of which the even split makes 3, 3, 2 and 2.
         count = -(-num_layers // layers_per_stage)
         if count % pp_size and rounding is None:
             more = _round_up(count, pp_size)
@@ -80,6 +81,7 @@ def even_sizes(num_stages: int, num_layers: int) -> list[int]:
             code="stage_count",
             fix="a smaller mesh.pp_size, or a layout with empty stages",
         )
+    # The first stages get the extra layers, because the last stage also has the head.
     base, rest = divmod(num_layers, num_stages)
     return [base + (s < rest) for s in range(num_stages)]
 

@@ -131,6 +131,7 @@ class SampleQueue:
         """Give the engine new weights: immediately if it supports in-flight updates, else after the rollouts that were
         started earlier. In the second case the weights are copied to the CPU, unless a queue of depth 1 has to wait
         anyway."""
+        # With depth 1 no later rollout is queued, so waiting is cheaper than a copy of the weights.
         if not self._overlaps and self._depth == 1:
             self.wait()
         if self._overlaps or not self._is_busy():
@@ -138,6 +139,8 @@ class SampleQueue:
             self._engine.weight_version = version
             return
         is_local = not isinstance(self._engine, RankZeroEngine) or self._engine.answers_here
+        # The next training step changes the weights before the queued update runs. Every rank consumes the stream,
+        # because it is collective. Only ranks with an engine keep the copy.
         held = [[(name, tensor.to("cpu", copy=True)) for name, tensor in bucket] for bucket in stream if is_local]
 
         def give() -> None:
@@ -193,6 +196,7 @@ class SampleQueue:
             if not all((place, index) in rollout for place, index, _ in requests):
                 continue
             del self._kept[number]
+            # The oldest weights that sampled any token of the rollout.
             of_them = min(answer.weight_version for answer in rollout.values())
             kept_settings = {"routing": False, **self._kept_settings}  # a checkpoint may be older than that
             if kept_settings != self._settings_of(params) or of_them < oldest:
@@ -214,6 +218,7 @@ class SampleQueue:
 
     def _start(self, call: Callable[[], Any], seconds: list[float]) -> Callable[[], Any]:
         """Run `call` in a thread. The returned function waits for it and returns its result or raises its exception."""
+        # Work that the main thread queued so far, for example the copy of new weights.
         ready = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def timed() -> Any:

@@ -156,6 +156,8 @@ class FactoryTransfer:
                     fix="automodel resume RUN, with rollout.engine.transport=files to go on without a server",
                 )
             client = self._engine.client = _Client(servers, watch)
+            # One update has one start, a transfer per bucket, and one end. vLLM's engine would start and end each
+            # bucket.
             client.each("/start_weight_update", {})
             for bucket in buckets:
                 self._engine.source = bucket_source(bucket)
@@ -168,6 +170,7 @@ class FactoryTransfer:
 
         workers = [receiver.num_ranks() for receiver in receivers]
         client = _Client([receiver.server for receiver in receivers], watch, workers)
+        # One group of the trainer and the workers of all servers.
         init = self._make_init(sum(workers))
         return WeightTransferTrainerFactory.trainer_init(init, client=client, source=bucket_source(()))
 
@@ -228,7 +231,7 @@ def json_safe(update_info: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Nobody:
-    """The client of a rank that does not speak to the server."""
+    """Client of a rank without a connection to the server."""
 
 
 class _Client:
@@ -243,6 +246,7 @@ class _Client:
         infos = [dict(init_info) for _ in self._servers]
         if "rank_offset" in init_info:  # fields of a group; all others are equal for all servers
             for number, info in enumerate(infos):
+                # Example: servers with 2 and 4 workers. Their ranks begin at offset and offset + 2.
                 info["rank_offset"] += sum(self._workers[:number])
         self._posted("/init_weight_transfer_engine", [{"init_info": info} for info in infos])
 
@@ -269,9 +273,9 @@ class _Client:
 
 
 class Watch:
-    """Runs a call that has a half on the server, and ends with whichever half fails first, or at the time limit.
+    """Runs a call that needs the server, and ends with the first failure of either side, or at the time limit.
 
-    Our half may be in a collective that nobody joins any more. It is left behind in its thread: the run ends.
+    The local side may hang in a collective that the server left. It then stays in its thread, and the run ends.
     """
 
     def __init__(self, server: Server):
@@ -288,6 +292,7 @@ class Watch:
             except BaseException as error:
                 self._ended.put((None, error))
 
+        # A daemon thread, because it may hang in a collective that the server never joins.
         threading.Thread(target=on_this_device(ours), daemon=True).start()
         try:
             result, error = self._ended.get(

@@ -121,11 +121,14 @@ def _muon_step(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]
             state[_FLOAT32] = 1
     momentum_S, grad_S, param_S = (_local(tensor) for tensor in (state["momentum_buffer"], grad, param))
     grad_S = grad_S.to(momentum_S.dtype)
+    # lerp(a, b, w) = a + w (b - a): momentum 0.95 keeps 95% of the old value.
     momentum_S.lerp_(grad_S, 1 - group["momentum"])
     update_S = grad_S.lerp(momentum_S, group["momentum"]) if group["nesterov"] else momentum_S
+    # A resumed run keeps the dtype of its first step, even on other hardware.
     kept = torch.float32 if state.get(_FLOAT32) else torch.bfloat16
     whole = orthogonalize(_full_matrix(update_S, param), group["ns_steps"], group["ns_dtype"] or kept)
     param_S.mul_(1 - group["lr"] * group["weight_decay"])
+    # Every rank orthogonalizes the full matrix and applies its shard of the result.
     param_S.add_(_shard(whole, param), alpha=-_adjusted_lr(group, param.shape))
 
 
