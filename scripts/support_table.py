@@ -91,7 +91,7 @@ def families() -> Iterator[tuple[str, PretrainedConfig, type[PreTrainedModel]]]:
             config = multimodal_backbone.text_config(config_class())
         except Exception:
             continue  # a composite that cannot exist without its parts
-        if config.is_encoder_decoder:
+        if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             continue
         found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model_class = found[0] if isinstance(found, tuple) else found

@@ -1,4 +1,4 @@
-"""`doctor`: checks of this machine, with a command that fixes each problem. Reads metadata and imports no torch."""
+"""`doctor`: checks of this machine, with a command that fixes each problem. Imports torch only to examine kernels."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ class Diagnosis:
 def doctor(run: str | None, nodes: bool, trust: Trust) -> int:
     """Check the installation, or the files of a run.
 
-    Checks versions, conflicts, GPU, disk and optional packages. A release is tested, in range but untested, or outside
-    the supported range. Exits with 1 if a check fails. With RUN, verifies every byte of its checkpoints. With --nodes,
-    in a Slurm allocation or under torchrun, measures the network between nodes and checks that they share the folder.
+    Checks versions, conflicts, GPU, kernels, disk and optional packages. A release is tested, in range but untested, or
+    outside the supported range. Exits with 1 if a check fails. With RUN, verifies every byte of its checkpoints. With
+    --nodes, in a Slurm allocation or under torchrun, measures the network between nodes and checks that they share the
+    folder.
     """
     if nodes:
         if run:
@@ -176,6 +177,17 @@ def gpu() -> Iterator[Diagnosis]:
         yield Diagnosis("ok", "gpu", text)
 
 
+def kernels() -> Iterator[Diagnosis]:
+    """Kernels that run here, and the reason of each fallback. Imports torch."""
+    try:
+        from automodel_cli.run.commands.kernel_check import examine_kernels
+    except ImportError as error:
+        yield Diagnosis("fail", "kernels", f"not examined: {error}", f"pip install --force-reinstall {DISTRIBUTION}")
+        return
+    for finding in examine_kernels():
+        yield Diagnosis(*finding)
+
+
 def slurm() -> Iterator[Diagnosis]:
     """Whether this host submits to Slurm, and the job that this process is part of."""
     job = os.environ.get("SLURM_JOB_ID")
@@ -238,6 +250,7 @@ CHECKS: tuple[Callable[[], Iterator[Diagnosis]], ...] = (
     dependencies,
     clashes,
     gpu,
+    kernels,
     slurm,
     sandbox,
     space,

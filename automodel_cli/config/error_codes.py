@@ -252,6 +252,10 @@ _RUNS = {
 }
 
 _WARNINGS = {
+    "fusion_lost": ErrorCode(
+        "Kernels that fuse parts of this family do not find them with the installed transformers.",
+        "Install a tested release (`automodel doctor`), or continue: results are equal, and steps take longer.",
+    ),
     "recompilation": ErrorCode(
         "A step compiled again.", "Keep shapes constant, or set `parallelizer.enable_compile=false`."
     ),

@@ -22,6 +22,7 @@ from automodel_cli.distributed.expert_parallel.apply import apply_expert_paralle
 from automodel_cli.distributed.expert_parallel.router_detection import fuse_routers
 from automodel_cli.distributed.float8 import linear as float8_linear
 from automodel_cli.distributed.fusion import compiled_regions
+from automodel_cli.distributed.fusion.coverage import check_coverage, family_of
 from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.distributed.import_classes import import_classes_from_paths
 from automodel_cli.distributed.mesh import Mesh
@@ -60,6 +61,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         strategy.enable_compile, strategy.compile_backend, mesh.device, strategy.compute_dtype() or stored
     )
     if fuser is not None:
+        check_coverage(part, family_of(part), by_name=strategy.enable_compile == FUSED_OPS)
         fuse_layers(part, fuser)
         fuse_routers(part, mesh.device.type)
     if mesh.layout.tp > 1:

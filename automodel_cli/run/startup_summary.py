@@ -12,24 +12,25 @@ import torch.distributed as dist
 from automodel_cli import __version__
 from automodel_cli.config import bundled_recipes
 from automodel_cli.config.safe_files import replace
-from automodel_cli.distributed.fusion import compiled_regions
+from automodel_cli.distributed import kernel_report
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.launch import process_startup
-from automodel_cli.models.attention import kernel_selection
-from automodel_cli.models.attention.packed import PACKED
+from automodel_cli.models.kernel_lines import attention_lines
+from automodel_cli.models.lm_head.kernels import has_head_kernels
 from automodel_cli.report.software_versions import environment
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.runs.report_page import SCHEDULE
+from automodel_cli.training.metrics.progress import aligned
 
 if TYPE_CHECKING:
     from automodel_cli.run.trainer import Trainer
 
 
-def _of_cuda(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the attention kernel and the allocator that were chosen for this GPU."""
-    packed = recipe.model.attn_implementation == PACKED
-    attention = [("attention", str(kernel_selection.chosen_kernel()))] if packed else []
-    return [*attention, ("allocator", process_startup.allocator())]
+def _kernels(session: Trainer) -> str:
+    """Return one line per subject: the kernel that runs, or torch operators with the reason."""
+    has_head_kernels(session.mesh.device.type)  # records its line
+    rows = aligned([*attention_lines(session.recipe.model, session.model.parts), *kernel_report.lines().items()])
+    return "\n".join(rows)
 
 
 def show_header(session: Trainer, further: Sequence[tuple[str, str]] = ()) -> None:
@@ -65,8 +66,8 @@ def _header_rows(session: Trainer) -> list[tuple[str, str]]:
         ),
         ("layout", f"{ranks}   {_layout(recipe, session.mesh)}"),
         *([("recompute", session.recomputed)] if session.recomputed else []),
-        *([("fused_ops", compiled_regions.last())] if compiled_regions.last() else []),
-        *(_of_cuda(recipe) if session.mesh.device.type == "cuda" else []),
+        ("kernels", _kernels(session)),
+        *([("allocator", process_startup.allocator())] if session.mesh.device.type == "cuda" else []),
         ("data", "\n".join(session.data.report.lines())),
         ("steps", f"{steps}   {step_size(session)} a step{begin}"),
         *([("schedule", session.extended)] if session.extended else []),

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
+from automodel_cli.distributed import kernel_report
 from automodel_cli.distributed.activation_checkpointing.saved_results import register_saver
 from automodel_cli.distributed.expert_parallel.deep_ep import DeepEP, require_deep_ep
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, main_grads_of, parameters_of
@@ -87,7 +88,8 @@ def apply_expert_parallel(
             experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
         experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
         around = block if overlap_shared_experts and mesh.tp.size() == 1 else None
-        experts.forward = _dispatched(experts, dispatch, num_local, mesh, fuser, around)
+        experts.forward, text = _dispatched(experts, dispatch, num_local, mesh, fuser, around)
+        kernel_report.record("experts", text)
         register_saver(experts)
 
 
@@ -120,12 +122,18 @@ def make_dispatcher(dispatch: str, num_local_experts: int, mesh: Mesh) -> TokenD
 
 def _dispatched(
     experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh, fuser: RegionCompiler | None, block: nn.Module | None
-) -> Callable[..., Tensor]:
-    """Return a forward with the signature of the family's own, for experts distributed over `mesh.ep`."""
+) -> tuple[Callable[..., Tensor], str]:
+    """Return a forward with the signature of the family's own, for experts distributed over `mesh.ep`, and its line of
+    the startup summary.
+    """
     tp_group = mesh.tp.get_group() if mesh.tp.size() > 1 else None
     compute = _sorted_once(experts, num_local, mesh, fuser, block) if dispatch == "all_to_all" else None
+    text = f"grouped GEMM over tokens sorted once, {dispatch}"
     if compute is None:
         compute = _by_own_code(experts, make_dispatcher(dispatch, num_local, mesh))
+        own = type(experts).__name__
+        reason = " (not a known gated MLP, or another experts implementation)" if dispatch == "all_to_all" else ""
+        text = f"code of {own} after {dispatch}{reason}"
 
     # The number of tokens per rank depends on the data, which a graph cannot contain. The compiler skips this function
     # and compiles the code around it.
@@ -136,7 +144,7 @@ def _dispatched(
         hidden_SD, index_SK, weight_SK = (scatter_to_group(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
         return gather_from_group(compute(hidden_SD, index_SK, weight_SK), len(hidden_TD), tp_group)
 
-    return forward
+    return forward, text
 
 
 def _sorted_once(

@@ -90,7 +90,7 @@ def has_permute_kernels(device_type: str) -> bool:
     """Return whether the Triton kernels are used on this device type. Warns once if CUDA cannot use them."""
     return kernel_verification.trusted(
         device_type,
-        "tokens are dispatched without Triton kernels",
+        "token dispatch",
         lambda device: "" if agree(device) else "they differ from the definition",
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,12 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
+from automodel_cli.distributed import kernel_report
 from automodel_cli.distributed.expert_parallel import topk_router
 from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.expert_parallel.router_replay import is_choosing
 from automodel_cli.distributed.expert_parallel.topk_router import MOST_CHOICES, MOST_EXPERTS, RouterRule
-
-logger = logging.getLogger(__name__)
 
 _TOKENS = 64  # Enough tokens to reveal group-limited routing.
 _TOLERANCE = 1e-5  # float32, relative to the largest value. Other rules differ by 1e-1 or more.
@@ -56,7 +54,10 @@ def fuse_routers(part: nn.Module, device_type: str) -> None:
     for router, rule in rules:
         if rule is not None:
             router.forward = _with(router, *rule)
-    logger.info("%d of %d routers use Triton kernels", sum(rule is not None for _, rule in rules), len(rules))
+    num_known = sum(rule is not None for _, rule in rules)
+    others = {type(router).__name__ for router, rule in rules if rule is None}
+    reason = f" (no kernel has the rule of {', '.join(sorted(others))})" if others else ""
+    kernel_report.record("routers", f"Triton kernels for {num_known} of {len(rules)}{reason}")
 
 
 def rule_of(router: nn.Module) -> tuple[RouterRule, bool] | None:

@@ -138,7 +138,7 @@ def has_router_kernels(device_type: str) -> bool:
     """Return whether the Triton kernels are used on this device type. Warns once if CUDA cannot use them."""
     return kernel_verification.trusted(
         device_type,
-        "routers run without Triton kernels",
+        "routers",
         lambda device: kernel_verification.beyond(router_kernel_error(device), _PROBE_ERROR),
     )
 

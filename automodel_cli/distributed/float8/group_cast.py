@@ -30,7 +30,7 @@ def cast_groups(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns e4m3 `[F, P]`, contiguous; the inverse scales, powers of two, float32 `[L, F]`; and the end of each expert
     after padding, int32 `[L]`. P is an upper bound, which avoids a host synchronization.
     """
-    if _usable(x_NF.device.type):
+    if has_cast_kernel(x_NF.device.type):
         from automodel_cli.distributed.float8 import group_cast_triton
 
         return group_cast_triton.cast(x_NF.contiguous(), ends_L, num_places(len(x_NF), len(ends_L)))
@@ -67,10 +67,10 @@ def _cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @functools.cache
-def _usable(device_type: str) -> bool:
+def has_cast_kernel(device_type: str) -> bool:
     return kernel_verification.trusted(
         device_type,
-        "expert tokens are cast to float8 without a Triton kernel",
+        "float8 cast of expert tokens",
         lambda device: group_cast_difference(device),
     )
 

@@ -9,7 +9,6 @@ it runs:
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,9 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
-from automodel_cli.distributed import torch_compat
+from automodel_cli.distributed import kernel_report, torch_compat
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 from automodel_cli.distributed.typed_torch import Ctx, Function
-
-logger = logging.getLogger(__name__)
 
 _FLOATS = {torch.float32: 1e-5, torch.float64: 1e-10}
 # For lower precision: compiled code keeps intermediate results in float32, and the code of the family rounds them.
@@ -89,7 +86,7 @@ class Compiled:
         """
         global _report
         _report = str(self)
-        logger.info("fused ops: %s", _report)
+        kernel_report.record("fused ops", _report)
         if by_name and self.rejected:
             name, reason = next(iter(self.rejected.items()))
             raise ConfigError(
@@ -273,8 +270,15 @@ def region_compiler_for(
     global _report
     _report = ""
     if mode != FUSED_OPS and not (mode == AUTO and device.type == "cuda"):
+        kernel_report.record("fused ops", _why_not(mode, backend))
         return None
     return by_compiler(backend, device, dtype)
+
+
+def _why_not(mode: bool | str, backend: str) -> str:
+    if mode is True:
+        return f"whole layers compiled by {backend}"
+    return f"none ({'auto compiles on CUDA only' if mode == AUTO else 'enable_compile=false'})"
 
 
 def by_compiler(backend: str, device: torch.device, dtype: torch.dtype) -> RegionCompiler:

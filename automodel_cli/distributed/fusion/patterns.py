@@ -39,17 +39,41 @@ def fuse_layers(part: nn.Module, fuser: RegionCompiler) -> None:
     """
     with torch.device("cpu"):  # Device of the measurement.
         for module in list(part.modules()):
-            if "forward" not in vars(module):  # Another feature has replaced the forward.
-                _fuse_norm(module, fuser)
-                _fuse_mlp(module, fuser)
-                _fuse_rotary(module, fuser)
+            fuse_module(module, fuser)
+
+
+def fuse_module(module: nn.Module, fuser: RegionCompiler) -> None:
+    """Compile the region of one module, if it has one and no other feature has replaced its forward."""
+    if "forward" not in vars(module):
+        _fuse_norm(module, fuser)
+        _fuse_mlp(module, fuser)
+        _fuse_rotary(module, fuser)
+
+
+def candidate_kinds(module: nn.Module) -> list[str]:
+    """Return the kinds of regions that the structure of a module suggests, without running it."""
+    arguments = inspect.signature(type(module).forward).parameters
+    linear = [name for name, child in module._modules.items() if hasattr(child, "in_features")]
+    others = [name for name in (*module._modules, *vars(module)) if name not in linear]
+    kinds = []
+    if _is_scale(module) and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        kinds.append("norm")
+    if len(linear) in (2, 3) and len(arguments) == 2 and any(is_activation(module, name) for name in others):
+        kinds.append("gate")
+    if linear and "position_embeddings" in arguments:
+        kinds.append("rotary")
+    return kinds
+
+
+def _is_scale(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 1 and len(module._parameters) == 1 and not module._modules
 
 
 def _fuse_norm(module: nn.Module, fuser: RegionCompiler) -> None:
-    weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or not _is_norm(module):
+    if not _is_scale(module) or not _is_norm(module):
         return
-    name, width = f"norm {type(module).__name__}", len(weight)
+    name, width = f"norm {type(module).__name__}", len(module._parameters["weight"])  # type: ignore[arg-type]
 
     def sample(rows: int) -> tuple[Any, ...]:
         return _small_norm(module, width), _numbers(rows, width)
@@ -71,7 +95,7 @@ def _fuse_norm(module: nn.Module, fuser: RegionCompiler) -> None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if len(module._modules) or isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return False
     with _Operators() as seen:
         try:
@@ -149,7 +173,7 @@ def _as_gated_mlp(module: nn.Module, linear: tuple[str, ...]) -> tuple[str, ...]
     own = type(module).forward
     if len(inspect.signature(own).parameters) != 2:
         return None
-    acts = [name for name in (*module._modules, *vars(module)) if name not in linear and _is_activation(module, name)]
+    acts = [name for name in (*module._modules, *vars(module)) if name not in linear and is_activation(module, name)]
     x = _numbers(5, 8)
     for order in itertools.permutations(linear):
         *first, down = order
@@ -172,7 +196,7 @@ def _as_gated_mlp(module: nn.Module, linear: tuple[str, ...]) -> tuple[str, ...]
     return None
 
 
-def _is_activation(module: nn.Module, name: str) -> bool:
+def is_activation(module: nn.Module, name: str) -> bool:
     value = module._modules.get(name, vars(module).get(name))
     is_bare = not isinstance(value, nn.Module) or not any(True for _ in value.parameters())
     return callable(value) and is_bare and not isinstance(value, type)

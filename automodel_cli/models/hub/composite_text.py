@@ -187,23 +187,27 @@ def _causal_class(text_class: Any, base: Any, table: str, kind: HeadKind) -> typ
             attention_mask: Any = None,
             position_ids: Tensor | None = None,
             past_key_values: Any = None,
+            cache: Any = None,
             inputs_embeds: Tensor | None = None,
             use_cache: bool | None = None,
             logits_to_keep: int | Tensor = 0,
             **kwargs: Any,
         ) -> CausalLMOutputWithPast:
+            # transformers 5.24 renamed past_key_values to cache. The old name can go when 5.24 is the oldest release.
+            caches = {"past_key_values": past_key_values, "cache": cache}
             output = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **{name: value for name, value in caches.items() if value is not None},
                 inputs_embeds=inputs_embeds,
                 use_cache=use_cache,
                 **kwargs,
             )
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = _apply(kind, self.lm_head(output[0][:, kept, :]))
-            return CausalLMOutputWithPast(logits=logits, past_key_values=getattr(output, "past_key_values", None))
+            kept_caches = {name: output[name] for name in caches if name in output}
+            return CausalLMOutputWithPast(logits=logits, **kept_caches)
 
     # The library looks up experts, attention and checkpoint names by the module of a class.
     TextOfComposite.__module__ = family.__module__

@@ -84,7 +84,7 @@ def has_head_kernels(device_type: str) -> bool:
     """Return whether these kernels are used on this device type. Logs one warning on CUDA if not."""
     return kernel_verification.trusted(
         device_type,
-        "LM head: Triton kernels are not used",
+        "LM head",
         lambda device: kernel_verification.beyond(head_kernel_error(device), _PROBE_ERROR),
     )
 

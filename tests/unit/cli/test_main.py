@@ -454,6 +454,8 @@ def test_completion_scripts(tmp_path: Path, shell: str) -> None:
 def test_doctor_finds_nothing_wrong_here(tmp_path: Path) -> None:
     good = automodel(tmp_path, "doctor")
     assert "fail" not in good.stdout and good.stdout.count("\n") > 10
+    subjects = {line[6:].split("  ")[0] for line in good.stdout.splitlines()}
+    assert {"attention", "FlexAttention", "LM head", "routers", "fused ops", "recurrent layers"} <= subjects
     assert re.search(r"^ok +torch +\S+  tested$", good.stdout, re.M)
 
 
