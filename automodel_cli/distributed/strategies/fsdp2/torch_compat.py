@@ -124,12 +124,13 @@ class _CastOnce(FSDPParam):
     def all_gather_inputs(self) -> list[Tensor]:
         return [self._sharded_param_data] if self._is_plain() else super().all_gather_inputs
 
-    def init_all_gather_outputs(  # type: ignore[override]  # releases name these arguments differently
-        self, numels: Any, dtypes: Any, world_size: int, device: torch.device, **more: Any
+    def init_all_gather_outputs(
+        self, all_gather_input_numels: Any, all_gather_input_dtypes: Any, *args: Any, **kwargs: Any
     ) -> None:
+        dtypes = all_gather_input_dtypes
         if self._is_plain() and self.param_dtype is not None:
             dtypes = [self.param_dtype]
-        super().init_all_gather_outputs(numels, dtypes, world_size, device, **more)
+        super().init_all_gather_outputs(all_gather_input_numels, dtypes, *args, **kwargs)
 
 
 class _InPlace(ReduceScatter):
