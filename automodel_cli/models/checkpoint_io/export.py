@@ -257,7 +257,8 @@ def _write_card(
 ) -> None:
     base = config.pretrained or config.gguf_file
     hub_id = base is not None and config.gguf_file is None and not Path(base).exists()
-    task = "text-classification" if as_classifier else "text-generation"
+    reads_pictures = part.front is not None
+    task = "text-classification" if as_classifier else "image-text-to-text" if reads_pictures else "text-generation"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}"]
     lines += [f"base_model: {base}"] if hub_id else []
     lines += ["tags:", "- automodel", "---", "", f"# {title}", ""]
@@ -266,6 +267,7 @@ def _write_card(
     lines += [f"{origin} with `automodel`{adapters}. Architecture: `{type(part.model).__name__}`.", ""]
     lines += [summary.strip(), ""] if summary.strip() else []
     kind = "AutoModelForSequenceClassification" if as_classifier else "AutoModelForCausalLM"
+    kind = "AutoModelForImageTextToText" if reads_pictures else kind
     lines += ["A reward model: `logits[0, 0]` is the score of the conversation.", ""] if as_classifier else []
     lines += [
         "```python",
