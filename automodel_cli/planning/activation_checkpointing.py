@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
-from automodel_cli.planning.plan import PlanRequest, make_plan
+from automodel_cli.planning.plan import Plan, PlanRequest, make_plan
 from automodel_cli.planning.reserve import MARGIN, usable_bytes
 
 GIB = 2**30
 _QUICKEST_FIRST: tuple[bool | str, ...] = (False, "selective", "full", "minimal")
+_SELECTIVE = 0.15
+"""What selective recomputation costs, relative to full: norms, gates and residuals are repeated, no GEMMs."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,49 @@ def _named(mode: bool | str) -> str:
 def choose_activation_checkpointing(request: PlanRequest, memory: float) -> CheckpointingChoice:
     """For GPUs of `memory` bytes, from the fast estimate of `automodel plan`: the first of none, selective, full and,
     where experts are on other ranks, minimal whose heaviest GPU has room beside what is set aside. The last one where
-    none has. Then, without a pipeline, experts stay gathered if there is room for that too."""
+    none has. Instead of full, and of selective where that is cheaper, as many layers as fill the room. Then, without a
+    pipeline, experts stay gathered if there is room for that too."""
     assert isinstance(request.parallelizer, ParallelizerConfig)
     room = usable_bytes(memory / GIB) / (1 + MARGIN)
     tried: list[tuple[bool | str, float]] = []
     for mode in _QUICKEST_FIRST if request.layout.ep > 1 else _QUICKEST_FIRST[:-1]:
         parallelizer = replace(request.parallelizer, activation_checkpointing=mode)
         try:
-            tried.append((mode, make_plan(replace(request, parallelizer=parallelizer)).heaviest))
+            tried.append((mode, _plan(request, mode).heaviest))
         except ConfigError as error:
             return CheckpointingChoice("full", refused=f"no estimate: {error.message}")
         if tried[-1][1] <= room:
             break
+    some = _some_layers(request, dict(tried), room)
+    if some is not None:
+        tried.append(some)
+        parallelizer = replace(request.parallelizer, activation_checkpointing=some[0])
     keeping = parallelizer.keeping_experts() if request.layout.ep > 1 and request.layout.pp == 1 else None
     if keeping is not None:
         peak = make_plan(replace(request, parallelizer=keeping)).heaviest
         if peak <= room:
             return CheckpointingChoice(tried[-1][0], (*tried[:-1], (tried[-1][0], peak)), room, keeps_experts=True)
     return CheckpointingChoice(tried[-1][0], tuple(tried), room)
+
+
+def _some_layers(request: PlanRequest, peaks: dict[bool | str, float], room: float) -> tuple[str, float] | None:
+    """`full:k/n` with the smallest k that has room, and its peak. None where it is no cheaper than what was found."""
+    last = next(reversed(peaks))
+    if last not in ("selective", "full") or peaks[last] > room:
+        return None
+    full = _plan(request, "full")
+    layers = sum(len(stage.layers) for stage in full.stages)
+    saved = (peaks[False] - full.heaviest) / layers
+    first = max(1, math.ceil((peaks[False] - room) / saved)) if saved > 0 else layers
+    most = layers - 1 if last == "full" else math.ceil(_SELECTIVE * layers) - 1
+    for number in range(first, most + 1):
+        peak = _plan(request, mode := f"full:{number}/{layers}").heaviest
+        if peak <= room:
+            return mode, peak
+    return None
+
+
+def _plan(request: PlanRequest, mode: bool | str) -> Plan:
+    assert isinstance(request.parallelizer, ParallelizerConfig)
+    parallelizer = replace(request.parallelizer, activation_checkpointing=mode)
+    return make_plan(replace(request, parallelizer=parallelizer))

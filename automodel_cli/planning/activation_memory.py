@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.activation_checkpointing.apply import KEPT_RESULTS, recomputed_every
+from automodel_cli.distributed.activation_checkpointing.apply import KEPT_RESULTS
+from automodel_cli.distributed.activation_checkpointing.mode import is_recomputed
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
 from automodel_cli.distributed.fusion.compiled_regions import as_one
@@ -114,15 +115,15 @@ def _counted(
     watch: _Watch, num_layers: int, checkpointing: bool | int | str, boundary: float, depths: int
 ) -> Activations:
     """Bytes that `watch` has seen, under this checkpointing; `boundary` bytes leave the last of the layers."""
-    every = recomputed_every(checkpointing)
     exchanges = _Tallies() if checkpointing == "minimal" else watch.exchanges
     kept = [
         watch.inputs[i] + exchanges[i] + (watch.products[i] if checkpointing == "selective" else 0.0)
-        if every and i % every == 0
+        if is_recomputed(i, checkpointing)
         else watch.kept[i]
         for i in range(num_layers)
     ]
-    recomputed = max((watch.kept[i] - exchanges[i] for i in range(0, num_layers, every)), default=0) if every else 0
+    again = [i for i in range(num_layers) if is_recomputed(i, checkpointing)]
+    recomputed = max((watch.kept[i] - exchanges[i] for i in again), default=0)
     # Of multi-token prediction: a layer like the last, what stands before it (embeddings, two norms, both of them side
     # by side, the projection), and what its head reads.
     further = depths * (kept[-1] + 7 * boundary)

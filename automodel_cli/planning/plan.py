@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
+from automodel_cli.distributed.activation_checkpointing.mode import recomputed_of
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import Layout
@@ -150,7 +151,8 @@ def _make_plan(request: PlanRequest) -> Plan:
     )
     if anatomy is None:
         return plan
-    recompute = 1.0 if checkpointing in (True, "full", "minimal") else 0.0
+    some, every = recomputed_of(checkpointing)
+    recompute = 0.0 if checkpointing == "selective" else some / every
     cutter = StagePlanner(part, anatomy, units, request.layout.pp, request.num_microbatches, (1.0 + recompute, 1.0))
     return _with_pipeline(plan, estimate, cutter)
 

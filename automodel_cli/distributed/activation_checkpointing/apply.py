@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.activation_checkpointing.mode import is_recomputed
 from automodel_cli.distributed.activation_checkpointing.saved_results import (
     SaveLevel,
     keeps,
@@ -56,7 +57,7 @@ def apply_activation_checkpointing(
     saved.
 
     Args:
-        mode: False, True or "full", "selective", "minimal", or n for every n-th layer.
+        mode: False, True or "full", "selective", "minimal", "full:k/n" for k of every n layers, or n for every n-th.
         compile_backend: compile the recomputed code, in as many graphs as needed.
 
     Raises ConfigError for layers without gradient checkpointing, and for "auto", which a run resolves earlier.
@@ -68,10 +69,7 @@ def apply_activation_checkpointing(
             keys=("activation_checkpointing",),
             fix="parallelizer.activation_checkpointing=full",
         )
-    every = recomputed_every(mode)
-    if every == 0:
-        return
-    for layer in layers[::every]:
+    for layer in (layer for place, layer in enumerate(layers) if is_recomputed(place, mode)):
         if not _can_checkpoint(layer):
             raise ConfigError(
                 f"activation_checkpointing={mode} is not supported because {type(layer).__name__} has no gradient "
@@ -105,11 +103,6 @@ def _compiled_inside(
 
 def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
-
-
-def recomputed_every(mode: bool | int | str) -> int:
-    """Return n if every n-th layer is recomputed, 0 if none is."""
-    return 1 if isinstance(mode, str) else int(mode)
 
 
 def _contexts(mode: bool | int | str, exchanges: bool) -> Callable[[], tuple[_Context, _Context]] | None:

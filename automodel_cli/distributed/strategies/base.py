@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_choice
+from automodel_cli.distributed.activation_checkpointing.mode import is_some
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 from automodel_cli.distributed.mesh_config import MeshConfig
@@ -101,10 +102,11 @@ class ParallelizerConfig:
     sharding "hsdp", 4-bit layers "nf4", float8 layers "fp8", multi-token-prediction layers "mtp", and "sampler"
     (generation with the trained parts). Other combinations are rejected by `check_mesh`.
 
-    `activation_checkpointing`: false, "full" (or true), "selective" (save GEMMs and attention), "minimal", n (every
-    n-th layer) or "auto". All modes except "minimal" save received tokens of experts, and "minimal" sends them again.
-    "auto" selects the first of none, "selective", "full" and "minimal" that fits the estimate of `automodel plan` on
-    the GPUs of the run. The startup summary shows it. On a CPU, "auto" selects none.
+    `activation_checkpointing`: false, "full" (or true), "selective" (save GEMMs and attention), "minimal",
+    "full:k/n" (k of every n layers of a stage), n (every n-th layer) or "auto". All modes except "minimal" save
+    received tokens of experts, and "minimal" sends them again. "auto" selects the cheapest of none, "selective", as few
+    layers as necessary ("full:k/n"), "full" and "minimal" that fits the estimate of `automodel plan` on the GPUs of the
+    run. The startup summary shows it. On a CPU, "auto" selects none.
 
     `enable_compile`: "fused_ops" compiles norms, gates of MLPs and experts, rotary embeddings and the sum over experts
     into one kernel each. "auto" is "fused_ops" on CUDA, limited to regions that compile and pass a small test, and
@@ -118,7 +120,7 @@ class ParallelizerConfig:
 
     activation_checkpointing: bool | int | str = False
     """Recompute activations in the backward pass: false, `full` (true), `selective` (saves GEMM results and
-    attention), `minimal`, every n-th layer (n), or `auto` (by available memory)."""
+    attention), `minimal`, `full:k/n` (k of n layers), every n-th layer (n), or `auto` (by available memory)."""
     autocast_dtype: str | None = None
     """Run the forward pass under autocast in this dtype. null: no autocast."""
     backend: str = "nccl"
@@ -134,10 +136,11 @@ class ParallelizerConfig:
         check_dtype("autocast_dtype", self.autocast_dtype, "parallelizer.autocast_dtype")
         value = self.activation_checkpointing
         every_nth = isinstance(value, int) and value >= 1
-        if not (isinstance(value, bool) or every_nth or value in ("full", "selective", "minimal", AUTO)):
+        named = value in ("full", "selective", "minimal", AUTO) or is_some(value)
+        if not (isinstance(value, bool) or every_nth or named):
             raise ConfigError(
                 f"activation_checkpointing={value!r} must be one of: false, true, full, selective, minimal, auto, "
-                "or n >= 1 (every n-th layer)",
+                "full:k/n (k of n layers), or n >= 1 (every n-th layer)",
                 code="invalid_choice",
                 keys=("activation_checkpointing",),
                 fix="parallelizer.activation_checkpointing=full",

@@ -9,7 +9,11 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing.apply import apply_activation_checkpointing
+from automodel_cli.distributed.activation_checkpointing.mode import is_recomputed
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.distributed.mesh_config import Layout
+from automodel_cli.models.builder import build_part
 from automodel_cli.planning.activation_checkpointing import GIB, MARGIN, choose_activation_checkpointing
 from automodel_cli.planning.plan import PlanRequest, make_plan
 from automodel_cli.planning.reserve import RESERVE_GIB
@@ -33,6 +37,49 @@ def test_as_little_is_recomputed_as_there_is_room_for():
     for mode, peak in ((False, none), ("selective", selective), ("full", full)):
         assert choose_activation_checkpointing(asked, _memory_with_room_for(peak) + 1).mode == mode
     assert choose_activation_checkpointing(asked, _memory_with_room_for(none) - 1024).mode == "selective"
+
+
+def test_as_few_layers_are_recomputed_as_there_is_room_for():
+    asked = request(layout=Layout(), pipeline=None, seq_len=256)
+    layers = sum(len(stage.layers) for stage in make_plan(asked).stages)
+    selective, full = (_peak(asked, mode) for mode in ("selective", "full"))
+    peaks = [_peak(asked, f"full:{some}/{layers}") for some in range(layers + 1) if some]
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] == full
+    some = next(number for number, peak in enumerate(peaks, 1) if peak < selective)
+    for number in range(some, layers):
+        room = _memory_with_room_for(peaks[number - 1]) + 1
+        choice = choose_activation_checkpointing(asked, room)
+        assert choice.mode == f"full:{number}/{layers}" and choice.tried[-1][1] <= choice.room
+    assert choose_activation_checkpointing(asked, _memory_with_room_for(full) + 1).mode == "full"
+
+
+@pytest.mark.parametrize(("mode", "places"), [
+    (False, []), ("full", [0, 1, 2, 3, 4, 5, 6, 7]), ("selective", [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]),
+    ("full:3/8", [0, 3, 6]), ("full:4/8", [0, 2, 4, 6]), ("full:8/8", [0, 1, 2, 3, 4, 5, 6, 7]),
+])  # fmt: skip
+def test_recomputed_layers_are_spread_evenly(mode: bool | int | str, places: list[int]) -> None:
+    assert [place for place in range(8) if is_recomputed(place, mode)] == places
+
+
+def test_every_number_of_layers_can_be_chosen():
+    for layers in (2, 7, 32, 80):
+        for some in range(1, layers + 1):
+            assert sum(is_recomputed(place, f"full:{some}/{layers}") for place in range(layers)) == some
+
+
+@pytest.mark.parametrize("mode", ["full:0/8", "full:9/8", "full:3", "selective:1/2"])
+def test_a_part_of_no_layers_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FSDP2Config(activation_checkpointing=mode)
+    assert caught.value.code == "invalid_choice"
+
+
+def test_the_chosen_layers_of_a_model_are_recomputed_and_the_others_are_not() -> None:
+    layers = transformer_layers(build_part(request().model).model)
+    apply_activation_checkpointing(layers, f"full:1/{len(layers)}")
+    assert [getattr(layer, "gradient_checkpointing", False) for layer in layers] == [
+        place == 0 for place in range(len(layers))
+    ]
 
 
 def test_tokens_of_other_ranks_are_exchanged_again_only_where_nothing_else_has_room():
