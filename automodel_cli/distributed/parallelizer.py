@@ -22,8 +22,8 @@ from automodel_cli.distributed.expert_parallel.apply import apply_expert_paralle
 from automodel_cli.distributed.expert_parallel.router_detection import fuse_routers
 from automodel_cli.distributed.float8 import linear as float8_linear
 from automodel_cli.distributed.fusion import compiled_regions
-from automodel_cli.distributed.fusion.coverage import check_coverage, family_of
 from automodel_cli.distributed.fusion.patterns import fuse_layers
+from automodel_cli.distributed.fusion_coverage import check_coverage, family_of
 from automodel_cli.distributed.import_classes import import_classes_from_paths
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.strategies.base import BuiltInStrategy, Strategy

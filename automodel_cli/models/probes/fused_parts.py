@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from automodel_cli.distributed.fusion.coverage import KINDS, coverage_of
+from automodel_cli.distributed.fusion_coverage import KINDS, coverage_of
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.probes.token_mixing import SmallConfig

@@ -10,7 +10,7 @@ import copy
 import functools
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ def small_composite(config: PretrainedConfig) -> PretrainedConfig:
     for name in names:
         setattr(small, name, VOCAB - 1 - ids.index(getattr(small, name)))
     text.pad_token_id = 0
-    return small
+    return cast("PretrainedConfig", small)
 
 
 def _shrink_part(config: Any, text_hidden: int, *, nested: bool = True) -> None:

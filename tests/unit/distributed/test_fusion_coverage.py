@@ -13,13 +13,13 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.fusion import patterns
-from automodel_cli.distributed.fusion.coverage import check_coverage, coverage_of, family_of
 from automodel_cli.distributed.fusion.expected import EXPECTED
+from automodel_cli.distributed.fusion_coverage import check_coverage, coverage_of, family_of
 from automodel_cli.models.probes.fused_parts import fused_parts
 from tests import tiny
 from tests.errors import raises
 
-sys.path.insert(0, str(Path(__file__).parents[4] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from support_table import families, with_usual_fields
 
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
