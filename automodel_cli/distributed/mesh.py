@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from automodel_cli.distributed import torch_compat
 from automodel_cli.distributed.mesh_config import AXES, Layout
 from automodel_cli.distributed.process_group import hold_timeout, wait_for_each_collective
 
@@ -138,5 +139,4 @@ def fsdp_mesh(root: DeviceMesh) -> DeviceMesh:
     shard = root["dp_shard", "cp"]._flatten("dp_shard_cp") if root["cp"].size() > 1 else root["dp_shard"]
     if root["dp_replicate"].size() == 1:
         return shard
-    # Private in torch 2.11 and 2.13. Public slicing cannot combine a flattened axis with another. The only use.
-    return DeviceMesh._concatenate([root["dp_replicate"], shard])
+    return torch_compat.joined(root["dp_replicate"], shard)

@@ -1,4 +1,4 @@
-"""Private names of torch's compiler and autograd engine (torch 2.11 to 2.13).
+"""Private names of torch's compiler, autograd engine and meshes (torch 2.11 to 2.15).
 
 Assumptions, with the tests that check them:
 
@@ -9,11 +9,14 @@ Assumptions, with the tests that check them:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 CompilerError = torch._dynamo.exc.TorchDynamoException
@@ -61,6 +64,27 @@ def _will_run(node: Any) -> bool:
     except RuntimeError:  # A leaf whose gradient `autograd.grad` returns.
         return True
     return will
+
+
+def joined(*axes: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of these axes. Public slicing cannot combine a flattened axis with another."""
+    return DeviceMesh._concatenate(list(axes))
+
+
+def compile_whole_layers() -> None:
+    """Keep DDP from splitting compiled graphs at its buckets."""
+    torch._dynamo.config.optimize_ddp = False
+
+
+def overlap_tensor_parallelism(group: ProcessGroup) -> None:
+    """Let the compiler overlap GEMMs with the communication of a group, through symmetric memory."""
+    from torch._inductor import config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Needed in torch 2.11. Automatic since torch 2.13.
+        enable_symm_mem_for_group(group.group_name)
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +42,7 @@ from automodel_cli.distributed.tensor_parallel.styles import (
     SumParameterGradients,
     shard_parameter,
 )
+from automodel_cli.distributed.torch_compat import overlap_tensor_parallelism
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -158,14 +158,8 @@ def use_async_collectives(mesh: DeviceMesh) -> None:
             keys=("parallelizer.enable_async_tensor_parallel",),
             fix="parallelizer.enable_async_tensor_parallel=false",
         )
-    from torch._inductor import config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
     warn("implied_setting", "enable_async_tensor_parallel enables sequence_parallel, whose communication it overlaps")
-    inductor._micro_pipeline_tp = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # Needed in torch 2.11. Automatic since torch 2.13.
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+    overlap_tensor_parallelism(mesh.get_group())
 
 
 def check_heads(config: PretrainedConfig, plan: Plan, tp_size: int) -> None:

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import torch_compat
 from automodel_cli.distributed.layer_wrapping import materialize, prepare_layers
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.sharded_module import Sharded, register_handle
@@ -53,9 +53,8 @@ def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> nn.Module
     """
     layers = prepare_layers(part, config, mesh.device.type)
     if config.enable_compile is True:
-        # optimize_ddp splits graphs at bucket boundaries. Layers are separate graphs already, and a checkpointed layer
-        # cannot be split.
-        torch._dynamo.config.optimize_ddp = False
+        # Layers are separate graphs already, and a checkpointed layer cannot be split.
+        torch_compat.compile_whole_layers()
     materialize(part, mesh.device)
     if not any(param.requires_grad for param in part.parameters()):
         return part

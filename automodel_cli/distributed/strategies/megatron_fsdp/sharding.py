@@ -37,6 +37,7 @@ from automodel_cli.distributed.mesh_config import AXES
 from automodel_cli.distributed.sharded_module import Sharded, follow_optimizer, register_handle
 from automodel_cli.distributed.strategies.megatron_fsdp import compat
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig, zero_strategy
+from automodel_cli.distributed.torch_compat import joined
 
 HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
 HAVE_NVFSDP = HAVE_MEGATRON_FSDP  # Former name of the package.
@@ -342,7 +343,7 @@ def _sharding_mesh(device_mesh: DeviceMesh, dp_dim: str, tp_dim: str) -> tuple[D
         return device_mesh[dp, tp_dim], dp
     shard = fsdp_mesh(device_mesh) if names == AXES else device_mesh[dp, "cp"]._flatten(f"{dp}_cp")
     (name,) = shard.mesh_dim_names or ("",)
-    return DeviceMesh._concatenate([shard, device_mesh[tp_dim]]), name
+    return joined(shard, device_mesh[tp_dim]), name
 
 
 def _device(device_type: str) -> torch.device:
