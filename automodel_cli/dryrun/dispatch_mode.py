@@ -146,7 +146,10 @@ class TracedRank(TorchDispatchMode):
         if func in _COPIES and self._crossed(func, args, kwargs, outs):
             return out
         launches = (
-            func not in cost_model.FREE and not cost_model.is_view(func) and not cost_model.is_to_itself(func, args)
+            func not in cost_model.FREE
+            and (func._schema.returns or func._schema.is_mutable)  # Else it notes something: streams, since torch 2.15.
+            and not cost_model.is_view(func)
+            and not cost_model.is_to_itself(func, args)
         )
         if launches and any(_is_cuda(t) for t in (*outs, *tensors)):
             self._launch(func, args, kwargs, outs)
