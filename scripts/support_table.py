@@ -185,6 +185,8 @@ def with_training(row: Row, config: PretrainedConfig) -> Row:
 
 
 def _short(reason: str, limit: int = 260) -> str:
+    """Return a reason on one line, without the stack that a library's message may quote."""
+    reason = re.sub(r"\W*Traceback \(most recent call last\).*", "", reason, flags=re.S)
     text = " ".join(reason.split()).replace("|", "\\|")
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -393,14 +395,14 @@ def rows_of(table: str) -> dict[str, Row]:
 def changes(old: dict[str, Row], new: dict[str, Row]) -> list[str]:
     """What differs between two tables, without the column training, one line a family."""
     lines = [f"{name}: not there" for name in old if name not in new]
-    lines += [f"{name}: new: {_said(new[name])}" for name in new if name not in old]
+    lines += [f"{name}: new: {_verdicts(new[name])}" for name in new if name not in old]
     for name in old:
-        if name in new and (before := _said(old[name])) != (now := _said(new[name])):
+        if name in new and (before := _verdicts(old[name])) != (now := _verdicts(new[name])):
             lines.append(f"{name}: {before} -> {now}")
     return lines
 
 
-def _said(row: Row) -> str:
+def _verdicts(row: Row) -> str:
     return ", ".join(f"{what} {getattr(row, what)}" for what in CAPABILITIES if what != "training")
 
 
@@ -426,8 +428,8 @@ def main() -> None:
         if wanted is None or name in wanted:
             measure_row = measured if options.compare else partial(row_of, known=rows.get(name))
             row = rows[name] = measure_row(name, config, model_class)
-            said = " ".join(f"{what} {getattr(row, what):8s}" for what in CAPABILITIES)
-            print(f"{name:28s} {said} {'; '.join(row.notes)[:150]}", flush=True)
+            verdicts = " ".join(f"{what} {getattr(row, what):8s}" for what in CAPABILITIES)
+            print(f"{name:28s} {verdicts} {'; '.join(row.notes)[:150]}", flush=True)
             options.output.write_text(render(list(rows.values())), encoding="utf-8")  # what is known so far
     if options.compare:
         before = rows_of(options.compare.read_text(encoding="utf-8"))
