@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.config.warn import warn
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
 from automodel_cli.distributed.typed_torch import TorchDispatchMode
 
@@ -211,7 +212,10 @@ def _fuse_rotary(module: nn.Module, fuser: RegionCompiler) -> None:
     for name, function in _rotations(forward):
         run = fuser(FusibleRegion("rotary", function, (2, 3), _rotary_sample_of(function)))
         if run is not None:
-            module.forward = MethodType(_calling(forward, name, run, function), module)
+            try:
+                module.forward = MethodType(_calling(forward, name, run, function), module)
+            except ValueError as error:
+                warn("fusion_lost", "rotary embeddings run uncompiled: %s", error)
             return
 
 
