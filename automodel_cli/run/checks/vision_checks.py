@@ -79,11 +79,11 @@ def check_vision(model: ModelConfig, data: DataConfig, mesh: MeshConfig, paralle
 
 
 def _check_layout(mesh: MeshConfig, parallelizer: Strategy) -> None:
-    for axis, name in (
-        ("pp_size", "pipeline"),
-        ("tp_size", "tensor"),
-        ("cp_size", "context"),
-        ("ep_size", "expert"),
+    for axis, name, fix in (
+        ("pp_size", "pipeline", "mesh.pp_size=1 pipeline=null"),
+        ("tp_size", "tensor", "mesh.tp_size=1"),
+        ("cp_size", "context", "mesh.cp_size=1"),
+        ("ep_size", "expert", "mesh.ep_size=1"),
     ):
         size = getattr(mesh, axis) or 1
         if size > 1:
@@ -92,7 +92,7 @@ def _check_layout(mesh: MeshConfig, parallelizer: Strategy) -> None:
                 "process for the front end",
                 code="unsupported_combination",
                 keys=(f"mesh.{axis}", "model.vision"),
-                fix=f"mesh.{axis}=1" + (" pipeline=null" if axis == "pp_size" else ""),
+                fix=fix,
             )
     if not isinstance(parallelizer, (FSDP2Config, DDPConfig)):
         raise ConfigError(
