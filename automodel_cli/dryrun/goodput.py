@@ -44,7 +44,7 @@ def print_goodput(recipe: Any, request: TraceRequest, layout: Layout, assumed: A
     step, rate = found.step_range, found.throughput
     print(
         f"{request.num_gpus} GPUs on {cluster.nodes} nodes: step {spread(step.low, step.high)} s, "
-        f"{spread(rate.low, rate.high)} tokens/s/GPU without disturbance\n"
+        f"{spread(rate.low, rate.high)} tokens/s/GPU without failures\n"
         f"a failure every {cluster.mtbf / HOURS:.3g} hours; a checkpoint stops training for {cluster.save:.3g} s, "
         f"a restart takes {cluster.restart / 60:g} minutes\n"
         f"best interval by formula (Daly): {best:.0f} steps, {minutes:.0f} minutes\n"
@@ -79,11 +79,11 @@ def _never(hours: float) -> float:
 
 def _rendered(lines: list[tuple[str, Goodput]], found: Estimate) -> str:
     width = max((len(name) for name, _ in lines), default=0)
-    heads = f"{'':{width}}  goodput  lost  restarts  checkpoints  slow nodes  tokens/s/GPU that are kept"
+    heads = f"{'':{width}}  goodput  lost  restarts  checkpoints  slow nodes  kept tokens/s/GPU"
     rows = []
     for name, one in lines:
         kept = found.throughput.times(one.kept)
-        shares = f"{one.kept:7.1%} {one.lost:5.1%} {one.restart:9.1%} {one.save:12.1%} {one.slow:11.1%}"
+        shares = f"{one.kept:7.1%} {one.lost:5.1%} {one.restart:9.1%} {one.save:12.1%} {one.slow:z11.1%}"
         rows.append(f"{name:{width}}  {shares}  {spread(kept.low, kept.high)}")
     return "\n".join([heads, *rows])
 

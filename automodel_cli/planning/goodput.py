@@ -197,5 +197,5 @@ def table(cluster: Cluster, configured: float | None, *, seconds: float, seed: i
     if math.isfinite(at):
         others = [spares for spares in (0, 1, 2, 4) if spares != cluster.spares]
         change: Callable[[int], Cluster] = lambda spares: Cluster(**{**vars(cluster), "spares": spares})  # noqa: E731
-        lines += [(f"{spares} spare nodes, every {max(1, round(at))} steps", change(spares), at) for spares in others]
+        lines += [(f"--spare-nodes {spares}, every {max(1, round(at))} steps", change(spares), at) for spares in others]
     return [(name, simulate(one, every, seconds=seconds, seed=seed)) for name, one, every in lines]
