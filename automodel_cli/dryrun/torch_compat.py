@@ -123,6 +123,7 @@ def _meta_in_cpp(cuda: torch.device) -> None:
         # C++ makes gradients and buffers "like" such a tensor on meta: in Python that is cuda again.
         (FakeTensor, "fake_device", property(lambda t: t._fake_device, set_device)),  # 2.11 has a plain attribute
         (FakeTensorMode, "avoid_device_init", True),  # torch asks cuda.is_available(), which has been made true
+        (fake_tensor, "init_gpu_context", lambda device: None),  # 2.11 asks it too, and then allocates on the device
         (FakeTensor, "is_meta", property(lambda t: False)),
         (FakeTensor, "is_cuda", property(lambda t: t.fake_device.type == "cuda")),
         (DTensor, "device", property(lambda t: t._local_tensor.device)),
