@@ -81,7 +81,7 @@ PLANNED = [
     Case("smollm2_135m", 1, 0),
 ]
 EVERY = [*DEFAULT, *SLOW, *PLANNED]
-_NOT_OF_REAL_SIZE = re.compile(r"quickstart.*|.*_tiny|sft|dpo|grpo|kd|rm")
+_NOT_OF_REAL_SIZE = re.compile(r"quickstart.*|.*_tiny|sft|dpo|grpo|kd|rm|vlm")
 """Toys, and what recipes begin with."""
 
 

@@ -110,9 +110,8 @@ def test_a_command_of_a_block_is_one_that_runs(page: Path, folder: Path, monkeyp
         if words[0] == "sweep":
             axes(overrides)
         else:  # what a URL needs may not be installed
-            check_config(
-                compose(conf, [o for o in overrides if not o.startswith("output_dir=s3:")]), Trust(frozenset(), OWN)
-            )
+            config = compose(conf, [o for o in overrides if not o.startswith("output_dir=s3:")])
+            check_config(config, Trust(frozenset(), OWN) | (params.get("trust") or Trust()))
 
 
 @pytest.fixture(scope="module")

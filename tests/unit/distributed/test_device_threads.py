@@ -28,6 +28,7 @@ ROOT = Path(automodel_cli.__file__).parent
 NO_DEVICE = {
     "distributed/device_threads.py": "the pools themselves",
     "data/chat/time_limit.py": "watches chat templates, without torch",
+    "data/pictures/reader.py": "decodes pictures with PIL",
     "data/preparation/dataloader.py": "runs what the session prepares, which selects the device",
     "distributed/store_client.py": "talks to the store",
     "launch/cleanup_timeout.py": "ends processes, without torch",
