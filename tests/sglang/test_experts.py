@@ -123,7 +123,8 @@ def test_the_experts_it_tells_are_those_of_the_models_own_routers(engine: SGLang
 def test_a_run_replays_what_servers_of_its_own_tell(model_folder: Path, tmp_path: Path) -> None:
     """It starts two, on the CPU. Weights that are up to two steps old choose other experts than the trainer's."""
     config, port = yaml.safe_load(RUN.replace("MODEL", str(model_folder))), free_port()
-    own = {"number": 2, "gpus": 0, "port": port, "dtype": "float32", "program": PROGRAM, "options": OPTIONS}
+    own = {"num_servers": 2, "gpus_per_server": 0, "port": port, "dtype": "float32"}
+    own |= {"executable": PROGRAM, "extra_args": OPTIONS}
     config["rollout"]["engine"]["servers"] = own
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     words = ["rollout=sglang", "rollout.replay_routing=true"]
