@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 
@@ -60,8 +61,11 @@ class ServerProcess:
                 keys=(key,),
                 fix=f"end the other server, or {elsewhere}",
             )
-        program = next((word for word in command if word != "env" and "=" not in word), "")
-        if shutil.which(program) is None:
+        # `env A=1 vllm serve`. With options of env or another PATH, only env knows whether the program exists.
+        variables_set = list(takewhile(lambda word: word == "env" or "=" in word, command))
+        program = next(iter(command[len(variables_set) :]), "env")
+        is_known = not program.startswith("-") and not any(word.startswith("PATH=") for word in variables_set)
+        if is_known and shutil.which(program) is None:
             raise RunError(
                 f"{key}: `{self._command}` cannot be started, because {program} is not on PATH",
                 code="command_failed",

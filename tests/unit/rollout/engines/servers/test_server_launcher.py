@@ -69,6 +69,15 @@ def test_an_engine_that_is_not_installed_gets_an_environment(
     assert f"--python engine {engine}" in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    "prefix", [("env", "-C", "/"), ("env", "-C", "/", "env", "PATH=/bin:/usr/bin"), ("env", "PATH=/bin")]
+)
+def test_env_with_options_or_a_path_of_its_own_is_started(prefix: tuple[str, ...], tmp_path: Path) -> None:
+    server = Server(f"http://127.0.0.1:{free_port()}")
+    with raises(RunError, "server_failed"):  # it ran, and ended
+        ServerProcess([*prefix, "false"], server, tmp_path / "log", timeout=20)
+
+
 def test_a_server_is_told_what_training_needs_of_it() -> None:
     servers = loaded(*VLLM, TWO, "data.seq_len=4096").generation_servers()
     words = servers.words("0.0.0.0", "8001")
