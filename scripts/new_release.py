@@ -187,9 +187,7 @@ def tested_table() -> str:
     """Return the Markdown table of tested releases."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needs = [line for lines in project["optional-dependencies"].values() for line in lines] + project["dependencies"]
-    ranges = {"python": project["requires-python"], **tested_versions.OTHER_RANGES}
-    for name, specifier in re.findall(r"^([\w.-]+)(?:\[.*?\])?(.*)$", "\n".join(needs), re.M):
-        ranges[name] = specifier or ranges.get(name, "")
+    ranges = {"python": project["requires-python"], **tested_versions.ranges_of(needs)}
     rows = [
         f"| {name} | {f'`{ranges[name]}`' if ranges.get(name) else 'any'} | {', '.join(releases)} |"
         for name, releases in tested_versions.TESTED.items()

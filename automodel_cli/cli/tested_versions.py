@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Literal
 
@@ -45,8 +45,13 @@ OTHER_RANGES = {"sglang": ">=0.5.21"}
 
 def ranges() -> dict[str, str]:
     """Return the supported range of Python, of each dependency and of each package of an extra."""
-    supported = {"python": _metadata()["Requires-Python"], **OTHER_RANGES}
-    for line in _metadata().get_all("Requires-Dist") or ():
+    return {"python": _metadata()["Requires-Python"], **ranges_of(_metadata().get_all("Requires-Dist") or ())}
+
+
+def ranges_of(requirements: Iterable[str]) -> dict[str, str]:
+    """Return package -> range of lines such as `peft>=0.17` and `vllm>=0.31 ; extra == "vllm"`, with OTHER_RANGES."""
+    supported = dict(OTHER_RANGES)
+    for line in requirements:
         match = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", line)
         assert match is not None, line
         name, specifier = match.groups()

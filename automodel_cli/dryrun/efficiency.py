@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,4 +50,10 @@ class Efficiency:
 
 def efficiency(gpu: str) -> Efficiency:
     """Return the constants of a GPU type of `hardware.GPUS`."""
-    return Efficiency(**json.loads(FILE.read_text(encoding="utf-8"))["gpus"][gpu])
+    return _fitted()[gpu]
+
+
+@functools.cache
+def _fitted() -> dict[str, Efficiency]:
+    gpus = json.loads(FILE.read_text(encoding="utf-8"))["gpus"]
+    return {name: Efficiency(**constants) for name, constants in gpus.items()}

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HOURS = 3600.0
 
@@ -196,6 +195,6 @@ def table(cluster: Cluster, configured: float | None, *, seconds: float, seed: i
     at = configured if configured is not None else best
     if math.isfinite(at):
         others = [spares for spares in (0, 1, 2, 4) if spares != cluster.spares]
-        change: Callable[[int], Cluster] = lambda spares: Cluster(**{**vars(cluster), "spares": spares})  # noqa: E731
-        lines += [(f"--spare-nodes {spares}, every {max(1, round(at))} steps", change(spares), at) for spares in others]
+        every = max(1, round(at))
+        lines += [(f"--spare-nodes {n}, every {every} steps", replace(cluster, spares=n), at) for n in others]
     return [(name, simulate(one, every, seconds=seconds, seed=seed)) for name, one, every in lines]

@@ -31,6 +31,8 @@ class PictureProcessor(Protocol):
 
     placeholder: int
     """Id of the tokens at which features of pictures are inserted."""
+    has_grid: bool
+    """Whether the family has rotary positions of time, height and width."""
 
     def cache_key(self) -> str:
         """Text that changes whenever tokens or pixels of a picture would."""
@@ -124,6 +126,8 @@ class PictureReader:
         return rgb(table.content(number))
 
     def _positions(self, batch: Batch, shown: Sequence[Sequence[Any]], inputs: dict[str, Tensor]) -> Tensor | None:
+        if not self.processor.has_grid:
+            return None
         ids_N = batch.input_ids_BT.flatten()
         plain_N = batch.position_ids_BT.flatten()
         found, first = [], 0
@@ -132,11 +136,4 @@ class PictureReader:
             positions_3T = self.processor.positions(ids_N[start:stop], inputs, first, count) if count else None
             found.append(plain_N[start:stop].expand(3, -1) if positions_3T is None else positions_3T)
             first += count
-        if not self.has_grid:
-            return None
         return torch.cat(found, 1).view(3, *batch.shape)
-
-    @property
-    def has_grid(self) -> bool:
-        """Whether the family has rotary positions of time, height and width."""
-        return bool(getattr(self.processor, "has_grid", False))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _PROBE_VOCAB = 64
+_Measured = tuple[type["PreTrainedModel"], str, HeadKind]
+_heads: dict[tuple[Any, type, str], _Measured | None] = {}
 
 
 def composite_class(whole_config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -65,7 +67,7 @@ def with_composite_head(text: PretrainedConfig, whole_config: PretrainedConfig) 
     cls: Any = composite_class(whole_config)
     has_own = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     try:
-        measured = None if cls is None else _measured(cls, _Hashed(whole_config))
+        measured = None if cls is None else _measured(cls, whole_config)
     except Exception:  # a composite may need packages that text does not, or reject a small vocabulary
         measured = None
     if measured is None:
@@ -83,28 +85,20 @@ def _same_head(a: HeadKind, b: HeadKind) -> bool:
     return a.name == b.name and abs(a.value - b.value) <= 1e-4 * abs(b.value)
 
 
-class _Hashed:
-    """A config as a key of a cache."""
-
-    def __init__(self, config: PretrainedConfig):
-        self.config = config
-        self._key = (type(config), config.to_json_string())
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and self._key == other._key
+def _measured(cls: Any, whole_config: PretrainedConfig) -> _Measured | None:
+    key = (cls, type(whole_config), whole_config.to_json_string())
+    if key not in _heads:
+        _heads[key] = _measure(cls, whole_config)
+    return _heads[key]
 
 
-@functools.lru_cache(maxsize=16)
 @torch.no_grad()
-def _measured(cls: Any, whole: _Hashed) -> tuple[type[PreTrainedModel], str, HeadKind] | None:
+def _measure(cls: Any, whole_config: PretrainedConfig) -> _Measured | None:
     """Return the class of the text model, the name of its embedding, and the composite's head.
 
     The composite is on the meta device with a vocabulary of 64. Its text model returns given hidden states.
     """
-    small: Any = copy.deepcopy(whole.config)
+    small: Any = copy.deepcopy(whole_config)
     for config in (small, small.get_text_config()):
         config.pad_token_id = 0
     small.get_text_config().vocab_size = _PROBE_VOCAB
@@ -132,9 +126,14 @@ def _measured(cls: Any, whole: _Hashed) -> tuple[type[PreTrainedModel], str, Hea
 
 def _outermost_without(composite: nn.Module, name: str, matrix: nn.Module) -> str:
     """Return the outermost module on the way to `name` that does not contain the output matrix."""
-    parts = name.split(".")
-    paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    paths = module_paths(name)
     return next(path for path in paths if matrix not in set(composite.get_submodule(path).modules()))
+
+
+def module_paths(name: str) -> list[str]:
+    """Return the names of the modules on the way to `name`, the outermost first: `a`, `a.b`, `a.b.c` for `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _apply(kind: HeadKind, logits: Tensor) -> Tensor:

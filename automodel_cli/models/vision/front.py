@@ -94,12 +94,12 @@ class Front(nn.Module):
         inputs = {name: _moved(value, ids_BT.device, dtype) for name, value in pictures.inputs.items()}
         positions = None if pictures.positions_3BT is None else pictures.positions_3BT.to(ids_BT.device)
         if pictures.blank_ids_T is None:
-            caught = self._caught(ids_BT, positions, pictures.placeholder, inputs)
+            caught = self._inputs_of_text(ids_BT, positions, pictures.placeholder, inputs)
         else:
-            caught = self._caught(ids_BT, positions, pictures.placeholder, {})
+            caught = self._inputs_of_text(ids_BT, positions, pictures.placeholder, {})
             blank_ids = pictures.blank_ids_T[None].to(ids_BT.device)
             blank_positions = None if positions is None else positions.new_zeros(3, *blank_ids.shape)
-            blank = self._caught(blank_ids, blank_positions, pictures.placeholder, inputs)
+            blank = self._inputs_of_text(blank_ids, blank_positions, pictures.placeholder, inputs)
             caught["inputs_embeds"] = caught["inputs_embeds"] + _empty_sum(blank)
         if positions is not None:
             caught["position_ids"] = positions
@@ -107,30 +107,29 @@ class Front(nn.Module):
             caught.pop("position_ids", None)
         return caught
 
+    def _inputs_of_text(
+        self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the keywords of the text model without None and without settings."""
+        caught = self._caught(ids_BT, positions, placeholder, inputs)
+        return {name: value for name, value in caught.items() if value is not None and name not in _SETTINGS}
+
     def _caught(
         self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: dict[str, Tensor]
     ) -> dict[str, Any]:
+        """Return all keywords that the composite passes to its text model."""
         types = {name: (ids_BT == placeholder).long() for name in TYPE_IDS if name in self._takes}
         given = {} if positions is None else {"position_ids": positions}
         try:
             self._entry(input_ids=ids_BT, **types, **given, **inputs, use_cache=False)
         except _Caught as caught:
-            return {k: v for k, v in caught.keywords.items() if v is not None and k not in _SETTINGS}
+            return caught.keywords
         raise RuntimeError(f"{type(self.composite).__name__} did not call its text model")
 
     def masks(self, ids_BT: Tensor, pictures: Pictures) -> Any:
         """Return the attention mask that the composite makes for its text model, None if it makes none."""
-        types = {name: (ids_BT == pictures.placeholder).long() for name in TYPE_IDS if name in self._takes}
-        given = {} if pictures.positions_3BT is None else {"position_ids": pictures.positions_3BT}
-        try:
-            self._entry(input_ids=ids_BT, **types, **given, **pictures.inputs, use_cache=False)
-        except _Caught as caught:
-            return caught.keywords.get("attention_mask")
-        return None
-
-    def accepted(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return those outputs of an image processor that the composite takes."""
-        return {name: value for name, value in inputs.items() if name in self._takes}
+        caught = self._caught(ids_BT, pictures.positions_3BT, pictures.placeholder, pictures.inputs)
+        return caught.get("attention_mask")
 
     def is_tower(self, name: str) -> bool:
         """Return whether a parameter (named as in the composite) belongs to the tower. All others are the projector."""
@@ -160,7 +159,7 @@ class Front(nn.Module):
 
 def _outermost_beside(name: str, text_name: str) -> str:
     """Return the outermost module on the way to `name` that does not contain the text model."""
-    paths = [".".join(name.split(".")[: count + 1]) for count in range(name.count(".") + 1)]
+    paths = composite_text.module_paths(name)
     return next(path for path in paths if not f"{text_name}.".startswith(f"{path}."))
 
 

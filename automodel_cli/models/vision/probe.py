@@ -7,7 +7,6 @@ Widths, depths and the vocabulary are small. Runs before anything is built.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -42,11 +41,15 @@ _PROJECTED = ("projection_dim", "projector_hidden_size", "vision_output_dim", "p
 _PICTURES = (((40, 56),), (), ((56, 40), (40, 40)))
 """Height and width of the pictures of each document."""
 _TOLERANCE = 1e-3  # relative. float32; leaks and wrong positions are at least 1e-2.
+_reasons: dict[tuple[type, str, str], str] = {}
 
 
 def probe_pictures(whole_config: PretrainedConfig, processor: FamilyProcessor) -> None:
     """Raise ConfigError if packed documents with pictures differ from the composite's own forward. Cached."""
-    if reason := _reason(_Case(whole_config, processor)):
+    key = (type(whole_config), whole_config.to_json_string(), processor.cache_key())
+    if key not in _reasons:
+        _reasons[key] = _reason(whole_config, processor)
+    if reason := _reasons[key]:
         raise ConfigError(
             f"pictures are not supported for {whole_config.model_type} because {reason}",
             code="not_supported_by_model",
@@ -55,27 +58,12 @@ def probe_pictures(whole_config: PretrainedConfig, processor: FamilyProcessor) -
         )
 
 
-class _Case:
-    """A config with its processor, as the key of a cache."""
-
-    def __init__(self, config: PretrainedConfig, processor: FamilyProcessor):
-        self.config, self.processor = config, processor
-        self._key = (type(config), config.to_json_string(), processor.cache_key())
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Case) and self._key == other._key
-
-
-@functools.lru_cache(maxsize=8)
-def _reason(case: _Case) -> str:
+def _reason(config: PretrainedConfig, processor: FamilyProcessor) -> str:
     """Return why pictures are not supported, or an empty string."""
     try:
         with transformers_compat.quiet():
-            small = small_composite(case.config)
-            return _difference(small, case.processor.resized(small))
+            small = small_composite(config)
+            return _difference(small, processor.resized(small))
     except ConfigError as error:
         return error.message
     except Exception as error:  # any class of the library may fail in its own way on small sizes

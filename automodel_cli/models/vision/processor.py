@@ -7,7 +7,6 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,12 +57,10 @@ class FamilyProcessor:
     def __init__(self, processor: Any, whole_config: PretrainedConfig):
         """Raises ConfigError if the processor does not fit the model."""
         self.processor = processor
-        self._meta: Any = composite_on_meta(whole_config, torch.float32)
-        base = self._meta.base_model
-        self.takes = frozenset(inspect.signature(base.forward).parameters)
-        self._rope_index = getattr(base, "get_rope_index", None)
+        self._set_model(whole_config)
+        self.original_placeholder = self.placeholder
+        self.takes = frozenset(inspect.signature(self._meta.base_model.forward).parameters)
         self.has_grid = self._rope_index is not None
-        self.placeholder = self.original_placeholder = _placeholder(whole_config)
         self.replacement = functools.lru_cache(maxsize=4096)(self._replacement)
         ids = self.replacement(_BLANK, _BLANK)
         if not (ids == self.placeholder).any():
@@ -77,10 +74,15 @@ class FamilyProcessor:
     def resized(self, small: PretrainedConfig) -> FamilyProcessor:
         """Return the same processor for a small copy of the model, with another placeholder."""
         other = copy.copy(self)
-        other._meta = composite_on_meta(small, torch.float32)
-        other._rope_index = getattr(other._meta.base_model, "get_rope_index", None)
-        other.placeholder = _placeholder(small)
+        other._set_model(small)
         return other
+
+    def _set_model(self, whole_config: PretrainedConfig) -> None:
+        self._meta: Any = composite_on_meta(whole_config, torch.float32)
+        self._rope_index = getattr(self._meta.base_model, "get_rope_index", None)
+        rope_index = self._rope_index
+        self._rope_names = frozenset(() if rope_index is None else inspect.signature(rope_index).parameters)
+        self.placeholder = _placeholder(whole_config)
 
     def cache_key(self) -> str:
         import transformers
@@ -107,9 +109,9 @@ class FamilyProcessor:
         if self._rope_index is None:
             return None
         ids_BT = ids_T[None]
-        names = inspect.signature(self._rope_index).parameters
-        given = {name: (ids_BT == self.placeholder).int() for name in TYPE_IDS if name in names}
-        given |= {name: inputs[name][first : first + count] for name in ("image_grid_thw",) if name in names}
+        given = {name: (ids_BT == self.placeholder).int() for name in TYPE_IDS if name in self._rope_names}
+        if "image_grid_thw" in self._rope_names:
+            given["image_grid_thw"] = inputs["image_grid_thw"][first : first + count]
         positions_3BT: Tensor = self._rope_index(input_ids=ids_BT, **given)[0]
         return positions_3BT[:, 0]
 
@@ -140,8 +142,3 @@ def _placeholder(whole_config: PretrainedConfig) -> int:
 def picture_processor(config: ModelConfig, tokenizer: Any) -> FamilyProcessor:
     """Return the processor of the model section for data preparation."""
     return FamilyProcessor(load_processor(config, tokenizer), source.whole_config(config))
-
-
-def processor_files(config: ModelConfig, tokenizer: Any, folder: Path) -> None:
-    """Write the files of the processor."""
-    load_processor(config, tokenizer).save_pretrained(folder)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from automodel_cli.distributed.strategies.fsdp2.torch_compat import param_groups
 
 
 def fsdp_roots(part: nn.Module) -> list[FSDPModule]:
@@ -48,15 +49,6 @@ def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
     finally:
         for context, root in zip(contexts, before, strict=True):
             context.iter_forward_root = root
-
-
-def param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP state. torch 2.12 has several per state, 2.11 at most one.
-
-    Remove the second branch when torch >= 2.12 is the minimum.
-    """
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
 
 
 def set_sync(root: FSDPModule, enabled: bool) -> None:

@@ -40,7 +40,14 @@ def copy_once(unit: FSDPModule) -> None:
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
-    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    return param_groups(fully_shard.state(unit))  # type: ignore[attr-defined]
+
+
+def param_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of an FSDP state. torch 2.12 has several per state, 2.11 at most one.
+
+    Remove the second branch when torch >= 2.12 is the minimum.
+    """
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 

@@ -116,10 +116,10 @@ def test_the_probe_finds_wrong_positions(monkeypatch: pytest.MonkeyPatch):
         return real(self, *given)[[0, 2, 1]]
 
     monkeypatch.setattr(FamilyProcessor, "positions", transposed)
-    probe._reason.cache_clear()
+    probe._reasons.clear()
     with raises(ConfigError, "not_supported_by_model", keys=("model.vision",)):
         probe_pictures(config, processor)
-    probe._reason.cache_clear()
+    probe._reasons.clear()
 
 
 @pytest.mark.parametrize(
