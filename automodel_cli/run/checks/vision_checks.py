@@ -9,6 +9,7 @@ from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.strategies.ddp.config import DDPConfig
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.training.config import ValidationConfig
 
 
 def refuse_vision(kind: str, model: ModelConfig, data: DataConfig) -> None:
@@ -42,7 +43,9 @@ def refuse_command(kind: str, model: ModelConfig, command: str) -> None:
         )
 
 
-def check_vision(model: ModelConfig, data: DataConfig, mesh: MeshConfig, parallelizer: Strategy) -> None:
+def check_vision(
+    model: ModelConfig, data: DataConfig, validation: ValidationConfig, mesh: MeshConfig, parallelizer: Strategy
+) -> None:
     """Raise ConfigError if a recipe with pictures has settings that do not support them."""
     vision = model.vision
     if vision is None:
@@ -60,6 +63,13 @@ def check_vision(model: ModelConfig, data: DataConfig, mesh: MeshConfig, paralle
             code="nothing_to_train",
             keys=("model.vision.tower", "model.vision.projector", "model.vision.text"),
             fix="model.vision.projector=trained",
+        )
+    if validation.tasks:
+        raise ConfigError(
+            "validation.tasks is not supported with pictures, because tasks run the text model only",
+            code="unsupported_combination",
+            keys=("validation.tasks", "model.vision"),
+            fix="remove validation.tasks",
         )
     if data.loss_mask == "all":
         raise ConfigError(
