@@ -26,6 +26,7 @@ _GIB = 2**30
 _EXTRAS = {
     "peft": ("peft", "LoRA"),
     "gguf": ("gguf", "GGUF files"),
+    "vlm": ("pillow", "pictures"),
     "te": ("transformer-engine", "FP8 and TE kernels"),
     "megatron": ("megatron-fsdp", "the Megatron-FSDP parallelizer"),
     "vllm": ("vllm", "fast rollouts"),

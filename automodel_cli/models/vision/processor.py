@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import importlib.util
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,15 @@ _BLANK = 32  # pixels of the side of the blank picture, before the processor res
 
 
 def load_processor(config: ModelConfig, tokenizer: Any) -> Any:
-    """Return the processor of transformers. Raises ConfigError if there is none."""
+    """Return the processor of transformers. Raises ConfigError if there is none, or if Pillow is not installed."""
     assert config.vision is not None
+    if importlib.util.find_spec("PIL") is None:
+        raise ConfigError(
+            "recipes with pictures need Pillow, which is not installed",
+            code="missing_package",
+            keys=("model.vision",),
+            fix="pip install pillow",
+        )
     chosen = config.vision.processor or config.pretrained
     if chosen is None:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,4 +91,11 @@ def test_the_processor_of_a_folder_is_that_of_the_library(tmp_path: Path):
 def test_random_weights_need_a_processor():
     config = ModelConfig(config={"model_type": "qwen3_vl"}, vision=VisionConfig())
     with raises(ConfigError, "missing_key", keys=("model.vision.processor",)):
+        load_processor(config, None)
+
+
+def test_recipes_with_pictures_need_pillow(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)  # as if it were not installed
+    config = ModelConfig(config={"model_type": "qwen3_vl"}, vision=VisionConfig())
+    with raises(ConfigError, "missing_package", keys=("model.vision",)):
         load_processor(config, None)
