@@ -9,7 +9,7 @@ from automodel_cli.evaluation.validation import check_tasks
 from automodel_cli.models.config import ModelConfig, TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.config import RolloutConfig
-from automodel_cli.rollout.config_checks import why_prompts_are_apart
+from automodel_cli.rollout.config_checks import why_prompts_not_shared
 from automodel_cli.rollout.recipe_checks import CHECKS, check_prompts_per_rank, check_sampled_model
 from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.run.checks.cross_section_checks import check_exported
@@ -79,14 +79,16 @@ class GRPORecipe(Recipe):
         """The samples of an update lie side by side in rows, a group's perhaps behind one copy of its prompt."""
         if self.data.packing == "none":
             return None
-        shared = "" if self.why_prompts_are_apart else ", and may read the prompt of a group once (share_prompt_prefix)"
+        shared = (
+            "" if self.why_prompts_not_shared else ", and may read the prompt of a group once (share_prompt_prefix)"
+        )
         size = self.train.global_batch_size
         return f"an update is counted as {size} full rows; a run packs its {size} samples into fewer{shared}"
 
     @property
-    def why_prompts_are_apart(self) -> str:
+    def why_prompts_not_shared(self) -> str:
         """See the function of this name, for these sections."""
-        return why_prompts_are_apart(self.rollout, self.data, self.model, self.mesh, self.parallelizer)
+        return why_prompts_not_shared(self.rollout, self.data, self.model, self.mesh, self.parallelizer)
 
     @property
     def sample_len(self) -> int:

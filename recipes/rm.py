@@ -35,9 +35,9 @@ class RMRecipe(PreferenceRecipe):
 
     def run(self, source: Composed) -> int:
         from automodel_cli.models.checkpoint_io.sequence_classifier import require_classifier
-        from automodel_cli.models.hub.source import whole_config
+        from automodel_cli.models.hub.source import composite_config
 
-        require_classifier(whole_config(self.model))
+        require_classifier(composite_config(self.model))
         return super().run(source)
 
     def columns(self, session: Trainer) -> Columns:

@@ -27,7 +27,7 @@ class VLMRecipe(SFTRecipe):
         from automodel_cli.data.pictures.reader import PictureSupport
         from automodel_cli.data.pictures.rows import PictureRows
         from automodel_cli.data.preparation.pipeline import prepare_data
-        from automodel_cli.models.hub.source import stop_ids, whole_config
+        from automodel_cli.models.hub.source import composite_config, stop_ids
         from automodel_cli.models.vision.probe import probe_pictures
         from automodel_cli.models.vision.processor import picture_processor
         from automodel_cli.run.checks.token_ids import check_prepared
@@ -35,7 +35,7 @@ class VLMRecipe(SFTRecipe):
         processor = picture_processor(self.model, tokenizer)
         if tokenizer.chat_template is None:  # repositories may store it with the processor only
             tokenizer.chat_template = getattr(processor.processor, "chat_template", None)
-        probe_pictures(whole_config(self.model), processor)
+        probe_pictures(composite_config(self.model), processor)
         rows = PictureRows(self.data.media_dir or _folder_of(self.data.path), self.data.max_image_pixels)
         support = PictureSupport(rows, processor)
         found = prepare_data(self.data, tokenizer, seed=self.seed, stop_ids=stop_ids(self.model), pictures=support)

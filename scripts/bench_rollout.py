@@ -86,7 +86,7 @@ def make_work(count: int, samples: int, vocab: int, longest_prompt: int, longest
 
 
 def run_sampler(part: ModelPart, work: Work, slots: int, device: torch.device) -> int:
-    sampler = Sampler(Decoder.whole(part, device), packed_attention, stop_token_ids=[], max_num_seqs=slots)
+    sampler = Sampler(Decoder.from_part(part, device), packed_attention, stop_token_ids=[], max_num_seqs=slots)
     completions = sampler.generate(work.prompts, SamplingParams(temperature=0.0), limits=work.lengths)
     return sum(len(completion.tokens) for completion in completions)
 

@@ -176,7 +176,7 @@ def rollouts(
         for name, error in row["errors"].items():
             click.echo(click.style(visible(f"{name}: {error}"), fg="red"))
         click.echo(click.style(visible(str(row["prompt"][-1]["content"])), dim=True))
-        click.echo(visible(samples.said(row["completion"], row.get("turns"))) + "\n")
+        click.echo(visible(samples.conversation_text(row["completion"], row.get("turns"))) + "\n")
     if not as_json:
         click.echo(f"{len(samples_shown)} of {total:,} samples, {order} first")
 

@@ -65,5 +65,5 @@ def _answer(item: Mapping[str, Any]) -> str:
     """Return the model's choice, or the first of its responses."""
     if "chosen" in item:
         return str(item["chosen"])
-    responses = item.get("responses") or item.get("said") or [""]
+    responses = item.get("responses") or [""]
     return str(responses[0]) if str(responses[0]).strip() else "(empty)"

@@ -98,7 +98,7 @@ def read_lm_eval_scores(folder: Path) -> dict[str, TaskScores]:
 def _item(row: Mapping[str, Any]) -> dict[str, Any]:
     question = row["arguments"]["gen_args_0"]["arg_0"]
     responses = row["filtered_resps"]
-    item = {"question": question, "answer": row["target"], "said": [str(response) for response in responses]}
+    item = {"question": question, "answer": row["target"], "responses": [str(response) for response in responses]}
     return {**item, **_chosen(responses)}
 
 

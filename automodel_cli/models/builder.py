@@ -48,13 +48,13 @@ def build_part(
     if request.values:
         part.add_value_head()
     if config.vision is not None:
-        add_front(part, config.vision, source.whole_config(config), getattr(torch, config.dtype))
+        add_front(part, config.vision, source.composite_config(config), getattr(torch, config.dtype))
     return part
 
 
-def add_front(part: ModelPart, vision: VisionConfig, whole_config: PretrainedConfig, dtype: torch.dtype) -> None:
+def add_front(part: ModelPart, vision: VisionConfig, composite_config: PretrainedConfig, dtype: torch.dtype) -> None:
     """Add the front end of a vision-language model, on the meta device, and freeze what the config says."""
-    front = Front(composite_on_meta(whole_config, dtype), part.model.base_model)
+    front = Front(composite_on_meta(composite_config, dtype), part.model.base_model)
     for name, param in front.composite.named_parameters():
         param.requires_grad_((vision.tower if front.is_tower(name) else vision.projector) == "trained")
     if vision.text == "frozen":

@@ -153,14 +153,14 @@ class Context:
         positions_Bt = self.local_positions(position_ids_BT)
         return {"input_ids": self.local(input_ids_BT, 0), "position_ids": positions_Bt, "context": self}
 
-    def whole(self, x_Bt: Tensor) -> Tensor:
+    def gather_rows(self, x_Bt: Tensor) -> Tensor:
         """Gather local results `[B, t, ...]` to `[B, T, ...]` in row order on all ranks. Collective."""
         # [R * B, t, ...] -> [R, B, t, ...] -> [B, R * t, ...] -> row order without padding [B, T, ...]
         gathered = self.group.gather_results(x_Bt.contiguous()).unflatten(0, (self.group.size, self.rows))
         result: Tensor = gathered.transpose(0, 1).flatten(1, 2).index_select(1, self._where_P[: self._length])
         return result
 
-    def whole_index(self) -> Tensor:
+    def global_index(self) -> Tensor:
         """Return the index of each local token in the flat full rows of P tokens, `[B*t]`."""
         row_B1 = torch.arange(self.rows, device=self._local_t.device)[:, None]
         return (row_B1 * self.tokens + self._local_t).flatten()

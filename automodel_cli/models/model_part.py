@@ -106,7 +106,7 @@ class ModelPart(nn.Module):
         if request.further:
             further_BTM = self._further_logprobs(depths, full_labels, model_inputs["cu_seq_lens_q"], context)
             output = output._replace(further_logprobs_BTM=further_BTM)
-        return output if context is None else output.map(context.whole)
+        return output if context is None else output.map(context.gather_rows)
 
     def with_depths(
         self, model_inputs: dict[str, Any], local_inputs: dict[str, Any], request: HeadRequest

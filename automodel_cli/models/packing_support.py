@@ -225,7 +225,7 @@ def _shared_against_whole(model: Any) -> tuple[float, str]:
     whole, names = _layer_outputs(copy.deepcopy(model), inputs)
     both = _BothRanks()
     shared, context = outputs(both)
-    worst = _first_difference([context.whole(layer_output) for layer_output in shared], whole, names)
+    worst = _first_difference([context.gather_rows(layer_output) for layer_output in shared], whole, names)
     if worst[0] > _TOLERANCE:
         return worst
     halves = [layer_output.chunk(2, 1) for layer_output in shared]

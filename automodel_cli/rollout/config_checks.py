@@ -99,7 +99,7 @@ def check_routing_engine(rollout: RolloutConfig, able: Capabilities) -> None:
         )
 
 
-def why_prompts_are_apart(
+def why_prompts_not_shared(
     rollout: RolloutConfig, data: DataConfig, model: ModelConfig, mesh: MeshConfig, parallelizer: Strategy
 ) -> str:
     """Return why the responses of a group cannot share one copy of their prompt in the update. Empty if they can."""

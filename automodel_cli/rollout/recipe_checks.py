@@ -61,7 +61,7 @@ class PolicyRecipe(Protocol):
     @property
     def sample_len(self) -> int: ...
     @property
-    def why_prompts_are_apart(self) -> str: ...
+    def why_prompts_not_shared(self) -> str: ...
 
 
 def check_rollout(recipe: PolicyRecipe) -> None:
@@ -250,7 +250,7 @@ CHECKS: tuple[Callable[[PolicyRecipe], Any], ...] = (
     lambda recipe: check_environment(recipe.rollout, recipe.data, recipe.rewards),
     lambda recipe: check_indexer(recipe.model, recipe.rollout),
     check_replay,
-    lambda recipe: check_shared_prompts(recipe.rollout, recipe.why_prompts_are_apart),
+    lambda recipe: check_shared_prompts(recipe.rollout, recipe.why_prompts_not_shared),
     lambda recipe: check_nodes(recipe.rewards),
     check_teacher,
     check_reference,

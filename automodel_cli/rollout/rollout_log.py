@@ -14,7 +14,7 @@ from automodel_cli.rollout.monitoring.reward_statistics import counted, has_rewa
 from automodel_cli.rollout.rollout_result import Rollout
 from automodel_cli.rollout.types import Sample
 from automodel_cli.run.heldout_accuracy import Accuracy, Answer
-from automodel_cli.runs.rollouts import said
+from automodel_cli.runs.rollouts import conversation_text
 from automodel_cli.training.metrics_file import keep_rows_until
 
 _WIDTH, _MOST = 118, 60
@@ -41,7 +41,11 @@ class RolloutLog:
                 "step": step,
                 "prompt": sample.prompt.messages,
                 "completion": sample.text,
-                **({"turns": sample.said, "environment": sample.environment} if sample.said else {}),
+                **(
+                    {"turns": sample.response_messages, "environment": sample.environment}
+                    if sample.response_messages
+                    else {}
+                ),
                 "reward": sample.score.total,
                 "parts": sample.score.parts,
                 "errors": sample.score.errors,
@@ -72,7 +76,7 @@ def sample_table(step: int, rollout: Rollout, count: int) -> str:
         sample = rollout.samples[number]
         table.add_row(
             _cut(str(sample.prompt.messages[-1]["content"])),
-            _cut(said(sample.text, sample.said)),
+            _cut(conversation_text(sample.text, sample.response_messages)),
             f"{sample.score.total:.3g}",
             f"{rollout.advantages_N[number].item():+.2f}",
             f"{sample.finish_reason}, {sample.num_generated}",

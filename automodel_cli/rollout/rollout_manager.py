@@ -26,7 +26,7 @@ from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.engines.sampler.sampling import shaping_of
 from automodel_cli.rollout.minibatches.advantage_estimation import AdvantageEstimator
 from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
-from automodel_cli.rollout.minibatches.prefix_sharing import why_apart
+from automodel_cli.rollout.minibatches.prefix_sharing import shared_prompts_obstacle
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
 from automodel_cli.rollout.monitoring.health_monitor import HealthMonitor, measured_entropies
 from automodel_cli.rollout.monitoring.logprob_check import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
@@ -82,7 +82,7 @@ class Rollouts(Callback):
         self._rewards = rewards
         self._source = SampleCollector(session, config, rewards, all_judged=judged, selectors=selectors, replay=replay)
         self._scorer = Scorer(session, config, objective, teacher, reference_sync)
-        self._prompts_are_apart = why_apart(session, config, teacher)
+        self._prompts_not_shared_reason = shared_prompts_obstacle(session, config, teacher)
         self._plan = PackingConfig(
             seq_len=self.recipe.data.seq_len,
             packed=self.recipe.data.packing != "none",
@@ -90,7 +90,7 @@ class Rollouts(Callback):
             microbatch_size=self.recipe.train.microbatch_size,
             pad_id=pad_id(session.tokenizer, num_embeddings(self.recipe.model)),
             fits=session.model.stages.takes,
-            share_prompt_prefix=not self._prompts_are_apart,
+            share_prompt_prefix=not self._prompts_not_shared_reason,
         )
         self._credit = AdvantageEstimator(session, config, objective, self._plan, self._scorer, replay)
         self.accuracy: dict[str, Accuracy] = {}
@@ -108,8 +108,8 @@ class Rollouts(Callback):
     def about(self) -> list[tuple[str, str]]:
         """Rows of the header."""
         shared = "shared by the responses of a group in the update"
-        apart = f"not shared in the update: {self._prompts_are_apart}"
-        prompts = ("prompts", apart if self._prompts_are_apart else shared)
+        apart = f"not shared in the update: {self._prompts_not_shared_reason}"
+        prompts = ("prompts", apart if self._prompts_not_shared_reason else shared)
         sampler = getattr(self._source.engine, "about", "") if self.mesh.device.type == "cuda" else ""
         return [("sampler", sampler), prompts] if sampler else [prompts]
 

@@ -120,7 +120,7 @@ class Sample:
     In an episode of several turns:
 
     - `tokens` include the tokens of the environment. `generated` marks those of the model (None: all).
-    - `said`: messages after the prompt. `text`: the last message of the model.
+    - `response_messages`: messages after the prompt. `text`: the last message of the model.
     - `environment`: name of the environment. `account`: its cost.
 
     `routed_experts` `[tokens, layers, k]`: of prompt and response, as far as they are available.
@@ -136,7 +136,7 @@ class Sample:
     weight_version: int
     score: Score
     generated: list[bool] | None = None
-    said: list[Message] = field(default_factory=list)
+    response_messages: list[Message] = field(default_factory=list)
     environment: str | None = None
     account: Account | None = None
     token_versions: list[int] | None = None
@@ -175,7 +175,9 @@ class Sample:
     @property
     def num_turns(self) -> int:
         """Messages of the model."""
-        return 1 if self.generated is None else sum(message["role"] == "assistant" for message in self.said)
+        return (
+            1 if self.generated is None else sum(message["role"] == "assistant" for message in self.response_messages)
+        )
 
     def generated_T(self) -> Tensor:
         """Which of `tokens` the model drew."""

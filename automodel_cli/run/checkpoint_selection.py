@@ -19,7 +19,7 @@ def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool =
             `prefers_best` is set and the run has one.
     """
     folder = CheckpointDir(run_dir / "checkpoints")
-    complete, best = folder.whole(), folder.best()
+    complete, best = folder.complete(), folder.best()
     if not complete:
         raise RunError(f"{run_dir} has no checkpoint", code="no_checkpoint", fix=f"automodel resume {word(run_dir)}")
     if choice is None:

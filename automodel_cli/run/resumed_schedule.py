@@ -27,10 +27,10 @@ def plan_schedules(recipe: Recipe, num_steps: int, checkpoint: Path | None) -> t
     Raises RunError if the earlier schedule is finished and the config does not set `train.extend_schedule`.
     """
     if checkpoint is None:
-        return SchedulePlan.whole(num_steps), None
+        return SchedulePlan.initial(num_steps), None
     meta = read_meta(checkpoint)
     kept, done = meta["extra"].get(KEY), meta["step"]
-    before = SchedulePlan.whole(num_steps) if kept is None else SchedulePlan.from_json(kept)
+    before = SchedulePlan.initial(num_steps) if kept is None else SchedulePlan.from_json(kept)
     if before.num_steps == num_steps:
         return before, None
     how = recipe.train.extend_schedule

@@ -33,7 +33,7 @@ def removable(run: RunEntry, *, last_checkpoint: bool = False, empty: bool = Fal
     """
     if run.state in ("running", "queued"):
         return []
-    if empty and not run.step and not run.checkpoints.whole() and not (run.folder / "export").exists():
+    if empty and not run.step and not run.checkpoints.complete() and not (run.folder / "export").exists():
         return [Removal(run, run.folder, "it never took a step", folder_size(run.folder))]
     return [Removal(run, path, why, folder_size(path)) for path, why in _checkpoints(run, last_checkpoint)]
 
@@ -47,7 +47,7 @@ def _checkpoints(run: RunEntry, last_checkpoint: bool) -> Iterator[tuple[Path, s
             yield path, "left by a run that was killed"
         elif path.name.endswith(".damaged"):
             yield path, "damaged"
-    complete, best = folder.whole(), folder.best()
+    complete, best = folder.complete(), folder.best()
     exported = (run.folder / "export").is_dir()
     for path in complete:
         if last_checkpoint and exported:

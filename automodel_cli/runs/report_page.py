@@ -65,7 +65,7 @@ def _rollouts(run: RunEntry) -> list[ShownSample]:
     for row in rollouts.newest(run.folder, _NEWEST_ROLLOUTS):
         with suppress(KeyError, TypeError, ValueError):  # an edited file
             prompt = "\n".join(str(message["content"]) for message in row["prompt"])
-            text = rollouts.said(row["completion"], row.get("turns"))
+            text = rollouts.conversation_text(row["completion"], row.get("turns"))
             shown.setdefault(prompt, ShownSample(prompt, text, reward=f"{float(row['reward']):.4g}"))
     return list(shown.values())[:_MOST_ROLLOUTS]
 

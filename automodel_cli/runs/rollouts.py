@@ -39,11 +39,11 @@ class RolloutFilter:
             and (self.most is None or row["reward"] <= self.most)
             and (not self.trained or row["trained"])
             and self.prompt.casefold() in "\n".join(str(m["content"]) for m in row["prompt"]).casefold()
-            and self.completion.casefold() in said(row["completion"], row.get("turns")).casefold()
+            and self.completion.casefold() in conversation_text(row["completion"], row.get("turns")).casefold()
         )
 
 
-def said(completion: str, turns: Sequence[dict[str, Any]] | None) -> str:
+def conversation_text(completion: str, turns: Sequence[dict[str, Any]] | None) -> str:
     """Return the completion. For several turns: all of them, with the environment's replies in brackets."""
     if not turns:
         return completion

@@ -26,7 +26,7 @@ def details(run: RunEntry) -> Iterator[tuple[str, str]]:
         yield "code", "  ".join(f"{name} {text}" for name, text in run.attempts[-1].get("code", {}).items())
     if numbers := record.get("numbers"):
         yield "numbers", "  ".join(f"{name} {text}" for name, text in numbers.items())
-    if complete := run.checkpoints.whole():
+    if complete := run.checkpoints.complete():
         best = run.checkpoints.best()
         marks = [f"{step_of(p):,}{' (best)' if best and p.resolve() == best else ''}" for p in complete]
         yield "checkpoints", f"step {', '.join(marks)}   {folder_size(run.checkpoints.path) / 2**20:,.1f} MiB"

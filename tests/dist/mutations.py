@@ -105,7 +105,7 @@ def context_gathered_in_rank_order(batches: list[Batch]) -> list[Batch]:
         of_ranks = self.group.gather_results(x_Bt.contiguous()).unflatten(0, (self.group.size, self.rows))
         return of_ranks.transpose(0, 1).flatten(1)[:, : self._length]
 
-    patch.object(Context, "whole", whole).start()
+    patch.object(Context, "gather_rows", whole).start()
     return batches
 
 

@@ -128,7 +128,7 @@ def test_layouts_draw_the_same_turns_and_learn_the_same(folder, world, family, w
     for drawn, errors in launch_all(same_update, world, folder, family, which):
         assert len(drawn) == len(want)
         for got, expected in zip(drawn, want, strict=True):
-            for key in ("tokens", "generated", "said", "text", "finish_reason", "score"):
+            for key in ("tokens", "generated", "response_messages", "text", "finish_reason", "score"):
                 assert getattr(got, key) == getattr(expected, key), key
             torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs))
         assert errors.within_rounding(), errors
@@ -136,11 +136,11 @@ def test_layouts_draw_the_same_turns_and_learn_the_same(folder, world, family, w
 
 def test_labels_are_what_the_model_drew_and_nothing_else():
     """Written by hand: prompt 50 51 52; the model draws 60 61, the tool says 70 71 72, the model draws 62."""
-    said = [{"role": role, "content": ""} for role in ("assistant", "tool", "assistant")]
+    response_messages = [{"role": role, "content": ""} for role in ("assistant", "tool", "assistant")]
     tokens, generated = [60, 61, 70, 71, 72, 62], [True, True, False, False, False, True]
     logprobs = [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0]
     prompt = Prompt(0, [50, 51, 52], [], {}, "by hand")
-    one = Sample(0, 0, prompt, tokens, logprobs, "", "stop", 0, Score(4.0, {}, {}), generated, said)
+    one = Sample(0, 0, prompt, tokens, logprobs, "", "stop", 0, Score(4.0, {}, {}), generated, response_messages)
     plan = PackingConfig(12, packed=True, pad_to_multiple_of=1, microbatch_size=1, pad_id=9)
     (update,) = pack_minibatches([one], [(0,)], 1, plan, dp_rank=0, dp_size=1)
     (batch,) = update.with_values("advantages_BT", torch.tensor([0.5]), [one]).batches

@@ -75,7 +75,9 @@ def whole_part(family: str, layers: int = 2) -> ModelPart:
 
 @cache
 def alone(family: str, layers: int):
-    sampler = Sampler(Decoder.whole(whole_part(family, layers)), packed_attention, stop_token_ids=STOP, max_num_seqs=3)
+    sampler = Sampler(
+        Decoder.from_part(whole_part(family, layers)), packed_attention, stop_token_ids=STOP, max_num_seqs=3
+    )
     return [sampler.generate(prompts_of(rank), PARAMS, seeds_of(rank)) for rank in range(len(COUNTS))]
 
 

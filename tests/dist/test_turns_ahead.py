@@ -98,7 +98,14 @@ def seeds_of(requests: Sequence[SampleRequest]) -> list[int]:
 def content(episode: Any) -> tuple[Any, ...]:
     return (
         *(episode.name, list(episode.prompt), episode.messages, episode.row, episode.tokens, episode.logprobs),
-        *(episode.generated, episode.said, episode.rewards, episode.finish_reason, episode.error, episode.account),
+        *(
+            episode.generated,
+            episode.response_messages,
+            episode.rewards,
+            episode.finish_reason,
+            episode.error,
+            episode.account,
+        ),
         *(episode.weight_versions, episode.versions),
     )
 

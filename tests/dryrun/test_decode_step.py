@@ -56,7 +56,9 @@ def _counted(rank: int, world: int, family: str, greedy: bool) -> Counted:
     params = SamplingParams(max_new_tokens=12, temperature=0.0) if greedy else SamplingParams(12, 0.7, 0.9, 20, seed=1)
     with fake, mode:
         _materialise(part, CUDA)
-        sampler = Sampler(Decoder.whole(part, CUDA), packed_attention, stop_token_ids=[], max_num_seqs=4, capture=watch)
+        sampler = Sampler(
+            Decoder.from_part(part, CUDA), packed_attention, stop_token_ids=[], max_num_seqs=4, capture=watch
+        )
         sampler.generate([[5, 6, 7], [8, 9]], params)
     return found[0]
 

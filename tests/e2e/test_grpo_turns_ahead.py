@@ -49,7 +49,7 @@ def played_by_hand(exported: Path, whole: Path, step: int) -> list[Any]:
     params = SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.95)
     with EnvironmentPool({"environment": CALCULATOR}) as pool:
         EpisodeRunner(engine, tokenizer, pool, params, 128).run_lockstep(episodes)
-    return [episode.said for episode in episodes]
+    return [episode.response_messages for episode in episodes]
 
 
 def test_conversations_are_those_of_the_weights_of_two_steps_earlier(runs: Path) -> None:

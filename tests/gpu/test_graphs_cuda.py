@@ -33,7 +33,7 @@ def make_part(family: str, dtype: torch.dtype, **extra: int) -> ModelPart:
 
 
 def sampler(part: ModelPart, capture: Capture | None, max_num_seqs: int = 12) -> Sampler:
-    decoder = Decoder.whole(part, torch.device("cuda"))
+    decoder = Decoder.from_part(part, torch.device("cuda"))
     return Sampler(decoder, packed_attention, stop_token_ids=[2, 5, 9], max_num_seqs=max_num_seqs, capture=capture)
 
 

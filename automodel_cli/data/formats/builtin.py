@@ -84,8 +84,8 @@ class PromptCompletion:
 
     def read(self, row: Fields) -> Document:
         prompt, _ = row["prompt"], row["completion"]  # both must be there before either is looked into
-        before, _ = row.said("prompt", "user")
-        after, has_loss = row.said("completion", "assistant")
+        before, _ = row.messages_of("prompt", "user")
+        after, has_loss = row.messages_of("completion", "assistant")
         if not isinstance(prompt, str) and not row.chat:
             words = f"{row.column('prompt')} contains messages, which require a chat template"
             raise RowError("no_template", words, fix=NO_TEMPLATE_FIX)
@@ -122,7 +122,7 @@ class Prompts:
         if "prompt" not in row.columns and "messages" in row:
             messages, trained = row.messages("messages")
         elif "prompt" in row:
-            messages, trained = row.said("prompt", "user")
+            messages, trained = row.messages_of("prompt", "user")
         else:
             raise RowError(
                 "missing_column",

@@ -30,7 +30,7 @@ class PreferencePairs:
         return replace(self._pair(row), margin=_margin(row))
 
     def _pair(self, row: Fields) -> Pair:
-        chosen, rejected = (row.said(field, "assistant") for field in ("chosen", "rejected"))
+        chosen, rejected = (row.messages_of(field, "assistant") for field in ("chosen", "rejected"))
         is_conversation = [
             any(message["role"] != "assistant" for message in messages) for messages, _ in (chosen, rejected)
         ]
@@ -59,7 +59,7 @@ class JudgedResponses:
         if label not in (True, False):
             raise RowError("bad_label", f"{row.column('label')} is {label!r}, but must be true or false")
         if "completion" in row:
-            prompt, (response, trained) = _prompt(row), row.said("completion", "assistant")
+            prompt, (response, trained) = _prompt(row), row.messages_of("completion", "assistant")
         else:
             messages, flags = row.messages("messages")
             last = max((i for i, message in enumerate(messages) if message["role"] != "assistant"), default=-1)
@@ -94,7 +94,7 @@ def _prompt(row: Fields) -> Messages:
             f"the prompt is missing: chosen and rejected contain only responses (columns: {', '.join(row.row)})",
             fix="data.column_mapping='{prompt: <column>}'",
         )
-    messages, _ = row.said(field, "user")
+    messages, _ = row.messages_of(field, "user")
     if not isinstance(row[field], str) and not row.chat:
         raise RowError("no_template", f"{row.column(field)} contains messages, which require a chat template")
     return messages
@@ -112,7 +112,7 @@ def _shared_prompt(row: Fields, sides: Sequence[Messages]) -> Messages:
     if len(chosen) == count or len(rejected) == count:
         raise RowError("same_responses", "one of chosen and rejected is a prefix of the other")
     if row.get("prompt"):
-        messages, _ = row.said("prompt", "user")
+        messages, _ = row.messages_of("prompt", "user")
         shared = [message["content"].strip() for message in prompt]
         if any(message["content"].strip() not in shared for message in messages):
             raise RowError(

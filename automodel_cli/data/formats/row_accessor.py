@@ -102,7 +102,7 @@ class Fields(Mapping[str, Any]):
         """Return a field with OpenAI or ShareGPT messages in template form, and which of them have loss."""
         return read_messages(self[field], self.column(field), self.keys_known)
 
-    def said(self, field: str, role: str) -> tuple[Messages, list[bool]]:
+    def messages_of(self, field: str, role: str) -> tuple[Messages, list[bool]]:
         """Like `messages`, for a field that may also hold one message, or the text of one message of this role."""
         return as_messages((self.column(field), self[field]), role, self.keys_known)
 

@@ -311,7 +311,7 @@ def context_visibility(context: Context, window: int | None, of_rank: int | None
     index_M = context.gathered_index()
     cu = torch.tensor(context.bounds, device=index_M.device)
     position, lower, _ = _document_positions(cu, len(index_M), window)
-    own_N = context.whole_index()
+    own_N = context.global_index()
     key_position_M = torch.empty_like(position)
     # Keys arrive in the order of ranks. Scatter the positions of the full rows to that order.
     key_position_M[index_M] = position

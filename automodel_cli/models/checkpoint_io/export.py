@@ -150,7 +150,7 @@ def _finish_model(
 
 
 def _composite_config(front: Front, config: ModelConfig) -> PretrainedConfig:
-    whole = source.whole_config(config)
+    whole = source.composite_config(config)
     whole.architectures = [type(front.composite).__name__]
     return whole
 

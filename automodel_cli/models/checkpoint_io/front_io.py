@@ -33,7 +33,7 @@ def fill_front(part: ModelPart, config: ModelConfig, *, buffer_device: torch.dev
     front = part.front
     if front is None:
         return
-    whole = composite_on_meta(source.whole_config(config), getattr(torch, config.dtype))
+    whole = composite_on_meta(source.composite_config(config), getattr(torch, config.dtype))
     target = load.Target(front.composite, buffer_device)
     if config.config is not None:
         load.init_random(load.skeleton_of(whole, target), target, seed)

@@ -78,7 +78,7 @@ def load_weights(
                 init_buffers(skeleton_of(unsharded, target), target)
             else:
                 checkpoint = _Checkpoint(weights)
-                report = _load_safetensors(unsharded, target, checkpoint, source.whole_config(config))
+                report = _load_safetensors(unsharded, target, checkpoint, source.composite_config(config))
                 init_buffers(unsharded, target)
                 report = _load_depths(part, config, checkpoint, report, target.packed_device)
     part.unclaimed, part.within = report.unclaimed, report.within
@@ -240,7 +240,7 @@ def _load_safetensors(
     tensors = checkpoint.tensors
     within = None
     if multimodal_backbone.text_config(repository) is not repository:
-        within = multimodal_backbone.text_of_whole(repository, whole, tensors)
+        within = multimodal_backbone.text_backbone(repository, whole, tensors)
     known_as = {key: key for key in tensors} if within is None else within.keys
     mapping = transformers_compat.conversion_mapping(whole)
     no_place = set(transformers_compat.unclaimed_keys(whole, mapping, known_as.values()))

@@ -81,7 +81,7 @@ class DocumentBounds:
         self._groups: list[Tensor] = []
         self._back_N = torch.empty(0)
         if context is not None:
-            place_M, own_N = context.gathered_index(), context.whole_index()
+            place_M, own_N = context.gathered_index(), context.global_index()
             groups, back_M = segments.group_by_length(_touched(context, own_N), place_M, device)
             self._groups, self._back_N = [group.key_GU for group in groups], back_M[own_N]
         elif not self._are_rows:

@@ -28,14 +28,14 @@ _Measured = tuple[type["PreTrainedModel"], str, HeadKind]
 _heads: dict[tuple[Any, type, str], _Measured | None] = {}
 
 
-def composite_class(whole_config: PretrainedConfig) -> type[PreTrainedModel] | None:
+def composite_class(composite_config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of the composite: that of the checkpoint, otherwise the one for images and text."""
     import transformers
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    cls = getattr(transformers, next(iter(whole_config.architectures or ()), ""), None)
-    if cls is None and type(whole_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        cls = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole_config)]
+    cls = getattr(transformers, next(iter(composite_config.architectures or ()), ""), None)
+    if cls is None and type(composite_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        cls = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(composite_config)]
     return cls
 
 
@@ -56,7 +56,7 @@ def text_module(composite: PreTrainedModel) -> str | None:
     return next((name for name, module in composite.named_modules() if module is decoder and name), None)
 
 
-def with_composite_head(text: PretrainedConfig, whole_config: PretrainedConfig) -> PretrainedConfig | None:
+def with_composite_head(text: PretrainedConfig, composite_config: PretrainedConfig) -> PretrainedConfig | None:
     """Return `text`, with which the library builds a causal LM that has the composite's head.
 
     The config gets a class of its own if no class of the library does. None: the composite has no such text model, or
@@ -64,10 +64,10 @@ def with_composite_head(text: PretrainedConfig, whole_config: PretrainedConfig) 
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    cls: Any = composite_class(whole_config)
+    cls: Any = composite_class(composite_config)
     has_own = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     try:
-        measured = None if cls is None else _measured(cls, whole_config)
+        measured = None if cls is None else _measured(cls, composite_config)
     except Exception:  # a composite may need packages that text does not, or reject a small vocabulary
         measured = None
     if measured is None:
@@ -77,7 +77,7 @@ def with_composite_head(text: PretrainedConfig, whole_config: PretrainedConfig) 
     if kind.name == "generic" or (has_own and _same_head(lm_head.detect_head(text), kind)):
         return text if has_own else None
     own: Any = text
-    own.__class__ = _registered(own.__class__, base, table, kind, cls, str(whole_config.model_type))
+    own.__class__ = _registered(own.__class__, base, table, kind, cls, str(composite_config.model_type))
     return text
 
 
@@ -85,20 +85,20 @@ def _same_head(a: HeadKind, b: HeadKind) -> bool:
     return a.name == b.name and abs(a.value - b.value) <= 1e-4 * abs(b.value)
 
 
-def _measured(cls: Any, whole_config: PretrainedConfig) -> _Measured | None:
-    key = (cls, type(whole_config), whole_config.to_json_string())
+def _measured(cls: Any, composite_config: PretrainedConfig) -> _Measured | None:
+    key = (cls, type(composite_config), composite_config.to_json_string())
     if key not in _heads:
-        _heads[key] = _measure(cls, whole_config)
+        _heads[key] = _measure(cls, composite_config)
     return _heads[key]
 
 
 @torch.no_grad()
-def _measure(cls: Any, whole_config: PretrainedConfig) -> _Measured | None:
+def _measure(cls: Any, composite_config: PretrainedConfig) -> _Measured | None:
     """Return the class of the text model, the name of its embedding, and the composite's head.
 
     The composite is on the meta device with a vocabulary of 64. Its text model returns given hidden states.
     """
-    small: Any = copy.deepcopy(whole_config)
+    small: Any = copy.deepcopy(composite_config)
     for config in (small, small.get_text_config()):
         config.pad_token_id = 0
     small.get_text_config().vocab_size = _PROBE_VOCAB

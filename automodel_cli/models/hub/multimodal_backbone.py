@@ -58,12 +58,12 @@ class BackboneMapping:
     modules: dict[str, str]
 
 
-def text_of_whole(whole_config: PretrainedConfig, text: PreTrainedModel, keys: Iterable[str]) -> BackboneMapping:
+def text_backbone(composite_config: PretrainedConfig, text: PreTrainedModel, keys: Iterable[str]) -> BackboneMapping:
     """Locate `text`, the language model, in the full model whose checkpoint has these keys.
 
     Raises ConfigError if the full model cannot be built or does not contain such a language model.
     """
-    whole = _meta(whole_config)
+    whole = _meta(composite_config)
     modules = _places(whole, text)
     keys_of_text = {}
     for key, name in transformers_compat.current_keys(whole, keys):
@@ -73,10 +73,10 @@ def text_of_whole(whole_config: PretrainedConfig, text: PreTrainedModel, keys: I
     return BackboneMapping(keys_of_text, modules)
 
 
-def _meta(whole_config: PretrainedConfig) -> PreTrainedModel:
+def _meta(composite_config: PretrainedConfig) -> PreTrainedModel:
     import transformers
 
-    name = next(iter(whole_config.architectures or ()), "")
+    name = next(iter(composite_config.architectures or ()), "")
     cls = getattr(transformers, name, None)
     if cls is None:
         raise ConfigError(
@@ -86,7 +86,7 @@ def _meta(whole_config: PretrainedConfig) -> PreTrainedModel:
         )
     try:
         with torch.device("meta"), transformers_compat.quiet():
-            model: PreTrainedModel = cls(copy.deepcopy(whole_config))
+            model: PreTrainedModel = cls(copy.deepcopy(composite_config))
     except ImportError as error:  # other modalities may need packages that text training does not
         reason = " ".join(str(error).split())
         raise ConfigError(f"{name} cannot be built: {reason}", code="missing_package", keys=("pretrained",)) from error

@@ -34,11 +34,11 @@ _GENERAL_FIELDS = {
 def hf_config(config: ModelConfig) -> PretrainedConfig:
     """Return a new transformers config of the language model. Raises ConfigError if it cannot be loaded."""
     return multimodal_backbone.text_config(
-        whole_config(config), exported_alone=config.config is not None and config.vision is None
+        composite_config(config), exported_alone=config.config is not None and config.vision is None
     )
 
 
-def whole_config(config: ModelConfig) -> PretrainedConfig:
+def composite_config(config: ModelConfig) -> PretrainedConfig:
     """Return the config of the full repository, which may contain more than a language model."""
     from transformers import AutoConfig
 

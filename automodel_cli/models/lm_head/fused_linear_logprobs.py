@@ -251,7 +251,7 @@ def _statistics_by_kernel(matmul_sV: Tensor, ids_sN: Tensor, settings: Settings)
     lse_s, picked_sN, entropy_s = lm_head_kernels.statistics(
         matmul_sV, columns_sN, settings.multiplier, settings.cap, settings.entropy
     )
-    return vocabulary.whole(lse_s, picked_sN, entropy_s if settings.entropy else None, ids_sN)
+    return vocabulary.combine(lse_s, picked_sN, entropy_s if settings.entropy else None, ids_sN)
 
 
 class _Chunk(NamedTuple):

@@ -61,9 +61,9 @@ class Vocabulary:
         index_SN, is_own_SN = self.local(ids_SN)
         picked_SN = logits_SV.gather(-1, index_SN).where(is_own_SN, 0)
         own = _entropy(logits_SV, lse_S, masked, overwrite) if entropy else None
-        return self.whole(lse_S, picked_SN, own, ids_SN)
+        return self.combine(lse_S, picked_SN, own, ids_SN)
 
-    def whole(self, lse_S: Tensor, picked_SN: Tensor, entropy_S: Tensor | None, ids_SN: Tensor) -> Statistics:
+    def combine(self, lse_S: Tensor, picked_SN: Tensor, entropy_S: Tensor | None, ids_SN: Tensor) -> Statistics:
         """Return the statistics over the full vocabulary from local statistics.
 
         `picked_SN`: logits of the local ids, 0 for the others.

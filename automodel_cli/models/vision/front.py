@@ -173,14 +173,18 @@ def _writes(module: nn.Module, width: int) -> bool:
     return any(isinstance(child, kinds) and len(child.weight) == width for child in module.modules())
 
 
-def composite_on_meta(whole_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def composite_on_meta(composite_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the composite on the meta device. Raises ConfigError if it has no text model of its own."""
-    cls: Any = composite_text.composite_class(whole_config)
+    cls: Any = composite_text.composite_class(composite_config)
     problem = "it is no model of images and text"
-    if cls is not None and whole_config.get_text_config() is not whole_config and not whole_config.is_encoder_decoder:
+    if (
+        cls is not None
+        and composite_config.get_text_config() is not composite_config
+        and not composite_config.is_encoder_decoder
+    ):
         try:
             with torch.device("meta"), transformers_compat.quiet():
-                composite: PreTrainedModel = cls._from_config(copy.deepcopy(whole_config), dtype=dtype)
+                composite: PreTrainedModel = cls._from_config(copy.deepcopy(composite_config), dtype=dtype)
         except ImportError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(
@@ -190,7 +194,7 @@ def composite_on_meta(whole_config: PretrainedConfig, dtype: torch.dtype) -> Pre
             return composite
         problem = f"{cls.__name__} has no text model with an output matrix"
     raise ConfigError(
-        f"pictures are not supported for {whole_config.model_type} because {problem}",
+        f"pictures are not supported for {composite_config.model_type} because {problem}",
         code="not_supported_by_model",
         keys=("model.vision",),
         fix="model.vision=null, or a model such as Qwen/Qwen3-VL-2B-Instruct",

@@ -44,14 +44,14 @@ _TOLERANCE = 1e-3  # relative. float32; leaks and wrong positions are at least 1
 _reasons: dict[tuple[type, str, str], str] = {}
 
 
-def probe_pictures(whole_config: PretrainedConfig, processor: FamilyProcessor) -> None:
+def probe_pictures(composite_config: PretrainedConfig, processor: FamilyProcessor) -> None:
     """Raise ConfigError if packed documents with pictures differ from the composite's own forward. Cached."""
-    key = (type(whole_config), whole_config.to_json_string(), processor.cache_key())
+    key = (type(composite_config), composite_config.to_json_string(), processor.cache_key())
     if key not in _reasons:
-        _reasons[key] = _reason(whole_config, processor)
+        _reasons[key] = _reason(composite_config, processor)
     if reason := _reasons[key]:
         raise ConfigError(
-            f"pictures are not supported for {whole_config.model_type} because {reason}",
+            f"pictures are not supported for {composite_config.model_type} because {reason}",
             code="not_supported_by_model",
             keys=("model.vision",),
             fix="model.vision=null, which trains the text model alone with a recipe of kind sft",

@@ -62,10 +62,10 @@ def load_processor(config: ModelConfig, tokenizer: Any) -> Any:
 class FamilyProcessor:
     """Tokens and inputs of pictures for one model (`data/pictures/reader.PictureProcessor`)."""
 
-    def __init__(self, processor: Any, whole_config: PretrainedConfig):
+    def __init__(self, processor: Any, composite_config: PretrainedConfig):
         """Raises ConfigError if the processor does not fit the model."""
         self.processor = processor
-        self._set_model(whole_config)
+        self._set_model(composite_config)
         self.original_placeholder = self.placeholder
         self.takes = frozenset(inspect.signature(self._meta.base_model.forward).parameters)
         self.has_grid = self._rope_index is not None
@@ -85,12 +85,12 @@ class FamilyProcessor:
         other._set_model(small)
         return other
 
-    def _set_model(self, whole_config: PretrainedConfig) -> None:
-        self._meta: Any = composite_on_meta(whole_config, torch.float32)
+    def _set_model(self, composite_config: PretrainedConfig) -> None:
+        self._meta: Any = composite_on_meta(composite_config, torch.float32)
         self._rope_index = getattr(self._meta.base_model, "get_rope_index", None)
         rope_index = self._rope_index
         self._rope_names = frozenset(() if rope_index is None else inspect.signature(rope_index).parameters)
-        self.placeholder = _placeholder(whole_config)
+        self.placeholder = _placeholder(composite_config)
 
     def cache_key(self) -> str:
         import transformers
@@ -135,12 +135,12 @@ class FamilyProcessor:
         return self._blank
 
 
-def _placeholder(whole_config: PretrainedConfig) -> int:
+def _placeholder(composite_config: PretrainedConfig) -> int:
     for name in ("image_token_id", "image_token_index"):
-        if isinstance(getattr(whole_config, name, None), int):
-            return int(getattr(whole_config, name))
+        if isinstance(getattr(composite_config, name, None), int):
+            return int(getattr(composite_config, name))
     raise ConfigError(
-        f"pictures are not supported for {whole_config.model_type} because its config names no image token",
+        f"pictures are not supported for {composite_config.model_type} because its config names no image token",
         code="not_supported_by_model",
         keys=("model.vision",),
         fix="model.vision=null",
@@ -149,4 +149,4 @@ def _placeholder(whole_config: PretrainedConfig) -> int:
 
 def picture_processor(config: ModelConfig, tokenizer: Any) -> FamilyProcessor:
     """Return the processor of the model section for data preparation."""
-    return FamilyProcessor(load_processor(config, tokenizer), source.whole_config(config))
+    return FamilyProcessor(load_processor(config, tokenizer), source.composite_config(config))

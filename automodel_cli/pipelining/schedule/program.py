@@ -96,7 +96,7 @@ def forward_only_program(program: Program) -> Program:
     return Program(f"{program.schedule}, forward only", program.num_microbatches, program.owner, ranks)
 
 
-def whole_backwards(program: Program) -> Program:
+def unsplit_backwards(program: Program) -> Program:
     """Return a program that computes weight gradients together with input gradients."""
 
     def whole(action: Action) -> Action:

@@ -34,7 +34,7 @@ from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.strategies.fsdp2.sharding import reduce_in_backward, unsharded_units
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 from automodel_cli.pipelining.schedule.actions import to_torch
-from automodel_cli.pipelining.schedule.program import Program, whole_backwards
+from automodel_cli.pipelining.schedule.program import Program, unsplit_backwards
 from automodel_cli.pipelining.torch_runtime.fsdp_compat import (
     fsdp_roots,
     reduce_gradients,
@@ -310,7 +310,7 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         )
         self.given = program
         if program.splits_backward and not SPLITS_BACKWARD:
-            program = whole_backwards(program)
+            program = unsplit_backwards(program)
         self.program = program
         self.on_result: Callable[[HeadOutput, int], Tensor] = _no_step
         self._reduction = Reduction(not program.splits_backward, reduce_every_microbatch)

@@ -147,7 +147,7 @@ def scored_samples(
             name=sample_name(sample.index, sample.prompt),
             completion=sample.text,
             row=sample.prompt.row,
-            messages=[*sample.prompt.messages, *sample.said[:-1]],
+            messages=[*sample.prompt.messages, *sample.response_messages[:-1]],
             num_tokens=sample.num_generated,
             finished=sample.finish_reason == "stop",
             group=sample.place,
@@ -208,7 +208,7 @@ def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: A
             token_versions=answer.token_versions,
             routed_experts=answer.routed_experts,
         )
-    text = str(answer.said[-1]["content"])
+    text = str(answer.response_messages[-1]["content"])
     sample = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version, nothing)
     known: dict[str, Any] = {"token_versions": answer.versions, "routed_experts": answer.routed_experts}
-    return Sample(place, index, prompt, *sample, answer.generated, answer.said, **known)
+    return Sample(place, index, prompt, *sample, answer.generated, answer.response_messages, **known)

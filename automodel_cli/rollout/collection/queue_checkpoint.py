@@ -72,7 +72,7 @@ def _episodes(state: Mapping[str, Any]) -> dict[Place, Answer]:
 def _turns(episode: Episode) -> dict[str, Any]:
     """Return the turns of an episode. Values that are not JSON are converted as in rollouts.jsonl."""
     return {
-        "said": json.loads(json.dumps(episode.said, default=str)),
+        "response_messages": json.loads(json.dumps(episode.response_messages, default=str)),
         "rewards": [float(reward) for reward in episode.rewards],
         "weight_versions": episode.weight_versions,
         "error": episode.error,

@@ -339,7 +339,7 @@ def _decoding_error(part: ModelPart, trust_remote_code: bool) -> float:
     part.eval()
     vocab = part.model.config.get_text_config().vocab_size
     prompts = [torch.arange(3, 3 + length).remainder(vocab).tolist() for length in _PROMPTS]
-    decoder = Decoder.whole(part, trust_remote_code=trust_remote_code)
+    decoder = Decoder.from_part(part, trust_remote_code=trust_remote_code)
     sampler = Sampler(decoder, packed_attention, stop_token_ids=[], max_num_seqs=2)
     completions = sampler.generate(prompts, SamplingParams(seed=0), limits=_NEW_TOKENS)
     worst = 0.0

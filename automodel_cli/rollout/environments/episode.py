@@ -36,7 +36,7 @@ class Episode:
     - `prompt`: the first tokens, which render `messages`. `row` is for the environment, `tools` for the template.
     - `tokens`: all tokens after the prompt. `generated[i]` is whether the model generated `tokens[i]`. Only these have
       a log-prob (0 elsewhere) and belong in the loss.
-    - `said`: the messages after the prompt. `error`: why the episode failed.
+    - `response_messages`: the messages after the prompt. `error`: why the episode failed.
     - `rendered`: the text of the template before, between and after the messages of the model.
     - `weight_versions`: the oldest version that sampled each message. `versions`: the version of each token. Other
       tokens have the version of the preceding message.
@@ -52,7 +52,7 @@ class Episode:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     generated: list[bool] = field(default_factory=list)
-    said: list[Message] = field(default_factory=list)
+    response_messages: list[Message] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     finish_reason: EpisodeEnd = "stop"
     weight_versions: list[int] = field(default_factory=list)
@@ -187,7 +187,7 @@ class EpisodeRunner:
         episode.finish_reason = completion.finish_reason
         episode.weight_versions.append(completion.weight_version)
         text = str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
-        episode.said.append({"role": "assistant", "content": text})
+        episode.response_messages.append({"role": "assistant", "content": text})
 
     def _answered(self, running: Sequence[Episode]) -> list[Reply]:
         async def replies() -> list[Reply]:
@@ -198,7 +198,7 @@ class EpisodeRunner:
     async def _reply(self, episode: Episode) -> Reply:
         """Pass the newest message of the model to the environment."""
         environment = self.pool.of(episode.row)
-        messages = [*episode.messages, *episode.said]
+        messages = [*episode.messages, *episode.response_messages]
         try:
             turn = await self.pool.turn(episode.name, messages, episode.row, episode.state, episode.account)
         except DataError as error:
@@ -259,7 +259,7 @@ def _take_in(episode: Episode, reply: Reply) -> None:
     if reply.end is not None:
         episode.finish_reason, episode.error = reply.end, reply.error
         return
-    episode.said += [dict(message) for message in reply.observations]
+    episode.response_messages += [dict(message) for message in reply.observations]
     count = len(reply.tokens)
     _extend(episode, reply.tokens, [0.0] * count, [episode.weight_versions[-1]] * count, generated=False)
 

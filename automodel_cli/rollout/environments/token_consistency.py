@@ -32,7 +32,7 @@ class Conversation(Protocol):
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None
     tokens: list[int]
-    said: list[Message]
+    response_messages: list[Message]
     rendered: list[str]
 
     @property
@@ -51,7 +51,9 @@ def tokens_between(
     with ChatML after `4<|im_end|>`: `\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n`. Raises DataError if
     the template does not render the next messages after a message, or renders earlier turns differently.
     """
-    messages = [{"role": "assistant", "content": _PLACE} if m["role"] == "assistant" else m for m in episode.said]
+    messages = [
+        {"role": "assistant", "content": _PLACE} if m["role"] == "assistant" else m for m in episode.response_messages
+    ]
     text = str(
         tokenizer.apply_chat_template(
             [*episode.messages, *messages, *observations],

@@ -22,11 +22,11 @@ def examine(run_dir: Path) -> Iterator[Finding]:
     text = f"{len(rows):,} rows, the last of step {rows[-1]['step']}" if rows else "none yet"
     yield ("warn", "metrics", f"{text}; {lost} lines cannot be read", "") if lost > 0 else ("ok", "metrics", text, "")
     folder = CheckpointDir(run_dir / "checkpoints")
-    for path in reversed(folder.whole()):
+    for path in reversed(folder.complete()):
         yield _examine(path)
     for path in sorted(folder.path.glob("step-*.damaged")) if folder.path.is_dir() else ():
         yield "warn", path.name, "was set aside as damaged", f"rm -r {word(path)}"
-    if not folder.whole():
+    if not folder.complete():
         yield "warn", "checkpoints", "none; a resume starts over", f"automodel resume {word(run_dir)}"
     if (run_dir / "export").is_dir():
         yield _export(run_dir / "export")

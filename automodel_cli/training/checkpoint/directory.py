@@ -106,7 +106,7 @@ class CheckpointDir:
     def __init__(self, path: Path, goal: Goal | None = None):
         self.path, self._goal = path, goal or Goal()
 
-    def whole(self) -> list[Path]:
+    def complete(self) -> list[Path]:
         """Return the complete checkpoints, oldest first, without the `best` link and unfinished folders."""
         if not self.path.is_dir():
             return []
@@ -115,7 +115,7 @@ class CheckpointDir:
 
     def latest(self) -> Path | None:
         """Return the complete checkpoint of the highest step."""
-        complete = self.whole()
+        complete = self.complete()
         return complete[-1] if complete else None
 
     def best(self) -> Path | None:
@@ -179,7 +179,7 @@ class CheckpointDir:
         if keep is None:
             return
         best = self.best()
-        for path in self.whole()[:-keep]:
+        for path in self.complete()[:-keep]:
             if best is None or path.resolve() != best:
                 doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
                 os.rename(path, doomed)

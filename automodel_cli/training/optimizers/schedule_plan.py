@@ -31,14 +31,14 @@ class SchedulePlan:
     num_steps: int
 
     @classmethod
-    def whole(cls, num_steps: int) -> SchedulePlan:
+    def initial(cls, num_steps: int) -> SchedulePlan:
         """Return the plan of a run that was never extended."""
         return cls((ScheduleSpan(0, num_steps),), num_steps)
 
     def extended(self, done: int, num_steps: int, how: ExtendSchedule) -> SchedulePlan:
         """Return the plan of a run that continues after `done` steps and ends after `num_steps`."""
         if how == "stretch":
-            return SchedulePlan.whole(num_steps)
+            return SchedulePlan.initial(num_steps)
         if how == "continue" or num_steps <= done:
             return SchedulePlan(self.spans, num_steps)
         before = tuple(span for span in self.spans if span.first < done)
@@ -82,7 +82,7 @@ def factor_of(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
 
 def extended_factor(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
     """Return `factor_of` for an extended run, or None for any other run, whose node builds the schedule."""
-    return None if plan == SchedulePlan.whole(plan.num_steps) else factor_of(node, plan)
+    return None if plan == SchedulePlan.initial(plan.num_steps) else factor_of(node, plan)
 
 
 def differ(node: Any, one: SchedulePlan, other: SchedulePlan, done: int) -> bool:

@@ -26,7 +26,7 @@ def test_a_value_a_question_in_the_order_of_the_questions() -> None:
     assert all("Which day" in item["question"] for item in found["days_qa"].items)
     chosen, said = found["days_mc"].items, found["days_qa"].items
     assert [float(item["chosen"] == item["answer"]) for item in chosen] == [1.0, 1.0, 0.0, 1.0]
-    assert [float(item["said"] == [item["answer"]]) for item in said] == [1.0, 0.0, 0.0, 1.0]
+    assert [float(item["responses"] == [item["answer"]]) for item in said] == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_filters_are_measures_of_their_own_and_pairs_are_left_out(tmp_path: Path) -> None:

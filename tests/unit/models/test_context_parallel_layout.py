@@ -60,7 +60,7 @@ def test_shares_put_together_are_the_rows(size: int):
     column = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS)
     shares = [context_of(rank, size).local(column, -1) for rank in range(size)]
     assert len({share.shape for share in shares}) == 1
-    assert torch.equal(context_of(0, size, shares).whole(shares[0]), column)
+    assert torch.equal(context_of(0, size, shares).gather_rows(shares[0]), column)
 
 
 def test_padding_is_a_document_of_its_own():
@@ -154,7 +154,7 @@ def _check_shared(how: str, kind: str, window: int | None, size: int) -> None:
             torch.nn.Module(), q_BHtD, k_BKtD, v_BKtV, None, 0.3, 0.0, window, cap, sink, context=context
         )
         outputs.append(out)
-    got = context_of(0, size, outputs).whole(outputs[0]).flatten(0, 1)
+    got = context_of(0, size, outputs).gather_rows(outputs[0]).flatten(0, 1)
     assert torch.allclose(got, want, atol=2e-6)
     if how == "all_gather":
         for ours, theirs in zip(torch.autograd.grad((got * weights).sum(), leaves), want_grads, strict=True):

@@ -98,7 +98,7 @@ def sorted_experts(completion: Completion) -> Tensor:
 
 @pytest.mark.parametrize("max_num_seqs", [2, 8])
 def test_the_sampler_tells_the_experts_of_every_token_that_it_read(part, prompts, max_num_seqs):
-    sampler = Sampler(Decoder.whole(part), packed_attention, stop_token_ids=STOP, max_num_seqs=max_num_seqs)
+    sampler = Sampler(Decoder.from_part(part), packed_attention, stop_token_ids=STOP, max_num_seqs=max_num_seqs)
     found = sampler.generate(prompts, PARAMS)
     for prompt, completion in zip(prompts, found, strict=True):
         want = called_experts(part, [*prompt, *completion.tokens])[:-1]

@@ -78,7 +78,7 @@ class Decoder:
         self._rank = 0 if pp_group is None else dist.get_rank(pp_group)
 
     @classmethod
-    def whole(cls, part: Any, device: torch.device | str = "cpu", **options: Any) -> Decoder:
+    def from_part(cls, part: Any, device: torch.device | str = "cpu", **options: Any) -> Decoder:
         """Build a decoder of one part that contains the complete model."""
         return cls([DecoderStage(0, part)], torch.device(device), **options)
 

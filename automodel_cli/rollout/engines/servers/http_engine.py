@@ -83,7 +83,7 @@ class HTTPEngine(ABC):
     def update_weights(self, stream: WeightStream) -> None:
         """See `Engine.update_weights`."""
 
-    def whole(self, ask: Callable[[], tuple[T, str | None]]) -> tuple[T, FinishReason]:
+    def complete_answer(self, ask: Callable[[], tuple[T, str | None]]) -> tuple[T, FinishReason]:
         """Return the value of `ask` and its finish reason. A completion that the server aborted (`abort`) is not a
         sample of the policy. It is requested again, as often as a failed request."""
         for _ in range(self.server.retries + 1):

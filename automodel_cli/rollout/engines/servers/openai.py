@@ -117,7 +117,7 @@ class OpenAIEngine(HTTPEngine):
             choice = self._answer(body)
             return choice, choice.get("finish_reason")
 
-        return self.whole(ask)
+        return self.complete_answer(ask)
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the choice of the server for the request `body`."""

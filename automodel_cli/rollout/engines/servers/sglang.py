@@ -93,7 +93,7 @@ class SGLangEngine(WeightUpdateMixin):
             answer = self.server.post("/generate", body)
             return answer, (answer["meta_info"].get("finish_reason") or {}).get("type")
 
-        answer, reason = self.whole(ask)
+        answer, reason = self.complete_answer(ask)
         meta, tokens = answer["meta_info"], list(answer["output_ids"])
         if reason == "length" and len(tokens) < params.max_new_tokens:
             raise RunError(

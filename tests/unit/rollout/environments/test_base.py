@@ -75,10 +75,10 @@ def test_a_tool_is_called_and_its_words_are_not_trained(tokenizer):
     trained = tokenizer.decode([t for t, g in zip(first.tokens, first.generated, strict=True) if g])
     assert trained == "calc: 2 + 3<|end|>5<|end|>"
     assert [lp for lp, g in zip(first.logprobs, first.generated, strict=True) if not g] == [0.0] * 4
-    assert [m["role"] for m in first.said] == ["assistant", "tool", "assistant"]
+    assert [m["role"] for m in first.response_messages] == ["assistant", "tool", "assistant"]
     assert len(second.tokens) == len(second.generated) == 2 and all(second.generated)
     assert script.seeds[0][0] != script.seeds[1][0] and len(script.seeds[1]) == 1
-    whole = tokenizer.apply_chat_template([*first.messages, *first.said], return_dict=True)["input_ids"]
+    whole = tokenizer.apply_chat_template([*first.messages, *first.response_messages], return_dict=True)["input_ids"]
     assert first.prompt + first.tokens == whole  # what a reader of the conversation would train on
 
 

@@ -83,7 +83,9 @@ def played(tokenizer: Any, environment: Any, episodes: list[Episode], *, run_asy
 
 
 def content(episodes: list[Episode]) -> list[Any]:
-    return [(e.tokens, e.logprobs, e.generated, e.said, e.rewards, e.finish_reason, e.error) for e in episodes]
+    return [
+        (e.tokens, e.logprobs, e.generated, e.response_messages, e.rewards, e.finish_reason, e.error) for e in episodes
+    ]
 
 
 def test_what_is_drawn_does_not_depend_on_which_conversation_is_ready_first(tokenizer: Any) -> None:

@@ -115,11 +115,15 @@ def test_rows_and_tools_are_theirs() -> None:
 
 def test_a_conversation_with_tools_gets_the_rubrics_reward() -> None:
     episode = played(half_of(8), "4")
-    assert [m["role"] for m in episode.said] == ["assistant", "tool", "assistant"]
-    assert episode.said[1]["content"] == "4" and episode.rewards == [0.0, 1.0] and episode.finish_reason == "stop"
+    assert [m["role"] for m in episode.response_messages] == ["assistant", "tool", "assistant"]
+    assert (
+        episode.response_messages[1]["content"] == "4"
+        and episode.rewards == [0.0, 1.0]
+        and episode.finish_reason == "stop"
+    )
     assert played("4").rewards == [1.25] and played("5").rewards == [0.25]
     wrong = played(half_of(7), half_of(8), "4")
-    assert wrong.said[1]["content"] == "odd" and wrong.reward == 1.0
+    assert wrong.response_messages[1]["content"] == "odd" and wrong.reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.config import ModelConfig, MoEConfig, TransformerEngineConfig
 from automodel_cli.rollout.config import RolloutConfig
-from automodel_cli.rollout.config_checks import check_shared_prompts, why_prompts_are_apart
+from automodel_cli.rollout.config_checks import check_shared_prompts, why_prompts_not_shared
 from tests.errors import raises
 
 SECTIONS = {
@@ -23,7 +23,7 @@ SECTIONS = {
 
 
 def test_nothing_keeps_a_plain_config_from_it():
-    assert why_prompts_are_apart(**SECTIONS) == ""
+    assert why_prompts_not_shared(**SECTIONS) == ""
     check_shared_prompts(RolloutConfig(share_prompt_prefix=True), "")
 
 
@@ -41,7 +41,7 @@ def test_nothing_keeps_a_plain_config_from_it():
     ],
 )
 def test_a_reason_is_named_and_refuses_what_asks_for_it_by_name(section, value, reason):
-    found = why_prompts_are_apart(**{**SECTIONS, section: value})
+    found = why_prompts_not_shared(**{**SECTIONS, section: value})
     assert reason in found
     check_shared_prompts(RolloutConfig(), found)
     with raises(ConfigError, "unsupported_combination", fix="rollout.share_prompt_prefix=auto") as error:

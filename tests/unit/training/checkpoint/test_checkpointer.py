@@ -166,7 +166,7 @@ def test_resume_after_kill_9_in_the_middle_of_the_next_save_is_bitwise(tmp_path)
     assert resumed.steps(2) == want[2:]
     assert_bitwise(resumed.everything(), straight.everything())
     resumed.save()
-    assert [p.name for p in CheckpointDir(tmp_path / "checkpoints").whole()] == ["step-000002", "step-000004"]
+    assert [p.name for p in CheckpointDir(tmp_path / "checkpoints").complete()] == ["step-000002", "step-000004"]
     assert not list((tmp_path / "checkpoints").glob("*.tmp-*"))
 
 
@@ -176,12 +176,12 @@ def test_keep_the_newest_and_the_best(tmp_path):
         run.steps(1)
         run.save(val_loss=val_loss)
     folder = CheckpointDir(tmp_path / "checkpoints")
-    assert [p.name for p in folder.whole()] == ["step-000002", "step-000004", "step-000005"]
+    assert [p.name for p in folder.complete()] == ["step-000002", "step-000004", "step-000005"]
     assert os.readlink(folder.path / "best") == "step-000002"
     assert folder.latest() == folder.path / "step-000005" == run.checkpointer.latest()
     run.steps(1)
     run.save(val_loss=0.5)
-    assert [p.name for p in folder.whole()] == ["step-000005", "step-000006"]
+    assert [p.name for p in folder.complete()] == ["step-000005", "step-000006"]
     assert folder.best() == (folder.path / "step-000006").resolve()
 
 

@@ -293,7 +293,7 @@ def test_schedule_state_is_the_step_and_a_new_peak_acts():
 
 def extended(node, how: str, done: int = 8, num_steps: int = 16, before: int = 8) -> list[float]:
     """The rates of the steps after `done` of a run of `before` steps that goes on to `num_steps`."""
-    plan = SchedulePlan.whole(before).extended(done, num_steps, how)
+    plan = SchedulePlan.initial(before).extended(done, num_steps, how)
     plan = SchedulePlan.from_json(json.loads(json.dumps(plan.as_json())))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = build_lr_scheduler(node, optimizer, num_steps, extended_factor(node, plan))
@@ -321,7 +321,7 @@ def test_a_run_that_is_extended_continues_restarts_or_stretches_its_schedule():
 
 
 def test_a_run_can_be_extended_more_than_once():
-    plan = SchedulePlan.whole(4).extended(4, 10, "restart").extended(10, 12, "restart").extended(12, 14, "continue")
+    plan = SchedulePlan.initial(4).extended(4, 10, "restart").extended(10, 12, "restart").extended(12, 14, "continue")
     factor = factor_of(Cosine(), plan)
     expected = [cosine(s, 4) for s in range(4)] + [cosine(s, 6) for s in range(6)] + [2.0, 1.0, 1.0, 1.0]
     assert [2 * factor(step) for step in range(14)] == pytest.approx(expected)
@@ -331,7 +331,7 @@ def test_a_run_can_be_extended_more_than_once():
     ("node", "asks"), [(Cosine(), True), (WSD(), True), (Constant(), False), (Constant(warmup_steps=3), False)]
 )
 def test_a_finished_run_asks_where_the_choice_changes_a_rate(node, asks):
-    plans = [SchedulePlan.whole(8).extended(8, 16, how) for how in ("continue", "stretch")]
+    plans = [SchedulePlan.initial(8).extended(8, 16, how) for how in ("continue", "stretch")]
     assert differ(node, *plans, 8) is asks
 
 

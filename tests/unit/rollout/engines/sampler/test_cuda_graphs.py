@@ -73,7 +73,7 @@ def llama() -> ModelPart:
 
 
 def sampler(part: ModelPart, capture: cuda_graphs.Capture | None = None) -> Sampler:
-    return Sampler(Decoder.whole(part), packed_attention, stop_token_ids=STOP, max_num_seqs=3, capture=capture)
+    return Sampler(Decoder.from_part(part), packed_attention, stop_token_ids=STOP, max_num_seqs=3, capture=capture)
 
 
 def assert_same(got: list[Completion], want: list[Completion]) -> None:

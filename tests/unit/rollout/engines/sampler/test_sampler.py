@@ -52,7 +52,7 @@ def llama() -> ModelPart:
 
 
 def make_sampler(part: ModelPart, max_num_seqs: int = 3, **options) -> Sampler:
-    return Sampler(Decoder.whole(part), packed_attention, stop_token_ids=STOP, max_num_seqs=max_num_seqs, **options)
+    return Sampler(Decoder.from_part(part), packed_attention, stop_token_ids=STOP, max_num_seqs=max_num_seqs, **options)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def built(family: str) -> tuple[ModelPart, PreTrainedModel]:
 
 
 def make_sampler(part: ModelPart, **options: Any) -> Sampler:
-    return Sampler(Decoder.whole(part), packed_attention, stop_token_ids=STOP, **{"max_num_seqs": 3, **options})
+    return Sampler(Decoder.from_part(part), packed_attention, stop_token_ids=STOP, **{"max_num_seqs": 3, **options})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,7 +108,7 @@ def test_a_prompt_runs_once_for_all_its_samples(falcon: ModelPart, max_num_seqs:
     layer = next(module for module in falcon.modules() if isinstance(module, StateLayer))
     handle = _inner(layer).register_forward_pre_hook(lambda module, args: tokens.append(args[0].shape[:2].numel()))
     asked = [[3, 4, 5, 6]] * 5 + [[7, 8, 9, 10]] * 3
-    sampler = Sampler(Decoder.whole(falcon), packed_attention, stop_token_ids=[], max_num_seqs=max_num_seqs)
+    sampler = Sampler(Decoder.from_part(falcon), packed_attention, stop_token_ids=[], max_num_seqs=max_num_seqs)
     drawn = sampler.generate(asked, SamplingParams(max_new_tokens=2, seed=1))
     handle.remove()
     assert sum(tokens) == 8 + 8  # both prompts, then a token for each of the 8 samples
