@@ -44,6 +44,7 @@ class VLMRecipe(SFTRecipe):
 
     def run(self, source: Composed) -> int:
         from automodel_cli.run.picture_accuracy import PictureAccuracy
+        from automodel_cli.run.picture_answers import PictureAnswers
         from automodel_cli.run.startup_summary import show_header
         from automodel_cli.run.trainer import build_trainer
         from automodel_cli.run.validation_loss import HeldOutLoss
@@ -53,16 +54,20 @@ class VLMRecipe(SFTRecipe):
             session.callbacks.add(HeldOutLoss(session))
             session.callbacks.add(accuracy)
             show_header(session)
+            answers = PictureAnswers(session)
+            if session.first_step == 0:
+                answers.ask("before")
             session.validate_if_due(session.first_step)
             for step, batches in session.steps():
                 session.train(step, batches)
             if session.stopped_by:
                 return session.exit_code()
             accuracy.show(session.last_step)
+            answers.ask("after")
 
             from automodel_cli.run.finalize import finalize_run
 
-            return finalize_run(session)
+            return finalize_run(session, answers.accuracy)
 
 
 def _folder_of(path: str | None) -> str:

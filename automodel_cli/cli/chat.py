@@ -47,6 +47,13 @@ from automodel_cli.config.errors import ConfigError
     help="Nucleus sampling threshold.",
 )
 @click.option("--seed", default=0, show_default=True, metavar="N", help="Sampling seed.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="PATH",
+    help="A picture for the first message of each conversation. Repeatable.",
+)
 @click.option("--one-conversation", is_flag=True, help="Treat all lines of a pipe as one conversation.")
 def chat(
     run: str,
@@ -57,12 +64,15 @@ def chat(
     temperature: float,
     top_p: float,
     seed: int,
+    images: tuple[str, ...],
     one_conversation: bool,
 ) -> int:
     """Chat with a run's export in the terminal.
 
     The transformers library generates the responses, as it does wherever you load the export. If stdin is a pipe, each
     line starts a new conversation.
+
+    A vision-language model also reads pictures: --image, or /image PATH in the conversation.
 
     With --checkpoint, RUN/exports/step-NNNNNN is written first if it is missing.
     """
@@ -75,14 +85,15 @@ def chat(
         options |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
     import torch
 
-    from automodel_cli.run.commands.chat import Speaker, converse
+    from automodel_cli.run.commands.chat import Speaker, converse, load_pictures
 
     torch.manual_seed(seed)
     speakers = [Speaker.load(folder.name, base, adapter=adapter)]
     for name in compare:
         other = _folder(name)
         speakers.append(Speaker.load(name, str(common.export_that_talks(other)) if other else name))
-    return converse(speakers, options, one_conversation=one_conversation or sys.stdin.isatty())
+    pictures = load_pictures(speakers, images)
+    return converse(speakers, options, one_conversation=one_conversation or sys.stdin.isatty(), pictures=pictures)
 
 
 def _folder(name: str) -> Path | None:

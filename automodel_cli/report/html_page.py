@@ -62,6 +62,7 @@ table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid var(--li
 text-align:left;vertical-align:top}th{color:var(--dim);font-weight:500}
 td{overflow-wrap:anywhere;min-width:4.5rem}
 pre{background:var(--soft);border-radius:6px;padding:.75rem;overflow-x:auto;font-size:.82rem;margin:0;max-width:100%}
+td img{display:block;max-width:100%;max-height:10rem;margin:0 0 .35rem;border-radius:4px}
 td pre{background:none;padding:0;white-space:pre-wrap;font-size:.85rem;overflow-wrap:anywhere}
 .picture{overflow-x:auto;background:#fff;border-radius:6px}
 details{margin:.6rem 0}summary{cursor:pointer;color:var(--dim);overflow-wrap:anywhere}
@@ -80,6 +81,8 @@ class ShownSample:
     expected: str | None = None
     reward: str | None = None
     """Reward of a training sample, which has no response before training."""
+    pictures: Sequence[str] = ()
+    """Pictures of the prompt as `data:` URLs."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,7 @@ _CURVES = {
     "memory_gib": "Memory, GiB",
     "accuracy": "Accuracy",
 }
+_PICTURE = re.compile(r"data:image/(jpeg|png);base64,[A-Za-z0-9+/=]+")
 _EXACT = ("lr", "tokens_per_second", "memory_gib")
 """Metrics that are drawn without smoothing, because an average would hide their steps."""
 _OF_REWARDS = {
@@ -277,16 +281,21 @@ def _samples(runs: Sequence[ShownRun]) -> str:
     training."""
     if len(runs) == 1:
         return _own_samples(runs[0].samples)
-    prompts = list(dict.fromkeys(sample.prompt for run in runs for sample in run.samples))
-    answers = [{sample.prompt: sample for sample in run.samples} for run in runs]
+    prompts = list(dict.fromkeys(_key(sample) for run in runs for sample in run.samples))
+    answers = [{_key(sample): sample for sample in run.samples} for run in runs]
     shown = [index for index, answer in enumerate(answers) if answer]
     lines = []
     for prompt in prompts:
         known = next(answer[prompt] for answer in answers if prompt in answer)
         responses = (answers[index][prompt].after if prompt in answers[index] else "" for index in shown)
-        lines.append([prompt, *responses, known.expected or ""])
+        lines.append([known.prompt, *responses, known.expected or ""])
     head = ["prompt", *(runs[index].name for index in shown), "expected"]
-    return _grid(head, lines, verbatim=True) if lines else ""
+    return _grid(head, lines, verbatim=True, pictures=[pictures for _, pictures in prompts]) if lines else ""
+
+
+def _key(sample: ShownSample) -> tuple[str, tuple[str, ...]]:
+    """Return what identifies the prompt of a sample."""
+    return sample.prompt, tuple(sample.pictures)
 
 
 def _own_samples(samples: Sequence[ShownSample]) -> str:
@@ -297,7 +306,7 @@ def _own_samples(samples: Sequence[ShownSample]) -> str:
     columns = ["prompt", *shown[: "before" in shown], "after", *shown["before" in shown :]]
     lines = [[getattr(sample, column) or "" for column in columns] for sample in samples]
     head = ["response" if column == "after" and "reward" in shown else column for column in columns]
-    return _grid(head, lines, verbatim=True)
+    return _grid(head, lines, verbatim=True, pictures=[sample.pictures for sample in samples])
 
 
 def _data(run: ShownRun) -> str:
@@ -348,10 +357,23 @@ def _table(entries: Mapping[str, str]) -> str:
     return f'<div class="scroll"><table>{"".join(cells)}</table></div>' if entries else ""
 
 
-def _grid(head: Sequence[str], lines: Iterable[Sequence[str]], *, verbatim: bool = False) -> str:
+def _grid(
+    head: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    *,
+    verbatim: bool = False,
+    pictures: Sequence[Sequence[str]] = (),
+) -> str:
+    """Return a table. `pictures`: those of each line, shown above the text of the first column."""
+
     def cell(text: str) -> str:
         return f"<td><pre>{escape(text)}</pre></td>" if verbatim else f"<td>{escape(text)}</td>"
 
-    body = "".join(f"<tr>{''.join(map(cell, line))}</tr>" for line in lines)
+    def images(number: int) -> str:
+        urls = pictures[number] if number < len(pictures) else ()
+        return "".join(f'<img src="{escape(url)}" alt="">' for url in urls if _PICTURE.fullmatch(url))
+
+    rows = (["".join(map(cell, line)), images(number)] for number, line in enumerate(lines))
+    body = "".join(f"<tr>{text.replace('<td>', f'<td>{shown}', 1)}</tr>" for text, shown in rows)
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     return f'<div class="scroll"><table><tr>{names}</tr>{body}</table></div>'

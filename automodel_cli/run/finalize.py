@@ -102,9 +102,17 @@ def _record(session: Trainer, accuracy: Mapping[str, Accuracy]) -> None:
     if early.patience is not None and early.best is not None:
         numbers[f"best {early.goal.metric}"] = f"{early.best:.4g} (step {early.best_step})"
     for when, result in accuracy.items():
+        if result.is_sample:
+            continue
         numbers[f"accuracy {when}"] = f"{result.share:.1%}"
     samples = [
-        ShownSample(after.question, after.completion, before.completion if before else None, after.answer)
+        ShownSample(
+            after.question,
+            after.completion,
+            before.completion if before else None,
+            after.answer,
+            pictures=after.pictures,
+        )
         for after, before in before_and_after(accuracy, 8)
     ]
     session.record.describe(numbers=numbers, samples=[dataclasses.asdict(sample) for sample in samples])

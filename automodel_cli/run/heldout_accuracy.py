@@ -8,20 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Answer:
-    """One question, the model's response without special tokens, the expected answer, and whether they are equal."""
+    """One question, the model's response without special tokens, the expected answer, and whether they are equal.
+    `pictures`: small copies of the pictures of the question, as `data:` URLs."""
 
     question: str
     completion: str
     answer: str
     correct: bool
     kind: str
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Every answer of one measurement, in the order of the rows."""
+    """Every answer of one measurement, in the order of the rows. `is_sample`: too few answers for a result."""
 
     answers: tuple[Answer, ...]
+    is_sample: bool = False
 
     @property
     def num_correct(self) -> int:
@@ -56,5 +59,6 @@ def before_and_after(accuracy: Mapping[str, Accuracy], count: int) -> list[tuple
     """
     if "after" not in accuracy:
         return []
-    earlier = {answer.question: answer for answer in accuracy["before"].answers} if "before" in accuracy else {}
-    return [(answer, earlier.get(answer.question)) for answer in accuracy["after"].examples(count)]
+    before = accuracy["before"].answers if "before" in accuracy else ()
+    earlier = {(answer.question, answer.pictures): answer for answer in before}
+    return [(answer, earlier.get((answer.question, answer.pictures))) for answer in accuracy["after"].examples(count)]

@@ -116,6 +116,7 @@ _SAMPLE: dict[str, _Read] = {
     "after": _text,
     "before": _text_or_none,
     "expected": _text_or_none,
+    "pictures": _list(_text),
 }
 _ATTEMPT: dict[str, _Read] = {
     "began": _moment,

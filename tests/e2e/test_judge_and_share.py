@@ -205,9 +205,9 @@ def test_chat_says_what_transformers_generates_and_lines_of_a_pipe_share_a_conve
     asked: list[list[str]] = []
     answer = Speaker.answer
 
-    def watched(speaker: Speaker, question: str, options: dict[str, Any]) -> Iterator[str]:
+    def watched(speaker: Speaker, question: str, options: dict[str, Any], pictures: list[Any]) -> Iterator[str]:
         asked.append([*(message["content"] for message in speaker.messages), question])
-        return answer(speaker, question, options)
+        return answer(speaker, question, options, pictures)
 
     monkeypatch.setattr(Speaker, "answer", watched)
     words = ["--one-conversation"] if together else []
@@ -255,6 +255,7 @@ def test_chat_with_unmerged_adapters_beside_their_base_says_what_peft_and_transf
         ours = Speaker.load("adapters", "runs/tiny/export", adapter=adapter).model(**encoded).logits
         assert torch.allclose(ours, theirs(**encoded).logits, atol=1e-5) and (ours - plain).abs().max() > 0.01
     assert_error(automodel(home, "chat", "tiny", "--unmerged").stderr, "wrong_recipe", "--unmerged")
+    assert_error(automodel(home, "chat", "tiny", "--image", "x.png").stderr, "wrong_model_kind", "--image")
 
 
 def test_an_answer_comes_in_pieces_as_it_is_generated(home: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from automodel_cli.cli.main import run
+from automodel_cli.run.commands.chat import Speaker, load_pictures
 from tests.composites import tensors
 from tests.e2e.command import automodel
 from tests.errors import assert_error
@@ -57,7 +63,9 @@ def test_two_ranks_some_without_pictures_train_as_one(kind: str, tmp_path: Path)
     assert max((exported[name] - weights[name]).abs().max().item() for name in exported) < 1e-4
 
 
-def test_the_export_is_the_repository_with_trained_weights_and_loads(tmp_path: Path):
+def test_the_export_is_the_repository_with_trained_weights_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     _project(tmp_path)
     _train(tmp_path, "all")
     _train(tmp_path, "text", "model.vision.tower=frozen", "model.vision.projector=frozen")
@@ -78,7 +86,54 @@ def test_the_export_is_the_repository_with_trained_weights_and_loads(tmp_path: P
             if file.suffix != ".safetensors" and file.name != "generation_config.json":
                 assert (export / file.name).read_bytes() == file.read_bytes(), file.name
     AutoModelForImageTextToText.from_pretrained(tmp_path / "runs/all/export")
+    _answers_are_those_of_generate(tmp_path)
+    _chat_reads_pictures(tmp_path, monkeypatch, capsys)
     assert any("visual.blocks" in key for key in before)
+
+
+def _answers_are_those_of_generate(folder: Path) -> None:
+    """Samples of the report against `generate` of transformers with the repository's processor."""
+    samples = json.loads((folder / "runs/all/run.json").read_text())["samples"]
+    assert len(samples) >= 2 and any(sample["after"] != sample["before"] for sample in samples)
+    by_answer = {row["messages"][1]["content"]: row for row in map(json.loads, (folder / "data/rows.jsonl").open())}
+    num_new = max(len(sample["expected"].split()) for sample in samples) + 1 + 8
+    for when, place in (("before", "original"), ("after", "runs/all/export")):
+        speaker = Speaker.load("x", str(folder / place))
+        for sample in samples:
+            row = by_answer[sample["expected"]]
+            assert len(sample["pictures"]) == len(row["images"])
+            pictures = load_pictures([speaker], [str(folder / "data" / name) for name in row["images"]])
+            speaker.forget()
+            question = row["messages"][0]["content"].rpartition("<image>")[2]
+            options = {"max_new_tokens": num_new, "do_sample": False, "suppress_tokens": [2]}
+            found = "".join(speaker.answer(question, options, pictures)).strip()
+            assert found == sample[when], (when, sample)
+
+
+def _chat_reads_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    shown: list[int] = []
+
+    def answer(self: Speaker, question: str, options: Any, pictures: Any = ()) -> Iterator[str]:
+        shown.append(len(pictures))
+        return original(self, question, options, pictures)
+
+    original = Speaker.answer
+    monkeypatch.setattr(Speaker, "answer", answer)
+    one, other = (str(path) for path in sorted((folder / "data").glob("*.png"))[:2])
+    chat = ["chat", "all", "--max-new-tokens", "4", "--image", one]
+    for more, typed, counts in (
+        (["--image", other, "--compare", "text"], "what is here\nand there\n", [2, 2, 2, 2]),
+        (["--one-conversation"], f"a\nno\n/image {other}\n/image missing.png\nis here\n/new\na\n", [1, 0, 1, 1]),
+    ):
+        shown.clear()
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        assert run([*chat, *more]) == 0
+        assert shown == counts
+    assert "missing.png" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert run([*chat, "--image", "missing.png"]) != 0
+    assert_error(capsys.readouterr().err, "unreadable_file", "--image")
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_run_and_refuses_an_edited_picture(tmp_path: Path):

@@ -41,6 +41,13 @@ class Picture:
     path: str | None = None
     data: bytes | None = None
 
+    def content(self) -> bytes:
+        """Return the bytes of the picture."""
+        if self.data is not None:
+            return self.data
+        assert self.path is not None, "a picture has a path or data"
+        return Path(self.path).read_bytes()
+
 
 def key_of(data: bytes) -> bytes:
     """Return the hash of a picture's content."""

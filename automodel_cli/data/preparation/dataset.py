@@ -234,11 +234,11 @@ class PackedDataset:
         shown = [
             of_document
             for row, of_row in zip(row_indices, starts, strict=True)
-            for of_document in self._shown(int(row), len(of_row))
+            for of_document in self.shown(int(row), len(of_row))
         ]
         return self.pictures.with_pictures(batch, shown)
 
-    def _shown(self, row: int, num_documents: int) -> list[list[tuple[PictureTable, int]]]:
+    def shown(self, row: int, num_documents: int) -> list[list[tuple[PictureTable, int]]]:
         """Return the pictures of each document of a row, the document of padding included."""
         if row == DUMMY_ROW:
             return [[]] * num_documents

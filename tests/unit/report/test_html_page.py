@@ -163,6 +163,24 @@ def test_columns_without_content_are_not_shown():
     assert "<th>after</th>" in page and "<th>before</th>" not in page
 
 
+def test_pictures_of_samples_are_part_of_the_page_and_nothing_else_is_an_image():
+    good = "data:image/jpeg;base64,/9j/AAAA"
+    bad = (
+        "https://example.com/x.png",
+        "javascript:alert(1)",
+        'data:image/png;base64,A"onload="x',
+        "data:text/html;base64,AA",
+    )
+    samples = [
+        ShownSample("color?", "red", pictures=[good, *bad]),
+        ShownSample("color?", "blue", pictures=[good + "AA=="]),
+    ]
+    for runs in ([ShownRun("x", [], samples=samples)], [ShownRun(name, [], samples=samples) for name in "xy"]):
+        page = page_html(runs)
+        assert re.findall('src="(.*?)"', page) == [good, good + "AA=="]
+        assert page.count("<pre>color?</pre>") == 2, "equal questions about other pictures are other prompts"
+
+
 def test_reinforcement_learning_leads_with_rewards():
     """What says how it goes stands first, in the curves as in the tiles; long names have places to break."""
     keys = ("reward", "response_length", "entropy", "token_mult_prob_error")

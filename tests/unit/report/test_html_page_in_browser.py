@@ -18,6 +18,8 @@ from automodel_cli.report.html_page import Dataset, ShownRun, ShownSample, TaskS
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LONG = "x" * 300
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+PICTURE = f"data:image/png;base64,{PIXEL}"
 FRAMES = """<!doctype html><body>{frames}<script>
 onload = () => document.title = [...document.querySelectorAll("iframe")].map(f => {{
   const root = f.contentDocument.documentElement;
@@ -38,7 +40,7 @@ def shown(name: str, factor: float) -> ShownRun:
         about={"data": LONG},
         environment={"torch": "2.13", "cpu": LONG},
         config_yaml=f"key: {LONG}",
-        samples=[ShownSample(LONG, LONG, LONG, LONG)],
+        samples=[ShownSample(LONG, LONG, LONG, LONG, pictures=[PICTURE] * 9)],
         data=[Dataset("x", f"9 documents of {LONG}", [0, 5, 10], [3, 6], 0.5, 0.9)],
         layout={"pp": 4, "dp_shard": 8, "tp": 8, "ep": 8},
         schedule=draw_svg(simulate(program, even_costs(program)), title="1F1B"),
