@@ -6,12 +6,14 @@ Relies on the following. Fused optimizers have `_step_supports_amp_scaling` and 
 checkpoint is a pickle in `.metadata`. `FileSystemReader` locates and reads it by `_get_metadata_path`,
 `fs.create_stream` and `read_metadata`. tests/unit/training/test_torch_compat.py reads a real checkpoint through it,
 tests/dist/test_step.py verifies that a fused optimizer skips a step. `torch.cuda.memory._dump_snapshot(path)` is what
-torch's own documentation of its memory viewer calls.
+torch's own documentation of its memory viewer calls. `_compute_local_shape_and_global_offset` takes the coordinate of
+any rank (tests/dist/test_muon.py).
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from automodel_cli.config.errors import RunError
 
@@ -158,6 +162,14 @@ def refuses_by_found_inf(kind: type[torch.optim.Optimizer]) -> type[torch.optim.
     """Return an optimizer class whose steps change nothing while its `found_inf` is 1, for `step_unless`."""
     kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return kind
+
+
+def shard_of(
+    shape: Sequence[int], mesh: DeviceMesh, coordinate: Sequence[int], placements: Sequence[Any]
+) -> tuple[slice, ...]:
+    """Return the part of a tensor of `shape` that the rank at `coordinate` of `mesh` holds. No communication."""
+    sizes, starts = _compute_local_shape_and_global_offset(tuple(shape), mesh.shape, list(coordinate), placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def dump_cuda_memory(path: Path) -> None:

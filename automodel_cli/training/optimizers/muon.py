@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from automodel_cli.training.optimizers.matrix_exchange import MatrixRound, is_distributed, rounds_of
 from automodel_cli.training.optimizers.newton_schulz import measured_dtype, orthogonalize
 from automodel_cli.training.optimizers.param_groups import TrainableParam, decay_groups
 from automodel_cli.training.optimizers.stochastic_rounding_adamw import (
@@ -32,11 +34,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Muon orthogonalizes complete matrices. Steps for a sharded matrix:
 
     1. Momentum is updated on the shard (elementwise).
-    2. The update is all-gathered, and every rank orthogonalizes the full matrix.
-    3. Each rank applies its shard of the result.
+    2. The update travels to one rank of the mesh, which orthogonalizes the full matrix.
+    3. The result travels back to the shards, which apply it.
 
-    Every mesh therefore computes the numbers of one process. DTensor operations would round the bfloat16 GEMMs
-    differently on each mesh.
+    `matrix_exchange` distributes the matrices of a mesh over its ranks by cost. Updates travel in the dtype of the
+    GEMMs, to which they would be rounded anyway, beside the GEMMs of other matrices. Every mesh therefore computes the
+    numbers of one process, bitwise for equal gradients. Parameters that are no DTensors (DDP) are orthogonalized on
+    every rank.
 
     Args:
         muon_params: hidden matrices. May be empty on a pipeline rank.
@@ -67,6 +71,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_adamw = decay_groups(adamw_params, adamw["weight_decay"], embeddings=decay_embeddings)
         groups += [{**group, "muon": False, **rest} for group in of_adamw]
         super().__init__(groups, {})
+        self._rounds: dict[tuple[int, ...], list[MatrixRound]] = {}
         # The inner AdamW shares groups and state with this optimizer. Its constructor adds its defaults to the groups.
         adamw_groups = self._groups(muon=False)
         self._adamw = _adamw(adamw_groups) if adamw_groups else None
@@ -75,6 +80,59 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """Load a state without rounding moments to the dtype of the parameter, as the method of torch does."""
         super().load_state_dict(state_dict)
         load_moments(self, state_dict, ("momentum_buffer", *MOMENTS), lambda param: moment_dtype(param.dtype))
+
+    def _muon_step(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update the matrices of one group. Collective over their meshes."""
+        together: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
+        for param in params:
+            state = self.state[param]
+            if "momentum_buffer" not in state:
+                _init_state(param, state, group)
+            dtype = _ns_dtype(state, group)
+            if isinstance(param, DTensor) and is_distributed(param):
+                together.setdefault((param.device_mesh, dtype), []).append(param)
+            else:
+                update = _update(param, state, group)
+                _apply(param, orthogonalize(update, group["ns_steps"], dtype), group)
+        for (_, dtype), members in together.items():
+            self._distributed_step(self._rounds_of(members), group, dtype)
+
+    def _rounds_of(self, params: Sequence[nn.Parameter]) -> list[MatrixRound]:
+        key = tuple(map(id, params))
+        if key not in self._rounds:
+            self._rounds[key] = rounds_of(params)
+        return self._rounds[key]
+
+    def _distributed_step(self, rounds: Sequence[MatrixRound], group: dict[str, Any], dtype: torch.dtype) -> None:
+        """While a round is orthogonalized, updates of the next one and results of the previous one travel."""
+
+        def gather(round_: MatrixRound) -> Callable[[], Tensor | None]:
+            return round_.gather([_update(param, self.state[param], group) for param in round_.params])
+
+        arriving = gather(rounds[0])
+        leaving: Callable[[], None] = lambda: None  # noqa: E731
+        for number, round_ in enumerate(rounds):
+            following = gather(rounds[number + 1]) if number + 1 < len(rounds) else None
+            whole = arriving()
+            result = None if whole is None else orthogonalize(whole, group["ns_steps"], dtype)
+            leaving()
+            leaving = self._returning(round_, result, group, dtype)
+            if following is not None:
+                arriving = following
+        leaving()
+
+    def _returning(
+        self, round_: MatrixRound, result: Tensor | None, group: dict[str, Any], dtype: torch.dtype
+    ) -> Callable[[], None]:
+        """Start to return the results of a round. The result applies them."""
+        like = _local(round_.params[0]).new_empty(0, dtype=dtype)
+        shards = round_.scatter(result, like)
+
+        def apply() -> None:
+            for param, shard in zip(round_.params, shards(), strict=True):
+                _apply(param, shard, group)
+
+        return apply
 
     def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["muon"] is muon]
@@ -86,9 +144,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self._groups(muon=True):
-            for param in group["params"]:
-                if param.grad is not None:
-                    _muon_step(param, self.state[param], group)
+            self._muon_step([param for param in group["params"] if param.grad is not None], group)
         if self._adamw is not None:
             # Assigned at every step, because loading a state replaces both objects.
             self._adamw.state, self._adamw.param_groups = self.state, self._groups(muon=False)
@@ -104,32 +160,40 @@ def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return RoundedAdamW(groups, lr, betas, eps, state_dtype=None, stochastic_rounding=False)
 
 
-def _muon_step(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Update one matrix: momentum and weight decay on the shard, orthogonalization on the full matrix.
+def _update(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Update the momentum, and return the shard of the update in the dtype of the GEMMs.
 
-    With momentum m, gradient g, learning rate lr and weight decay w::
+    With momentum m and gradient g::
 
         m <- mu m + (1 - mu) g
         u <- mu m + (1 - mu) g if nesterov else m
-        p <- (1 - lr w) p - adjusted_lr(lr) orthogonalize(u)
     """
-    grad = param.grad
-    assert grad is not None
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(grad, dtype=moment_dtype(param.dtype))
-        if torch.float32 in (group["ns_dtype"], group["ns_measured"]):
-            state[_FLOAT32] = 1
-    momentum_S, grad_S, param_S = (_local(tensor) for tensor in (state["momentum_buffer"], grad, param))
+    assert param.grad is not None
+    momentum_S, grad_S = _local(state["momentum_buffer"]), _local(param.grad)
     grad_S = grad_S.to(momentum_S.dtype)
     # lerp(a, b, w) = a + w (b - a): momentum 0.95 keeps 95% of the old value.
     momentum_S.lerp_(grad_S, 1 - group["momentum"])
     update_S = grad_S.lerp(momentum_S, group["momentum"]) if group["nesterov"] else momentum_S
-    # A resumed run keeps the dtype of its first step, even on other hardware.
-    kept = torch.float32 if state.get(_FLOAT32) else torch.bfloat16
-    whole = orthogonalize(_full_matrix(update_S, param), group["ns_steps"], group["ns_dtype"] or kept)
+    return update_S.to(_ns_dtype(state, group))
+
+
+def _apply(param: nn.Parameter, orthogonal_S: Tensor, group: dict[str, Any]) -> None:
+    """Apply weight decay w and the shard of the orthogonalized update u: p <- (1 - lr w) p - adjusted_lr(lr) u."""
+    param_S = _local(param)
     param_S.mul_(1 - group["lr"] * group["weight_decay"])
-    # Every rank orthogonalizes the full matrix and applies its shard of the result.
-    param_S.add_(_shard(whole, param), alpha=-_adjusted_lr(group, param.shape))
+    param_S.add_(orthogonal_S, alpha=-_adjusted_lr(group, param.shape))
+
+
+def _init_state(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    state["momentum_buffer"] = torch.zeros_like(param.grad, dtype=moment_dtype(param.dtype))
+    if torch.float32 in (group["ns_dtype"], group["ns_measured"]):
+        state[_FLOAT32] = 1
+
+
+def _ns_dtype(state: dict[str, Any], group: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of the GEMMs. A resumed run keeps that of its first step, even on other hardware."""
+    dtype: torch.dtype = group["ns_dtype"] or (torch.float32 if state.get(_FLOAT32) else torch.bfloat16)
+    return dtype
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -138,26 +202,6 @@ def _local(tensor: Tensor) -> Tensor:
     Elementwise operations on shards avoid the dispatch overhead of DTensor, which dominates for small matrices.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _full_matrix(update_S: Tensor, param: nn.Parameter) -> Tensor:
-    """Return the full matrix of the shard `update_S`. Collective over the mesh of `param`."""
-    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
-        return update_S
-    shape, stride = param.shape, param.stride()
-    sharded = DTensor.from_local(
-        update_S, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
-    )
-    return sharded.full_tensor()
-
-
-def _shard(whole: Tensor, param: nn.Parameter) -> Tensor:
-    """Return this rank's shard of a replicated matrix."""
-    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
-        return whole
-    mesh = param.device_mesh
-    replicated = DTensor.from_local(whole.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=param.placements).to_local()
 
 
 def _adjusted_lr(group: dict[str, Any], shape: torch.Size) -> float:

@@ -163,6 +163,9 @@ class Muon:
     the update so that learning rates tuned for AdamW fit (arXiv:2502.16982). "original" is sqrt(max(1, rows /
     columns)). `adamw_lr=None` uses `lr` for AdamW too.
 
+    Under FSDP2, each matrix is orthogonalized on one rank of its mesh. Costs are balanced, and transfers overlap with
+    GEMMs. Under DDP, every rank orthogonalizes every matrix.
+
     `ns_dtype` is the dtype of the orthogonalization GEMMs. `auto` selects bfloat16, or float32 if a measurement at
     startup shows that the device emulates bfloat16 (10 times slower). All ranks use the same dtype, and a resumed run
     keeps it.
