@@ -105,6 +105,11 @@ def _message(
     parts = list(call.args)
     if name in ("check_choice", "check_range", "check_minimums"):
         return _checked(call, function, name)
+    if name == "require_package":
+        values = [_text(_assigned(value, function, call.lineno)) for value in (*parts, named["install"])]
+        package, feature, install = (value.replace("…", "<package>") for value in values)
+        message = f"{feature} requires the package {package}, which is not installed"
+        return Message(("missing_package",), 2, message, f"pip install {install}")
     if name == "_reject" and len(parts) > 2 and _codes(parts[0]):  # (code, reason, *fields)
         fields = [_text(part) or "…" for part in parts[2:] if not isinstance(part, ast.Starred)]
         values = " with ".join(f"{field}=<{field}>" if field != "…" else "<name>=<value>" for field in fields)

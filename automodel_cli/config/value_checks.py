@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import NoReturn
 
 from automodel_cli.config.errors import ConfigError
@@ -65,6 +66,24 @@ def reject_fields(node: object, code: str, reason: str, *names: str, fix: str) -
     """Raise ConfigError about the values of `names`, which are fields of `node`: their values, then `reason`."""
     values = " with ".join(f"{name}={getattr(node, name)}" for name in names)
     raise ConfigError(f"{values} {reason}", code=code, keys=names, fix=fix)
+
+
+def require_package(module: str, feature: str, *, install: str, keys: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError unless `module` is installed. Does not import it.
+
+    Args:
+        module: the name to import.
+        feature: what requires the package, the subject of the message.
+        install: the arguments of `pip install`, and what else can be done instead.
+        keys: the keys that ask for the feature.
+    """
+    if find_spec(module) is None:
+        raise ConfigError(
+            f"{feature} requires the package {module}, which is not installed",
+            code="missing_package",
+            keys=keys,
+            fix=f"pip install {install}",
+        )
 
 
 def choice_rule(choices: Iterable[str]) -> str:

@@ -137,7 +137,7 @@ def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
     if mesh.layout.cp > 1:
         probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
     recipe.check_model(hf_config(config))
-    check_names(recipe, hf_config(config))
+    check_names(recipe.optimizer, recipe.parallelizer, config, hf_config(config))
     part = build_part(config, request=request_of(recipe.trained_objective))
     if frozen:
         part.requires_grad_(False)

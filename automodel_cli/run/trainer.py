@@ -443,7 +443,7 @@ def _opened(
             put_back(run_dir, earlier)
         elif refused and run_dir is not None and _is_refusal(error) and dist.get_rank() == 0:
             take_away(run_dir, source)
-        if mixed := mixed_dtypes.explain_mixed_dtypes(error, recipe):
+        if mixed := mixed_dtypes.explain_mixed_dtypes(error, recipe.compute_dtype):
             raise mixed from error
         if not isinstance(error, Exception) or (cause := out_of_memory.find_oom_error(error)) is None:
             raise

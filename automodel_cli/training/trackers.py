@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.value_checks import require_package
 from automodel_cli.training.metrics_file import Row
 
 
@@ -42,12 +42,7 @@ class TrackerNode(Protocol):
 
 def _require(module: str, package: str) -> None:
     """Raise for a tracker whose package is not installed, without importing it."""
-    if find_spec(module) is None:
-        raise ConfigError(
-            f"tracker {package!r} requires the package {package!r}, which is not installed",
-            code="missing_package",
-            fix=f"pip install {package}",
-        )
+    require_package(module, f"tracker {package!r}", install=package)
 
 
 def _numbers(row: Row) -> dict[str, float]:

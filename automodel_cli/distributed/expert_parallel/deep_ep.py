@@ -9,7 +9,6 @@ interface.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import require_package
 from automodel_cli.distributed.expert_parallel.token_dispatcher import LocalExperts, at_least_one_row
 from automodel_cli.distributed.typed_torch import Ctx, Function
 
@@ -27,13 +27,12 @@ _buffers: dict[dist.ProcessGroup, Any] = {}
 
 def require_deep_ep(device_type: str) -> None:
     """Raise ConfigError if DeepEP is not installed or the device is not CUDA."""
-    if importlib.util.find_spec("deep_ep") is None:
-        raise ConfigError(
-            "expert_dispatch=deepep needs the package deep_ep, which is not installed",
-            code="missing_package",
-            keys=("parallelizer.expert_dispatch",),
-            fix=f"pip install git+https://github.com/deepseek-ai/DeepEP --no-build-isolation, or {_FIX}",
-        )
+    require_package(
+        "deep_ep",
+        "expert_dispatch=deepep",
+        install=f"git+https://github.com/deepseek-ai/DeepEP --no-build-isolation, or {_FIX}",
+        keys=("parallelizer.expert_dispatch",),
+    )
     if device_type != "cuda":
         raise ConfigError(
             f"expert_dispatch=deepep needs CUDA devices, but this run uses {device_type}",

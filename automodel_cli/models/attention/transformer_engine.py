@@ -18,13 +18,13 @@ import copy
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import require_package
 from automodel_cli.models.config import TransformerEngineConfig
 
 if TYPE_CHECKING:
@@ -37,13 +37,12 @@ _FP8_MULTIPLE = 32  # tokens and features. Sufficient for every recipe; some nee
 
 def require_transformer_engine() -> None:
     """Raise ConfigError if Transformer Engine is not installed or no CUDA device is available."""
-    if find_spec("transformer_engine") is None:
-        raise ConfigError(
-            "model.transformer_engine requires the package transformer-engine, which is not installed",
-            code="missing_package",
-            keys=("transformer_engine",),
-            fix="pip install --no-build-isolation automodel-cli[te]",
-        )
+    require_package(
+        "transformer_engine",
+        "model.transformer_engine",
+        install="--no-build-isolation automodel-cli[te]",
+        keys=("transformer_engine",),
+    )
     if not torch.cuda.is_available():
         raise ConfigError(
             "model.transformer_engine requires a CUDA device, and none is available",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import importlib.util
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import require_package
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import source
@@ -29,13 +29,7 @@ _BLANK = 32  # pixels of the side of the blank picture, before the processor res
 def load_processor(config: ModelConfig, tokenizer: Any) -> Any:
     """Return the processor of transformers. Raises ConfigError if there is none, or if Pillow is not installed."""
     assert config.vision is not None
-    if importlib.util.find_spec("PIL") is None:
-        raise ConfigError(
-            "recipes with pictures need Pillow, which is not installed",
-            code="missing_package",
-            keys=("model.vision",),
-            fix="pip install pillow",
-        )
+    require_package("PIL", "a recipe with pictures", install="pillow", keys=("model.vision",))
     chosen = config.vision.processor or config.pretrained
     if chosen is None:
         raise ConfigError(

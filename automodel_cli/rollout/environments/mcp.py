@@ -7,7 +7,6 @@ conversations of this process. A server that ended is restarted by the next call
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import threading
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.value_checks import check_range
+from automodel_cli.config.value_checks import check_range, require_package
 from automodel_cli.config.warn import warn
 from automodel_cli.rollout.engines.config import program_arguments
 from automodel_cli.rollout.environments.event_loop import LoopThread
@@ -68,13 +67,7 @@ class MCPTools(ToolEnvironment):
 
     def check(self) -> None:
         """Raise ConfigError if the package is not installed, and RunError if a server does not start."""
-        if importlib.util.find_spec("mcp") is None:
-            raise ConfigError(
-                "the package mcp is not installed",
-                code="missing_package",
-                keys=("rollout.environment",),
-                fix="pip install 'automodel-cli[mcp]'",
-            )
+        require_package("mcp", "McpEnvironment", install="'automodel-cli[mcp]'", keys=("rollout.environment",))
         self.definitions()
 
     def close(self) -> None:

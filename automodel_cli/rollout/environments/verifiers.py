@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
 import signal
 import threading
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.config.value_checks import require_package
 from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.environments.tools import ToolCall, calls_in
 from automodel_cli.rollout.rewards.text import check_pattern
@@ -271,13 +271,7 @@ def load_environment(environment: str, arguments: Mapping[str, Any]) -> Theirs:
 
 @functools.cache
 def _loaded(environment: str, arguments: str) -> Theirs:
-    if importlib.util.find_spec("verifiers") is None:
-        raise ConfigError(
-            "the package verifiers is not installed",
-            code="missing_package",
-            keys=("environment",),
-            fix="pip install 'automodel-cli[verifiers]'",
-        )
+    require_package("verifiers", "this environment", install="'automodel-cli[verifiers]'", keys=("environment",))
     import verifiers
 
     if not environment.replace(".", "_").isidentifier():

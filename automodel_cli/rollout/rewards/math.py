@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.value_checks import require_package
 from automodel_cli.rollout.rewards.base import Reward, RewardInput
 from automodel_cli.rollout.rewards.safe_eval import guard_sympy
 from automodel_cli.rollout.rewards.text import check_pattern
@@ -42,13 +41,7 @@ class MathEquivalence(Reward):
             check_pattern("answer_pattern", self.answer_pattern, groups=1)
 
     def check(self) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
-                "the package math-verify, which MathEquivalence requires, is not installed",
-                code="missing_package",
-                keys=("rewards",),
-                fix="pip install 'automodel-cli[rewards]'",
-            )
+        require_package("math_verify", "MathEquivalence", install="'automodel-cli[rewards]'", keys=("rewards",))
 
     def warm_up(self) -> None:
         import math_verify  # noqa: F401

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.config.value_checks import check_minimums
+from automodel_cli.config.value_checks import check_minimums, require_package
 from automodel_cli.rollout.rewards.base import Reward, RewardInput
 from automodel_cli.rollout.rewards.safe_eval import guard_eval, guard_sympy
 
@@ -136,10 +135,4 @@ class ReasoningReward(Reward):
 
 
 def _require() -> None:
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError(
-            "the package reasoning-gym is not installed",
-            code="missing_package",
-            keys=("task",),
-            fix="pip install 'automodel-cli[rewards]'",
-        )
+    require_package("reasoning_gym", "this task", install="'automodel-cli[rewards]'", keys=("task",))

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.value_checks import require_package
 from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.rollout.http import Server
 
@@ -319,13 +319,12 @@ def check_gpus(transport: str, device_type: str) -> None:
             keys=("rollout.engine.transport",),
             fix="rollout.engine.transport=files",
         )
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            f"rollout.engine.transport={transport} requires the package vllm, which is not installed",
-            code="missing_package",
-            keys=("rollout.engine.transport",),
-            fix="pip install 'automodel-cli[vllm]', or rollout.engine.transport=files",
-        )
+    require_package(
+        "vllm",
+        f"rollout.engine.transport={transport}",
+        install="'automodel-cli[vllm]', or rollout.engine.transport=files",
+        keys=("rollout.engine.transport",),
+    )
 
 
 def begun(call: Callable[[], None]) -> Future[None]:

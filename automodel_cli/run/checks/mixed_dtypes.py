@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import re
 import traceback
-from typing import TYPE_CHECKING
 
 import torch
 
 from automodel_cli.config.errors import RunError
-
-if TYPE_CHECKING:
-    from automodel_cli.run.recipe import Recipe
 
 _MIXED = re.compile(r"same dtype|dtypes match|expected scalar type|should have the same type", re.IGNORECASE)
 _FLOAT32 = "parallelizer.mp_policy.param_dtype=float32"
@@ -25,12 +21,12 @@ def mixes_dtypes(error: BaseException) -> bool:
     return any("transformers/models/" in name or "transformers_modules/" in name for name in files)
 
 
-def explain_mixed_dtypes(error: BaseException, recipe: Recipe) -> RunError | None:
+def explain_mixed_dtypes(error: BaseException, compute_dtype: torch.dtype) -> RunError | None:
     """Return the error for model code that keeps some tensors in float32. None for other errors."""
-    if recipe.compute_dtype == torch.float32 or not mixes_dtypes(error):
+    if compute_dtype == torch.float32 or not mixes_dtypes(error):
         return None
     last = traceback.extract_tb(error.__traceback__)[-1]
-    dtype = str(recipe.compute_dtype).removeprefix("torch.")
+    dtype = str(compute_dtype).removeprefix("torch.")
     return RunError(
         f"mp_policy.param_dtype={dtype} is not supported by this model, whose code mixes it with float32: {error} "
         f"({last.filename}:{last.lineno})",

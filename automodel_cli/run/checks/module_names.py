@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,24 +15,24 @@ from automodel_cli.training.optimizers.nodes import Muon
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from automodel_cli.distributed.strategies.base import Strategy
     from automodel_cli.models.config import ModelConfig
-    from automodel_cli.run.recipe import Recipe
 
 _OF_ADAPTERS = ("lora_A", "lora_B")
 _OF_PARTS = ("value_head", "multi_token")
 
 
-def check_names(recipe: Recipe, hf_config: PretrainedConfig) -> None:
+def check_names(optimizer: object, parallelizer: Strategy, config: ModelConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError for an entry of `optimizer.adamw_names` or `parallelizer.tp_plan` without a parameter or
     module.
 
     Names refer to the complete model, so every layout rejects the same entries.
     """
-    names = _adamw_names(recipe.optimizer)
-    plan = recipe.parallelizer.axis_options().tp_plan
+    names = _adamw_names(optimizer)
+    plan = parallelizer.axis_options().tp_plan
     if not names and plan is None:
         return
-    model = _full_model(hf_config, recipe.model)
+    model = _full_model(hf_config, config)
     if names:
         _check_adamw_names(names, model)
     if plan is not None:
@@ -44,7 +44,7 @@ def _full_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedM
     return transformers_compat.meta_model(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
-def _adamw_names(optimizer: Any) -> tuple[str, ...]:
+def _adamw_names(optimizer: object) -> tuple[str, ...]:
     """Return the custom entries. The default lists names of many model families."""
     if not isinstance(optimizer, Muon):
         return ()

@@ -7,11 +7,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.value_checks import check_choice, check_range
+from automodel_cli.config.value_checks import check_choice, check_range, require_package
 
 if TYPE_CHECKING:
     import torch
@@ -280,13 +279,7 @@ class AdamW8bit:
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
         check_choice("library", self.library, ("torchao", "bitsandbytes"), fix="optimizer.library=torchao")
-        if find_spec(self.library) is None:
-            raise ConfigError(
-                f"library={self.library} requires the package {self.library!r}, which is not installed",
-                code="missing_package",
-                keys=("library",),
-                fix=f"pip install {self.library}",
-            )
+        require_package(self.library, f"library={self.library}", install=self.library, keys=("library",))
 
     def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
         from automodel_cli.training.optimizers.param_groups import decay_groups, require_trainable

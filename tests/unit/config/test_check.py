@@ -509,9 +509,10 @@ def test_trackers_that_cannot_be(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], key: str | None, fix: str
 ) -> None:
     """By name and as nodes, with keys that lead into the list, and without their package."""
-    from automodel_cli.training import trackers
 
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)  # no such package is installed here
+    monkeypatch.setattr(
+        "automodel_cli.config.value_checks.find_spec", lambda name: None
+    )  # no such package is installed here
     with pytest.raises(ConfigError) as error:
         check_config(compose("quickstart", overrides))
     assert error.value.fix == fix

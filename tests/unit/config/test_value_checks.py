@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.value_checks import check_choice, check_minimums, check_range, reject_fields
+from automodel_cli.config.value_checks import check_choice, check_minimums, check_range, reject_fields, require_package
+from tests.errors import raises
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,9 @@ def test_fields_of_nodes():
     assert (caught.value.code, caught.value.keys) == ("no_effect", ("count", "limit"))
     assert "count=0" in caught.value.message
     assert "limit=None" in caught.value.message
+
+
+def test_packages():
+    require_package("json", "this test", install="json")
+    with raises(ConfigError, "missing_package", keys=("a.b",), values=("no_such_module",), fix="pip install 'x[y]'"):
+        require_package("no_such_module", "this test", install="'x[y]'", keys=("a.b",))

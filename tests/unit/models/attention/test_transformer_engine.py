@@ -258,10 +258,10 @@ def test_nodes_refuse_what_cannot_act(case):
 
 def test_without_the_package_or_cuda_nothing_is_built(monkeypatch):
     config = ModelConfig(config=tiny.tiny_fields("llama"), transformer_engine=TransformerEngineConfig())
-    monkeypatch.setattr(adapter, "find_spec", lambda name: None)
+    monkeypatch.setattr("automodel_cli.config.value_checks.find_spec", lambda name: None)
     with raises(ConfigError, "missing_package", fix="pip install --no-build-isolation automodel-cli[te]"):
         build_part(config)
-    monkeypatch.setattr(adapter, "find_spec", lambda name: object())
+    monkeypatch.setattr("automodel_cli.config.value_checks.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with raises(ConfigError, "hardware_required", keys=("transformer_engine",)):
         build_part(config)

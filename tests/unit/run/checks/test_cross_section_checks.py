@@ -273,7 +273,7 @@ PLAN = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj":
 def test_names_of_modules_are_the_models(names, fix):
     config = tiny.tiny_config("llama")
     if fix is None:
-        return check_names(names, config)
+        return check_names(names.optimizer, names.parallelizer, names.model, config)
     with pytest.raises(ConfigError) as refusal:
-        check_names(names, config)
+        check_names(names.optimizer, names.parallelizer, names.model, config)
     assert refusal.value.fix.strip("'") == fix

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 
@@ -27,7 +25,7 @@ MIXED = (
 
 @pytest.mark.parametrize("code", MIXED)
 def test_operands_of_two_dtypes_in_a_models_code_are_answered_with_float32(code):
-    half, full = (types.SimpleNamespace(compute_dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    half, full = torch.bfloat16, torch.float32
     of_model = raised(code, "/x/transformers/models/minimax/modeling_minimax.py")
     explained = explain_mixed_dtypes(of_model, half)
     assert explained.fix == "parallelizer.mp_policy.param_dtype=float32"
@@ -36,7 +34,7 @@ def test_operands_of_two_dtypes_in_a_models_code_are_answered_with_float32(code)
 
 
 def test_other_errors_are_left_as_they_are():
-    half = types.SimpleNamespace(compute_dtype=torch.bfloat16)
+    half = torch.bfloat16
     assert explain_mixed_dtypes(raised(MIXED[0], "/x/mine.py"), half) is None
     shapes = raised("torch.zeros(2, 2) @ torch.zeros(3, 3)", "/x/transformers/models/minimax/modeling_minimax.py")
     assert explain_mixed_dtypes(shapes, half) is None

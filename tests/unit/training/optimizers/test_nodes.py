@@ -16,7 +16,6 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.training.optimizers import newton_schulz
-from automodel_cli.training.optimizers import nodes as optimizers_nodes
 from automodel_cli.training.optimizers.lr_scheduler import WSD, Constant, Cosine, Linear, build_lr_scheduler
 from automodel_cli.training.optimizers.newton_schulz import orthogonalize
 from automodel_cli.training.optimizers.nodes import AdamW, AdamW8bit, Muon, build_optimizer
@@ -235,7 +234,7 @@ def test_bad_numbers_name_their_field(options):
 
 
 def test_8bit_without_its_library_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(optimizers_nodes, "find_spec", lambda name: None)
+    monkeypatch.setattr("automodel_cli.config.value_checks.find_spec", lambda name: None)
     with raises(ConfigError, "missing_package", keys=("library",), fix="pip install bitsandbytes"):
         AdamW8bit(lr=1e-3, library="bitsandbytes")
 
