@@ -107,7 +107,7 @@ FOREIGN: dict[str, Foreign] = {
     "dataset": Foreign("data.path", "data.path is a hub id, a file or a folder", other_value=True),
     "dataset_path": Foreign("data.path"),
     "dataset_name": Foreign("data.path", "a hub id or a file"),
-    "datasets": Foreign("data.datasets", "data.datasets is a list of {path: ..., weight: ...}", other_value=True),
+    "datasets": Foreign("data.datasets", "data.datasets is a list of {path, sampling_weight}", other_value=True),
     "train_file": Foreign("data.path"),
     "sequence_len": Foreign("data.seq_len"),
     "seq_length": Foreign("data.seq_len"),

@@ -16,7 +16,8 @@ model.lora.rank model.lora.alpha model.lora.target_modules model.lora.quantizati
 data.path data.name data.split data.format data.column_mapping data.datasets data.generator data.validation_size
 data.validation_path data.validation_split data.seq_len data.packing data.truncation data.loss_mask
 data.multi_turn data.chat_template data.num_workers data.generator.kinds data.generator.num_train
-data.generator.num_validation data.generator.seed data.datasets.0.weight data.datasets.0.format
+data.generator.num_validation data.generator.seed data.datasets.0.sampling_weight data.datasets.0.loss_weight
+data.datasets.0.epochs data.datasets.0.format
 data.datasets.0.column_mapping data.datasets.0.split
 objective.loss objective.beta objective.nll_weight objective.label_smoothing objective.clip_low
 objective.clip_high objective.loss_aggregation objective.kl_coef objective.kl_type objective.kl_placement

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_range
-from automodel_cli.data.formats.base import DOCUMENTS, PREFERENCES, Format
-from automodel_cli.data.formats.builtin import FORMATS, find_format, format_name
+from automodel_cli.data.formats.base import PREFERENCES, Format
+from automodel_cli.data.formats.builtin import find_format, format_name
+from automodel_cli.data.mixture import Mixture
+from automodel_cli.data.source_config import FormatName, SourceConfig, TxtRows, check_format
 
-if TYPE_CHECKING:
-    FormatName = str
-else:
-    FormatName = Literal["auto", *FORMATS]  # so that a new format is listed in one place
-TxtRows = Literal["file", "paragraph", "line"]
 Packing = Literal["best_fit", "wrapped", "none"]
 LongDocuments = Literal["split", "truncate", "drop", "error"]
 LongChoice = Literal["auto", "split", "truncate", "drop", "error"]
@@ -44,70 +39,6 @@ def answer_checker(
     """
     check: Callable[[str, str], bool] | None = getattr(task, "check_answer", None)
     return check if all("answer" in row for row in rows) else None
-
-
-def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
-    """Raise for a format without a valid `makes`, and for a column mapping with an unknown field."""
-    if isinstance(fmt, str):
-        known, reader = sorted({name for each in FORMATS.values() for name in each.fields}), "any format"
-        fix = "data.column_mapping='{prompt: question, completion: answer}'"
-    else:
-        known, reader = list(fmt.fields), f"format {format_name(fmt)}"
-        fix = "~data.column_mapping"
-        if fmt.makes not in DOCUMENTS:
-            choices = ", ".join(DOCUMENTS)
-            raise ConfigError(
-                f"{format_name(fmt)}.makes={fmt.makes!r} must be one of: {choices}",
-                code="invalid_choice",
-                keys=("format",),
-            )
-    for name in columns:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
-            raise ConfigError(
-                f"column_mapping maps {name!r}, which is not a field of {reader}; {hint}. Write it as field: column",
-                code="unknown_name",
-                keys=("column_mapping",),
-                fix=fix,
-            )
-
-
-@dataclass(frozen=True)
-class SourceConfig:
-    """One dataset of a mixture. The fields are those of `data` for one dataset, plus `weight`.
-
-    `path` accepts json, jsonl, csv, parquet, arrow and txt files (text files also as .gz), folders and globs of them, a
-    folder written by `datasets.save_to_disk`, or a hub id. Rows of a .txt file have the column `text`.
-    """
-
-    path: str
-    """File (json, jsonl, csv, parquet, arrow, txt; text files also as .gz), folder or glob of files, saved dataset,
-    or hub id."""
-    name: str | None = None
-    """Configuration of a hub dataset."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub dataset."""
-    split: str = "train"
-    """Split of a hub dataset or of a saved DatasetDict."""
-    format: FormatName | Format = "auto"
-    """Format of a row: a name, `auto` (detected from the columns), or a custom format node."""
-    column_mapping: dict[str, str] = field(default_factory=dict)
-    """Map a field of the format to a column: `{prompt: question}`. An empty column omits an optional field."""
-    weight: float = 1.0
-    """How often each row is used per epoch: 2 is twice, 0.5 is every second epoch."""
-    text_unit: TxtRows = "file"
-    """Document unit of a .txt file: the complete `file`, a `paragraph` (between blank lines) or a `line`."""
-
-    def __post_init__(self) -> None:
-        if not (self.weight > 0 and math.isfinite(self.weight)):
-            raise ConfigError(
-                f"weight={self.weight} must be finite and greater than 0",
-                code="out_of_range",
-                keys=("weight",),
-                fix="weight=1.0, or remove the source",
-            )
-        check_format(self.format, self.column_mapping)
 
 
 @dataclass(frozen=True)
@@ -149,7 +80,7 @@ class DataConfig:
     text_unit: TxtRows = "file"
     """Document unit of a .txt file in `path`: the complete `file`, a `paragraph` or a `line`."""
     datasets: list[SourceConfig] | None = None
-    """Dataset mixture, each with a weight: `[{path: a.jsonl, weight: 2}, ...]`."""
+    """Dataset mixture: `[{path: a.jsonl, sampling_weight: 0.7}, {path: b.jsonl, sampling_weight: 0.3}]`."""
     generator: DatasetGenerator | None = None
     """Node that generates rows in code."""
     validation_size: float = 0
@@ -209,6 +140,7 @@ class DataConfig:
         self._check_numbers()
         self._check_turns()
         check_format(self.format, self.column_mapping)
+        self.mixture()  # raises for weights that do not fit together
 
     def _check_origin(self) -> None:
         given = [key for key in ("path", "datasets", "generator") if getattr(self, key) not in (None, [])]
@@ -367,6 +299,10 @@ class DataConfig:
                 text_unit=self.text_unit,
             )
         ]
+
+    def mixture(self) -> Mixture:
+        """Return how the datasets are mixed. Raises ConfigError for weights and labels that do not fit together."""
+        return Mixture.of(self.train_sources()) if self.datasets else Mixture.single()
 
     def validation_source(self) -> SourceConfig | None:
         """Return the source of `validation_path` or `validation_split`, read like the first training dataset."""

@@ -1,4 +1,4 @@
-"""Output of the LM head for each token of a batch, and the request for outputs other than log-probs.
+"""Output of the LM head for each token of a batch, the request for outputs other than log-probs, and shared columns.
 
 Torch-free to import, because objectives are config nodes.
 """
@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+SOURCES = "sources_B"
+"""Column of `Batch.extra` with the dataset of each sequence: int64, index in `data.mixture.Mixture`, -1 for none.
+Present if the run has several datasets."""
+LOSS_WEIGHTS = "loss_weights_B"
+"""Column of `Batch.extra` with the loss weight of each sequence: fp32. Present if a weight differs from 1."""
 
 
 @dataclass(frozen=True)

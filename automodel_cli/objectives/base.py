@@ -18,6 +18,8 @@ response. Tokens with an ignored label are not read.
     update |
 | `uncertain_BT` | fp32 | GRPO with `top_entropy_fraction` | 1 for tokens with a policy loss, 0 for the others |
 | `old_values_BT`, `returns_BT` | fp32 | PPO | values of the critic at the rollout, and their targets |
+| `sources_B` | int64 | `sources.WithSourceLosses` | dataset of each row, -1 for none; if a run has several |
+| `loss_weights_B` | fp32 | SFT | loss weight of each row's dataset; if one differs from 1 |
 | `teacher_ids_BTN` | int64 | Distillation | the teacher's most likely tokens, in descending order |
 | `teacher_logprobs_BTN` | fp32 | Distillation | log-probs of these tokens |
 | `rewards_BT` | fp32 | GRPO with `positive_nll_coef` | reward of the token's document |

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from automodel_cli.objectives.base import Metric, Objective, metrics_of, request_of, term_weights_of
+from automodel_cli.objectives.sources import weighted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ class WithMultiToken:
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         logprobs_BTM = _further(output)
-        term = -self.loss_weight / logprobs_BTM.shape[-1] * logprobs_BTM.sum()
+        term = -self.loss_weight / logprobs_BTM.shape[-1] * weighted(logprobs_BTM, batch).sum()
         return self.objective(output, batch) + (term - term.detach())
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:

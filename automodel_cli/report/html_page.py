@@ -181,6 +181,10 @@ _OF_TASK = re.compile(r"val_((\w+)_(accuracy|pass_at_\d+|reward))")
 """Metrics of validation tasks (`evaluation/validation.py`), with the name of the task."""
 
 
+_OF_DATASET = re.compile(r"token_share_(.+)")
+"""Metrics of the datasets of a mixture, with the name of the dataset."""
+
+
 def _learns_from_rewards(runs: Sequence[ShownRun]) -> bool:
     return any("reward" in row for run in runs for row in run.rows)
 
@@ -190,11 +194,13 @@ def _curves(runs: Sequence[ShownRun]) -> str:
     order = {**_OF_REWARDS, **_CURVES} if _learns_from_rewards(runs) else {**_CURVES, **_OF_REWARDS}
     of_tasks = {m[1]: m for run in runs for row in run.rows for key in row if (m := _OF_TASK.fullmatch(key))}
     order = {**order, **{key: f"{m[2]}: {m[3].replace('_at_', '@')}" for key, m in of_tasks.items()}}
+    of_datasets = {m[1] for run in runs for row in run.rows for key in row if (m := _OF_DATASET.fullmatch(key))}
+    order = {**order, **{f"loss_{name}": f"Loss of {name}" for name in sorted(of_datasets)}}
     figures = []
     for key, heading in order.items():
         if svg := panel_svg([run.rows for run in runs], key, label=heading, smooth=key not in _EXACT):
             last = f"<span>{_last(runs[0].rows, key)}</span>" if len(runs) == 1 else ""
-            figures.append(f"<figure><figcaption><b>{heading}</b>{last}</figcaption>{svg}</figure>")
+            figures.append(f"<figure><figcaption><b>{escape(heading)}</b>{last}</figcaption>{svg}</figure>")
     return f'<div class="grid2">{"".join(figures)}</div>' if figures else "<p>no step was recorded</p>"
 
 

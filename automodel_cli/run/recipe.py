@@ -17,11 +17,13 @@ from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import Objective
 from automodel_cli.objectives.mtp import WithMultiToken
+from automodel_cli.objectives.sources import with_source_losses
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.run.checks.cross_section_checks import (
     check_4bit_base,
     check_float16,
     check_fp8,
+    check_mixture,
     check_multi_token,
     check_output_dir,
     check_packed_probe,
@@ -113,6 +115,7 @@ class Recipe(ConfigRoot):
         check_run_name(self.run_name)
         check_output_dir(self.output_dir)
         self.data.check_kind(preferences=self.preferences)
+        check_mixture(self.data, self.objective, self.train)
         check_validation(self.validation, self.data, self.kind)
         self.parallelizer.check_mesh(self.mesh)
         check_packed_probe(self.parallelizer, self.model, self.data)
@@ -149,9 +152,15 @@ class Recipe(ConfigRoot):
             self.pipeline.check(self.mesh.pp_size or 1, num_microbatches)
 
     @property
+    def validated_objective(self) -> Objective:
+        """`objective`, with the loss of each dataset if there are several."""
+        return with_source_losses(self.objective, self.data.mixture().names)
+
+    @property
     def trained_objective(self) -> Objective:
-        """`objective`, with the multi-token-prediction loss if the model trains it."""
-        return self.objective if self.model.mtp is None else WithMultiToken(self.objective, self.model.mtp.loss_weight)
+        """`validated_objective`, with the multi-token-prediction loss if the model trains it."""
+        objective = self.validated_objective
+        return objective if self.model.mtp is None else WithMultiToken(objective, self.model.mtp.loss_weight)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -229,6 +229,7 @@ class Trainer:
         if results:
             unshown = {**unshown, **self.slow_rank.add(torch.stack([r.busy_seconds for r in results]).sum(0))}
         counted = {"num_label_tokens": num_label_tokens, "num_tokens": num_tokens}
+        unshown = {**unshown, **self.loader.token_shares()}
         row = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **counted, **shown, **unshown}
         self.meter.step(
             step,

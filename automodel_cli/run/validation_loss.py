@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,11 @@ class HeldOutLoss(Callback):
             dp_size=session.mesh.dp_size,
             num_batches=session.recipe.validation.num_batches,
         )
-        result = validate(session.model.stages, session.columns(batches), session.recipe.objective, session.mesh)
+        objective = session.recipe.validated_objective
+        result = validate(session.model.stages, session.columns(batches), objective, session.mesh)
         measured = {f"val_{name}": value.item() for name, value in result.metrics.items()}
-        return {"val_loss": result.loss.item(), **measured}
+        # nan: of a dataset without validation rows
+        return {"val_loss": result.loss.item(), **{name: v for name, v in measured.items() if not math.isnan(v)}}
 
 
 def print_accuracy(session: Trainer, when: str, step: int) -> None:

@@ -147,7 +147,7 @@ def _measured_loss(
     def loss_of(output: HeadOutput, batch: Batch) -> Tensor:
         progress(f"microbatch {next(seen)} of {num_batches}")
         tally.add(output, batch)
-        return objective(output, batch) / weight
+        return objective(output, batch) / weight.float()
 
     return loss_of
 

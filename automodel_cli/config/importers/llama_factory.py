@@ -121,7 +121,7 @@ TABLE = Table(
         "preprocessing_batch_size": hf.SPEED,
         "eval_dataset": none("data.validation_path takes its file"),
         "val_size": none("0 rows are held out"),
-        "mix_strategy": none("data.datasets have weights"),
+        "mix_strategy": none("data.datasets.N.sampling_weight are shares of the tokens"),
         "streaming": none("rows are prepared before the first step"),
         "flash_attn": hf.ATTENTION,
         "enable_liger_kernel": hf.SPEED,

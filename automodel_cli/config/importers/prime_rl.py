@@ -178,7 +178,7 @@ TABLE = Table(
         "data.shuffle": to("data.shuffle"),
         "data.seed": to("seed"),
         "data.subsets": to("data.name"),
-        "data.probabilities": none("data.datasets have weights"),
+        "data.probabilities": none("data.datasets.N.sampling_weight are shares of the tokens"),
         "data.*": none("no counterpart in data.path, .name, .split, .format, .column_mapping"),
         "val.interval": to("validation.every"),
         "val.eval_on_start": to("validation.at_start"),

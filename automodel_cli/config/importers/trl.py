@@ -284,7 +284,7 @@ TABLE = Table(
         ),
         "dataset_num_proc": to("data.num_workers"),
         "dataset_kwargs*": none("rows are always prepared"),
-        "datasets*": none("several datasets are data.datasets, a list of {path, name, split, weight}"),
+        "datasets*": none("several datasets are data.datasets, a list of {path, name, split, sampling_weight}"),
         "chat_template_path": to("data.chat_template"),
         "eos_token": none("the tokenizer's; a trained turn always ends with its stop token"),
         "pad_token": none("ours pads without a token of its own"),

@@ -21,7 +21,9 @@ import numpy as np
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
-from automodel_cli.data.preparation.dataset import DUMMY_ROW, PackedDataset, shuffled
+from automodel_cli.data.mixture import Mixture
+from automodel_cli.data.preparation.dataset import DUMMY_ROW, PackedDataset
+from automodel_cli.data.preparation.row_stream import row_stream
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -32,11 +34,14 @@ _OTHER_DATA = (
 
 
 class Rows(Protocol[T_co]):
-    """Indexed sequences of one or more datasets. Dataset i starts at `first_rows[i]` and is used `weights[i]` times per
-    epoch."""
+    """Indexed sequences of one or more datasets. Dataset i starts at `first_rows[i]`."""
 
     first_rows: np.ndarray
-    weights: list[float]
+    mixture: Mixture
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of each sequence, int64 (sequences,). They count for `sampling_weight`."""
 
     @property
     def contents(self) -> list[tuple[str, str]]:
@@ -44,53 +49,6 @@ class Rows(Protocol[T_co]):
 
     def collate(self, row_indices: Sequence[int], /) -> T_co:
         """Return these sequences as input of a step."""
-
-
-class RowStream:
-    """Endless stream of indices. An epoch holds `round(weight * rows)` sequences of every dataset, at least one.
-
-    Each dataset is traversed separately, in a new order on every pass. An epoch takes the next sequences of that
-    traversal: with weight 0.5, two epochs together use every sequence once. Within an epoch, the datasets are mixed.
-    """
-
-    def __init__(self, dataset: Rows[Any], seed: int, shuffle: bool):
-        self.seed, self.shuffle = seed, shuffle
-        self.first = dataset.first_rows[:-1].tolist()
-        self.sizes = np.diff(dataset.first_rows).tolist()
-        self.takes = [max(1, round(w * n)) for w, n in zip(dataset.weights, self.sizes, strict=True)]
-        self.rows_per_epoch = sum(self.takes)
-        self._epoch, self._order = -1, np.zeros(0, np.int64)
-
-    def rows(self, start: int, number: int) -> np.ndarray:
-        """Return the indices at the positions `start ... start + number - 1` of the stream."""
-        out = []
-        while number:
-            epoch, offset = divmod(start, self.rows_per_epoch)
-            part = self._epoch_order(epoch)[offset : offset + number]
-            out.append(part)
-            start, number = start + len(part), number - len(part)
-        return np.concatenate(out)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            parts = [self._source_rows(source, epoch) for source in range(len(self.sizes))]
-            order = np.concatenate(parts)
-            if self.shuffle:
-                order = order[shuffled(len(order), self.seed, 1, epoch)]
-            self._epoch, self._order = epoch, order
-        return self._order
-
-    def _source_rows(self, source: int, epoch: int) -> np.ndarray:
-        size, take = self.sizes[source], self.takes[source]
-        positions = np.arange(epoch * take, (epoch + 1) * take)
-        passes = positions // size
-        rows = positions % size
-        if self.shuffle:
-            for nth in np.unique(passes).tolist():
-                chosen = passes == nth
-                rows[chosen] = shuffled(size, self.seed, 2, source, nth)[rows[chosen]]
-        numbers: np.ndarray = rows + self.first[source]
-        return numbers
 
 
 class BatchLoader(Generic[T]):
@@ -124,8 +82,15 @@ class BatchLoader(Generic[T]):
             )
         self.dataset, self.microbatch_size = dataset, microbatch_size
         self.global_batch_size, self.dp_rank, self.dp_size = global_batch_size, dp_rank, dp_size
-        self.stream = RowStream(dataset, seed, shuffle)
+        self.seed, self.shuffle = seed, shuffle
+        self._lengths = dataset.row_lengths
+        by_source = np.split(self._lengths, dataset.first_rows[1:-1])
+        self.stream = row_stream(
+            by_source, dataset.mixture, seed=seed, shuffle=shuffle, rows_per_step=global_batch_size
+        )
         self.position = 0
+        self.tokens_drawn = np.zeros(len(by_source), np.int64)
+        """Tokens of each dataset in the steps so far, over all ranks."""
         self._prepare = prepare
         self._thread = ThreadPoolExecutor(1, "collate") if prepare is not None else None
         self._ahead: tuple[int, Future[list[T]]] | None = None
@@ -139,6 +104,13 @@ class BatchLoader(Generic[T]):
     def epoch(self) -> float:
         """Epochs completed so far."""
         return float(self.position / self.stream.rows_per_epoch)
+
+    def token_shares(self) -> dict[str, float]:
+        """Return the share of each dataset in the tokens so far, by its name in metrics. Empty for one dataset."""
+        names, total = self.dataset.mixture.names, int(self.tokens_drawn.sum())
+        if len(names) < 2 or not total:
+            return {}
+        return {f"token_share_{name}": n / total for name, n in zip(names, self.tokens_drawn.tolist(), strict=True)}
 
     def next_rows(self, ahead: int = 0) -> np.ndarray:
         """Return the indices of this rank's next step, or `ahead` steps later, `[microbatches, microbatch_size]`,
@@ -155,6 +127,9 @@ class BatchLoader(Generic[T]):
     def next_step(self) -> list[T]:
         """Return this rank's microbatches of one optimizer step. The stream continues in the next epoch."""
         batches = self.peek_step()
+        rows = self.stream.rows(self.position, self.global_batch_size)
+        sources = np.searchsorted(self.dataset.first_rows, rows, side="right") - 1
+        np.add.at(self.tokens_drawn, sources, self._lengths[rows])
         self.position += self.global_batch_size
         if self._thread is not None:  # read the stream in this thread: it is not thread-safe
             self._ahead = self.position, self._thread.submit(self._collated, self.next_rows())
@@ -166,20 +141,23 @@ class BatchLoader(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream and everything that defines the stream. Independent of the ranks."""
-        stream = self.stream
         return {
             "position": self.position,
-            "seed": stream.seed,
-            "shuffle": stream.shuffle,
-            "sizes": list(stream.sizes),
-            "takes": list(stream.takes),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "sizes": np.diff(self.dataset.first_rows).tolist(),
+            "mixture": self.stream.definition(self.position),
+            "tokens_drawn": self.tokens_drawn.tolist(),
             "contents": [list(pair) for pair in self.dataset.contents],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises RunError if the sequences or their order differ from the saved run."""
-        current = self.state_dict()
-        changed = [key for key in ("seed", "shuffle", "sizes", "takes") if state[key] != current[key]]
+        """Continue from `state`. Raises RunError if the sequences or their order differ from the saved run.
+
+        Weights of a curriculum may change from the position of the state on.
+        """
+        current = {**self.state_dict(), "mixture": self.stream.definition(int(state["position"]))}
+        changed = [key for key in ("seed", "shuffle", "sizes", "mixture") if state[key] != current[key]]
         if changed:
             changes = ", ".join(f"{key} was {state[key]}, is {current[key]}" for key in changed)
             raise RunError(
@@ -202,6 +180,7 @@ class BatchLoader(Generic[T]):
                 fix=_OTHER_DATA,
             )
         self.position = int(state["position"])
+        self.tokens_drawn = np.array(state["tokens_drawn"], np.int64)
 
 
 def eval_batches(

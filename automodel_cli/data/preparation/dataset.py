@@ -10,6 +10,8 @@ import torch
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.data.head_output import LOSS_WEIGHTS, SOURCES
+from automodel_cli.data.mixture import Mixture
 from automodel_cli.data.pictures.reader import PictureReader
 from automodel_cli.data.pictures.storage import PictureTable
 from automodel_cli.data.storage.memmap_store import PackedStore
@@ -18,16 +20,6 @@ _TAUGHT = 0.01
 """A token counts as a learned stop token if it ends at least this fraction of the trained turns."""
 DUMMY_ROW = -1
 """Index of a padding sequence without labels, for ranks that would have one sequence less."""
-
-
-def shuffled(number: int, *seeds: int) -> np.ndarray:
-    """A permutation of `range(number)` that depends on the seeds only.
-
-    Uses raw counter bits instead of `Generator.permutation`, whose stream may change between numpy versions. A resumed
-    run must see the same order.
-    """
-    words = np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]).generate_state(2, np.uint64)
-    return np.argsort(np.random.Philox(key=words).random_raw(number), kind="stable")
 
 
 def length_histogram(lengths: np.ndarray) -> dict[str, Any]:
@@ -42,24 +34,25 @@ def length_histogram(lengths: np.ndarray) -> dict[str, Any]:
 
 
 class PackedDataset:
-    """Packed sequences of one or more datasets with consecutive indices. `weights[i]`: how often the sequences of
-    dataset i are used per epoch.
-    """
+    """Packed sequences of one or more datasets with consecutive indices."""
 
     def __init__(
         self,
         stores: Sequence[PackedStore],
-        weights: Sequence[float],
+        mixture: Mixture,
         *,
+        sources: Sequence[int] | None = None,
         pad_id: int,
         row_len: int | None,
         pad_to_multiple_of: int = 1,
         pictures: PictureReader | None = None,
     ):
         """`row_len`: tokens of every sequence. None: the longest of the microbatch, rounded up to
-        `pad_to_multiple_of`. `pictures`: adds the pictures of rows to batches."""
+        `pad_to_multiple_of`. `sources`: index in `mixture` of each store, -1 for none. None: the stores in order.
+        `pictures`: adds the pictures of rows to batches."""
         self.pictures = pictures
-        self.stores, self.weights = list(stores), list(weights)
+        self.stores, self.mixture = list(stores), mixture
+        self._sources = np.arange(len(stores)) if sources is None else np.array(sources, np.int64)
         self.pad_id, self.row_len, self.pad_to_multiple_of = pad_id, row_len, pad_to_multiple_of
         self.first_rows = np.cumsum([0, *(store.num_rows for store in stores)])
         kinds = {store.kind for store in stores}
@@ -101,13 +94,20 @@ class PackedDataset:
 
         Sequences are weighted as in an epoch. Each piece of a split document counts.
         """
-        sizes = [(store.num_rows, len(store.offsets) - 1) for store in self.stores]
-        num_rows = sum(weight * rows for weight, (rows, _) in zip(self.weights, sizes, strict=True))
-        num_pieces = sum(weight * pieces for weight, (_, pieces) in zip(self.weights, sizes, strict=True))
-        mean = num_pieces / num_rows if num_rows else 0.0
+        num_rows = np.array([store.num_rows for store in self.stores])
+        num_pieces = np.array([len(store.offsets) - 1 for store in self.stores])
+        num_tokens = np.array([int(store.offsets[-1]) for store in self.stores])
+        used = self.mixture.rows_per_epoch(num_rows, num_tokens)
+        mean = float((used * num_pieces / np.maximum(num_rows, 1)).sum() / used.sum()) if used.sum() else 0.0
         if self.kind == "documents":
             return "documents", mean
         return ("pairs" if self.kind == "pairs" else "responses"), mean / 2
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of each sequence, int64 (sequences,)."""
+        lengths: np.ndarray = np.diff(self.token_starts)
+        return lengths
 
     @property
     def num_tokens(self) -> int:
@@ -225,6 +225,7 @@ class PackedDataset:
             max_seqlen=int(lengths.max()),
             row_ids_B=torch.tensor([int(row) for row in row_indices], dtype=torch.int64),
             extra={
+                **self._of_sources(row_indices),
                 **self._preferences(row_indices, [len(of_row) for of_row in starts]),
                 **{name: self._column(values, row_indices, shape) for name, values in self._columns.items()},
             },
@@ -246,6 +247,20 @@ class PackedDataset:
         pieces = range(int(store.row_offsets[local]), int(store.row_offsets[local + 1]))
         found = [store.shown(piece) for piece in pieces]
         return found + [[]] * (num_documents - len(found))
+
+    def _of_sources(self, row_indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the dataset and the loss weight of each sequence, if the run has several datasets."""
+        if len(self.mixture.names) < 2:
+            return {}
+        rows = np.array(row_indices, np.int64)
+        sources_B = np.where(
+            rows == DUMMY_ROW, -1, self._sources[np.searchsorted(self.first_rows, rows, side="right") - 1]
+        )
+        weights = np.array([*self.mixture.loss_weights, 1.0], np.float32)  # index -1: rows of no dataset
+        columns = {SOURCES: torch.from_numpy(sources_B)}
+        if (weights != 1).any():
+            columns[LOSS_WEIGHTS] = torch.from_numpy(weights[sources_B])
+        return columns
 
     def _column(self, values: np.ndarray, row_indices: Sequence[int], shape: tuple[int, int]) -> torch.Tensor:
         """Return attached values of the sequences, 0 at padding."""

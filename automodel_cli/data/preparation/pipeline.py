@@ -18,7 +18,7 @@ import numpy as np
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import choose_template
 from automodel_cli.data.chat.encoder import GENERATION_TAG
-from automodel_cli.data.config import DataConfig, LongDocuments, SourceConfig
+from automodel_cli.data.config import DataConfig, LongDocuments
 from automodel_cli.data.formats.base import PREFERENCES
 from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
 from automodel_cli.data.formats.column_mapping import MissingColumnTracker, check_mapped
@@ -27,8 +27,9 @@ from automodel_cli.data.packing import Pieces, cut_long, pack
 from automodel_cli.data.pictures.reader import PictureReader, PictureSupport
 from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter
-from automodel_cli.data.preparation.dataset import PackedDataset, shuffled
+from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS
+from automodel_cli.data.preparation.row_stream import shuffled
 from automodel_cli.data.preparation.statistics import (
     KEEP_MOST,
     DataReport,
@@ -39,6 +40,7 @@ from automodel_cli.data.preparation.statistics import (
 )
 from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder, choose_workers, encode_all
 from automodel_cli.data.row_errors import Rejected, RowError, refuse_damaged, rows_error
+from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.sources import Source, TaskSource, first_rows, open_source
 from automodel_cli.data.storage.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
 from automodel_cli.data.storage.code_fingerprint import fingerprint
@@ -60,15 +62,16 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class _Part:
-    """One dataset during preparation: source, weight, tokens, and the documents selected for this split."""
+    """One dataset during preparation: source, tokens, the documents selected for this split, and its index in the
+    mixture, -1 for none."""
 
     source: Source
-    weight: float
     tokens: TokenStore
     key: str
     built: bool
     documents: np.ndarray | None = None
     held_out: str = ""
+    number: int = -1
 
 
 def prepare_data(
@@ -111,8 +114,8 @@ def prepare_data(
         seconds=time.perf_counter() - began,
     )
     return PreparedData(
-        builder.dataset([s for s, _ in packed_train], [part.weight for part in train]),
-        builder.dataset([s for s, _ in packed_validation], [1.0] * len(validation)) if validation else None,
+        builder.dataset(train, [store for store, _ in packed_train]),
+        builder.dataset(validation, [store for store, _ in packed_validation]) if validation else None,
         report,
     )
 
@@ -179,8 +182,14 @@ def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part]
         num_rows = part.tokens.num_used_rows
         held_out = np.isin(part.tokens.row_numbers(), shuffled(num_rows, seed, index, 0x5EED)[:share])
         name = f"{share} of seed {seed}, {index}"
-        if share < num_rows:
-            train.append(replace(part, documents=np.flatnonzero(~held_out), held_out=f"without {name}"))
+        if share == num_rows:
+            raise DataError(
+                f"validation_size={wanted:g} leaves no training rows of {part.source.name}, which has {num_rows:,}",
+                code="not_enough_rows",
+                keys=("data.validation_size",),
+                fix="data.validation_size=0.1",
+            )
+        train.append(replace(part, documents=np.flatnonzero(~held_out), held_out=f"without {name}"))
         if share:
             validation.append(replace(part, documents=np.flatnonzero(held_out), held_out=name))
     return train, validation
@@ -216,7 +225,8 @@ class _Builder:
         sources = config.train_sources()
         held_out = config.validation_source()
         extra = [] if held_out is None else [held_out]
-        return [self._tokens(open_source(s, self.root), s) for s in sources], [
+        parts = [self._tokens(open_source(s, self.root), s) for s in sources]
+        return [replace(part, number=number) for number, part in enumerate(parts)], [
             self._tokens(open_source(s, self.root, whole=config.validation_path is not None), s) for s in extra
         ]
 
@@ -245,7 +255,7 @@ class _Builder:
         if self.pictures is not None and (files := PictureTable.open(folder).changed()):
             key = entry_key({"kind": "tokens", **ingredients, "picture_files": files})
             folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
-        return _Part(source, config.weight, TokenStore.open(folder), key, built)
+        return _Part(source, TokenStore.open(folder), key, built)
 
     def _write_tokens(self, folder: Path, source: Source, config: SourceConfig) -> None:
         examples = first_rows(source)
@@ -366,7 +376,7 @@ class _Builder:
             num_packed_rows=store.num_rows,
             fill=counts["fill"],
             long=LongReport(**counts["long"]),
-            weight=part.weight,
+            use=config.mixture().describe(part.number) if part.number >= 0 else "",
             built=part.built or built,
             unrolled=UnrolledReport(**meta["unrolled"]),
             note=part.source.note,
@@ -438,14 +448,15 @@ class _Builder:
         name = tokens.meta["files"][int(tokens.files[document])]
         return Rejected(name, int(tokens.lines[document]), "truncated_away", reason, text)
 
-    def dataset(self, stores: list[PackedStore], weights: list[float]) -> PackedDataset:
+    def dataset(self, parts: list[_Part], stores: list[PackedStore]) -> PackedDataset:
         """The rows as the loader reads them."""
         config, tokenizer = self.config, self.tokenizer
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         fixed = config.packing != "none" or config.padding == "seq_len"
         return PackedDataset(
             stores,
-            weights,
+            self.config.mixture(),
+            sources=[part.number for part in parts],
             pad_id=pad,
             row_len=config.seq_len if fixed else None,
             pad_to_multiple_of=config.pad_to_multiple_of,

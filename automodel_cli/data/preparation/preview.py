@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.data.config import DataConfig, SourceConfig
+from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats.builtin import detect_format
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, check_mapped
 from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.data.sources.file_readers import read_file
 from automodel_cli.data.sources.sources import FileSource, first_rows
@@ -58,6 +59,8 @@ def most_rows(config: DataConfig) -> float | None:
         return None if _cuts(config) else tasks.num_train
     if config.generator is not None:
         return None
+    if config.mixture().phases:
+        return None
     total = 0.0
     for source in config.train_sources():
         paths = local_files(source.path, source.split)
@@ -65,7 +68,7 @@ def most_rows(config: DataConfig) -> float | None:
         if not paths or own_format or sum(path.stat().st_size for path in paths) > MOST_BYTES:
             return None
         rows = (row for path in paths for _, row in read_file(path, source.text_unit))
-        total += source.weight * sum(_pieces(row, config) for row in rows)
+        total += source.epochs * sum(_pieces(row, config) for row in rows)
     return total
 
 

@@ -14,16 +14,19 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import resolve_chat_template
 from automodel_cli.data.chat.encoder import ChatEncoder
 from automodel_cli.data.chat.special_tokens import SpecialChats, SpecialText
-from automodel_cli.data.config import DataConfig, SourceConfig
+from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats.builtin import find_format, format_name, prompt_format
 from automodel_cli.data.formats.column_mapping import check_mapped
 from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.unused_columns import MEDIA, AllowedKeys, IgnoredNames, check_ignored
-from automodel_cli.data.preparation.dataset import length_histogram, shuffled
+from automodel_cli.data.mixture import Mixture
+from automodel_cli.data.preparation.dataset import length_histogram
 from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS, Added, refuse_rendered
+from automodel_cli.data.preparation.row_stream import shuffled
 from automodel_cli.data.preparation.statistics import MANY, SpecialReport, round_length
 from automodel_cli.data.row_errors import Rejected, RowError, SourceRow, attempt, refuse_damaged, rows_error
+from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.sources import Source, TaskSource, first_rows, open_source
 from automodel_cli.data.storage.cache import cache_root
 from automodel_cli.data.storage.checksums import Checksum
@@ -57,14 +60,19 @@ def no_tools(row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
 class PromptDataset:
     """Prompts of one or more sources. `BatchLoader` distributes them over ranks and steps like sequences."""
 
-    def __init__(self, sources: Sequence[Sequence[Prompt]], weights: Sequence[float]):
+    def __init__(self, sources: Sequence[Sequence[Prompt]], mixture: Mixture):
         self.prompts = [prompt for source in sources for prompt in source]
-        self.weights = list(weights)
+        self.mixture = mixture
         self.first_rows = np.cumsum([0, *(len(source) for source in sources)])
         self.contents = [_content(source) for source in sources]
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Return 1 for each prompt: a `sampling_weight` is a share of the prompts."""
+        return np.ones(len(self), np.int64)
 
     def collate(self, row_indices: Sequence[int]) -> list[Prompt]:
         """Return the prompts with these indices."""
@@ -171,12 +179,12 @@ def prepare_prompts(
     if config.generator is not None:
         train = [reader.read(TaskSource(config.generator, "train"), described)]
         held_out = [reader.read(TaskSource(config.generator, "validation"), described)]
-        names, weights = [type(config.generator).__name__], [1.0]
+        names = [type(config.generator).__name__]
     else:
         sources = config.train_sources()
         opened = [open_source(source, root) for source in sources]
         train = [reader.read(source, node) for source, node in zip(opened, sources, strict=True)]
-        names, weights = _names(opened, sources), [node.weight for node in sources]
+        names = _names(opened, sources)
         node = config.validation_source()
         held_out = (
             []
@@ -187,11 +195,11 @@ def prepare_prompts(
     reader.finish()
     if config.validation_size:
         train, held_out = _hold_out(train, config.validation_size, seed)
-    return _prepared(train, held_out, names, weights, reader)
+    return _prepared(train, held_out, names, config.mixture(), reader)
 
 
 def _prepared(
-    train: list[list[Prompt]], held_out: list[list[Prompt]], names: list[str], weights: list[float], reader: _Reader
+    train: list[list[Prompt]], held_out: list[list[Prompt]], names: list[str], mixture: Mixture, reader: _Reader
 ) -> PreparedPrompts:
     for prompts, name in zip(train, names, strict=True):
         if not prompts:
@@ -203,8 +211,8 @@ def _prepared(
                 keys=("data.seq_len",),
                 fix=f"data.seq_len={longer}",
             )
-    dataset = PromptDataset(train, weights)
-    validation = PromptDataset(held_out, [1.0] * len(held_out)) if any(held_out) else None
+    dataset = PromptDataset(train, mixture)
+    validation = PromptDataset(held_out, Mixture.single()) if any(held_out) else None
     longest = max(len(prompt.tokens) for prompt in dataset.prompts)
     num_validation = len(validation) if validation is not None else 0
     report = PromptReport(

@@ -112,16 +112,16 @@ class SourceReport:
     num_packed_rows: int
     fill: float
     long: LongReport
-    weight: float
+    use: str
     built: bool
     unrolled: UnrolledReport = field(default_factory=UnrolledReport)
     note: str = ""
 
     def lines(self) -> Iterable[str]:
         """Yield one line each for rows, tokens and packing, and one for each warning."""
-        times = "" if self.weight == 1 else f", each seen {self.weight:g} times per epoch"
+        use = f", {self.use}" if self.use else ""
         refused = f", {self.num_rejected:,} rejected -> {self.rejected_path}" if self.num_rejected else ""
-        yield f"{self.name}: {self.num_rows:,} rows ({self.fmt}){refused}{times}"
+        yield f"{self.name}: {self.num_rows:,} rows ({self.fmt}){refused}{use}"
         if self.note:
             yield f"  {self.note}"
         if self.unused:

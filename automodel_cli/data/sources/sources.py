@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.config import DatasetGenerator, SourceConfig
+from automodel_cli.data.config import DatasetGenerator
 from automodel_cli.data.row_errors import RowError, SourceRow
+from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import left_out, local_files
 from automodel_cli.data.sources.file_readers import load_hub, read_file, read_hub
 from automodel_cli.data.storage.cache import file_hash

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import IO
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.config import TxtRows
 from automodel_cli.data.json_reader import MAX_ROW, NumberedRow, Row, bounded_lines, too_long
 from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.source_config import TxtRows
 
 MAX_DOCUMENT = 64 << 20
 """Bytes: a tokenizer needs about 30 times the size of a text that is one document."""

@@ -13,8 +13,10 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.objectives.base import Objective
+from automodel_cli.objectives.sources import uses_loss_weights
 from automodel_cli.run.remote.remote_storage import check_url, is_url
-from automodel_cli.training.config import ProfileConfig, ValidationConfig
+from automodel_cli.training.config import ProfileConfig, TrainConfig, ValidationConfig
 from automodel_cli.training.early_stopping import LOSS
 from automodel_cli.training.optimizers.nodes import OptimizerNode, refuse_float16_moments
 
@@ -37,6 +39,28 @@ def check_output_dir(folder: str) -> None:
     """Raise ConfigError if `folder` is a URL and its package is missing. Write access is tested when a run starts."""
     if is_url(folder):
         check_url(folder)
+
+
+def check_mixture(data: DataConfig, objective: Objective, train: TrainConfig) -> None:
+    """Raise ConfigError for loss weights that the objective does not read, and for a curriculum of unknown length."""
+    mixture = data.mixture()
+    scaled = [index for index, weight in enumerate(mixture.loss_weights) if weight != 1]
+    if scaled and not uses_loss_weights(objective):
+        key = f"data.datasets.{scaled[0]}.loss_weight"
+        raise ConfigError(
+            f"loss_weight={mixture.loss_weights[scaled[0]]:g} is not supported with {type(objective).__name__}, whose "
+            "loss is not a sum over the tokens of a dataset",
+            code="unsupported_combination",
+            keys=(key,),
+            fix=f"{key}=1.0",
+        )
+    if mixture.changes and train.max_steps is None:
+        raise ConfigError(
+            "sampling_weight by steps requires train.max_steps, because the number of steps of an epoch depends on it",
+            code="requires_setting",
+            keys=("data.datasets", "train.max_steps"),
+            fix="train.max_steps=1000",
+        )
 
 
 def check_validation(validation: ValidationConfig, data: DataConfig, kind: str = "sft") -> None:

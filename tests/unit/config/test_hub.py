@@ -12,7 +12,7 @@ import pytest
 
 from automodel_cli.config import fix_syntax, hub
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.data.config import SourceConfig
+from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_readers import load_hub
 from automodel_cli.models.checkpoint_io.sequence_classifier import check_classifier
 from automodel_cli.models.config import ModelConfig

@@ -12,13 +12,14 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.config.fix_syntax import alternatives, kind
-from automodel_cli.data.config import DataConfig, SourceConfig
+from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats.builtin import FORMATS, detect_format
 from automodel_cli.data.formats.column_mapping import columns_fix
 from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.unused_columns import MEDIA, AllowedKeys, unused_columns
 from automodel_cli.data.row_errors import Rejected, RowError, TableRow, rows_error
+from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.data.sources.file_readers import read_file
 from tests.errors import raises
@@ -416,9 +417,9 @@ def test_the_node_rejects_invalid_settings(options, code, keys, values):
         DataConfig(**options)
 
 
-def test_weight_must_be_positive():
-    with raises(ConfigError, "out_of_range", keys=("weight",), values=("weight=0",)):
-        SourceConfig("x", weight=0)
+def test_epochs_must_be_positive():
+    with raises(ConfigError, "out_of_range", keys=("epochs",), values=("epochs=0",)):
+        SourceConfig("x", epochs=0)
 
 
 # -- columns and keys that nothing reads

@@ -11,8 +11,10 @@ import torch
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.data.mixture import Mixture
 from automodel_cli.data.preparation.dataloader import BatchLoader, eval_batches
-from automodel_cli.data.preparation.dataset import PackedDataset, shuffled
+from automodel_cli.data.preparation.dataset import PackedDataset
+from automodel_cli.data.preparation.row_stream import shuffled
 from automodel_cli.data.storage.memmap_store import PackedStore
 from tests.errors import raises
 
@@ -40,10 +42,12 @@ def numbered(number: int, name: str = "t.jsonl") -> PackedStore:
     return store([[[2, 2]] for _ in range(number)], name)
 
 
-def dataset(
-    *stores: PackedStore, weights: tuple[float, ...] | None = None, row_len: int | None = None
-) -> PackedDataset:
-    return PackedDataset(stores, weights or (1.0,) * len(stores), pad_id=PAD, row_len=row_len)
+def dataset(*stores: PackedStore, epochs: tuple[float, ...] | None = None, row_len: int | None = None) -> PackedDataset:
+    return PackedDataset(stores, mixture(len(stores), epochs), pad_id=PAD, row_len=row_len)
+
+
+def mixture(number: int, epochs: tuple[float, ...] | None = None) -> Mixture:
+    return Mixture(tuple(f"d{i}" for i in range(number)), epochs or (1.0,) * number, (1.0,) * number)
 
 
 def seen(loader: BatchLoader, steps: int) -> list[list[int]]:
@@ -82,7 +86,7 @@ def test_lengths_of_padded_rows():
     rows = [[[1, 2, 3]], [[4, 6]]]
     assert dataset(store(rows)).collate([1]).shape == (1, 2)
     assert dataset(store(rows), row_len=8).collate([1]).shape == (1, 8)
-    assert PackedDataset([store(rows)], [1.0], pad_id=PAD, row_len=None, pad_to_multiple_of=4).collate(
+    assert PackedDataset([store(rows)], mixture(1), pad_id=PAD, row_len=None, pad_to_multiple_of=4).collate(
         [0, 1]
     ).shape == (2, 4)
 
@@ -132,8 +136,8 @@ def test_a_step_may_reach_over_epochs_and_hold_more_than_one():
     assert np.bincount(rows).tolist() == [12] * 5  # 60 rows of the stream are 12 epochs
 
 
-def test_weights_are_how_often_a_row_is_seen_per_epoch():
-    data = dataset(numbered(10), numbered(8), weights=(2.0, 0.5))
+def test_epochs_are_how_often_a_row_is_seen_per_epoch():
+    data = dataset(numbered(10), numbered(8), epochs=(2.0, 0.5))
     stepper = loader(data, batch=24)
     assert stepper.stream.rows_per_epoch == 24 and stepper.steps_per_epoch == 1
     one = np.bincount(seen(stepper, 1)[0], minlength=18)
@@ -146,7 +150,7 @@ def test_weights_are_how_often_a_row_is_seen_per_epoch():
 
 def test_documents_of_a_row_are_the_mean_over_the_rows_that_an_epoch_has():
     packed = store([[[2, 2], [4, 4, 4]], [[2, 2]], [[2], [2], [2, 6]]])
-    data = dataset(packed, numbered(8), weights=(2.0, 0.5))
+    data = dataset(packed, numbered(8), epochs=(2.0, 0.5))
     rows = flat(seen(loader(data, batch=10), 2))  # two epochs of 3 x 2 + 8 / 2 rows
     counted = [len(data.documents(row)) for row in rows]
     assert data.units_per_row() == ("documents", pytest.approx(sum(counted) / len(counted)))
@@ -155,7 +159,7 @@ def test_documents_of_a_row_are_the_mean_over_the_rows_that_an_epoch_has():
 
 @pytest.mark.parametrize(("size", "microbatch"), [(1, 1), (1, 4), (3, 2), (4, 1)])
 def test_resuming_sees_the_next_rows_also_on_another_number_of_ranks(size, microbatch):
-    data = dataset(numbered(31), numbered(9), weights=(1.0, 1.5))
+    data = dataset(numbered(31), numbered(9), epochs=(1.0, 1.5))
     straight = loader(data, 0, 2, 3)
     seen(straight, 3)
     state = straight.state_dict()

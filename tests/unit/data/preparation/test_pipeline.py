@@ -17,9 +17,10 @@ from rich.console import Console
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.data.config import DataConfig, SourceConfig
+from automodel_cli.data.config import DataConfig
 from automodel_cli.data.preparation.inspect_rows import show_rows
 from automodel_cli.data.preparation.pipeline import prepare_data
+from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.storage.cache import file_hash, get_or_build, tokenizer_fingerprint
 from tests.errors import raises
 from tests.unit.data.helpers import NATIVE, TAGGED, chat_row, tiny_tokenizer, write_jsonl
@@ -132,12 +133,12 @@ def test_several_datasets_of_different_shapes(config, tmp_path):
     write_jsonl(tmp_path / "b.jsonl", [{"q": "one", "a": "two"}] * 20)
     sources = [
         SourceConfig(config.path),
-        SourceConfig(str(tmp_path / "b.jsonl"), weight=0.5, column_mapping={"prompt": "q", "completion": "a"}),
+        SourceConfig(str(tmp_path / "b.jsonl"), epochs=0.5, column_mapping={"prompt": "q", "completion": "a"}),
     ]
     mixed = DataConfig(datasets=sources, seq_len=128, cache_dir=config.cache_dir, validation_size=6, packing="none")
     prepared = prepare_data(mixed, tiny_tokenizer(), seed=0)
     assert [store.num_rows for store in prepared.validation.stores] == [4, 2]
-    assert prepared.train.weights == [1.0, 0.5] and len(prepared.train) == 54
+    assert prepared.train.mixture.epochs == (1.0, 0.5) and len(prepared.train) == 54
     assert prepared.report.lines()[3] == "b.jsonl: 20 rows (prompt_completion, detected), each seen 0.5 times per epoch"
 
 

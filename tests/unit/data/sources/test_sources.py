@@ -11,10 +11,11 @@ import tracemalloc
 import pytest
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.config import DataConfig, SourceConfig
+from automodel_cli.data.config import DataConfig
 from automodel_cli.data.json_reader import BLOCK, read_array
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.row_errors import DAMAGED, RowError
+from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.data.sources.file_readers import read_file
 from automodel_cli.data.sources.sources import open_source
