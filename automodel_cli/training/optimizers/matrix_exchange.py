@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from automodel_cli.distributed.expert_parallel import token_dispatcher
 from automodel_cli.training.torch_compat import shard_of
@@ -209,7 +209,7 @@ def _mesh_of(param: nn.Parameter) -> DeviceMesh:
     return param.device_mesh
 
 
-def _placements(param: nn.Parameter) -> tuple[object, ...]:
+def _placements(param: nn.Parameter) -> tuple[Placement, ...]:
     assert isinstance(param, DTensor)
     return tuple(param.placements)
 
