@@ -265,6 +265,9 @@ _WARNINGS = {
     ),
     "high_memory_use": ErrorCode("An operation needs much memory.", "Use shorter sequences or another kernel."),
     "implied_setting": ErrorCode("A setting enabled another setting.", "Set it yourself to avoid the warning."),
+    "known_tokens": ErrorCode(
+        "Tokens that should be added are in the tokenizer already.", "Nothing needs to be done, or correct their text."
+    ),
     "server_restored": ErrorCode("A generation server responds again.", "Nothing needs to be done."),
 }
 

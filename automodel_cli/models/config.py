@@ -10,6 +10,7 @@ from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import override
 from automodel_cli.config.value_checks import check_choice, check_range
+from automodel_cli.models.tokenizer import PretrainedTokenizer
 from automodel_cli.models.vision.config import VisionConfig
 
 if TYPE_CHECKING:
@@ -232,8 +233,9 @@ class ModelConfig:
     attention_kernel: Literal["auto", "flash", "fa3", "fa4", "flex", "dense"] = "auto"
     """Kernel of packed attention. `auto` selects FlashAttention if it is exact, otherwise FlexAttention. `dense` is
     the definition. Other names require that kernel."""
-    tokenizer: str | TokenizerNode | None = None
-    """Hub id, folder or tokenizer node. null: the tokenizer stored with the weights."""
+    tokenizer: str | PretrainedTokenizer | TokenizerNode | None = None
+    """Hub id, folder or tokenizer node. null: the tokenizer stored with the weights. `add_tokens` and
+    `add_special_tokens` add tokens to it."""
     vision: VisionConfig | None = None
     """Read pictures with the model's vision tower. For recipes of kind vlm. null: text only."""
     lora: LoRAConfig | None = None
@@ -255,6 +257,7 @@ class ModelConfig:
         self._check_transformer_engine()
         self._check_fp8()
         self._check_mtp()
+        self._check_new_tokens()
         check_range("lm_head_chunk_size", self.lm_head_chunk_size, at_least=1, fix="model.lm_head_chunk_size=null")
         if self.attention_kernel != "auto" and (self.attn_implementation != "packed" or self._engine_attends):
             raise ConfigError(
@@ -314,6 +317,27 @@ class ModelConfig:
                 keys=("fp8", "lora.quantization"),
                 fix="model.fp8=null, or model.lora.quantization=none",
             )
+
+    def _check_new_tokens(self) -> None:
+        """New rows belong to a table of a checkpoint that this run trains in full."""
+        node = self.tokenizer
+        if not isinstance(node, PretrainedTokenizer) or not node.new_tokens or self.config is not None:
+            return
+        key = "tokenizer.add_tokens" if node.add_tokens else "tokenizer.add_special_tokens"
+        reasons = {
+            "lora": "adapters leave the embedding and the head unchanged, so the new rows would not be trained",
+            "gguf_file": "only safetensors files are read with new rows",
+            "mtp": "multi-token prediction layers may hold copies of the tables",
+            "vision": "the export keeps the config of a vision-language model",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{key} is not supported with {name}, because {reason}",
+                    code="unsupported_combination",
+                    keys=(key, name),
+                    fix=f"model.{name}=null",
+                )
 
     def _check_mtp(self) -> None:
         if self.mtp is None:

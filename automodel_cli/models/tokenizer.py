@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config import hub, trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import override
-from automodel_cli.models.hub import file_integrity
-from automodel_cli.models.hub.gguf_header import gguf_strings
+from automodel_cli.config.value_checks import check_choice, check_range
+from automodel_cli.models.files import file_integrity
+from automodel_cli.models.files.gguf_header import gguf_strings
 
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-    from automodel_cli.models.config import ModelConfig
 
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -97,15 +96,18 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class PretrainedTokenizer:
-    """A tokenizer from a hub id or a folder, optionally with another chat template.
+    """A tokenizer from a hub id or a folder, optionally with another chat template and new tokens.
 
     `chat_template` is the template text or the path of a `.jinja` file. It replaces the tokenizer's template and is
     saved with the export. (`data.chat_template` changes only the rendering of training rows.) `gguf_file` is a file
     inside the folder.
+
+    New tokens grow the embedding and the head of `model.pretrained`, and the config of the export. If the checkpoint
+    has unused rows behind its last token, new tokens use these first.
     """
 
-    pretrained: str
-    """Hub id or folder of the tokenizer."""
+    pretrained: str | None = None
+    """Hub id or folder of the tokenizer. null: the tokenizer stored with the weights."""
     revision: str | None = None
     """Branch, tag or commit of the hub id."""
     trust_remote_code: bool = field(
@@ -116,8 +118,27 @@ class PretrainedTokenizer:
     """A GGUF file inside the folder, to read the tokenizer from."""
     chat_template: str | None = None
     """Template text or path of a `.jinja` file. It replaces the tokenizer's own and is exported."""
+    add_tokens: tuple[str, ...] = ()
+    """New tokens in the text of rows and responses, for example `<think>` or the words of a domain. Tokens that the
+    tokenizer has already keep their rows."""
+    add_special_tokens: tuple[str, ...] = ()
+    """New control tokens, for example of a chat template. Decoding can skip them, and in the text of rows they are
+    treated as `data.special_tokens_policy` selects."""
+    init_new_tokens: Literal["pieces", "mean"] = "pieces"
+    """First value of the rows of a new token: mean of the tokens into which the old tokenizer splits its text
+    (`pieces`), or of all old tokens (`mean`)."""
+    pad_to_multiple_of: int = 64
+    """Multiple to which a vocabulary that grows is rounded up. Tensor parallelism shards it if `mesh.tp_size` divides
+    it. The rows beyond the last token belong to no token."""
 
     def __post_init__(self) -> None:
+        check_choice(
+            "init_new_tokens", self.init_new_tokens, ("pieces", "mean"), fix="model.tokenizer.init_new_tokens=pieces"
+        )
+        check_range(
+            "pad_to_multiple_of", self.pad_to_multiple_of, at_least=1, fix="model.tokenizer.pad_to_multiple_of=64"
+        )
+        self._check_new_tokens()
         if (
             self.chat_template is not None
             and "{" not in self.chat_template
@@ -129,15 +150,74 @@ class PretrainedTokenizer:
                 keys=("chat_template",),
             )
 
+    @property
+    def new_tokens(self) -> tuple[str, ...]:
+        """All tokens of `add_tokens` and `add_special_tokens`."""
+        return (*self.add_tokens, *self.add_special_tokens)
+
     def build(self) -> PreTrainedTokenizerBase:
         """Raises ConfigError when the source has no readable tokenizer or the template file does not exist."""
-        tokenizer = _load(self.pretrained, self.gguf_file, self.revision, self.trust_remote_code)
+        tokenizer = self.without_new_tokens()
+        tokenizer.add_tokens(list(self.add_tokens))
+        tokenizer.add_tokens(list(self.add_special_tokens), special_tokens=True)
         if self.chat_template is not None:
             tokenizer.chat_template = _read_template(self.chat_template)
         return tokenizer
 
+    def without_new_tokens(self) -> PreTrainedTokenizerBase:
+        """Return the stored tokenizer. Raises ConfigError if there is none."""
+        if self.pretrained is None:
+            raise ConfigError(
+                "tokenizer.pretrained is required with model.config, because random weights come without a tokenizer",
+                code="missing_key",
+                keys=("tokenizer.pretrained",),
+                fix="model.tokenizer.pretrained=<a folder with tokenizer.json, or a hub id>",
+            )
+        return _load(self.pretrained, self.gguf_file, self.revision, self.trust_remote_code)
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    def _check_new_tokens(self) -> None:
+        tokens = self.new_tokens
+        repeated = sorted({token for token in tokens if tokens.count(token) > 1})
+        if repeated or not all(token.strip() for token in tokens):
+            reason = f"contain {repeated[0]!r} twice" if repeated else "contain an empty token"
+            raise ConfigError(
+                f"add_tokens and add_special_tokens {reason}",
+                code="invalid_value",
+                keys=("add_tokens", "add_special_tokens"),
+            )
+
+
+class _ModelSection(Protocol):
+    """The fields of the model section that locate a tokenizer."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def pretrained(self) -> str | None: ...
+    @property
+    def gguf_file(self) -> str | None: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+
+
+def tokenizer_node(config: _ModelSection) -> PretrainedTokenizer | None:
+    """Return the node of a section that reads a stored tokenizer, with its source. None for other nodes."""
+    choice = config.tokenizer
+    if not isinstance(choice, PretrainedTokenizer) or choice.pretrained is not None:
+        return choice if isinstance(choice, PretrainedTokenizer) else None
+    if config.pretrained is None:
+        return choice
+    return replace(
+        choice,
+        pretrained=config.pretrained,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def load_tokenizer(config: _ModelSection) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model section: a node, a hub id or folder, or (None) the one next to the weights.
 
     Raises ConfigError if there is none, if it cannot be read, or if the word splitting of a GGUF file is unknown.
@@ -146,7 +226,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if isinstance(choice, str):
         return _load(choice, None, None, config.trust_remote_code)
     if choice is not None:
-        return choice.build()
+        built: PreTrainedTokenizerBase = (tokenizer_node(config) or choice).build()
+        return built
     if config.gguf_file is not None and config.pretrained is None:
         file = Path(config.gguf_file)
         return _load(str(file.parent), file.name, None, False)

@@ -16,7 +16,7 @@ from tests.pages import ROOT, blocks
 
 pytestmark = pytest.mark.slow
 
-PAGES = ["chat", "lora", "preferences", "rewards", "cluster"]  # each goes on from the first one's run
+PAGES = ["chat", "new_tokens", "lora", "preferences", "rewards", "cluster"]  # each goes on from the first one's run
 
 
 def follow(page: str, folder: Path) -> str:
@@ -50,6 +50,8 @@ def test_every_page_can_be_followed_and_teaches_what_it_says(tmp_path: Path) -> 
     said = {page: follow(page, tmp_path) for page in PAGES}
     assert said["chat"].count("Which day is 2 after Friday? ->") == 1
     assert last(tmp_path, "days", "val_loss") < 0.3
+    assert last(tmp_path, "marked", "val_loss") < 0.3
+    assert "<day>" in said["new_tokens"].rpartition("Which day is 2 after Friday? ->")[2]
     assert last(tmp_path, "adapters", "val_loss") < 0.3
     assert (tmp_path / "runs" / "adapters" / "export" / "adapter").is_dir()
     assert last(tmp_path, "pairs", "val_accuracy") > 0.9

@@ -196,7 +196,7 @@ TABLE = Table(
         "wandb_*": none("logging.trackers takes a WandB node with project, entity, group and mode"),
         "mlflow_*": none("logging.trackers takes an MLflow node"),
         "special_tokens.*": none("the tokenizer's own; ours pads without a token of its own"),
-        "tokens": none("no new tokens: add them to the tokenizer and the model first"),
+        "tokens": to("model.tokenizer.add_tokens"),
         "plugins": none("plugins of theirs are their code; callbacks and objectives are ours"),
         "cut_cross_entropy": _KERNEL,
         "liger_*": _KERNEL,

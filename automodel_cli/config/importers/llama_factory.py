@@ -21,6 +21,9 @@ def _together(draft: Draft) -> None:
     hf.clipping(draft)
     hf.report_to(draft)
     _data(draft)
+    for key in ("add_tokens", "add_special_tokens"):
+        if tokens := [token.strip() for token in str(draft.get(key) or "").split(",") if token.strip()]:
+            draft.put(f"model.tokenizer.{key}", tokens, key)
     if draft.get("finetuning_type", "lora") == "lora":
         _lora(draft)
     elif draft.get("finetuning_type") == "full":
@@ -109,6 +112,9 @@ TABLE = Table(
         "pissa_*": none("adapters begin at random times zero"),
         "quantization_*": none("model.lora.quantization is none or nf4"),
         "double_quantization": none("nf4 scales are not quantised again"),
+        "new_special_tokens_config": none("the text of the description: model.tokenizer.init_new_tokens has two ways"),
+        "init_special_tokens": none("model.tokenizer.init_new_tokens is pieces or mean"),
+        "resize_vocab": none("the vocabulary grows with model.tokenizer.add_tokens"),
         "cutoff_len": to("data.seq_len"),
         "template": none(
             "the chat template is the tokenizer's own (data.chat_template takes a file); compare with "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
-from automodel_cli.models import lora, nf4, transformers_compat
+from automodel_cli.models import lora, new_tokens, nf4, transformers_compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import dequantize, multimodal_backbone, passthrough_tensors, source
 from automodel_cli.models.lm_head import value_head
@@ -30,7 +30,7 @@ from automodel_cli.models.rng import seed_for
 from automodel_cli.models.uneven_dtensor import is_uneven
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def load_weights(
                 init_buffers(skeleton_of(unsharded, target), target)
             else:
                 checkpoint = _Checkpoint(weights)
-                report = _load_safetensors(unsharded, target, checkpoint, source.composite_config(config))
+                report = _load_safetensors(unsharded, target, checkpoint, config)
                 init_buffers(unsharded, target)
                 report = _load_depths(part, config, checkpoint, report, target.packed_device)
     part.unclaimed, part.within = report.unclaimed, report.within
@@ -234,10 +234,10 @@ class _Checkpoint:
 
 
 def _load_safetensors(
-    whole: PreTrainedModel, target: Target, checkpoint: _Checkpoint, repository: PretrainedConfig
+    whole: PreTrainedModel, target: Target, checkpoint: _Checkpoint, config: ModelConfig
 ) -> LoadReport:
-    """Load safetensors files. `whole` becomes the skeleton. `repository`: the config of the checkpoint."""
-    tensors = checkpoint.tensors
+    """Load safetensors files. `whole` becomes the skeleton."""
+    tensors, repository = checkpoint.tensors, source.composite_config(config)
     within = None
     if multimodal_backbone.text_config(repository) is not repository:
         within = multimodal_backbone.text_backbone(repository, whole, tensors)
@@ -245,6 +245,7 @@ def _load_safetensors(
     mapping = transformers_compat.conversion_mapping(whole)
     no_place = set(transformers_compat.unclaimed_keys(whole, mapping, known_as.values()))
     unclaimed = [key for key in tensors if key not in known_as or known_as[key] in no_place]
+    tensors = new_tokens.grown(tensors, config, repository, unclaimed)
     _fill_from({name: tensors[key] for key, name in known_as.items()}, whole, target, mapping)
     return LoadReport(checkpoint.num_bytes_read, tuple(unclaimed), within)
 

@@ -65,7 +65,7 @@ def _is_scale(key: str, tensors: Mapping[str, Any]) -> bool:
     )
 
 
-class _Lazy:
+class LazyTensor:
     """The interface of a safetensors slice that transformers uses. Indices are slices with step 1."""
 
     shape: list[int]
@@ -92,7 +92,7 @@ class _Lazy:
         raise NotImplementedError
 
 
-class _MXFP4(_Lazy):
+class _MXFP4(LazyTensor):
     """Exact in bf16: values have at most four significant bits and a power-of-two scale."""
 
     dtype_name = "BF16"
@@ -113,7 +113,7 @@ class _MXFP4(_Lazy):
         return values.flatten(-2)[..., c0 - g0 * _GROUP : c1 - g0 * _GROUP].transpose(1, 2).contiguous()
 
 
-class _FP8(_Lazy):
+class _FP8(LazyTensor):
     """The dequantized weight in fp32, rounded once when it is stored. The part need not be aligned with blocks."""
 
     dtype_name = "F32"

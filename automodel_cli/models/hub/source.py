@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config import hub
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import new_tokens
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub import bundled_configs, dequantize, file_integrity, multimodal_backbone
+from automodel_cli.models.files import file_integrity
+from automodel_cli.models.hub import bundled_configs, dequantize, multimodal_backbone
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,6 +50,7 @@ def composite_config(config: ModelConfig) -> PretrainedConfig:
     fields = None if extra else bundled_configs.fields(folder, config.revision)
     if fields is not None:
         known: PretrainedConfig = AutoConfig.for_model(**fields)
+        new_tokens.grow_config(config, known)
         return known
     if not extra:
         file_integrity.check_json(folder)
@@ -60,6 +63,7 @@ def composite_config(config: ModelConfig) -> PretrainedConfig:
     if not extra:
         # Weights are dequantized while reading. The rest of the program sees a plain model.
         dequantize.check_quantization(vars(loaded).pop("quantization_config", None), folder)
+    new_tokens.grow_config(config, loaded)
     return loaded
 
 

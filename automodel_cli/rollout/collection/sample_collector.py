@@ -12,6 +12,7 @@ import torch.distributed as dist
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.models.moe.router_hooks import Selectors
+from automodel_cli.models.tokenizer import tokenizer_node
 from automodel_cli.rollout.collection.async_queue import Generated, SampleQueue, SampleRequest
 from automodel_cli.rollout.collection.multi_turn import (
     background_episodes,
@@ -257,4 +258,17 @@ class SampleCollector:
                 keys=("model.lora.target_modules", "rollout.engine"),
                 fix="model.lora.target_modules=all-linear",
             )
+        self._check_vocabulary(capabilities.hub_names)
         check_routing_engine(self.config, capabilities)
+
+    def _check_vocabulary(self, is_server: bool) -> None:
+        """Raise ConfigError if a server has a smaller vocabulary than the model."""
+        model = self.session.recipe.model
+        if is_server and (node := tokenizer_node(model)) is not None and node.new_tokens:
+            raise ConfigError(
+                f"{type(self.config.engine).__name__} does not support model.tokenizer.add_tokens: the server has the "
+                f"vocabulary of {model.pretrained}",
+                code="unsupported_combination",
+                keys=("model.tokenizer", "rollout.engine"),
+                fix="rollout=sampler, or model.pretrained=<the export of a run that added the tokens>",
+            )

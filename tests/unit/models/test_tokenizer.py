@@ -15,7 +15,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.synthetic.chat_tasks import KINDS, ChatTasks
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub.gguf_header import gguf_strings
+from automodel_cli.models.files.gguf_header import gguf_strings
 from automodel_cli.models.tokenizer import COMMON_WORDS, END, ByteTokenizer, PretrainedTokenizer, load_tokenizer
 from tests.errors import raises
 

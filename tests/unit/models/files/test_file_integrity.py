@@ -12,7 +12,8 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub import file_integrity, source
+from automodel_cli.models.files import file_integrity
+from automodel_cli.models.hub import source
 from automodel_cli.models.tokenizer import ByteTokenizer, load_tokenizer
 from tests import tiny
 from tests.errors import raises

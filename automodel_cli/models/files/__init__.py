@@ -1,0 +1,1 @@
+"""Checks and headers of the files of a model."""
