@@ -37,7 +37,7 @@ class VLMRecipe(SFTRecipe):
             tokenizer.chat_template = getattr(processor.processor, "chat_template", None)
         probe_pictures(composite_config(self.model), processor)
         rows = PictureRows(self.data.media_dir or _folder_of(self.data.path), self.data.max_image_pixels)
-        support = PictureSupport(rows, processor)
+        support = PictureSupport(rows, processor, self.data.picture_memory_gib * 2**30)
         found = prepare_data(self.data, tokenizer, seed=self.seed, stop_ids=stop_ids(self.model), pictures=support)
         check_prepared(found, tokenizer, self.model)
         return found

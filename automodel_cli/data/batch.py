@@ -94,14 +94,15 @@ class OnHost:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures of a microbatch. They stay in host memory until the model runs, because pixels are large.
+    """Pictures of a microbatch. Their pixels are read when the model runs, because they are large.
 
-    `inputs`: outputs of the image processor for all pictures in the order of their placeholders. `placeholder`: token
+    `inputs`: outputs of the image processor for all pictures in the order of their placeholders. Usually
+    `data.pictures.pixels.LazyInputs`, of which nothing is kept after use. `placeholder`: token
     id. `positions_3BT`: rotary positions of time, height and width, of families that have them. `blank_ids_T`: set if
     the microbatch has no picture. `inputs` then belong to one blank picture with these placeholders.
     """
 
-    inputs: dict[str, Tensor]
+    inputs: Mapping[str, Tensor]
     placeholder: int
     positions_3BT: Tensor | None = None
     blank_ids_T: Tensor | None = None

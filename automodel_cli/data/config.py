@@ -127,6 +127,9 @@ class DataConfig:
     vlm."""
     max_image_pixels: int = 50_000_000
     """Largest number of pixels of a picture file. Rows with larger ones are invalid. For recipes of kind vlm."""
+    picture_memory_gib: float = 4.0
+    """Host memory for processed pictures that wait for their microbatch, for each rank [GiB]. Reading pauses at the
+    limit. For recipes of kind vlm."""
     cache_dir: str | None = None
     """Folder of prepared data. null: `$AUTOMODEL_CACHE`, otherwise the user's cache folder."""
     num_workers: int | None = None
@@ -243,6 +246,7 @@ class DataConfig:
             at_most=1,
             fix="data.max_invalid_fraction=0.01",
         )
+        check_range("picture_memory_gib", self.picture_memory_gib, at_least=0, note=" (0 reads one microbatch ahead)")
         check_range("num_workers", self.num_workers, at_least=0, note=" (0 tokenizes in the main process)")
 
     def check_kind(self, *, preferences: bool) -> None:

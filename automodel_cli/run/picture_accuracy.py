@@ -15,7 +15,6 @@ from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
-from automodel_cli.data.pictures.reader import PictureReader
 from automodel_cli.data.preparation.dataloader import eval_batches
 from automodel_cli.training.callback import Callback, Run
 
@@ -36,7 +35,7 @@ class PictureAccuracy(Callback):
         if rows is None:
             return {}
         blank = copy.copy(rows)
-        blank.pictures = PictureReader(rows.pictures.processor, blank=True)
+        blank.pictures = rows.pictures.blanked()
         return {"val_accuracy": self._share(rows), "val_accuracy_blank": self._share(blank)}
 
     def _share(self, rows: PackedDataset) -> float:

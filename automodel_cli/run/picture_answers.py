@@ -192,7 +192,10 @@ def _batch(questions: list[_Question], rows: PackedDataset, size: int, num_new: 
         row_ids_B=torch.full((size,), -1),
     )
     assert rows.pictures is not None, "a recipe of kind vlm reads pictures"
-    return rows.pictures.with_pictures(batch, shown)
+    batch = rows.pictures.with_pictures(batch, shown)
+    assert batch.pictures is not None
+    held = dict(batch.pictures.inputs.items())  # one read for all tokens
+    return replace(batch, pictures=replace(batch.pictures, inputs=held))
 
 
 def _thumbnail(content: bytes) -> str:

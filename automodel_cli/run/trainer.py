@@ -138,8 +138,13 @@ class Trainer:
             dp_size=self.mesh.dp_size,
             seed=self.recipe.seed,
             shuffle=self.recipe.data.shuffle,
-            prepare=prepared_for(self.mesh.device),
+            prepare=prepared_for(self.mesh.device) or (_unchanged if self._has_pictures else None),
         )
+
+    @property
+    def _has_pictures(self) -> bool:
+        """Whether pixels are read while a step runs, which requires batches of the next step."""
+        return getattr(self.data.train, "pictures", None) is not None
 
     def _make_meter(self) -> MetricLogger:
         return MetricLogger(
@@ -501,6 +506,10 @@ def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
 def prepared_for(device: torch.device) -> Callable[[Any], Any] | None:
     """Return the function that pins batches in the loader's thread. None on a CPU, which needs no pinned memory."""
     return on_this_device(_pinned) if device.type == "cuda" else None
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _pinned(batch: Any) -> Any:

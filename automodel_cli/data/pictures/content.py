@@ -33,6 +33,7 @@ class Picture:
         key: 16 bytes, the hash of the content.
         height, width: as seen, after EXIF orientation [pixels].
         path: where the content is, or None if `data` is the content.
+        grid: patches in time, height and width, of families with rotary positions for them.
     """
 
     key: bytes
@@ -40,6 +41,7 @@ class Picture:
     width: int
     path: str | None = None
     data: bytes | None = None
+    grid: tuple[int, int, int] = (0, 0, 0)
 
     def content(self) -> bytes:
         """Return the bytes of the picture."""

@@ -6,9 +6,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,12 +16,11 @@ from torch import Tensor
 
 from automodel_cli.data.batch import Batch, Pictures
 from automodel_cli.data.pictures.content import rgb
+from automodel_cli.data.pictures.pixels import PixelQueue, num_threads
 from automodel_cli.data.pictures.rows import PictureRows
 from automodel_cli.data.pictures.storage import PictureTable
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import Encoded, Unrolled
-
-_MOST_THREADS = 8
 
 
 class PictureProcessor(Protocol):
@@ -40,12 +37,15 @@ class PictureProcessor(Protocol):
     def replacement(self, height: int, width: int) -> np.ndarray:
         """Token ids, int32, that replace the one placeholder of a picture of this size."""
 
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """Patches of a picture of this size in time, height and width. Zeros for families that count tokens."""
+
     def inputs(self, images: Sequence[Any]) -> dict[str, Tensor]:
         """Model inputs of RGB pictures, in their order."""
 
-    def positions(self, ids_T: Tensor, inputs: dict[str, Tensor], first: int, count: int) -> Tensor | None:
-        """Rotary positions `[3, T]` of a document that shows the pictures `first` to `first + count` of `inputs`.
-        None for families that count tokens."""
+    def positions(self, ids_T: Tensor, grid_N3: Tensor) -> Tensor | None:
+        """Rotary positions `[3, T]` of a document that shows pictures with these grids. None for families that count
+        tokens."""
 
     def blank(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Token ids and inputs of one small white picture."""
@@ -58,10 +58,16 @@ class PictureSupport:
     Attributes:
         rows: reads pictures of rows.
         processor: their tokens and pixels.
+        max_bytes: largest memory of pixels that were read ahead (`data.picture_memory_gib`).
     """
 
     rows: PictureRows
     processor: PictureProcessor
+    max_bytes: float = 4 << 30
+
+    def reader(self) -> PictureReader:
+        """Return what adds pictures to the batches of a dataset."""
+        return PictureReader(self.processor, self.max_bytes)
 
     def expanded(self, document: Any, result: Any) -> Any:
         """Return the encoded conversation with a run of placeholders for each picture, which is not trained."""
@@ -91,30 +97,36 @@ class PictureSupport:
             encoded,
             ids=np.concatenate([*ids, encoded.ids[rest]]).astype(np.int32),
             trained=np.concatenate([*trained, encoded.trained[rest]]),
-            pictures=tuple(given[:count]),
+            pictures=tuple(
+                replace(picture, grid=self.processor.grid(picture.height, picture.width)) for picture in given[:count]
+            ),
         )
 
 
 class PictureReader:
     """Adds pictures to batches."""
 
-    def __init__(self, processor: PictureProcessor, *, blank: bool = False):
+    def __init__(self, processor: PictureProcessor, max_bytes: float, *, blank: bool = False):
         """`blank`: replace every picture by a white one of its size, to measure what a model knows without looking."""
-        self.processor, self.is_blank = processor, blank
-        threads = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-        self._threads = ThreadPoolExecutor(threads, "pictures")
+        self.processor, self.max_bytes, self.is_blank = processor, max_bytes, blank
+        self._pixels = PixelQueue(num_threads(), max_bytes)
+
+    def blanked(self) -> PictureReader:
+        """Return a reader that replaces every picture by a white one."""
+        return PictureReader(self.processor, self.max_bytes, blank=True)
 
     def with_pictures(self, batch: Batch, shown: Sequence[Sequence[tuple[PictureTable, int]]]) -> Batch:
-        """Return the batch with the pictures of its documents. `shown`: those of each document, in order."""
+        """Return the batch with the pictures of its documents. `shown`: those of each document, in order.
+
+        Pixels are read when the model asks for them.
+        """
         flat = [picture for of_document in shown for picture in of_document]
+        placeholder, positions = self.processor.placeholder, self._positions(batch, shown)
         if flat:
-            inputs = self.processor.inputs(list(self._threads.map(self._image, flat)))
-            pictures = Pictures(inputs, self.processor.placeholder, self._positions(batch, shown, inputs))
-        else:
-            ids_T, inputs = self.processor.blank()
-            positions = self._positions(batch, shown, inputs)
-            pictures = Pictures(inputs, self.processor.placeholder, positions, ids_T)
-        return replace(batch, pictures=pictures)
+            inputs = self._pixels.add(lambda: self.processor.inputs([self._image(picture) for picture in flat]))
+            return replace(batch, pictures=Pictures(inputs, placeholder, positions))
+        ids_T, blank = self.processor.blank()
+        return replace(batch, pictures=Pictures(blank, placeholder, positions, ids_T))
 
     def _image(self, picture: tuple[PictureTable, int]) -> Any:
         table, number = picture
@@ -125,15 +137,16 @@ class PictureReader:
             return Image.new("RGB", (width, height), (255, 255, 255))
         return rgb(table.content(number))
 
-    def _positions(self, batch: Batch, shown: Sequence[Sequence[Any]], inputs: dict[str, Tensor]) -> Tensor | None:
+    def _positions(self, batch: Batch, shown: Sequence[Sequence[tuple[PictureTable, int]]]) -> Tensor | None:
         if not self.processor.has_grid:
             return None
-        ids_N = batch.input_ids_BT.flatten()
-        plain_N = batch.position_ids_BT.flatten()
-        found, first = [], 0
-        counts = [len(of_document) for of_document in shown] + [0] * (batch.num_documents - len(shown))
-        for (start, stop), count in zip(itertools.pairwise(batch.cu_seqlens.tolist()), counts, strict=True):
-            positions_3T = self.processor.positions(ids_N[start:stop], inputs, first, count) if count else None
+        ids_N, plain_N = batch.input_ids_BT.flatten(), batch.position_ids_BT.flatten()
+        padded = [*shown, *([[]] * (batch.num_documents - len(shown)))]
+        found = []
+        for (start, stop), of_document in zip(itertools.pairwise(batch.cu_seqlens.tolist()), padded, strict=True):
+            positions_3T = None
+            if of_document:
+                grid_N3 = torch.tensor([table.grid(number) for table, number in of_document])
+                positions_3T = self.processor.positions(ids_N[start:stop], grid_N3)
             found.append(plain_N[start:stop].expand(3, -1) if positions_3T is None else positions_3T)
-            first += count
         return torch.cat(found, 1).view(3, *batch.shape)

@@ -21,6 +21,7 @@ _MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MOST_PICTURES - 1)}]")
 _TAG = re.compile(r"\n?<image>\n|\n?<image>")
 COLUMNS = ("images", "image")
 """Columns with the pictures of a row."""
+_LONGEST_NAME = 200  # characters of a path in a message
 IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
@@ -78,6 +79,8 @@ class PictureRows:
         try:
             return read_picture(value, self.folder, self.max_pixels)
         except RowError as error:
+            if isinstance(value, str) and len(value) <= _LONGEST_NAME and value not in error.message:
+                where += f" ({value})"
             raise RowError(error.code, f"{where}: {error.message}", fix=error.fix) from error
 
 

@@ -18,7 +18,12 @@ import numpy as np
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.pictures.content import Picture, key_of
 
-_ROW = np.dtype([("key", "V16"), ("height", "i4"), ("width", "i4"), ("path", "i4"), ("start", "i8"), ("length", "i8")])
+_ROW = np.dtype(
+    [
+        *(("key", "V16"), ("height", "i4"), ("width", "i4"), ("grid", "i4", (3,))),
+        *(("path", "i4"), ("start", "i8"), ("length", "i8")),
+    ]
+)
 _PATHS, _TABLE, _BYTES = "picture_paths.json", "pictures.npy", "pictures.bin"
 
 
@@ -27,7 +32,7 @@ class PictureWriter:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._rows: list[tuple[bytes, int, int, int, int, int]] = []
+        self._rows: list[tuple[object, ...]] = []
         self._numbers: dict[bytes, int] = {}
         self._paths: list[list[object]] = []
         self._counts, self._index = array("q"), array("q")
@@ -50,7 +55,7 @@ class PictureWriter:
                 assert picture.data is not None, "a picture has a path or data"
                 start, length = self._file.tell(), len(picture.data)
                 self._file.write(picture.data)
-            self._rows.append((picture.key, picture.height, picture.width, path, start, length))
+            self._rows.append((picture.key, picture.height, picture.width, picture.grid, path, start, length))
         return self._numbers[picture.key]
 
     def save(self) -> None:
@@ -94,6 +99,10 @@ class PictureTable:
         """Return height and width of a picture."""
         row = self.rows[number]
         return int(row["height"]), int(row["width"])
+
+    def grid(self, number: int) -> list[int]:
+        """Return the patches of a picture in time, height and width."""
+        return list(map(int, self.rows[number]["grid"]))
 
     def content(self, number: int) -> bytes:
         """Return the bytes of a picture. Raises RunError if its file has changed since the data was prepared."""

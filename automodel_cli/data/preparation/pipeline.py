@@ -24,7 +24,7 @@ from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_form
 from automodel_cli.data.formats.column_mapping import MissingColumnTracker, check_mapped
 from automodel_cli.data.formats.unused_columns import IgnoredNames, check_ignored, unused_columns
 from automodel_cli.data.packing import Pieces, cut_long, pack
-from automodel_cli.data.pictures.reader import PictureReader, PictureSupport
+from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter
 from automodel_cli.data.preparation.dataset import PackedDataset
@@ -249,7 +249,7 @@ class _Builder:
         }
         if self.pictures is not None:
             rows = self.pictures.rows
-            ingredients["pictures"] = [self.pictures.processor.cache_key(), rows.folder, rows.max_pixels]
+            ingredients["pictures"] = [self.pictures.processor.cache_key(), rows.folder, rows.max_pixels, "with grids"]
         key = entry_key({"kind": "tokens", **ingredients})
         folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
         if self.pictures is not None and (files := PictureTable.open(folder).changed()):
@@ -460,5 +460,5 @@ class _Builder:
             pad_id=pad,
             row_len=config.seq_len if fixed else None,
             pad_to_multiple_of=config.pad_to_multiple_of,
-            pictures=None if self.pictures is None else PictureReader(self.pictures.processor),
+            pictures=None if self.pictures is None else self.pictures.reader(),
         )

@@ -11,7 +11,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing import get_context
@@ -27,6 +27,7 @@ from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, Do
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.preference import judged_document
 from automodel_cli.data.formats.unused_columns import AllowedKeys
+from automodel_cli.data.pictures.pixels import num_threads
 from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import with_pictures
 from automodel_cli.data.preparation.pre_rendered import Added, refuse_rendered
@@ -85,8 +86,15 @@ class RowEncoder:
 
     def encode(self, rows: Sequence[Row | RowError]) -> list[Encoded | Unrolled | RowError]:
         """Return one result per row, in order. Rows without a trained token are rejected."""
-        read = [row if isinstance(row, RowError) else attempt(self._read, row) for row in rows]
+        if self.pictures is None:
+            read = [self._attempted(row) for row in rows]
+        else:  # decoders release the interpreter's lock
+            with ThreadPoolExecutor(num_threads(), "pictures") as threads:
+                read = list(threads.map(self._attempted, rows))
         return (self._encode_preferences if self.spec.fmt.makes in PREFERENCES else self._encode_documents)(read)
+
+    def _attempted(self, row: Row | RowError) -> Any:
+        return row if isinstance(row, RowError) else attempt(self._read, row)
 
     def _read(self, row: Row) -> Any:
         """Return the row as a document with its pictures. Raises RowError."""

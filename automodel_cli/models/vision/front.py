@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -108,14 +109,14 @@ class Front(nn.Module):
         return caught
 
     def _inputs_of_text(
-        self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: dict[str, Tensor]
+        self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Return the keywords of the text model without None and without settings."""
         caught = self._caught(ids_BT, positions, placeholder, inputs)
         return {name: value for name, value in caught.items() if value is not None and name not in _SETTINGS}
 
     def _caught(
-        self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: dict[str, Tensor]
+        self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Return all keywords that the composite passes to its text model."""
         types = {name: (ids_BT == placeholder).long() for name in TYPE_IDS if name in self._takes}
@@ -128,7 +129,7 @@ class Front(nn.Module):
 
     def masks(self, ids_BT: Tensor, pictures: Pictures) -> Any:
         """Return the attention mask that the composite makes for its text model, None if it makes none."""
-        caught = self._caught(ids_BT, pictures.positions_3BT, pictures.placeholder, pictures.inputs)
+        caught = self._caught(ids_BT, pictures.positions_3BT, pictures.placeholder, dict(pictures.inputs.items()))
         return caught.get("attention_mask")
 
     def is_tower(self, name: str) -> bool:

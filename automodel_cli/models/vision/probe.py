@@ -196,7 +196,7 @@ def packed_rows(rows: list[list[tuple[Tensor, list[Any]]]], processor: FamilyPro
     labels_BT, positions_BT = torch.full_like(ids_BT, IGNORE_INDEX), torch.zeros_like(ids_BT)
     images = [image for row in rows for _, of_document in row for image in of_document]
     inputs = processor.inputs(images) if images else {}
-    grid, bounds, first = [], [0], 0
+    grid, bounds = [], [0]
     for number, row in enumerate(rows):
         start = 0
         for ids_T, of_document in [*row, (torch.zeros(0, dtype=torch.int64), [])]:
@@ -204,9 +204,10 @@ def packed_rows(rows: list[list[tuple[Tensor, list[Any]]]], processor: FamilyPro
             ids_BT[number, start : start + len(ids_T)] = ids_T
             labels_BT[number, start : start + max(0, len(ids_T) - 1)] = ids_T[1:]
             positions_BT[number, start:stop] = torch.arange(stop - start)
-            found = processor.positions(ids_T, inputs, first, len(of_document)) if of_document else None
+            grid_N3 = torch.tensor([processor.grid(image.height, image.width) for image in of_document])
+            found = processor.positions(ids_T, grid_N3) if of_document else None
             grid.append(torch.arange(stop - start).expand(3, -1) if found is None else found)
-            first, start = first + len(of_document), stop
+            start = stop
             bounds.append(number * length + stop)
     labels_BT[labels_BT == processor.placeholder] = IGNORE_INDEX
     positions = torch.cat(grid, 1).view(3, *ids_BT.shape) if processor.has_grid else None

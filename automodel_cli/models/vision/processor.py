@@ -63,7 +63,7 @@ class FamilyProcessor:
         self.original_placeholder = self.placeholder
         self.takes = frozenset(inspect.signature(self._meta.base_model.forward).parameters)
         self.has_grid = self._rope_index is not None
-        self.replacement = functools.lru_cache(maxsize=4096)(self._replacement)
+        self._expanded = functools.lru_cache(maxsize=4096)(self._expand)
         ids = self.replacement(_BLANK, _BLANK)
         if not (ids == self.placeholder).any():
             raise ConfigError(
@@ -93,27 +93,35 @@ class FamilyProcessor:
         text += " ".join(map(str, self.replacement(_BLANK, _BLANK).tolist()))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _replacement(self, height: int, width: int) -> np.ndarray:
-        """Let the processor expand its image token for a white picture. Tokens depend on the size only."""
+    def replacement(self, height: int, width: int) -> np.ndarray:
+        return self._expanded(height, width)[0]
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        return self._expanded(height, width)[1]
+
+    def _expand(self, height: int, width: int) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Let the processor expand its image token for a white picture. Tokens and grid depend on the size only."""
         from PIL import Image
 
         image = Image.new("RGB", (width, height), (255, 255, 255))
         with transformers_compat.quiet():
             output = self.processor(text=[self.processor.image_token], images=[[image]], add_special_tokens=False)
         ids = output["input_ids"][0]
-        return np.asarray(ids.tolist() if isinstance(ids, Tensor) else ids, np.int32)
+        grid = output["image_grid_thw"][0] if "image_grid_thw" in output else (0, 0, 0)
+        time, rows, columns = (int(number) for number in grid)
+        return np.asarray(ids.tolist() if isinstance(ids, Tensor) else ids, np.int32), (time, rows, columns)
 
     def inputs(self, images: Sequence[Any]) -> dict[str, Tensor]:
         output = self.processor.image_processor(images=[list(images)], return_tensors="pt")
         return {name: value for name, value in output.items() if name in self.takes}
 
-    def positions(self, ids_T: Tensor, inputs: dict[str, Tensor], first: int, count: int) -> Tensor | None:
+    def positions(self, ids_T: Tensor, grid_N3: Tensor) -> Tensor | None:
         if self._rope_index is None:
             return None
         ids_BT = ids_T[None]
         given = {name: (ids_BT == self.placeholder).int() for name in TYPE_IDS if name in self._rope_names}
         if "image_grid_thw" in self._rope_names:
-            given["image_grid_thw"] = inputs["image_grid_thw"][first : first + count]
+            given["image_grid_thw"] = grid_N3
         positions_3BT: Tensor = self._rope_index(input_ids=ids_BT, **given)[0]
         return positions_3BT[:, 0]
 

@@ -21,7 +21,11 @@ def refuse_vision(kind: str, model: ModelConfig, data: DataConfig) -> None:
             keys=("model.vision",),
             fix="model.vision=null, or a config that begins with `defaults: [vlm, _self_]`",
         )
-    for name, default in (("media_dir", None), ("max_image_pixels", type(data).max_image_pixels)):
+    for name, default in (
+        ("media_dir", None),
+        ("max_image_pixels", type(data).max_image_pixels),
+        ("picture_memory_gib", type(data).picture_memory_gib),
+    ):
         if getattr(data, name) != default:
             raise ConfigError(
                 f"data.{name} has no effect in recipes of kind {kind}, which read text only",
