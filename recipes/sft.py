@@ -10,6 +10,8 @@ from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.run.trainer import Trainer
+    from automodel_cli.run.validation_loss import HeldOutLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +29,9 @@ class SFTRecipe(Recipe):
         from automodel_cli.rollout.monitoring.heldout_accuracy import HeldOutQuestions
         from automodel_cli.run.startup_summary import show_header
         from automodel_cli.run.trainer import build_trainer
-        from automodel_cli.run.validation_loss import HeldOutLoss
 
         with build_trainer(self, source) as session:
-            session.callbacks.add(HeldOutLoss(session))
+            session.callbacks.add(self.held_out_loss(session))
             add_tasks(session)
             show_header(session)
             questions = HeldOutQuestions()
@@ -47,3 +48,9 @@ class SFTRecipe(Recipe):
             )
 
             return finalize_run(session, questions.accuracy)
+
+    def held_out_loss(self, session: Trainer) -> HeldOutLoss:
+        """Return the callback that validates on held-out rows."""
+        from automodel_cli.run.validation_loss import HeldOutLoss
+
+        return HeldOutLoss(session)

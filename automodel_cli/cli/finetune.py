@@ -115,6 +115,7 @@ def _begin(
     return start(composed, recipe, arguments)
 
 
+pretrain = of_kind("pretrain", "Pretrain on text, from scratch or from a checkpoint.")
 dpo = of_kind("dpo", "Train on preferences: pairs or single rated responses.")
 rm = of_kind("rm", "Train a reward model on preference pairs.")
 kd = of_kind("kd", "Distill a teacher's token distributions into a student.")

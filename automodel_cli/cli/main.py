@@ -46,6 +46,7 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "finetune": Entry("Train", "finetune", "finetune", "Fine-tune a model, or run any other recipe."),
+    "pretrain": Entry("Train", "finetune", "pretrain", "Pretrain on text, from scratch or from a checkpoint."),
     "dpo": Entry("Train", "finetune", "dpo", "Train on preferences: pairs or single rated responses."),
     "rm": Entry("Train", "finetune", "rm", "Train a reward model on preference pairs."),
     "kd": Entry("Train", "finetune", "kd", "Distill a teacher's token distributions into a student."),

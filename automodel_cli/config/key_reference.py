@@ -21,6 +21,7 @@ from automodel_cli.config.diagnostics import format_value
 
 RECIPES = (
     "automodel_cli.recipes.sft.SFTRecipe",
+    "automodel_cli.recipes.pretrain.PretrainRecipe",
     "automodel_cli.recipes.dpo.DPORecipe",
     "automodel_cli.recipes.rm.RMRecipe",
     "automodel_cli.recipes.kd.KDRecipe",
@@ -32,6 +33,7 @@ _OPEN = {
         "automodel_cli.data.synthetic.chat_tasks.ChatTasks",
         "automodel_cli.data.synthetic.preference_tasks.PreferenceTasks",
         "automodel_cli.data.synthetic.picture_tasks.PictureTasks",
+        "automodel_cli.data.synthetic.python_manual.PythonManual",
         "automodel_cli.rollout.rewards.reasoning.ReasoningTasks",
         "automodel_cli.rollout.environments.verifiers.VerifiersTasks",
     ),

@@ -22,10 +22,13 @@ SpecialTokensInText = Literal["auto", "as_text", "keep", "refuse"]
 
 
 class DatasetGenerator(Protocol):
-    """Interface of a node that generates rows in code instead of reading files."""
+    """Interface of a node that generates rows in code instead of reading files.
+
+    A node with rows of another format than `messages` has its name as the attribute `format`.
+    """
 
     def rows(self, split: Literal["train", "validation"]) -> Any:
-        """Return the rows of one split: dicts with `messages`. Equal `cache_key()` must mean equal rows."""
+        """Return the rows of one split: dicts, usually with `messages`. Equal `cache_key()` must mean equal rows."""
 
     def cache_key(self) -> str:
         """Return a text that changes whenever the generated rows would change."""

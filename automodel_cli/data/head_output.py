@@ -35,6 +35,8 @@ class HeadRequest:
     """Number of tokens in `topk_logprobs_BTK` and `topk_ids_BTK`."""
     token_ids: str | None = None
     """Column of `Batch.extra` with the tokens of `token_logprobs_BTN`: int64 `[B, T, N]`, below 0 for none."""
+    lse: bool = False
+    """`lse_BT`."""
     further: bool = False
     """`further_logprobs_BTM`, of a model with layers for multi-token prediction (`models/mtp/layers.py`)."""
 
@@ -67,6 +69,9 @@ class HeadOutput(NamedTuple):
     """Log-probs of given tokens at the label's position, for example of a teacher's top tokens. 0 for an id below 0."""
     further_logprobs_BTM: Tensor | None = None
     """Multi-token prediction: log-prob of the label 1, 2, ... M tokens later (`Batch.further_labels`)."""
+
+    lse_BT: Tensor | None = None
+    """Log-sum-exp of the logits at the label's position, for z-loss."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> HeadOutput:
         """Apply `change` to every field that is not None."""

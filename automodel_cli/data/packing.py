@@ -58,6 +58,9 @@ class Packed:
 def cut_long(lengths: np.ndarray, seq_len: int, choice: LongDocuments, instead: LongDocuments = "split") -> Pieces:
     """Return pieces of at most `seq_len` tokens.
 
+    The pieces of a split document overlap by one token: a piece ends with the label of the token before, and the next
+    piece begins with that token as input. Every token but the first of the document is therefore a label exactly once.
+
     Args:
         lengths: tokens of each document.
         seq_len: maximum tokens of a piece.
@@ -83,11 +86,12 @@ def cut_long(lengths: np.ndarray, seq_len: int, choice: LongDocuments, instead: 
         return Pieces(document, np.zeros_like(document), lengths[document])
     if choice == "truncate":
         return Pieces(document, np.zeros_like(document), np.minimum(lengths, seq_len))
-    num_pieces = -(-lengths // seq_len)  # ceil
+    stride = seq_len - 1
+    num_pieces = np.maximum(1, -(-(lengths - 1) // stride))  # ceil
     document = np.repeat(document, num_pieces)
     # Index of each piece within its document: num_pieces [2, 1, 3] gives [0, 1, 0, 0, 1, 2].
     nth = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    start = nth * seq_len
+    start = nth * stride
     return Pieces(document, start, np.minimum(lengths[document] - start, seq_len))
 
 
@@ -105,24 +109,30 @@ def pack(pieces: Pieces, seq_len: int, packing: Packing) -> Packed:
 
 
 def _wrap(pieces: Pieces, seq_len: int) -> Packed:
-    """Concatenate all pieces in order and split the stream every `seq_len` tokens.
+    """Concatenate all pieces in order and split the stream every `seq_len - 1` tokens.
 
-    A split document continues in the next row as a new piece, with positions from 0. Lengths [3, 4] and `seq_len` 5
-    give the rows [3, 2] and [2].
+    A split document continues in the next row as a new piece, with positions from 0. Its last token in the row is
+    repeated there (see `cut_long`). Lengths [3, 5] and `seq_len` 5 give the rows [3, 2] and [4].
     """
-    # Example: lengths [3, 4], seq_len 5. ends = [3, 7], row_starts = [0, 5], bounds = [0, 3, 5].
+    # Example: lengths [3, 5], seq_len 5. ends = [3, 8], row_starts = [0, 4], bounds = [0, 3, 4].
     ends = np.cumsum(pieces.length)
     total = int(ends[-1]) if len(ends) else 0
-    row_starts = np.arange(0, total, seq_len, dtype=np.int64)
+    row_starts = np.arange(0, total, seq_len - 1, dtype=np.int64)
+    document_starts = ends[pieces.length > 0] - pieces.length[pieces.length > 0]
     # Stream positions at which a new piece begins: every row start and every document start.
-    bounds = np.union1d(row_starts, ends[pieces.length > 0] - pieces.length[pieces.length > 0])
+    bounds = np.union1d(row_starts, document_starts)
     # Piece that contains each bound, and the bound's offset in its document.
     source = np.searchsorted(ends, bounds, side="right")
     start = pieces.start[source] + bounds - (ends - pieces.length)[source]
     length = np.diff(np.append(bounds, total))
+    goes_on = ~np.isin(np.append(bounds[1:], total), np.append(document_starts, total))
+    # A piece of one token that ends its document is the label of the piece before, and predicts nothing.
+    used = np.ones(len(bounds), bool)
+    used[1:] = ~(goes_on[:-1] & ~goes_on[1:] & (length[1:] == 1))
+    parts = Pieces(pieces.document[source], start, length + goes_on).take(np.flatnonzero(used))
     # Rows begin at the bounds that are row starts: pieces 0 and 2 of the example.
-    row_offsets = np.append(np.searchsorted(bounds, row_starts), len(bounds)).astype(np.int64)
-    return Packed(Pieces(pieces.document[source], start, length), row_offsets)
+    row_offsets = np.append(np.searchsorted(bounds[used], row_starts), used.sum()).astype(np.int64)
+    return Packed(parts, np.unique(row_offsets))
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:

@@ -22,6 +22,7 @@ response. Tokens with an ignored label are not read.
 | `loss_weights_B` | fp32 | SFT | loss weight of each row's dataset; if one differs from 1 |
 | `teacher_ids_BTN` | int64 | Distillation | the teacher's most likely tokens, in descending order |
 | `teacher_logprobs_BTN` | fp32 | Distillation | log-probs of these tokens |
+| `label_bytes_BT` | int64 | NextToken | UTF-8 bytes of each label; 0 for special tokens and ignored labels |
 | `rewards_BT` | fp32 | GRPO with `positive_nll_coef` | reward of the token's document |
 | `positive_scale_1` | fp32 | GRPO with `positive_nll_coef` | `weight` of the step / its label tokens with a positive
     reward, 0 without any; filled by the step |

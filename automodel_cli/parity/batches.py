@@ -57,6 +57,7 @@ def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
         "rewards_BT": (documents_BT % 2).float(),
         "uncertain_BT": (batch.position_ids_BT % 3 > 0).float(),
     }
+    extra["label_bytes_BT"] = (batch.labels_BT % 4 + 1) * (batch.labels_BT != IGNORE_INDEX)
     for name in ("old_values", "returns"):
         extra[f"{name}_BT"] = torch.randn(batch.shape, generator=generator)
     extra["partners_P2"] = torch.randn(extra["pairs_P2"].shape, generator=generator)

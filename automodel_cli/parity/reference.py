@@ -140,6 +140,7 @@ def output_of(
         topk_logprobs_BTK=topk.values.masked_fill(ignored_T[:, None], 0.0) if request.topk else None,
         topk_ids_BTK=topk.indices.masked_fill(ignored_T[:, None], 0) if request.topk else None,
         token_logprobs_BTN=given,
+        lse_BT=logits_TV.to(logprobs_TV.dtype).logsumexp(-1).masked_fill(ignored_T, 0.0) if request.lse else None,
     )
 
 

@@ -39,6 +39,20 @@ class HeldOutLoss(Callback):
         return {"val_loss": result.loss.item(), **{name: v for name, v in measured.items() if not math.isnan(v)}}
 
 
+class HeldOutBits(HeldOutLoss):
+    """The same for an objective with bits per byte, which it prints."""
+
+    def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Collective."""
+        measured = super().on_validation(run, step, values)
+        if "val_bits_per_byte" in measured:
+            run.print(
+                f"bits per byte {measured['val_bits_per_byte']:.3f} after step {step}, "
+                f"of {measured['val_num_bytes']:,.0f} held-out bytes"
+            )
+        return measured
+
+
 def print_accuracy(session: Trainer, when: str, step: int) -> None:
     """Print the accuracy on held-out pairs. Validate first if this step has no result. Collective."""
     if session.last_validation[0] != step:

@@ -26,6 +26,7 @@ from automodel_cli.models.lm_head import fused_linear_logprobs, vocab_parallel
 from automodel_cli.models.lm_head.value_head import FILE, ValueHead, fill_value_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.base import Metric
+from automodel_cli.objectives.next_token import NextToken
 from automodel_cli.objectives.segment_reduce import label_mask
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.cases import FP32, Case
@@ -40,7 +41,7 @@ from tests.dist.harness import launch
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from own_distillation import Distillation, taught
 
-_ALL = HeadRequest(entropy=True, values=True, topk=3, token_ids="teacher_ids_BTN")
+_ALL = HeadRequest(entropy=True, values=True, topk=3, token_ids="teacher_ids_BTN", lse=True)
 _VALUES = HeadRequest(values=True)
 
 
@@ -58,6 +59,8 @@ class Everything:
         total = -(output.logprobs_BT * weight_BT).sum()
         assert output.entropy_BT is not None
         total = total - (output.entropy_BT * weight_BT.flip(1)).sum()
+        assert output.lse_BT is not None
+        total = total + (output.lse_BT * weight_BT.flip(1)).square().sum()
         assert output.values_BT is not None
         total = total + (output.values_BT * weight_BT.roll(1, 1)).square().sum()
         for field in (output.topk_logprobs_BTK, output.token_logprobs_BTN):
@@ -107,6 +110,15 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Original]:
 
 def test_every_field_has_the_numbers_of_one_process_on_ranks_and_in_stages(originals: dict[str, Original]):
     found = launch(run_rows, 2, originals["llama"], list(LAYOUTS.values()))
+    for name, errors in zip(LAYOUTS, found, strict=True):
+        assert isinstance(errors, Errors) and errors.within_rounding(), (name, errors)
+
+
+def test_pretraining_has_the_numbers_of_one_process_on_ranks_and_in_stages(tmp_path: Path):
+    """With z-loss and bits per byte."""
+    objective = NextToken(z_loss_coef=0.5)
+    original = Original.write(tmp_path / "llama", tiny.build_hf("llama"), objective, kinds=(True,), counts=(4,))
+    found = launch(run_rows, 2, original, [replace(case, objective=objective) for case in LAYOUTS.values()])
     for name, errors in zip(LAYOUTS, found, strict=True):
         assert isinstance(errors, Errors) and errors.within_rounding(), (name, errors)
 

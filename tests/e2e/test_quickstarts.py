@@ -85,6 +85,12 @@ def test_a_teacher(folder: Path) -> None:
     assert before < 5 and after > 70
 
 
+def test_text(tmp_path: Path) -> None:
+    pattern = r"bits per byte ([\d.]+)"
+    before, after = before_and_after(tmp_path, pattern, "pretrain", "llm", "-c", "quickstart_pretrain")
+    assert 7.5 < before < 8.5 and after < 2.2
+
+
 def test_preferences(tmp_path: Path) -> None:
     pattern = r"preference accuracy \w+ training: ([\d.]+)%"
     _, after = before_and_after(tmp_path, pattern, "dpo", "llm", "-c", "quickstart_dpo")

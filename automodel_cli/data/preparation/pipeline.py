@@ -218,7 +218,8 @@ class _Builder:
         """Training and validation sources with their tokens."""
         config = self.config
         if config.generator is not None:
-            described = SourceConfig("task", format="auto" if self.preferences else "messages")
+            fmt = getattr(config.generator, "format", "messages")
+            described = SourceConfig("task", format="auto" if self.preferences else fmt)
             train = TaskSource(config.generator, "train"), described
             validation = TaskSource(config.generator, "validation"), described
             return [self._tokens(*train)], [self._tokens(*validation)]
@@ -439,7 +440,7 @@ class _Builder:
             length_of_most=int(np.quantile(lengths, KEEP_MOST, method="higher")) if len(lengths) else 0,
             num_documents=int(is_long.sum()),
             num_tokens=int(lengths[is_long].sum()),
-            tokens_lost=int(lengths.sum() - pieces.length[kept].sum()),
+            tokens_lost=int(lengths.sum() - (pieces.length - (pieces.start > 0))[kept].sum()),  # they overlap by one
             pieces_without_labels=len(empty),
         )
 

@@ -9,9 +9,10 @@ The gradient of a chunk's logits is therefore, for any combination of outputs,
 
     dz = -p (sum_i g_i + e (log p + H)) + sum_i g_i onehot(i)
 
-where g_i is the incoming gradient of the log-prob of token i (label, requested tokens, top-k tokens) and e that of the
-entropy. Temperature, soft cap, scale and two GEMMs follow. Example: with the label alone and loss -log p(label), g =
--1, so dz = p - onehot(label), the gradient of cross-entropy.
+where g_i is the incoming gradient of the log-prob of token i (label, requested tokens, top-k tokens) and e that of
+the entropy. The gradient l of the log-sum-exp adds p l, because d lse / dz = p. Temperature, soft cap, scale and two
+GEMMs follow. Example: with the label alone and loss -log p(label), g = -1, so dz = p - onehot(label), the gradient of
+cross-entropy.
 
 On CUDA, the statistics of a chunk and the gradient of its logits are one Triton kernel each (`kernels.py`), if they
 support the request. The arithmetic is the same.
@@ -57,6 +58,7 @@ class Settings:
     vocabulary: Vocabulary = WHOLE
     entropy: bool = False
     topk: int = 0
+    lse: bool = False
     kernels: bool = False
     """Use the Triton kernels for statistics and gradients of logits."""
 
@@ -98,12 +100,14 @@ class Settings:
 
 
 class Scores(NamedTuple):
-    """fp32 scores of S tokens: log-probs of the requested tokens (0 for a negative id), entropies, top-k tokens."""
+    """fp32 scores of S tokens: log-probs of the requested tokens (0 for a negative id), entropies, top-k tokens, and
+    log-sum-exps of the logits."""
 
     logprobs_SN: Tensor
     entropy_S: Tensor | None = None
     topk_logprobs_SK: Tensor | None = None
     topk_ids_SK: Tensor | None = None
+    lse_S: Tensor | None = None
 
 
 def merge_chunk_scores(chunk_scores: Sequence[Scores], merge: Callable[[list[Tensor]], Tensor]) -> Scores:
@@ -114,15 +118,17 @@ def merge_chunk_scores(chunk_scores: Sequence[Scores], merge: Callable[[list[Ten
 
 def plain_scores(logits_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Scores:
     """Compute scores by the definition from full logits with autograd, for heads that cannot be fused."""
-    logp_sV = settings.shaped(logits_sV.float(), ids_sN[:, 0]).log_softmax(-1)
+    z_sV = settings.shaped(logits_sV.float(), ids_sN[:, 0])
+    logp_sV = z_sV.log_softmax(-1)
     picked_sN = logp_sV.gather(-1, ids_sN.clamp(min=0)).masked_fill(ids_sN < 0, 0)
+    lse_s = z_sV.logsumexp(-1) if settings.lse else None
     if not settings.entropy and not settings.topk:
-        return Scores(picked_sN)
+        return Scores(picked_sN, lse_S=lse_s)
     finite_sV = logp_sV.masked_fill(logp_sV.isinf(), 0) if settings.filters else logp_sV
     entropy_s = -(logp_sV.exp() * finite_sV).sum(-1) if settings.entropy else None
     if not settings.topk:
-        return Scores(picked_sN, entropy_s)
-    return Scores(picked_sN, entropy_s, *logp_sV.topk(settings.topk))
+        return Scores(picked_sN, entropy_s, lse_S=lse_s)
+    return Scores(picked_sN, entropy_s, *logp_sV.topk(settings.topk), lse_s)
 
 
 def fused_scores(
@@ -138,7 +144,7 @@ def fused_scores(
     """
     # Early gradients keep an fp32 copy of the weight gradient during the whole backward. On a CPU this saves a third of
     # the head's time. On a GPU the head is fast and memory is scarce.
-    labels_only = ids_SN.shape[1] == 1 and not settings.entropy and not settings.topk
+    labels_only = ids_SN.shape[1] == 1 and not (settings.entropy or settings.topk or settings.lse)
     early = labels_only and torch.is_grad_enabled() and hidden_SD.device.type == "cpu" and not settings.kernels
     return Scores(*_FusedScores.apply(hidden_SD, weight_VD, ids_SN, settings, early, weight_sum))
 
@@ -202,13 +208,13 @@ class _FusedScores(Function):
         ctx.set_materialize_grads(False)
         if topk_ids is not None:
             ctx.mark_non_differentiable(topk_ids)
-        return logprobs, entropy, topk, topk_ids
+        return logprobs, entropy, topk, topk_ids, lse.clone() if settings.lse else None
 
     @staticmethod
     def backward(ctx: Ctx, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, lse, entropy, topk_ids, grad_hidden, grad_weight = ctx.saved_tensors
         settings: Settings = ctx.settings
-        grad, grad_entropy, grad_topk, _ = incoming
+        grad, grad_entropy, grad_topk, _, grad_lse = incoming
         early = grad_hidden is not None or grad_weight is not None
         if early and grad is not None and len(ids) > 0 and bool((grad == grad[0]).all()):
             grad_hidden = None if grad_hidden is None else grad_hidden * grad[0]
@@ -227,6 +233,8 @@ class _FusedScores(Function):
                 chunk = _Chunk(part, ids[part], grad[part])
                 if grad_entropy is not None:
                     chunk = chunk._replace(entropy_s=entropy[part], grad_entropy_s=grad_entropy[part])
+                if grad_lse is not None:
+                    chunk = chunk._replace(grad_lse_s=grad_lse[part])
                 if settings.kernels:
                     grads.add_by_kernel(chunk, F.linear(hidden[part], weight), lse[part])
                     continue
@@ -262,6 +270,12 @@ class _Chunk(NamedTuple):
     grad_sN: Tensor
     entropy_s: Tensor | None = None
     grad_entropy_s: Tensor | None = None
+    grad_lse_s: Tensor | None = None
+
+    def total(self, grad_sN: Tensor) -> Tensor:
+        """Return the factor of -p in the gradient of the logits, without the entropy's. `grad_sN`: of real tokens."""
+        total_s = grad_sN.sum(1)
+        return total_s if self.grad_lse_s is None else total_s - self.grad_lse_s
 
 
 class _Gradients:
@@ -306,7 +320,10 @@ class _Gradients:
         slope_sV = (z_sV / kind.value).square_().neg_().add_(1) if kind.name == "softcap" else None
         if multiplier != 1:  # scale the incoming gradients, which are far fewer than logits
             grad_entropy_s = None if chunk.grad_entropy_s is None else chunk.grad_entropy_s * multiplier
-            chunk = chunk._replace(grad_sN=chunk.grad_sN * multiplier, grad_entropy_s=grad_entropy_s)
+            grad_lse_s = None if chunk.grad_lse_s is None else chunk.grad_lse_s * multiplier
+            chunk = chunk._replace(
+                grad_sN=chunk.grad_sN * multiplier, grad_entropy_s=grad_entropy_s, grad_lse_s=grad_lse_s
+            )
         dz_sV = self._of_logits(chunk, sampling_logits_sV.sub_(lse_s[:, None]))
         if slope_sV is not None:
             dz_sV.mul_(slope_sV)
@@ -322,7 +339,7 @@ class _Gradients:
             settings.vocabulary.columns(chunk.ids_sN),
             grad_sN,
             lse_s,
-            grad_sN.sum(1),
+            chunk.total(grad_sN),
             none if chunk.entropy_s is None else chunk.entropy_s,
             none if chunk.grad_entropy_s is None else chunk.grad_entropy_s,
             settings.multiplier,
@@ -343,7 +360,7 @@ class _Gradients:
         """Gradient of the shaped logits, from their log-probs (overwritten)."""
         is_token_sN = chunk.ids_sN >= 0
         grad_sN = chunk.grad_sN.where(is_token_sN, 0)
-        total_s1 = grad_sN.sum(1, keepdim=True)
+        total_s1 = chunk.total(grad_sN)[:, None]
         if chunk.grad_entropy_s is None or chunk.entropy_s is None:
             # dz = sum_n g_n (onehot(id_n) - p). The one-hot part is added below by scatter.
             dz_sV = logp_sV.exp_().mul_(-total_s1)

@@ -115,6 +115,7 @@ class Head:
             topk_logprobs_BTK=whole(scores.topk_logprobs_SK),
             topk_ids_BTK=whole(scores.topk_ids_SK),
             token_logprobs_BTN=None if token_ids_BTN is None else whole(scores.logprobs_SN[:, 1:]),
+            lse_BT=whole(scores.lse_S),
         )
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class Head:
         self, request: HeadRequest, num_logits: int, hidden: Tensor, vocabulary: Vocabulary = WHOLE
     ) -> Settings:
         chunk = self.chunk_size or default_chunk_size(num_logits, hidden.device)
-        return Settings(self.kind, chunk, self.shaping, vocabulary, request.entropy, request.topk)
+        return Settings(self.kind, chunk, self.shaping, vocabulary, request.entropy, request.topk, request.lse)
 
     def _generic(self, hidden_SD: Tensor, ids_SN: Tensor, settings: Settings) -> Scores:
         def part(hidden: Tensor, ids: Tensor) -> Scores:

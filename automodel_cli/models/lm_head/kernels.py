@@ -64,7 +64,7 @@ def gradient_(
 
     Args:
         grad_sN: gradients of the log-probs of the columns.
-        total_s: sum of these gradients over the columns of all ranks.
+        total_s: sum of these gradients over the columns of all ranks, minus the gradient of the log-sum-exp.
         entropy_s, grad_entropy_s: entropies and their gradients, `[0]` for none.
     """
     from automodel_cli.models.lm_head import triton_kernels
@@ -93,8 +93,8 @@ def has_head_kernels(device_type: str) -> bool:
 def head_kernel_error(device: torch.device) -> float:
     """Return the largest error of both kernels against autograd in fp32, for values of order 1."""
     generator = torch.Generator().manual_seed(0)
-    x_sV, grad_sN, grad_s = (
-        torch.randn(shape, generator=generator).to(device) for shape in ((6, 5000), (6, 2), (6,))
+    x_sV, grad_sN, grad_s, grad_lse_s = (
+        torch.randn(shape, generator=generator).to(device) for shape in ((6, 5000), (6, 2), (6,), (6,))
     )  # fmt: skip
     columns_sN = torch.tensor([[0, 4999], [4096, -1], [7, 7], [-1, 3], [4095, 1], [2, 8]], device=device)
     grad_sN = grad_sN.where(columns_sN >= 0, 0)
@@ -106,10 +106,12 @@ def head_kernel_error(device: torch.device) -> float:
             logp_sV = z_sV.log_softmax(-1)
             entropy_s = -(logp_sV.exp() * logp_sV).sum(-1)
             picked_sN = logp_sV.gather(-1, columns_sN.clamp(min=0))
-            expected = torch.autograd.grad((picked_sN * grad_sN).sum() + (entropy_s * grad_s).sum(), leaf_sV)[0]
+            total = (picked_sN * grad_sN).sum() + (entropy_s * grad_s).sum() + (z_sV.logsumexp(-1) * grad_lse_s).sum()
+            expected = torch.autograd.grad(total, leaf_sV)[0]
         lse_s, z_sN, h_s = statistics(x_sV, columns_sN, multiplier, cap, True)
         gradient_sV = x_sV.clone()
-        gradient_(gradient_sV, columns_sN, grad_sN, lse_s, grad_sN.sum(1), h_s, grad_s, multiplier, cap)
+        total_s = grad_sN.sum(1) - grad_lse_s
+        gradient_(gradient_sV, columns_sN, grad_sN, lse_s, total_s, h_s, grad_s, multiplier, cap)
         off_sN = (z_sN - lse_s[:, None] - picked_sN).where(columns_sN >= 0, 0)
         errors += [off_sN.abs().max(), (h_s - entropy_s).abs().max(), (gradient_sV - expected).abs().max()]
     return float(torch.stack(errors).max())

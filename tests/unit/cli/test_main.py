@@ -172,7 +172,8 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     (folder / "runs/quickstart/export/config.json").touch()
     filled = ["model.pretrained=org/name", "data.path=train.jsonl"]
     asked = {
-        name: filled if name in ("sft", "vlm", "dpo", "rm", "grpo") else [] for name in bundled_recipes.recipe_names()
+        name: filled if name in ("sft", "pretrain", "vlm", "dpo", "rm", "grpo") else []
+        for name in bundled_recipes.recipe_names()
     }
     asked["kd"] = [*filled, "teacher.pretrained=org/name"]
     command = [sys.executable, "-c", EACH, json.dumps(asked)]

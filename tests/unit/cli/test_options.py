@@ -168,7 +168,7 @@ def test_no_key_is_missing() -> None:
         "parallelizer.mp_policy.",
         "rollout.environment.",
     )
-    for name in ("sft", "dpo", "rm", "kd", "grpo"):
+    for name in ("sft", "pretrain", "dpo", "rm", "kd", "grpo"):
         found = {key for key in completion_values.keys(name) if not key.startswith(free)}
         assert found - {"pipeline.pipeline"} <= names  # from conf/pipeline/none.yaml, which is packed globally
 

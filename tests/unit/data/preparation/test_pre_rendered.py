@@ -7,6 +7,7 @@ the same mask.
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ def test_texts_with_bos_and_eos_get_none_of_them_twice(tmp_path: Path, packing: 
     ids = [i for row, _ in tokens(with_fix(config, refused.value), tokenizer) for i in row]
     whole = [f"<s>{question}<|im_end|>{end}" for question in QUESTIONS]
     expected = sorted(i for text in whole for i in tokenizer(text, add_special_tokens=False)["input_ids"])
+    if packing == "wrapped":  # repeats the tokens at its cuts
+        assert ids.count(tokenizer.bos_token_id) == len(whole)
+        ids = [*expected, *(Counter(expected) - Counter(ids)).elements()]
     assert sorted(i for i in ids if i != tokenizer.pad_token_id) == [i for i in expected if i != tokenizer.eos_token_id]
     assert ids.count(tokenizer.bos_token_id) == len(QUESTIONS)
 

@@ -59,7 +59,7 @@ def _final(product: torch.Tensor, kind: HeadKind) -> torch.Tensor:
 
 
 KINDS = [HeadKind("plain"), HeadKind("scale", 0.3), HeadKind("softcap", 2.5)]
-EVERYTHING = HeadRequest(entropy=True, topk=3, token_ids="teacher")
+EVERYTHING = HeadRequest(entropy=True, topk=3, token_ids="teacher", lse=True)
 
 
 @pytest.mark.parametrize("uniform", [True, False])
@@ -107,7 +107,7 @@ def _gradients_of(
     return torch.autograd.grad(total, leaves)
 
 
-DIFFERENTIABLE = ("logprobs_BT", "entropy_BT", "topk_logprobs_BTK", "token_logprobs_BTN")
+DIFFERENTIABLE = ("logprobs_BT", "entropy_BT", "topk_logprobs_BTK", "token_logprobs_BTN", "lse_BT")
 
 
 @pytest.mark.parametrize("fields", [*((name,) for name in DIFFERENTIABLE), DIFFERENTIABLE], ids=lambda f: f[-1][:5])
