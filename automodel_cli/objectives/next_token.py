@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.value_checks import check_range
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.objectives.base import Metric
+from automodel_cli.objectives.sources import label_weight, weighted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NextToken:
-    """Loss = -sum of label log-probs / label tokens of the step, plus `z_loss_coef` x the mean of log(Z)^2.
+    """Loss = -sum of label log-probs / label tokens of the step, both weighted as in `SFT`, plus `z_loss_coef` x the mean of log(Z)^2.
 
     Z is the sum of the exponentiated logits (z-loss: Chowdhery et al. 2022, arXiv:2204.02311, section 5). The value of
     the loss is that of the log-probs alone, so that runs with and without z-loss are comparable. `z_loss` is the mean
@@ -37,6 +38,8 @@ class NextToken:
     """Weight of the z-loss, which keeps the logits small. PaLM: 1e-4. 0: none."""
     bits_per_byte: bool = True
     """Report bits per byte. Requires a tokenizer whose tokens have a known number of bytes."""
+
+    uses_loss_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_range("z_loss_coef", self.z_loss_coef, at_least=0, fix="objective.z_loss_coef=0")
@@ -57,14 +60,14 @@ class NextToken:
         return {**per_byte, **z_loss}
 
     def weight(self, batch: Batch) -> Tensor:
-        return batch.num_label_tokens
+        return label_weight(batch)
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
-        loss = -output.logprobs_BT.sum()
+        loss = -weighted(output.logprobs_BT, batch).sum()
         if not self.z_loss_coef:
             return loss
         assert output.lse_BT is not None
-        term = self.z_loss_coef * output.lse_BT.square().sum()  # 0 where the label is ignored
+        term = self.z_loss_coef * weighted(output.lse_BT.square(), batch).sum()  # 0 where the label is ignored
         return loss + (term - term.detach())
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ with packing, pipeline and context parallelism, because the head output of a mic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
@@ -54,7 +55,8 @@ def _labels(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class WithSourceLosses:
-    """`objective` with the mean loss of the label tokens of each dataset, without its loss weight.
+    """`objective` with the mean loss of the label tokens of each dataset, without its loss weight. Bits per byte of each
+    dataset are measured if the objective measures those of all.
 
     `loss_NAME` is nan in a step without label tokens of the dataset. Both values are sums over all ranks.
     """
@@ -72,7 +74,14 @@ class WithSourceLosses:
         for name in self.names:
             metrics[f"loss_{name}"] = Metric(per=f"num_label_tokens_{name}")
             metrics[f"num_label_tokens_{name}"] = Metric()
+            if self._counts_bytes:
+                metrics[f"bits_per_byte_{name}"] = Metric(per=f"num_bytes_{name}")
+                metrics[f"num_bytes_{name}"] = Metric()
         return metrics
+
+    @property
+    def _counts_bytes(self) -> bool:
+        return "bits_per_byte" in metrics_of(self.objective)
 
     def weight(self, batch: Batch) -> Tensor:
         return self.objective.weight(batch)
@@ -96,6 +105,9 @@ class WithSourceLosses:
             is_of_B = sources_B == index
             values[f"loss_{name}"] = torch.where(is_of_B, loss_B, 0.0).sum()
             values[f"num_label_tokens_{name}"] = torch.where(is_of_B, count_B, 0).sum().float()
+            if self._counts_bytes:
+                values[f"bits_per_byte_{name}"] = values[f"loss_{name}"] / math.log(2)
+                values[f"num_bytes_{name}"] = (batch.extra["label_bytes_BT"].sum(1) * is_of_B).sum().float()
         return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import LOSS_WEIGHTS, SOURCES, HeadOutput
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.mtp import WithMultiToken
+from automodel_cli.objectives.next_token import NextToken
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.objectives.sources import with_source_losses
 from tests import tiny
@@ -62,3 +64,15 @@ def test_the_loss_of_further_tokens_has_the_same_weights():
 def test_one_dataset_and_other_losses_have_no_further_metrics():
     assert with_source_losses(SFT(), ("web",)) == SFT()
     assert with_source_losses(Distillation(), NAMES) == Distillation()
+
+
+def test_pretraining_has_bits_per_byte_of_each_dataset():
+    batch, output = batch_and_output()
+    batch = batch.with_columns(label_bytes_BT=torch.tensor([[0, 3, 1, 0], [2, 2, 2, 0]]))
+    assert NextToken()(output, batch).item() == 4 + 0.5 * 9
+    objective = with_source_losses(NextToken(), NAMES)
+    measured = {k: v.item() for k, v in objective.measure(output, batch).items()}
+    assert set(measured) == set(objective.metrics)
+    assert (measured["num_bytes"], measured["num_bytes_web"], measured["num_bytes_code"]) == (10, 4, 6)
+    assert measured["bits_per_byte_web"] == pytest.approx(4 / math.log(2))
+    assert measured["bits_per_byte"] == pytest.approx(13 / math.log(2))  # without loss weights
