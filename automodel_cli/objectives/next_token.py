@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NextToken:
-    """Loss = -sum of label log-probs / label tokens of the step, both weighted as in `SFT`, plus `z_loss_coef` x the mean of log(Z)^2.
+    """Loss = -sum of label log-probs / label tokens of the step, both weighted as in `SFT`, plus `z_loss_coef` x the
+    mean of log(Z)^2.
 
     Z is the sum of the exponentiated logits (z-loss: Chowdhery et al. 2022, arXiv:2204.02311, section 5). The value of
     the loss is that of the log-probs alone, so that runs with and without z-loss are comparable. `z_loss` is the mean

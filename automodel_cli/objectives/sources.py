@@ -55,8 +55,8 @@ def _labels(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class WithSourceLosses:
-    """`objective` with the mean loss of the label tokens of each dataset, without its loss weight. Bits per byte of each
-    dataset are measured if the objective measures those of all.
+    """`objective` with the mean loss of the label tokens of each dataset, without its loss weight. Bits per byte of
+    each dataset are measured if the objective measures those of all.
 
     `loss_NAME` is nan in a step without label tokens of the dataset. Both values are sums over all ranks.
     """
