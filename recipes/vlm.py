@@ -21,7 +21,7 @@ class VLMRecipe(SFTRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_vision(self.model, self.data, self.validation, self.mesh, self.parallelizer)
+        check_vision(self.model, self.data, self.validation, self.parallelizer)
 
     def prepared(self, tokenizer: Any) -> Any:
         from automodel_cli.data.pictures.reader import PictureSupport

@@ -134,6 +134,20 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return stream.getvalue()
 
 
+def documents_of(processor: Any) -> list[tuple[torch.Tensor, list[Image.Image]]]:
+    """Documents (ids, pictures) with 2, 0, 1 and 3 pictures."""
+    found = []
+    for number, sizes in enumerate((((16, 24), (24, 16)), (), ((16, 16),), ((16, 16), (32, 16), (16, 24)))):
+        generator = torch.Generator().manual_seed(number)
+        pieces = [torch.randint(10, 60, (5,), generator=generator)]
+        for size in sizes:
+            run = torch.from_numpy(processor.replacement(*size).astype("int64"))
+            pieces += [run, torch.randint(10, 60, (3,), generator=generator)]
+        images = [noise(*size, seed=10 * number + nth) for nth, size in enumerate(sizes)]
+        found.append((torch.cat(pieces), images))
+    return found
+
+
 def rows(folder: Path, number: int, *, share: float = 0.6) -> Path:
     """A file of chats, some of which have one or two pictures in files beside it."""
     rng = random.Random(0)

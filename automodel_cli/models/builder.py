@@ -21,7 +21,7 @@ from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.mtp import key_mapping
 from automodel_cli.models.mtp import layers as mtp_layers
-from automodel_cli.models.probes import isolation
+from automodel_cli.models.probes import block_plan, isolation
 from automodel_cli.models.vision.config import VisionConfig
 from automodel_cli.models.vision.front import Front, composite_on_meta
 
@@ -72,6 +72,7 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
         original, attention=config.attn_implementation, trust_remote_code=config.trust_remote_code
     )
     model = _prepared_model(hf_config, config, isolation_method, device)
+    block_plan.add_measured_plan(model)
     if config.lora is not None:
         lora.inject(model, config.lora)
     part = ModelPart(model, kind, chunk_size=config.lm_head_chunk_size, source_config=original)

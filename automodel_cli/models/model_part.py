@@ -21,6 +21,7 @@ from automodel_cli.models.lm_head.head import Head, HeadKind
 from automodel_cli.models.lm_head.value_head import ValueHead
 from automodel_cli.models.model_inputs import ROUTED, accepted_by
 from automodel_cli.models.mtp.layers import Depth, MultiToken, tokens_further
+from automodel_cli.models.vision import shares
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from automodel_cli.models.vision.front import Front
 
 _PREFIX, _FRONT_PREFIX = "model.", "front.composite."
+_WHOLE_IDS = "whole_ids_BT"
 
 
 class ModelPart(nn.Module):
@@ -45,7 +47,9 @@ class ModelPart(nn.Module):
         unclaimed: checkpoint keys without a counterpart in the full model, set by loading.
         within: location of the model in a multimodal checkpoint.
         routing: set if batches can contain router decisions (`Batch.model_inputs`).
-        front: the rest of a vision-language model, which turns ids and pictures into inputs of `model`.
+        front: the rest of a vision-language model, which turns ids and pictures into inputs of `model`. Pipeline
+            stages after the first one have none.
+        first_layers: decoder layers that read features of pictures. The first pipeline stage must contain them.
         front_keys: parameter of the front end (named as in the composite) -> key of the checkpoint.
         unties_head: an adapter changes a head that is tied to the embedding, so exports and replicas need an untied
             config (`untied`).
@@ -72,9 +76,11 @@ class ModelPart(nn.Module):
         self.within: BackboneMapping | None = None
         self.routing: RoutedLayers | None = None
         self.front: Front | None = None
+        self.first_layers = 0
         self.front_keys: dict[str, str] = {}
         self.unties_head = False
         self._context_group: ContextGroup | None = None
+        self._token_shards: shares.TokenShards | None = None
 
     def forward(
         self,
@@ -161,13 +167,31 @@ class ModelPart(nn.Module):
         """Run `module`, the model or its base model, on the local tokens and return the first tensor of its output."""
         local_inputs = dict(local_inputs)
         pictures: Pictures | None = local_inputs.pop(PICTURES, None)
+        whole_ids_BT = local_inputs.pop(_WHOLE_IDS, local_inputs["input_ids"])
         with recurrent_layers.documents_of(self.model, local_inputs), self._routed(local_inputs):
             inputs = accepted_by(self.model, local_inputs)
-            if self.front is not None and pictures is not None:
-                inputs |= self.front(inputs.pop("input_ids"), pictures)
+            if pictures is not None:
+                inputs |= self._shown(whole_ids_BT, pictures, local_inputs.get("context"))
+                if self.front is not None:
+                    del inputs["input_ids"]
             output = module(**inputs, use_cache=False)
         hidden_BTD: Tensor = output if isinstance(output, Tensor) else output[0]
         return hidden_BTD
+
+    def _shown(self, ids_BT: Tensor, pictures: Pictures, context: Context | None) -> dict[str, Any]:
+        """Return the keywords of the text model for pictures, of the tokens of this rank. `ids_BT`: of full rows."""
+        if self.front is None:
+            found = shares.keywords_without_front(self.model.base_model, ids_BT, pictures)
+        else:
+            found = self.front(ids_BT, pictures)
+        is_shown_BT = ids_BT == pictures.placeholder
+        if context is not None:
+            found, is_shown_BT = shares.of_context(found, is_shown_BT, context)
+        return found if self._token_shards is None else shares.of_layers(found, is_shown_BT, self._token_shards)
+
+    def share_tokens(self, shards: shares.TokenShards) -> None:
+        """Give layers only the features of pictures of their own tokens (sequence parallelism)."""
+        self._token_shards = shards
 
     def _routed(self, local_inputs: dict[str, Any]) -> AbstractContextManager[None]:
         """Replay the router decisions of the inputs inside the context."""
@@ -231,6 +255,8 @@ class ModelPart(nn.Module):
         inputs = context.local_inputs(ids_BT, model_inputs["position_ids"])
         if ROUTED in model_inputs:
             inputs[ROUTED] = context.local(model_inputs[ROUTED], -1)
+        if PICTURES in model_inputs:
+            inputs |= {PICTURES: model_inputs[PICTURES], _WHOLE_IDS: ids_BT}
         return inputs
 
     def boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:

@@ -212,6 +212,31 @@ def unclaimed_keys(model: PreTrainedModel, mapping: list[Any], keys: Iterable[st
     return [key for key in keys if not is_claimed(key)]
 
 
+def settled_transposes(mapping: list[Any], model: nn.Module, tensors: Mapping[str, Any]) -> list[Any]:
+    """Decide now which conversions transpose. The library compares a shard of a tensor with the full parameter.
+
+    `model`: the full model. `tensors`: hub key -> lazy safetensors slice or tensor.
+    """
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+
+    def is_stored_as_is(entry: Any) -> bool:
+        names = [n for n in tensors if n in shapes and any(s in n for s in entry.source_patterns)]
+        stored = [(tensors[n].get_shape() if hasattr(tensors[n], "get_shape") else tensors[n].shape) for n in names]
+        return any(tuple(shape) == tuple(shapes[name]) for name, shape in zip(names, stored, strict=True))
+
+    settled = []
+    for entry in mapping:
+        checked = [step for step in getattr(entry, "operations", ()) if getattr(step, "check_dims", False)]
+        if checked:
+            if is_stored_as_is(entry):
+                continue
+            entry = copy.deepcopy(entry)
+            for step in entry.operations:
+                step.check_dims = False
+        settled.append(entry)
+    return settled
+
+
 def joined_names(mapping: list[Any], names: Iterable[str]) -> set[str]:
     """Parameters that a conversion joins or cuts along dim 0: several tensors of the checkpoint one after another (the
     convolutions of KDA), or a part of one (queries, keys and values of sarvam_moe). The library's reader takes a shard

@@ -5,6 +5,8 @@ The only place that checks for a pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.distributed.strategies.base import Strategy
@@ -22,6 +24,7 @@ def build_stages(
     parallelizer: Strategy,
     *,
     num_microbatches: int,
+    picture_layers: Callable[[], int] = lambda: 0,
 ) -> Stages:
     """Return the parallelized stages of this rank, without weights. Collective. Raises ConfigError.
 
@@ -29,12 +32,16 @@ def build_stages(
         part: the whole model, preferably on the meta device.
         config: None runs the model as a single stage.
         num_microbatches: per optimizer step and data-parallel rank.
+        picture_layers: measures how many of the first layers read features of pictures. Called for a pipeline only.
     """
     if config is None:
         return SingleStage(parallelize(part, mesh, parallelizer))
     from automodel_cli.pipelining.mesh_axes import Axes  # Takes 0.2 s, which runs without a pipeline avoid.
     from automodel_cli.pipelining.stages import PipelineStages
 
+    count = picture_layers()
+    # With sequence parallelism, the last layer of a stage returns all tokens, to which no share can be added.
+    part.first_layers = count + bool(count and parallelizer.axis_options().sequence_parallel)
     pipeline = PipelineStages(
         config,
         Axes.of(mesh),

@@ -23,11 +23,13 @@ from automodel_cli.models.attention.packed import PACKED
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.front_io import fill_front
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.hub.source import hf_config
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.hub.source import composite_config, hf_config
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.moe.load_balancing import LoadBalancer
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
+from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import request_of
 from automodel_cli.objectives.segment_reduce import at_last_token
 from automodel_cli.pipelining.build_stages import build_stages
@@ -150,7 +152,18 @@ def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
         recipe.pipeline,
         recipe.parallelizer,
         num_microbatches=recipe.train.num_microbatches(mesh.dp_size),
+        picture_layers=lambda: _layers_with_pictures(config),
     )
+
+
+def _layers_with_pictures(config: ModelConfig) -> int:
+    """Return how many of the first decoder layers read features of pictures. Raises ConfigError."""
+    if config.vision is None:
+        return 0
+    from automodel_cli.models.vision.processor import picture_processor
+    from automodel_cli.pipelining.cut.picture_split import layers_of_first_stage
+
+    return layers_of_first_stage(composite_config(config), picture_processor(config, load_tokenizer(config)))
 
 
 def _parts(stages: Stages) -> list[ModelPart]:

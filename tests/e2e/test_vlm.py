@@ -63,6 +63,35 @@ def test_two_ranks_some_without_pictures_train_as_one(kind: str, tmp_path: Path)
     assert max((exported[name] - weights[name]).abs().max().item() for name in exported) < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava", "qwen3_vl_moe"])
+def test_layouts_train_and_export_as_one_rank(kind: str, tmp_path: Path):
+    _project(tmp_path, kind)
+    layouts = {
+        "pp": ("mesh.pp_size=2", "pipeline=1f1b"),
+        "tp": ("mesh.tp_size=2", "parallelizer.sequence_parallel=true", "data.pad_to_multiple_of=2"),
+        "cp": ("mesh.cp_size=2",),
+    }
+    layouts |= {"ep": ("mesh.ep_size=2",)} if kind.endswith("moe") else {}
+    one, weights = _train(tmp_path, "one"), tensors(tmp_path / "runs/one/export")
+    for name, overrides in layouts.items():
+        for a, b in zip(one, _train(tmp_path, name, *overrides), strict=True):
+            assert abs(a["loss"] - b["loss"]) < 2e-6 * a["loss"], name
+            assert abs(a["grad_norm"] - b["grad_norm"]) < 1e-5 * a["grad_norm"], name
+        exported = tensors(tmp_path / "runs" / name / "export")
+        assert exported.keys() == weights.keys(), name
+        assert max((exported[key] - weights[key]).abs().max().item() for key in weights) < 2e-4, name
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "runs" / name / "export")
+
+
+def test_a_first_stage_without_the_layers_of_pictures_is_refused(tmp_path: Path):
+    _project(tmp_path)
+    given = ("mesh.pp_size=2", "pipeline=1f1b", "pipeline.layout=Et|ttL")
+    done = automodel(tmp_path, "finetune", "vlm", "-c", "tiny.yaml", *given)
+    assert done.returncode != 0
+    assert_error(done.stdout + done.stderr, "stage_count", "pipeline.layout")
+
+
 def test_the_export_is_the_repository_with_trained_weights_and_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -156,9 +185,6 @@ def test_a_resumed_run_ends_with_the_weights_of_one_run_and_refuses_an_edited_pi
 @pytest.mark.parametrize(
     ("overrides", "code", "key"),
     [
-        (("mesh.tp_size=2",), "unsupported_combination", "mesh.tp_size"),
-        (("mesh.cp_size=2",), "unsupported_combination", "mesh.cp_size"),
-        (("mesh.pp_size=2", "pipeline=1f1b"), "unsupported_combination", "mesh.pp_size"),
         (("parallelizer=megatron_fsdp", "~parallelizer.mp_policy"), "unsupported_combination", "parallelizer"),
         (
             ("parallelizer=ddp", "~parallelizer.mp_policy"),

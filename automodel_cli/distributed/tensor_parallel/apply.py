@@ -29,6 +29,7 @@ from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.distributed.tensor_parallel.plan import Plan, custom_plan, get_hf_tp_shard_plan, name_of, wildcard
 from automodel_cli.distributed.tensor_parallel.sequence_parallel import (
+    TokenShards,
     apply_sequence_parallel,
     blocks,
     scattering,
@@ -75,11 +76,15 @@ def apply_tensor_parallel(
     if options.async_tensor_parallel:
         use_async_collectives(tp_mesh)
     plan = _checked_plan(model, options, tp_mesh.size())
-    layers = transformer_layers(part)
+    front = getattr(part, "front", None)  # of a vision-language model, which every rank runs on all tokens
+    tower = set() if front is None else set(front.modules())
+    layers = [layer for layer in transformer_layers(part) if layer not in tower]
     uniform = {block for layer in layers for block in blocks(layer) if _is_uniform(model, block, plan)}
     if options.sequence_parallel or options.async_tensor_parallel:
         _apply_plan(model, plan, tp_mesh, shard_experts=shard_experts, scattered=uniform)
         apply_sequence_parallel(layers, tp_mesh, uniform)
+        if front is not None:
+            part.share_tokens(TokenShards(tp_mesh))  # type: ignore[operator]
     else:
         _apply_plan(model, plan, tp_mesh, shard_experts=shard_experts)
         for block in uniform:

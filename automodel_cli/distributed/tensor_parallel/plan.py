@@ -117,9 +117,27 @@ def get_hf_tp_shard_plan(model: PreTrainedModel) -> Plan:
             fix="mesh.tp_size=1, or parallelizer.tp_plan={module name: style, ...}",
         )
     strings = {**strings, **structural}  # Structural entries override published ones.
+    strings = {**_head_norms(model, strings), **strings}
     if embedding := name_of(model, model.get_input_embeddings()):
         strings.setdefault(embedding, "embedding_rowwise")
     return translate_plan(_without_state_layers(model, strings))
+
+
+def _head_norms(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return entries for norms of single heads behind column-parallel layers. Some published plans lack them.
+
+    Each rank then has the gradient of its own heads.
+    """
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        for norm, layer in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
+            key = wildcard(f"{name}.{layer}")
+            weight = getattr(children.get(norm), "weight", None)
+            is_of_head = weight is not None and weight.numel() == getattr(module, "head_dim", None)
+            if is_of_head and plan.get(key, plan.get(f"{name}.{layer}")) == "colwise":
+                found[wildcard(f"{name}.{norm}")] = "replicated_with_grad_allreduce"
+    return found
 
 
 def _without_state_layers(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:

@@ -48,6 +48,16 @@ def gather_tokens(hidden_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tens
     return gather_from_group(hidden_BtD, num_tokens, mesh.get_group(), _TOKENS)
 
 
+class TokenShards:
+    """The ranks of `mesh` with their shares of the tokens (`models/vision/shares.TokenShards`)."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self._mesh = mesh
+
+    def shard(self, x_BTD: Tensor) -> Tensor:
+        return shard_tokens(x_BTD, self._mesh)
+
+
 def apply_sequence_parallel(layers: list[nn.Module], mesh: DeviceMesh, uniform: set[nn.Module]) -> None:
     """Shard the residual of consecutive tensor-parallel layers over tokens, in place.
 
@@ -167,12 +177,16 @@ def _gather_partial(own_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tenso
 
 
 def _num_tokens(kwargs: dict[str, Any], own_BtD: Tensor, mesh: DeviceMesh) -> int:
-    """Return the tokens of a sequence, without padding if positions are given.
+    """Return the tokens of a sequence, without padding if positions or rotary tables are given.
 
-    Layers and attention receive positions. An MLP does not, and also processes the padding.
+    Layers and attention receive them. An MLP does not, and also processes the padding.
     """
-    positions_BT = kwargs.get("position_ids")
-    return own_BtD.shape[_TOKENS] * mesh.size() if positions_BT is None else positions_BT.shape[-1]
+    positions_BT, tables = kwargs.get("position_ids"), kwargs.get("position_embeddings")
+    if positions_BT is not None:
+        return int(positions_BT.shape[-1])
+    if isinstance(tables, tuple) and isinstance(tables[0], Tensor):
+        return int(tables[0].shape[-2])
+    return own_BtD.shape[_TOKENS] * mesh.size()
 
 
 def _refuse_padding(num_tokens: int, tp_size: int) -> None:

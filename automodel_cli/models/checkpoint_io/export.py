@@ -92,7 +92,9 @@ def export_hf(
                 _write_shard(folder, len(shards), [(hub_keys.get(name, name), tensor) for name, tensor in included])
             )
     local_values = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
-    for bucket in bucketed(front_io.front_weights(parts[0], parts[0].hub_dtype, "cpu"), shard_bytes):
+    front = (item for part in parts for item in front_io.front_weights(part, part.hub_dtype, "cpu"))
+    front_stream = front if pp_group is None or config.vision is None else over_stages(front, pp_group, parts[0], "cpu")
+    for bucket in bucketed(front_stream, shard_bytes):
         shards += [_write_shard(folder, len(shards), bucket)] if writer else []
     values = list(local_values if pp_group is None else over_stages(local_values, pp_group, parts[0], "cpu"))
     if writer:

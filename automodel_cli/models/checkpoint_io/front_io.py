@@ -16,7 +16,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.checkpoint_io import load
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub import dequantize, passthrough_tensors, source
+from automodel_cli.models.hub import composite_text, dequantize, passthrough_tensors, source
 from automodel_cli.models.hub.multimodal_backbone import BackboneMapping
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision.front import composite_on_meta
@@ -26,18 +26,24 @@ if TYPE_CHECKING:
 
 
 def fill_front(part: ModelPart, config: ModelConfig, *, buffer_device: torch.device, seed: int) -> None:
-    """Fill the front end of a part, if it has one. Call it after `load_weights`, which allocates the memory.
+    """Fill the front end of a vision-language model, which only the first pipeline stage has.
 
-    Raises ConfigError if the checkpoint lacks a tensor.
+    Call it after `load_weights`, which allocates the memory. Raises ConfigError if the checkpoint lacks a tensor.
     """
-    front = part.front
-    if front is None:
+    if config.vision is None:
         return
     whole = composite_on_meta(source.composite_config(config), getattr(torch, config.dtype))
+    front = part.front
+    if config.config is not None:
+        part.within = _names_in_memory(load.whole_on_meta(part, config), whole)
+    if front is None:
+        names = whole.state_dict().keys()
+        current = list(transformers_compat.current_keys(whole, part.unclaimed))
+        part.unclaimed = tuple(key for key, name in current if name not in names)
+        return
     target = load.Target(front.composite, buffer_device)
     if config.config is not None:
         load.init_random(load.skeleton_of(whole, target), target, seed)
-        part.within = _names_in_memory(part)
         part.front_keys = {name: name for name in target.tensors if name not in target.non_persistent}
         return
     weights = source.weights(config)
@@ -60,19 +66,22 @@ def fill_front(part: ModelPart, config: ModelConfig, *, buffer_device: torch.dev
     part.unclaimed = tuple(key for key in part.unclaimed if key not in claimed)
 
 
-def _names_in_memory(part: ModelPart) -> BackboneMapping:
-    """Return the names of the text model inside the composite, for an export of random weights."""
-    front = part.front
-    assert front is not None
-    model: Any = part.model
-    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
-    modules = {model.base_model_prefix: front.text_name} | ({} if head is None else {head: front.head_name})
+def _names_in_memory(model: Any, whole: PreTrainedModel) -> BackboneMapping:
+    """Return the names of the text model `model` inside the composite, for an export of random weights."""
+    head, whole_head = (_name_of_head(holder) for holder in (model, whole))
+    modules = {model.base_model_prefix: str(composite_text.text_module(whole))}
+    modules |= {} if head is None else {head: str(whole_head)}
     keys = {}
     for name in model.state_dict():
         for text_module, full_module in modules.items():
             if name.startswith(f"{text_module}."):
                 keys[full_module + name.removeprefix(text_module)] = name
     return BackboneMapping(keys, modules)
+
+
+def _name_of_head(model: Any) -> str | None:
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def front_weights(

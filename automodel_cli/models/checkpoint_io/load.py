@@ -67,7 +67,7 @@ def load_weights(
     materialize(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
         target = Target(part.model, buffer_device or torch.device(device))
-        unsharded = _whole_on_meta(part, config)
+        unsharded = whole_on_meta(part, config)
         if config.config is not None:
             report = init_random(skeleton_of(unsharded, target), target, seed)
             _init_depths(part, config, seed, target.packed_device)
@@ -96,7 +96,7 @@ def load_weights(
     return report
 
 
-def _whole_on_meta(part: ModelPart, config: ModelConfig) -> PreTrainedModel:
+def whole_on_meta(part: ModelPart, config: ModelConfig) -> PreTrainedModel:
     """Build the transformers model with all layers on meta, to compare its names with checkpoint keys."""
     return transformers_compat.meta_model(
         copy.deepcopy(part.source_config),
@@ -256,6 +256,7 @@ def _fill_from(named_tensors: dict[str, Any], whole: PreTrainedModel, target: Ta
     for name, tensor in named_tensors.items():
         units.setdefault(unit_of(name), {})[name] = tensor
     target.joined = transformers_compat.joined_names(mapping, target.names)
+    mapping = transformers_compat.settled_transposes(mapping, whole, named_tensors)
     skeleton = skeleton_of(whole, target)
     for plain in units.values():
         done = transformers_compat.convert_into(skeleton, plain, mapping, skeleton.dtype)
@@ -295,7 +296,7 @@ def _load_depths(
         return report
     claimed = set(names.copies)
     for i, known_as in enumerate(names.own_names(report.unclaimed)):
-        unsharded = _whole_on_meta(part, config)
+        unsharded = whole_on_meta(part, config)
         mtp_layers.cut_to_depth(unsharded)
         mapping = transformers_compat.conversion_mapping(unsharded)
         no_place = set(transformers_compat.unclaimed_keys(unsharded, mapping, known_as.values()))
@@ -314,7 +315,7 @@ def _load_depths(
 def _init_depths(part: ModelPart, config: ModelConfig, seed: int, buffer_device: torch.device) -> None:
     """Initialize the multi-token prediction layers randomly."""
     for i, depth in enumerate(part.multi_token or ()):
-        unsharded = _whole_on_meta(part, config)
+        unsharded = whole_on_meta(part, config)
         mtp_layers.cut_to_depth(unsharded)
         target = Target(depth.model, buffer_device)  # type: ignore[arg-type]
         init_random(skeleton_of(unsharded, target), target, seed_for(seed, f"multi_token.{i}"))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _PROBE_VOCAB = 64
 _Measured = tuple[type["PreTrainedModel"], str, HeadKind]
 _heads: dict[tuple[Any, type, str], _Measured | None] = {}
+_made: set[type] = set()
 
 
 def composite_class(composite_config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -159,7 +160,13 @@ def _registered(
     if text_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         transformers_compat.share_converters(whole, model_type, causal)
     made: type[PretrainedConfig] = own_text_class
+    _made.add(made)
     return made
+
+
+def is_made_here(config: PretrainedConfig) -> bool:
+    """Return whether the causal LM of this config is a class of this module, and not of the library."""
+    return type(config) in _made
 
 
 def _causal_class(text_class: Any, base: Any, table: str, kind: HeadKind) -> type[PreTrainedModel]:

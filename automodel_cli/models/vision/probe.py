@@ -88,6 +88,11 @@ def small_composite(config: PretrainedConfig) -> PretrainedConfig:
 
 def _shrink_part(config: Any, text_hidden: int, *, nested: bool = True) -> None:
     canonical = {real: common for common, real in getattr(config, "attribute_map", {}).items()}
+    depth = max([_DEPTH, *(len(set(value)) for _, value in _layer_indices(config))]) if nested else _DEPTH
+    for name, value in _layer_indices(config) if nested else ():
+        count = len(set(value))  # each of these layers keeps a layer of its own
+        kept = list(range(depth - count, depth)) if min(value) >= 0 else sorted({max(x, -1) for x in value})
+        setattr(config, name, kept)
     for name, value in list(vars(config).items()):
         kind = canonical.get(name, name)
         if name.startswith("_") or value is None or isinstance(value, bool):
@@ -96,29 +101,32 @@ def _shrink_part(config: Any, text_hidden: int, *, nested: bool = True) -> None:
             if nested:
                 _shrink_part(value, text_hidden)
         elif isinstance(value, int):
-            setattr(config, name, _small_size(kind, value, text_hidden, nested=nested))
-        elif nested and isinstance(value, list | tuple) and all(isinstance(x, int) for x in value) and "index" in kind:
-            setattr(config, name, sorted({min(max(x, -1), _DEPTH - 1) for x in value}))
+            setattr(config, name, _small_size(kind, value, text_hidden, depth, nested=nested))
 
 
-def _small_size(name: str, value: int, text_hidden: int, *, nested: bool) -> int:
+def _layer_indices(config: Any) -> list[tuple[str, Any]]:
+    """Return the fields with indices of layers."""
+    fields = [(name, value) for name, value in vars(config).items() if "index" in name and value]
+    return [(n, v) for n, v in fields if isinstance(v, list | tuple) and all(isinstance(x, int) for x in v)]
+
+
+def _small_size(name: str, value: int, text_hidden: int, depth: int, *, nested: bool) -> int:
     sizes = dict.fromkeys(_OF_TEXT, text_hidden) | dict.fromkeys(_INNER, 2 * _WIDTH)
     if nested:
-        sizes |= dict.fromkeys(_DEPTHS, min(value, _DEPTH)) | dict.fromkeys(_WIDTHS, _WIDTH)
+        sizes |= dict.fromkeys(_DEPTHS, min(value, depth)) | dict.fromkeys(_WIDTHS, _WIDTH)
         sizes |= dict.fromkeys(_NUM_HEADS, _HEADS) | dict.fromkeys(_PROJECTED, _WIDTH) | {"head_dim": _WIDTH // _HEADS}
     return sizes.get(name, value)
 
 
 def _difference(small: PretrainedConfig, processor: FamilyProcessor) -> str:
-    cls: Any = composite_text.composite_class(small)
-    whole: Any = build_small(small, lambda config: cls._from_config(config, dtype=torch.float32)).eval()
+    whole = build_composite(small)
     part = small_part(whole).eval()
     if recurrent_layers.runs_by_document(part.model):
         return "its attention runs document by document"
-    documents = [_document(processor, sizes, seed) for seed, sizes in enumerate(_PICTURES)]
+    documents = _documents(processor)
     if reason := _why_not_causal(whole, documents[-1], processor):
         return reason
-    batch = packed_rows([documents[:2], documents[2:]], processor)
+    batch = probe_rows(processor)
     want, want_gradients = _one_by_one(whole, documents, processor)
     output = part(**batch.head_inputs(), **batch.model_inputs()).logprobs_BT
     got = output[batch.labels_BT != IGNORE_INDEX]
@@ -139,6 +147,18 @@ def _difference(small: PretrainedConfig, processor: FamilyProcessor) -> str:
     return ""
 
 
+def build_composite(small: PretrainedConfig) -> Any:
+    """Build the composite of a small config with noise on every parameter."""
+    cls: Any = composite_text.composite_class(small)
+    return build_small(small, lambda config: cls._from_config(config, dtype=torch.float32)).eval()
+
+
+def probe_rows(processor: FamilyProcessor) -> Batch:
+    """Return two packed rows with pictures, for a small copy."""
+    documents = _documents(processor)
+    return packed_rows([documents[:2], documents[2:]], processor)
+
+
 def small_part(whole: Any, attention: str = "packed") -> ModelPart:
     """Return a part with the weights of a composite in memory."""
     dtype: Any = str(whole.dtype).removeprefix("torch.")
@@ -150,6 +170,10 @@ def small_part(whole: Any, attention: str = "packed") -> ModelPart:
     part.model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
     part.add_front(Front(copy.deepcopy(whole), part.model.base_model))
     return part
+
+
+def _documents(processor: FamilyProcessor) -> list[tuple[Tensor, list[Any]]]:
+    return [_document(processor, sizes, seed) for seed, sizes in enumerate(_PICTURES)]
 
 
 def _document(processor: FamilyProcessor, sizes: tuple[tuple[int, int], ...], seed: int) -> tuple[Tensor, list[Any]]:
@@ -189,9 +213,10 @@ def _cut(pictures: Pictures, tokens: int) -> Pictures:
     return replace(pictures, positions_3BT=None if positions is None else positions[..., :tokens])
 
 
-def packed_rows(rows: list[list[tuple[Tensor, list[Any]]]], processor: FamilyProcessor) -> Batch:
-    """Return documents (ids, pictures) packed into rows of equal length."""
+def packed_rows(rows: list[list[tuple[Tensor, list[Any]]]], processor: FamilyProcessor, multiple_of: int = 1) -> Batch:
+    """Return documents (ids, pictures) packed into rows of equal length, with padding at their end."""
     length = max(sum(len(ids) for ids, _ in row) for row in rows) + 1
+    length += -length % multiple_of
     ids_BT = torch.zeros(len(rows), length, dtype=torch.int64)
     labels_BT, positions_BT = torch.full_like(ids_BT, IGNORE_INDEX), torch.zeros_like(ids_BT)
     images = [image for row in rows for _, of_document in row for image in of_document]

@@ -266,6 +266,7 @@ def cut_stage(
     if keeps_table and not is_first:
         _copy_table(model, table)
     if not is_first:
+        stage.front = None
         for name in anatomy.before:
             # The weight of the head, or the embedding of multi-token prediction.
             if not (keeps_table and name == table):

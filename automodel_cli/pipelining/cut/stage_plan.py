@@ -113,6 +113,7 @@ def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure
             fix=f"mesh.pp_size={csv_program.pp_size}",
         )
     layers = _layers(config, part, anatomy, pp_size, csv_program)
+    _check_first_stage(layers, part, pp_size)
     depths = _stage_of_depths(config, part, anatomy, len(layers))
     plan = _owned(config, layers, depths, pp_size, csv_program)
     if depths is not None:
@@ -153,6 +154,25 @@ def _stage_of_depths(config: PipelineConfig, part: ModelPart, anatomy: ModelStru
             fix="layout=null",
         )
     return stage
+
+
+def _check_first_stage(layers: list[range], part: ModelPart, pp_size: int) -> None:
+    """Raise ConfigError if layers of a later stage read features of pictures, which only the first stage has."""
+    needed, total, given = part.first_layers, layers[-1].stop, len(layers[0])
+    if given >= needed:
+        return
+    rest = total - needed
+    fix = "mesh.pp_size=1 pipeline=null"
+    if rest >= len(layers) - 1 > 0:
+        sizes = [needed, *even_sizes(len(layers) - 1, rest)]
+        fix = f"layout='E{'|'.join(f't*{size}' for size in sizes)}L' layers_per_stage=null"
+    raise ConfigError(
+        f"the first stage has {given} of {total} decoder layers, but {type(part.model).__name__} needs {needed}, "
+        "because its first layers add features of pictures, which only the first stage computes",
+        code="stage_count",
+        keys=("layout", "layers_per_stage", "pp_size"),
+        fix=fix,
+    )
 
 
 def _check_uses_of_table(plan: StagePlan, part: ModelPart) -> None:
@@ -211,7 +231,10 @@ def _layers(
         assert kind is not None
         rounding = config.round_virtual_stages_to_pp_multiple
         count, _ = stage_count(num_layers, config.layers_per_stage, pp_size, kind, rounding)
-    return layer_ranges(_sizes(config.balance, count, num_layers, part, anatomy))
+    sizes, needed = _sizes(config.balance, count, num_layers, part, anatomy), part.first_layers
+    if config.layers_per_stage is None and sizes[0] < needed and num_layers - needed >= count - 1:
+        sizes = [needed, *even_sizes(count - 1, num_layers - needed)]
+    return layer_ranges(sizes)
 
 
 def _check_count(count: int, pp_size: int, kind: str | None) -> None:

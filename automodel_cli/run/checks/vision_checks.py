@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.strategies.ddp.config import DDPConfig
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
@@ -47,9 +46,7 @@ def refuse_command(kind: str, model: ModelConfig, command: str) -> None:
         )
 
 
-def check_vision(
-    model: ModelConfig, data: DataConfig, validation: ValidationConfig, mesh: MeshConfig, parallelizer: Strategy
-) -> None:
+def check_vision(model: ModelConfig, data: DataConfig, validation: ValidationConfig, parallelizer: Strategy) -> None:
     """Raise ConfigError if a recipe with pictures has settings that do not support them."""
     vision = model.vision
     if vision is None:
@@ -59,7 +56,7 @@ def check_vision(
             keys=("model.vision",),
             fix="model.vision={}",
         )
-    _check_layout(mesh, parallelizer)
+    _check_parallelizer(parallelizer)
     _check_model(model, parallelizer)
     if vision.text == "frozen" and vision.front_is_frozen:
         raise ConfigError(
@@ -92,22 +89,7 @@ def check_vision(
         )
 
 
-def _check_layout(mesh: MeshConfig, parallelizer: Strategy) -> None:
-    for axis, name, fix in (
-        ("pp_size", "pipeline", "mesh.pp_size=1 pipeline=null"),
-        ("tp_size", "tensor", "mesh.tp_size=1"),
-        ("cp_size", "context", "mesh.cp_size=1"),
-        ("ep_size", "expert", "mesh.ep_size=1"),
-    ):
-        size = getattr(mesh, axis) or 1
-        if size > 1:
-            raise ConfigError(
-                f"mesh.{axis}={size} is not supported with pictures yet: {name} parallelism was not compared with one "
-                "process for the front end",
-                code="unsupported_combination",
-                keys=(f"mesh.{axis}", "model.vision"),
-                fix=fix,
-            )
+def _check_parallelizer(parallelizer: Strategy) -> None:
     if not isinstance(parallelizer, (FSDP2Config, DDPConfig)):
         raise ConfigError(
             f"{type(parallelizer).__name__} is not supported with pictures, because it was not compared with "

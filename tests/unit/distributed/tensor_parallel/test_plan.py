@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from transformers import Qwen3VLMoeTextConfig
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from automodel_cli.config.errors import ConfigError
@@ -200,3 +201,16 @@ def test_classes_are_imported_by_path_or_refused_with_the_reason():
     ):
         with raises(ConfigError, code, values=(path,)):
             import_classes_from_paths(["torch.optim.AdamW", path])
+
+
+def test_norms_of_heads_behind_sharded_projections_sum_their_gradients():
+    """The published plan of Qwen3-VL-MoE has no entry for them."""
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
+
+    config = Qwen3VLMoeTextConfig(num_hidden_layers=1, layer_types=["full_attention"])
+    with torch.device("meta"):
+        plan = get_hf_tp_shard_plan(Qwen3VLMoeTextModel(config))
+    for norm in ("q_norm", "k_norm"):
+        assert f"layers.*.self_attn.{norm}" not in config.base_model_tp_plan
+        assert isinstance(plan[f"layers.*.self_attn.{norm}"], SumParameterGradients)
+    assert not any("norm" in name for name in get_hf_tp_shard_plan(meta("llama")))

@@ -10,9 +10,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3VLMoeTextConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.models import transformers_compat
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io import load as checkpoint_io_load
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
@@ -308,3 +311,17 @@ def test_a_checkpoint_in_a_format_that_is_not_dequantised_is_refused(tmp_path: P
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "awq"}}))
     with raises(ConfigError, "not_supported", keys=("pretrained",), values=("awq",)):
         build_part(ModelConfig(pretrained=str(tmp_path)))
+
+
+def test_conversions_that_compare_shapes_are_settled_before_tensors_are_sharded():
+    """The library would compare the experts of one rank with those of all ranks."""
+    with torch.device("meta"):
+        model = Qwen3VLMoeTextModel(Qwen3VLMoeTextConfig(num_hidden_layers=1, layer_types=["full_attention"]))
+    mapping = get_checkpoint_conversion_mapping("qwen3_vl_moe")
+    name = "layers.0.mlp.experts.gate_up_proj"
+    stored = model.get_parameter(name)
+    for tensor, steps in ((stored, []), (stored.transpose(1, 2), [False])):
+        settled = transformers_compat.settled_transposes(mapping, model, {name: tensor})
+        found = [entry for entry in settled if "gate_up_proj" in str(getattr(entry, "source_patterns", ""))]
+        assert [step.check_dims for entry in found for step in entry.operations] == steps
+    assert all(step.check_dims for entry in mapping for step in getattr(entry, "operations", ()))

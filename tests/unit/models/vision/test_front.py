@@ -14,21 +14,7 @@ from automodel_cli.models.vision.front import TYPE_IDS, Front
 from automodel_cli.models.vision.probe import packed_rows, probe_pictures, small_part
 from automodel_cli.models.vision.processor import FamilyProcessor
 from tests.errors import raises
-from tests.vision import config_of, model_of, noise, processor_of
-
-
-def _documents(processor: FamilyProcessor) -> list:
-    """Documents with 2, 0, 1 and 3 pictures."""
-    found = []
-    for number, sizes in enumerate((((16, 24), (24, 16)), (), ((16, 16),), ((16, 16), (32, 16), (16, 24)))):
-        generator = torch.Generator().manual_seed(number)
-        pieces = [torch.randint(10, 60, (5,), generator=generator)]
-        for size in sizes:
-            run = torch.from_numpy(processor.replacement(*size).astype("int64"))
-            pieces += [run, torch.randint(10, 60, (3,), generator=generator)]
-        images = [noise(*size, seed=10 * number + nth) for nth, size in enumerate(sizes)]
-        found.append((torch.cat(pieces), images))
-    return found
+from tests.vision import config_of, documents_of, model_of, processor_of
 
 
 def _loss(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
@@ -44,7 +30,7 @@ def test_packed_rows_equal_documents_in_loss_and_every_gradient(kind: str):
     part = small_part(whole).eval()
     if kind == "qwen3_vl_moe":
         part.model.set_experts_implementation("eager")
-    documents = _documents(processor)
+    documents = documents_of(processor)
     want = torch.zeros((), dtype=torch.float64)
     for ids_T, images in documents:
         if hasattr(whole.base_model, "rope_deltas"):
@@ -81,7 +67,7 @@ def test_a_microbatch_without_pictures_gives_every_parameter_a_gradient_and_the_
     whole = model_of(kind)
     processor = FamilyProcessor(processor_of(kind), whole.config)
     part = small_part(whole)
-    batch = packed_rows([[_documents(processor)[1]]], processor)
+    batch = packed_rows([[documents_of(processor)[1]]], processor)
     ids_T, inputs = processor.blank()
     assert batch.pictures is not None
     blank = batch.pictures.__class__(inputs, processor.placeholder, batch.pictures.positions_3BT, ids_T)

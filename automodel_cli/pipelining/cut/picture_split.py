@@ -1,0 +1,98 @@
+"""Measure on a small copy which decoder layers of a vision-language model must share a stage with its front end.
+
+Some text models add features of pictures to the hidden states after their first layers (deepstack). Only the first
+stage computes these features, so it must contain these layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.vision import probe, shares
+from automodel_cli.models.vision.processor import FamilyProcessor
+from automodel_cli.pipelining.cut.model_structure import SplitError
+from automodel_cli.pipelining.cut.split_check import TOLERANCE, check_split
+from automodel_cli.pipelining.cut.stage_module import cut_stage
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_measured: dict[tuple[type, str, str], int] = {}
+
+
+def layers_of_first_stage(whole_config: PretrainedConfig, processor: FamilyProcessor) -> int:
+    """Return how many decoder layers the first stage must contain. Cached. Takes a second.
+
+    The small copy runs packed documents with pictures unsplit and as three stages. Raises SplitError if log-probs or
+    gradients differ.
+    """
+    key = (type(whole_config), whole_config.to_json_string(), processor.cache_key())
+    if key not in _measured:
+        with transformers_compat.quiet():
+            small = probe.small_composite(whole_config)
+            whole = probe.build_composite(small)
+            _measured[key] = measure(probe.small_part(whole).eval(), processor.resized(small))
+    text = whole_config.get_text_config()
+    if _measured[key] >= text.num_hidden_layers:
+        raise SplitError(str(whole_config.model_type), "all its layers add features of pictures")
+    return _measured[key]
+
+
+def measure(part: ModelPart, processor: FamilyProcessor) -> int:
+    """See `layers_of_first_stage`. `part` has a front end, and its weights are in memory."""
+    front = part.front
+    assert front is not None
+    batch = probe.probe_rows(processor)
+    pictures = batch.pictures
+    assert pictures is not None
+    with torch.no_grad():
+        found = front(batch.input_ids_BT, pictures)
+    is_shown_BT = batch.input_ids_BT == pictures.placeholder
+    if names := shares.names_by_token(found, is_shown_BT):
+        raise SplitError(part.model, f"all its layers read {names[0]}, which the front end computes")
+    needed = shares.num_feature_layers(found, is_shown_BT)
+    inputs = {**batch.head_inputs(), **batch.model_inputs()}
+    unsplit = _results([part], inputs)
+    split = _results(_stages(part, max(needed, 1)), inputs)
+    for name, want in unsplit.items():
+        got = split.get(name)
+        if got is None or not float((got - want).abs().max()) <= TOLERANCE * max(float(want.abs().max()), 1e-3):
+            raise SplitError(part.model, f"{name} differs between its stages and the unsplit model with pictures")
+    return needed
+
+
+def _stages(part: ModelPart, first: int) -> list[ModelPart]:
+    anatomy = check_split(part.model)
+    count = len(list(part.model.get_submodule(anatomy.layers).children()))
+    second = min(first + 1, count)
+    cuts = [range(first), range(first, second), range(second, count)]
+    return [cut_stage(part, anatomy, layers=layers, is_first=s == 0, is_last=s == 2) for s, layers in enumerate(cuts)]
+
+
+def _results(parts: list[ModelPart], inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Return log-probs and all gradients of their sum."""
+    boundaries: list[tuple[Tensor, Tensor]] = []
+    output: Any = parts[0](None, **inputs)
+    for part in parts[1:]:
+        received = output.detach().requires_grad_()
+        boundaries.append((output, received))
+        output = part(received, **inputs)
+    output.logprobs_BT.sum().backward()
+    for sent, received in reversed(boundaries):
+        sent.backward(received.grad)
+    results: dict[str, Tensor] = {"the log-prob": output.logprobs_BT.detach()}
+    seen: set[int] = set()
+    for part in parts:
+        for name, param in part.named_parameters():
+            if param.grad is not None and id(param) not in seen:
+                seen.add(id(param))
+                key = f"the gradient of {part.hub_name(name)}"
+                results[key] = results[key] + param.grad if key in results else param.grad
+    for part in parts:
+        part.zero_grad()
+    return results

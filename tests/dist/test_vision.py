@@ -1,0 +1,61 @@
+"""Layouts of runs with pictures against one process: loss, gradient norm and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.parity.cases import FP32
+from automodel_cli.pipelining.config import PipelineConfig
+from tests.dist.harness import launch
+from tests.dist.vision_cases import Case, compare
+
+SP = FSDP2Config(mp_policy=FP32, sequence_parallel=True)
+RECOMPUTED = FSDP2Config(mp_policy=FP32, activation_checkpointing="full")
+TWO = {
+    "fsdp2": Case(),
+    "recomputed": Case(parallelizer=RECOMPUTED),
+    "ddp": Case(parallelizer=DDPConfig(find_unused_parameters=True)),
+    "tp": Case(MeshConfig(tp_size=2)),
+    "tp sp": Case(MeshConfig(tp_size=2), SP),
+    "cp": Case(MeshConfig(cp_size=2)),
+    "cp ring": Case(MeshConfig(cp_size=2), FSDP2Config(mp_policy=FP32, context_parallel="ring")),
+    "pp": Case(MeshConfig(pp_size=2), pipeline=PipelineConfig()),
+    "pp zb_h1": Case(MeshConfig(pp_size=2), pipeline=PipelineConfig(schedule="zb_h1")),
+    "ep": Case(MeshConfig(ep_size=2)),
+}
+FOUR = {
+    "pp tp": Case(MeshConfig(pp_size=2, tp_size=2), SP, PipelineConfig(layout="Et*3|L")),
+    "pp dp": Case(MeshConfig(pp_size=2, dp_size=2), pipeline=PipelineConfig()),
+    "pp ddp": Case(
+        MeshConfig(pp_size=2, dp_size=2), DDPConfig(find_unused_parameters=True), PipelineConfig(schedule="gpipe")
+    ),
+    "cp tp": Case(MeshConfig(cp_size=2, tp_size=2), SP),
+    "cp dp": Case(MeshConfig(cp_size=2, dp_size=2)),
+    "ep pp": Case(MeshConfig(ep_size=2, pp_size=2), pipeline=PipelineConfig()),
+    "ep tp": Case(MeshConfig(ep_size=2, tp_size=2, dp_size=2)),
+}
+
+
+def _check(kind: str, world: int, cases: dict[str, Case]) -> None:
+    for name, errors in zip(cases, launch(compare, world, kind, list(cases.values())), strict=True):
+        assert errors.within_rounding(), (name, errors)
+
+
+def test_tokens_and_layers_with_pictures_on_two_ranks():
+    """Deepstack, positions on three axes, and a microbatch without pictures. The other families are slow."""
+    _check("qwen3_vl", 2, {name: TWO[name] for name in ("tp sp", "cp", "pp")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava", "qwen3_vl_moe"])
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four ranks"])
+def test_all_layouts_give_the_numbers_of_one_process(kind: str, world: int, cases: dict[str, Case]):
+    _check(kind, world, {name: case for name, case in cases.items() if "ep" not in name or kind.endswith("moe")})
+
+
+@pytest.mark.slow
+def test_eight_ranks():
+    mesh = MeshConfig(dp_size=2, pp_size=2, tp_size=2)
+    _check("llava", 8, {"dp pp tp": Case(mesh, SP, PipelineConfig())})

@@ -1,0 +1,117 @@
+"""Rows with pictures under layouts, against the unmodified composite in one process, document by document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+
+from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.models.attention.packed import register_packed_attention
+from automodel_cli.models.vision.front import TYPE_IDS
+from automodel_cli.models.vision.probe import packed_rows, small_part
+from automodel_cli.models.vision.processor import FamilyProcessor
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.cases import FP32
+from automodel_cli.parity.compare import Errors, GradientRecorder, step_errors
+from automodel_cli.parity.reference import Reference
+from automodel_cli.pipelining.build_stages import build_stages
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.cut.picture_split import layers_of_first_stage
+from automodel_cli.training.step import train_step
+from tests.vision import config_of, documents_of, model_of, processor_of
+
+NUM_MICROBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout."""
+
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    parallelizer: Strategy = field(default_factory=lambda: FSDP2Config(mp_policy=FP32))
+    pipeline: PipelineConfig | None = None
+
+
+def microbatches(processor: FamilyProcessor, multiple_of: int) -> list[Batch]:
+    """Packed rows with several pictures, with one, and without any, of different lengths."""
+    a, b, c, d = documents_of(processor)
+    rows = [[[a, b], [c, d]], [[b, b]], [[c, b]], [[d], [a, c]]]
+    batches = [packed_rows(of_batch, processor, multiple_of) for of_batch in rows]
+    ids_T, inputs = processor.blank()
+    assert batches[1].pictures is not None
+    blank = replace(batches[1].pictures, inputs=inputs, blank_ids_T=ids_T)
+    batches[1] = replace(batches[1], pictures=blank)
+    return batches
+
+
+def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
+    """Loss and gradients of one step, by the names of the composite."""
+    whole = model_of(kind)
+    processor = FamilyProcessor(processor_of(kind), whole.config)
+    whole.set_experts_implementation("eager")
+    whole = whole.to(dtype)
+    a, b, c, d = documents_of(processor)
+    total, count = torch.zeros((), dtype=dtype), 0
+    for ids_T, images in (a, b, c, d, b, b, c, b, d, a, c):
+        if hasattr(whole.base_model, "rope_deltas"):
+            whole.base_model.rope_deltas = None
+        given = {name: (ids_T[None] == 2).long() for name in TYPE_IDS if name in processor.takes}
+        inputs = processor.inputs(images) if images else {}
+        inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+        labels_T = ids_T[1:].masked_fill(ids_T[1:] == 2, IGNORE_INDEX)
+        logits_TV = whole(input_ids=ids_T[None], **given, **inputs, use_cache=False).logits[0, :-1]
+        total = total + F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="sum")
+        count += int((labels_T != IGNORE_INDEX).sum())
+    (total / count).backward()
+    gradients = {n: p.grad.double() for n, p in whole.named_parameters() if p.grad is not None}
+    norm = torch.stack([grad.square().sum() for grad in gradients.values()]).sum().sqrt()
+    return Reference((total / count).item(), norm.item(), {name: grad.float() for name, grad in gradients.items()})
+
+
+def compare(
+    rank: int, world: int, kind: str, cases: Sequence[Case], sabotage: Callable[[], None] | None = None
+) -> list[Errors]:
+    """Run one step of each case on these ranks. The list of rank 0 is the verdict."""
+    register_packed_attention()
+    exact = reference(kind)
+    expected = replace(exact, rounding=exact.error_of(reference(kind, torch.float32)))
+    if sabotage is not None:
+        sabotage()
+    return [_errors(kind, case, expected, world) for case in cases]
+
+
+def _errors(kind: str, case: Case, expected: Reference, world: int) -> Errors:
+    whole = model_of(kind)
+    processor = FamilyProcessor(processor_of(kind), config_of(kind))
+    part = small_part(whole)
+    front = part.front
+    assert front is not None
+    mesh = build_mesh(case.mesh.resolve(world), "cpu")
+    # Routers count the padding of sequence parallelism, so their tokens must divide.
+    batches = microbatches(processor, 2 if kind.endswith("moe") else 1)
+    count = len(batches) // mesh.dp_size
+    mine = batches[mesh.dp_rank * count :][:count]
+    stages = build_stages(
+        part.train(),
+        mesh,
+        case.pipeline,
+        case.parallelizer,
+        num_microbatches=count,
+        picture_layers=lambda: layers_of_first_stage(config_of(kind), processor),
+    )
+    recorder = GradientRecorder(*stages.parts)
+    result = train_step(stages, mine, SFT(), recorder, mesh, max_grad_norm=None)
+    names = {"model.": f"{front.text_name}.", "lm_head.": f"{front.head_name}."}
+    got = {}
+    for name, grad in recorder.gradients.items():
+        prefix = next((p for p in names if name.startswith(p) and name not in expected.gradients), None)
+        got[name if prefix is None else names[prefix] + name.removeprefix(prefix)] = grad
+    known = {name: grad for name, grad in got.items() if name in expected.gradients or bool(grad.any())}
+    return step_errors(expected, result, known)
