@@ -97,6 +97,9 @@ class DataConfig:
     packing: Packing = "best_fit"
     """How documents fill sequences: `best_fit` (unsplit documents), `wrapped` (concatenated and split at `seq_len`)
     or `none` (one per sequence, padded)."""
+    cross_documents: bool = False
+    """Documents of a sequence see each other, and the first token of each is a label, as in nanoGPT and in Megatron by
+    default. Requires `packing=wrapped` and plain text or tokens. false: documents are separate."""
     truncation: LongChoice = "auto"
     """Treatment of documents longer than `seq_len`: `split`, `truncate`, `drop` or `error`. `auto` splits text,
     truncates chats, and drops pairs and prompts."""
@@ -241,6 +244,14 @@ class DataConfig:
                 code="unsupported_combination",
                 keys=("packing", "truncation"),
                 fix="data.truncation=split, or data.packing=best_fit",
+            )
+        if self.cross_documents and self.packing != "wrapped":
+            raise ConfigError(
+                f"cross_documents=true requires packing=wrapped, which keeps the order of documents, but packing is "
+                f"{self.packing}",
+                code="requires_setting",
+                keys=("cross_documents", "packing"),
+                fix="data.packing=wrapped",
             )
         check_range(
             "max_invalid_fraction",

@@ -58,8 +58,8 @@ class SourceConfig:
     """
 
     path: str
-    """File (json, jsonl, csv, parquet, arrow, txt; text files also as .gz), folder or glob of files, saved dataset,
-    or hub id."""
+    """File (json, jsonl, csv, parquet, arrow, txt; text files also as .gz), token file of Megatron or nanoGPT (.bin),
+    folder or glob of files, saved dataset, or hub id."""
     name: str | None = None
     """Configuration of a hub dataset."""
     revision: str | None = None

@@ -14,10 +14,12 @@ from automodel_cli.data.head_output import LOSS_WEIGHTS, SOURCES
 from automodel_cli.data.mixture import Mixture
 from automodel_cli.data.pictures.reader import PictureReader
 from automodel_cli.data.pictures.storage import PictureTable
+from automodel_cli.data.storage.indexed_store import IndexedStore
 from automodel_cli.data.storage.memmap_store import PackedStore
 
 _TAUGHT = 0.01
 """A token counts as a learned stop token if it ends at least this fraction of the trained turns."""
+Store = PackedStore | IndexedStore
 DUMMY_ROW = -1
 """Index of a padding sequence without labels, for ranks that would have one sequence less."""
 
@@ -38,7 +40,7 @@ class PackedDataset:
 
     def __init__(
         self,
-        stores: Sequence[PackedStore],
+        stores: Sequence[Store],
         mixture: Mixture,
         *,
         sources: Sequence[int] | None = None,
@@ -46,11 +48,13 @@ class PackedDataset:
         row_len: int | None,
         pad_to_multiple_of: int = 1,
         pictures: PictureReader | None = None,
+        cross_documents: bool = False,
     ):
         """`row_len`: tokens of every sequence. None: the longest of the microbatch, rounded up to
         `pad_to_multiple_of`. `sources`: index in `mixture` of each store, -1 for none. None: the stores in order.
-        `pictures`: adds the pictures of rows to batches."""
-        self.pictures = pictures
+        `pictures`: adds the pictures of rows to batches. `cross_documents`: a sequence is one document, with labels
+        across the boundaries of its documents."""
+        self.pictures, self.cross_documents = pictures, cross_documents
         self.stores, self.mixture = list(stores), mixture
         self._sources = np.arange(len(stores)) if sources is None else np.array(sources, np.int64)
         self.pad_id, self.row_len, self.pad_to_multiple_of = pad_id, row_len, pad_to_multiple_of
@@ -121,21 +125,14 @@ class PackedDataset:
 
     def largest_id(self) -> tuple[int, str]:
         """Return the largest token id of all rows, and the file and line of a document that holds it."""
-        largest = -1, ""
-        for store in self.stores:
-            place = int(store.ids.argmax()) if len(store.ids) else None
-            if place is not None and store.ids[place] > largest[0]:
-                piece = int(np.searchsorted(store.offsets, place, side="right")) - 1
-                name = store.meta["files"][int(store.files[piece])]
-                largest = int(store.ids[place]), f"{name}:{int(store.lines[piece])}"
-        return largest
+        return max((store.largest() for store in self.stores), key=lambda found: found[0])
 
     def attach(self, name: str, values: np.ndarray) -> None:
         """Add the column `extra[name]` to every batch: one or several values for each of the `num_tokens`."""
         assert len(values) == self.num_tokens, f"{values.shape} values for {self.num_tokens} tokens"
         self._columns[name] = values
 
-    def _locate(self, row: int) -> tuple[PackedStore, int]:
+    def _locate(self, row: int) -> tuple[Store, int]:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         source = int(np.searchsorted(self.first_rows, row, side="right")) - 1
@@ -144,9 +141,12 @@ class PackedDataset:
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return ids, label mask (1 if the next token has loss) and document bounds, from 0 to the sequence length."""
         store, local = self._locate(row)
-        bounds = store.offsets[store.row_offsets[local] : store.row_offsets[local + 1] + 1]
-        a, b = int(bounds[0]), int(bounds[-1])
-        return store.ids[a:b], store.label_mask[a:b], bounds - a
+        ids, mask, bounds = store.row(local)
+        if self.cross_documents and len(bounds) > 2:
+            mask = mask.copy()
+            mask[bounds[1:-1] - 1] = 1  # the first token of the next document is a label
+            bounds = bounds[[0, -1]]
+        return ids, mask, bounds
 
     def documents(self, row: int) -> list[tuple[str, int]]:
         """Return file name and line of each document (or piece) of the sequence, in order."""
@@ -189,11 +189,13 @@ class PackedDataset:
     def num_label_tokens(self, row: int) -> int:
         """Return the number of trained tokens of a sequence."""
         store, local = self._locate(row)
-        return int(store.num_label_tokens[local])
+        joins = int(store.row_offsets[local + 1] - store.row_offsets[local]) - 1 if self.cross_documents else 0
+        return int(store.num_label_tokens[local]) + joins
 
     def mean_context(self) -> float:
         """Mean length of the document of a token, for the cost of attention."""
-        lengths = np.concatenate([np.diff(store.offsets) for store in self.stores]).astype(np.float64)
+        of_documents = (self.row_lengths,) if self.cross_documents else [np.diff(s.offsets) for s in self.stores]
+        lengths = np.concatenate(of_documents).astype(np.float64)
         return float((lengths**2).sum() / lengths.sum())
 
     def collate(self, row_indices: Sequence[int]) -> Batch:

@@ -22,14 +22,15 @@ from automodel_cli.data.config import DataConfig, LongDocuments
 from automodel_cli.data.formats.base import PREFERENCES
 from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
 from automodel_cli.data.formats.column_mapping import MissingColumnTracker, check_mapped
-from automodel_cli.data.formats.unused_columns import IgnoredNames, check_ignored, unused_columns
+from automodel_cli.data.formats.unused_columns import IgnoredNames, unused_columns
 from automodel_cli.data.packing import Pieces, cut_long, pack
 from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter
-from automodel_cli.data.preparation.dataset import PackedDataset
+from automodel_cli.data.preparation.dataset import PackedDataset, Store
+from automodel_cli.data.preparation.indexed import index_tokens
+from automodel_cli.data.preparation.parts import Part, check_names, check_rows, hold_out
 from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS
-from automodel_cli.data.preparation.row_stream import shuffled
 from automodel_cli.data.preparation.statistics import (
     KEEP_MOST,
     DataReport,
@@ -39,11 +40,12 @@ from automodel_cli.data.preparation.statistics import (
     UnrolledReport,
 )
 from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder, choose_workers, encode_all
-from automodel_cli.data.row_errors import Rejected, RowError, refuse_damaged, rows_error
+from automodel_cli.data.row_errors import Rejected, RowError, rows_error
 from automodel_cli.data.source_config import SourceConfig
-from automodel_cli.data.sources.sources import Source, TaskSource, first_rows, open_source
+from automodel_cli.data.sources.sources import Source, TaskSource, TokenSource, first_rows, open_source
 from automodel_cli.data.storage.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
 from automodel_cli.data.storage.code_fingerprint import fingerprint
+from automodel_cli.data.storage.indexed_store import IndexedStore, IndexedTokens, write_indexed
 from automodel_cli.data.storage.memmap_store import PackedStore, TokenStore, write_packed, write_tokens
 from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
 
@@ -58,20 +60,6 @@ class PreparedData:
     train: PackedDataset
     validation: PackedDataset | None
     report: DataReport
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One dataset during preparation: source, tokens, the documents selected for this split, and its index in the
-    mixture, -1 for none."""
-
-    source: Source
-    tokens: TokenStore
-    key: str
-    built: bool
-    documents: np.ndarray | None = None
-    held_out: str = ""
-    number: int = -1
 
 
 def prepare_data(
@@ -101,10 +89,10 @@ def prepare_data(
     show = progress or (lambda line: print(line, file=sys.stderr))
     builder = _Builder(config, tokenizer, preferences, tuple(stop_ids), show, pictures)
     train, validation = builder.tokenised()
-    _check_ignored(config, [*train, *validation])
-    _check_rows(config, [*train, *validation])
+    check_names(config, [*train, *validation])
+    check_rows(config, [*train, *validation])
     if config.validation_size:
-        train, validation = _hold_out(train, config.validation_size, seed)
+        train, validation = hold_out(train, config.validation_size, seed)
     packed_train = [builder.packed(part) for part in train]
     packed_validation = [builder.packed(part) for part in validation]
     report = DataReport(
@@ -118,81 +106,6 @@ def prepare_data(
         builder.dataset(validation, [store for store, _ in packed_validation]) if validation else None,
         report,
     )
-
-
-def _check_ignored(config: DataConfig, parts: Sequence[_Part]) -> None:
-    """A name that is to be ignored must be in one dataset at least."""
-    metas = [part.tokens.meta for part in parts]
-    missing = set.intersection(*(set(meta["not_ignored"]) for meta in metas))
-    check_ignored(config.ignored_columns, missing, {name for meta in metas for name in meta["names"]})
-
-
-def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
-    """Apply the policy for invalid rows over all datasets together, so that one run shows every problem."""
-    rejected = [row for part in parts for row in part.tokens.rejected()]
-    num_rows = sum(part.tokens.meta["num_rows"] for part in parts)
-    if rejected and config.on_invalid_row == "fail":
-        fix = "correct the rows"
-        if len(rejected) < num_rows:
-            fix += ", or skip them: data.on_invalid_row=drop"
-            if len(rejected) > config.max_invalid_fraction * num_rows:
-                fix += f" data.max_invalid_fraction={_round_up(len(rejected) / num_rows)}"
-        raise rows_error(rejected, num_rows, fix=fix)
-    refuse_damaged(rejected, num_rows)
-    if len(rejected) > config.max_invalid_fraction * num_rows:
-        error = rows_error(rejected, num_rows, fix=f"data.max_invalid_fraction={_round_up(len(rejected) / num_rows)}")
-        raise DataError(
-            f"the rejected rows exceed data.max_invalid_fraction={config.max_invalid_fraction}: {error.message}",
-            code="bad_rows",
-            keys=("data.max_invalid_fraction",),
-            fix=error.fix,
-        )
-    for part in parts:
-        if not part.tokens.meta["num_rows"]:
-            raise DataError(f"{part.source.name} has no rows", code="not_enough_rows")
-        if not part.tokens.num_documents:
-            raise DataError(
-                f"all {part.tokens.meta['num_rows']:,} rows of {part.source.name} are rejected", code="not_enough_rows"
-            )
-
-
-def _round_up(share: float) -> float:
-    return float(min(1.0, np.ceil(share * 100 + 1e-9) / 100))
-
-
-def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part], list[_Part]]:
-    """Move validation rows out of every dataset, in proportion to its size, by a seeded shuffle. All documents of a row
-    move together, because those of one conversation repeat each other.
-    """
-    sizes = np.array([part.tokens.num_used_rows for part in parts])
-    total = int(sizes.sum())
-    number = max(1, round(wanted * total)) if wanted < 1 else int(wanted)
-    if number >= total:
-        raise DataError(
-            f"validation_size={wanted:g} leaves no training rows: the dataset has {total:,} rows",
-            code="not_enough_rows",
-            keys=("data.validation_size",),
-            fix="data.validation_size=0.1",
-        )
-    exact = number * sizes / total
-    shares = np.floor(exact).astype(int)
-    shares[np.argsort(shares - exact, kind="stable")[: number - shares.sum()]] += 1
-    train, validation = [], []
-    for index, (part, share) in enumerate(zip(parts, shares.tolist(), strict=True)):
-        num_rows = part.tokens.num_used_rows
-        held_out = np.isin(part.tokens.row_numbers(), shuffled(num_rows, seed, index, 0x5EED)[:share])
-        name = f"{share} of seed {seed}, {index}"
-        if share == num_rows:
-            raise DataError(
-                f"validation_size={wanted:g} leaves no training rows of {part.source.name}, which has {num_rows:,}",
-                code="not_enough_rows",
-                keys=("data.validation_size",),
-                fix="data.validation_size=0.1",
-            )
-        train.append(replace(part, documents=np.flatnonzero(~held_out), held_out=f"without {name}"))
-        if share:
-            validation.append(replace(part, documents=np.flatnonzero(held_out), held_out=name))
-    return train, validation
 
 
 class _Builder:
@@ -214,7 +127,7 @@ class _Builder:
         self.template = choose_template(config.chat_template, tokenizer, config.multi_turn)
         self.tokenizer_key = tokenizer_fingerprint(tokenizer)
 
-    def tokenised(self) -> tuple[list[_Part], list[_Part]]:
+    def tokenised(self) -> tuple[list[Part], list[Part]]:
         """Training and validation sources with their tokens."""
         config = self.config
         if config.generator is not None:
@@ -231,7 +144,11 @@ class _Builder:
             self._tokens(open_source(s, self.root, whole=config.validation_path is not None), s) for s in extra
         ]
 
-    def _tokens(self, source: Source, config: SourceConfig) -> _Part:
+    def _tokens(self, source: Source, config: SourceConfig) -> Part:
+        if isinstance(source, TokenSource):
+            if self.preferences or self.pictures is not None:
+                source.rows()  # raises
+            return Part(source, *index_tokens(source, self.tokenizer, self.tokenizer_key, self.config, self.root))
         ingredients = {
             **source.ingredients(),
             "format": config.format if isinstance(config.format, str) else fingerprint(config.format),
@@ -256,7 +173,7 @@ class _Builder:
         if self.pictures is not None and (files := PictureTable.open(folder).changed()):
             key = entry_key({"kind": "tokens", **ingredients, "picture_files": files})
             folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
-        return _Part(source, TokenStore.open(folder), key, built)
+        return Part(source, TokenStore.open(folder), key, built)
 
     def _write_tokens(self, folder: Path, source: Source, config: SourceConfig) -> None:
         examples = first_rows(source)
@@ -342,7 +259,7 @@ class _Builder:
             way = "what follows each turn's prompt"
         return turns if self.config.loss_mask == "all" else f"{way} ({turns})"
 
-    def packed(self, part: _Part) -> tuple[PackedStore, SourceReport]:
+    def packed(self, part: Part) -> tuple[Store, SourceReport]:
         """The packed rows of one part, built or found, and its line in the report."""
         config = self.config
         choice = config.long_choice(is_text=part.tokens.meta["is_text"], preferences=self.preferences)
@@ -357,8 +274,20 @@ class _Builder:
             }
         )
         folder, built = get_or_build(self.root, key, lambda folder: self._write_packed(folder, part, key, choice))
-        store = PackedStore.open(folder)
+        store: Store
+        if isinstance(part.source, TokenSource):
+            store = IndexedStore.open(folder, part.source.paths)
+        else:
+            store = PackedStore.open(folder)
         meta, counts = part.tokens.meta, store.meta
+        if config.cross_documents and not meta["is_text"]:
+            raise DataError(
+                f"cross_documents=true is not supported for {part.source.name}, which has conversations or prompts",
+                code="wrong_data_kind",
+                keys=("data.cross_documents",),
+                fix="data.cross_documents=false",
+            )
+        joins = len(store.offsets) - 1 - store.num_rows if config.cross_documents else 0
         report = SourceReport(
             name=part.source.name,
             fmt=meta["format"],
@@ -367,11 +296,11 @@ class _Builder:
             rejected_path=str(part.tokens.folder / "rejected.jsonl"),
             num_documents=counts["num_documents"],
             num_tokens=counts["num_tokens"],
-            num_label_tokens=int(store.num_label_tokens.sum()),
+            num_label_tokens=int(store.num_label_tokens.sum()) + joins,
             masked_by=meta["masked_by"],
             special=SpecialReport(meta["special_choice"], meta["special_tokens"], meta["special_rows"]),
             unused=meta["unused"] if self.config.generator is None else [],
-            ends_trained=meta["ends_trained"] / max(1, part.tokens.num_documents),
+            ends_trained=1.0 if joins else meta["ends_trained"] / max(1, part.tokens.num_documents),
             packing=config.packing,
             seq_len=config.seq_len,
             num_packed_rows=store.num_rows,
@@ -384,7 +313,7 @@ class _Builder:
         )
         return store, report
 
-    def _write_packed(self, folder: Path, part: _Part, key: str, choice: LongDocuments) -> None:
+    def _write_packed(self, folder: Path, part: Part, key: str, choice: LongDocuments) -> None:
         config, tokens = self.config, part.tokens
         documents = np.arange(tokens.num_documents) if part.documents is None else part.documents
         lengths = tokens.lengths[documents]
@@ -394,22 +323,26 @@ class _Builder:
             instead: LongDocuments = "drop" if self.preferences else "split"
             pieces = cut_long(lengths, config.seq_len, choice, instead)
             pieces = replace(pieces, document=documents[pieces.document])
-            pieces, long = self._without_labels(tokens, pieces, lengths, choice)
+            if isinstance(tokens, IndexedTokens):
+                kept = np.flatnonzero(pieces.length > 1)
+                long = _long_report(config.seq_len, choice, pieces, kept, lengths)
+                pieces = pieces.take(kept)
+            else:
+                pieces, long = self._without_labels(tokens, pieces, lengths, choice)
         packed = pack(pieces, config.seq_len, config.packing)
-        write_packed(
-            folder,
-            tokens,
-            packed,
-            meta={
-                "key": key,
-                "num_documents": len(documents),
-                "num_tokens": int(lengths.sum()),
-                "fill": packed.fill(config.seq_len),
-                "long": vars(long),
-                "num_turns": tokens.meta["num_turns"],
-                "turn_ends": tokens.meta["turn_ends"],
-            },
-        )
+        meta = {
+            "key": key,
+            "num_documents": len(documents),
+            "num_tokens": int(lengths.sum()),
+            "fill": packed.fill(config.seq_len),
+            "long": vars(long),
+            "num_turns": tokens.meta["num_turns"],
+            "turn_ends": tokens.meta["turn_ends"],
+        }
+        if isinstance(tokens, IndexedTokens):
+            write_indexed(folder, tokens, packed, meta=meta)
+        else:
+            write_packed(folder, tokens, packed, meta=meta)
 
     def _without_labels(
         self, tokens: TokenStore, pieces: Pieces, lengths: np.ndarray, choice: LongDocuments
@@ -432,24 +365,14 @@ class _Builder:
                 fix="data.truncation=split (or drop), a larger data.seq_len, or data.on_invalid_row=drop",
             )
         kept = np.delete(np.arange(len(pieces.length)), empty)
-        is_long = lengths > config.seq_len
-        return pieces.take(kept), LongReport(
-            choice,
-            seq_len=config.seq_len,
-            longest=int(lengths.max(initial=0)),
-            length_of_most=int(np.quantile(lengths, KEEP_MOST, method="higher")) if len(lengths) else 0,
-            num_documents=int(is_long.sum()),
-            num_tokens=int(lengths[is_long].sum()),
-            tokens_lost=int(lengths.sum() - (pieces.length - (pieces.start > 0))[kept].sum()),  # they overlap by one
-            pieces_without_labels=len(empty),
-        )
+        return pieces.take(kept), _long_report(config.seq_len, choice, pieces, kept, lengths)
 
     def _refused(self, tokens: TokenStore, document: int, reason: str) -> Rejected:
         text = self.tokenizer.decode(tokens.document(document)[0][:60].tolist())
         name = tokens.meta["files"][int(tokens.files[document])]
         return Rejected(name, int(tokens.lines[document]), "truncated_away", reason, text)
 
-    def dataset(self, parts: list[_Part], stores: list[PackedStore]) -> PackedDataset:
+    def dataset(self, parts: list[Part], stores: list[Store]) -> PackedDataset:
         """The rows as the loader reads them."""
         config, tokenizer = self.config, self.tokenizer
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
@@ -462,4 +385,22 @@ class _Builder:
             row_len=config.seq_len if fixed else None,
             pad_to_multiple_of=config.pad_to_multiple_of,
             pictures=None if self.pictures is None else self.pictures.reader(),
+            cross_documents=config.cross_documents,
         )
+
+
+def _long_report(
+    seq_len: int, choice: LongDocuments, pieces: Pieces, kept: np.ndarray, lengths: np.ndarray
+) -> LongReport:
+    """Return the report on long documents. `kept`: indices of the pieces with a label."""
+    is_long = lengths > seq_len
+    return LongReport(
+        choice,
+        seq_len=seq_len,
+        longest=int(lengths.max(initial=0)),
+        length_of_most=int(np.quantile(lengths, KEEP_MOST, method="higher")) if len(lengths) else 0,
+        num_documents=int(is_long.sum()),
+        num_tokens=int(lengths[is_long].sum()),
+        tokens_lost=int(lengths.sum() - (pieces.length - (pieces.start > 0))[kept].sum()),  # they overlap by one
+        pieces_without_labels=len(pieces.length) - len(kept),
+    )

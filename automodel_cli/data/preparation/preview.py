@@ -16,9 +16,10 @@ from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.data.sources.file_readers import read_file
-from automodel_cli.data.sources.sources import FileSource, first_rows
+from automodel_cli.data.sources.sources import FileSource, TokenSource, first_rows
 from automodel_cli.data.synthetic.chat_tasks import ChatTasks
 from automodel_cli.data.synthetic.preference_tasks import PreferenceTasks
+from automodel_cli.data.token_files.reader import are_token_files, check_token_file
 
 MOST_BYTES = 4 << 20
 """Files that are larger than this in sum are not counted."""
@@ -45,6 +46,11 @@ def _check_head(source: SourceConfig, *, whole: bool, preferences: bool, prompts
     paths = local_files(source.path, source.split, whole=whole)
     if not paths:
         return
+    if are_token_files(paths):
+        for path in paths:
+            check_token_file(path)
+        TokenSource(source, paths, Path())
+        return
     opened = FileSource(source, paths, Path())
     rows = first_rows(opened)
     check_mapped(rows, source.column_mapping, opened.name)
@@ -65,7 +71,7 @@ def most_rows(config: DataConfig) -> float | None:
     for source in config.train_sources():
         paths = local_files(source.path, source.split)
         own_format = not isinstance(source.format, str)  # it may make any number of documents of a row
-        if not paths or own_format or sum(path.stat().st_size for path in paths) > MOST_BYTES:
+        if not paths or own_format or are_token_files(paths) or sum(path.stat().st_size for path in paths) > MOST_BYTES:
             return None
         rows = (row for path in paths for _, row in read_file(path, source.text_unit))
         total += source.epochs * sum(_pieces(row, config) for row in rows)

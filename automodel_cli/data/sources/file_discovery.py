@@ -16,7 +16,8 @@ from automodel_cli.config.fix_syntax import override, word
 
 TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
 TEXTS = (".txt", ".txt.gz")
-SUFFIXES = TABLES + TEXTS
+TOKENS = (".bin",)
+SUFFIXES = TABLES + TEXTS + TOKENS
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 SPLITS = {
     "train": ("train", "training"),
@@ -58,6 +59,8 @@ def local_files(path: str, split: str = "train", *, whole: bool = False) -> list
 
 
 def _files(path: str, here: Path) -> list[Path] | None:
+    if (tokens := _tokens(here)) is not None:
+        return [tokens]
     if here.is_file():
         return [_supported(here)]
     if (here / "state.json").is_file():
@@ -82,10 +85,20 @@ def _files(path: str, here: Path) -> list[Path] | None:
     )
 
 
+def _tokens(here: Path) -> Path | None:
+    """Return the `.bin` of a Megatron dataset, which is named by its `.idx` or without a suffix."""
+    if here.suffix == ".idx" and (data := here.with_suffix(".bin")).is_file():
+        return data
+    named = here.with_name(f"{here.name}.bin"), here.with_name(f"{here.name}.idx")
+    return named[0] if not here.exists() and all(path.is_file() for path in named) else None
+
+
 def _in_folder(folder: Path) -> list[Path]:
-    """Return all tables of a folder. Text files are used only if there are no tables, because of README files."""
+    """Return all tables of a folder. Token files, and then text files (because of README files), are used only if there
+    are no tables.
+    """
     files = [f for f in folder.iterdir() if f.is_file() and f.name not in METADATA]
-    for suffixes in (TABLES, TEXTS):
+    for suffixes in (TABLES, TOKENS, TEXTS):
         if tables := sorted(f for f in files if f.name.endswith(suffixes)):
             return tables
     raise DataError(

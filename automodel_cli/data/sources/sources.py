@@ -15,6 +15,8 @@ from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import left_out, local_files
 from automodel_cli.data.sources.file_readers import load_hub, read_file, read_hub
 from automodel_cli.data.storage.cache import file_hash
+from automodel_cli.data.token_files.megatron import INDEX_SUFFIX
+from automodel_cli.data.token_files.reader import are_token_files, has_index
 
 
 class Source(Protocol):
@@ -48,7 +50,7 @@ def open_source(config: SourceConfig, root: Path, *, whole: bool = False) -> Sou
             keys=(f"data.{stray}",),
             fix=f"remove data.{stray}",
         )
-    return FileSource(config, paths, root)
+    return TokenSource(config, paths, root) if are_token_files(paths) else FileSource(config, paths, root)
 
 
 def first_rows(source: Source, number: int = 16) -> list[dict[str, Any]]:
@@ -79,6 +81,39 @@ class FileSource:
         for number, path in enumerate(self.paths):
             for line, row in read_file(path, self.text_unit):
                 yield SourceRow(number, line, row)
+
+
+class TokenSource:
+    """One or more token files. They have documents, but no rows."""
+
+    def __init__(self, config: SourceConfig, paths: list[Path], root: Path):
+        if config.format != "auto" or config.column_mapping:
+            key = "column_mapping" if config.column_mapping else "format"
+            raise DataError(
+                f"{key} has no effect on {config.path}, which has tokens instead of rows",
+                code="no_effect",
+                keys=(f"data.{key}",),
+                fix=f"remove data.{key}",
+            )
+        self.paths, self.root = paths, root
+        self.name = paths[0].name if len(paths) == 1 else config.path
+        self.files = [path.name for path in paths]
+        self.num_bytes = sum(path.stat().st_size for path in paths)
+        self.note = ""
+
+    def ingredients(self) -> dict[str, Any]:
+        """Name and hash of every file, with its index."""
+        parts = [[path, path.with_suffix(INDEX_SUFFIX)] if has_index(path) else [path] for path in self.paths]
+        return {"tokens": [[[part.name, file_hash(part, self.root)] for part in of] for of in parts]}
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Raise DataError."""
+        raise DataError(
+            f"{self.name} has tokens instead of rows, which only recipes on plain text can train on",
+            code="wrong_data_kind",
+            keys=("data.path",),
+            fix="data.path=<a file of rows>",
+        )
 
 
 class HubSource:

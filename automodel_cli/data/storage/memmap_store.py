@@ -178,6 +178,20 @@ class PackedStore:
         ids, mask = _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8")
         return cls(meta=meta, ids=ids, label_mask=mask, pictures=table, **arrays)
 
+    def row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return ids, label mask (1 if the next token has loss) and document bounds, from 0 to the row length."""
+        bounds = self.offsets[self.row_offsets[number] : self.row_offsets[number + 1] + 1]
+        a, b = int(bounds[0]), int(bounds[-1])
+        return self.ids[a:b], self.label_mask[a:b], bounds - a
+
+    def largest(self) -> tuple[int, str]:
+        """Return the largest token id, and the file and line of a document that holds it. -1 without tokens."""
+        if not len(self.ids):
+            return -1, ""
+        place = int(self.ids.argmax())
+        piece = int(np.searchsorted(self.offsets, place, side="right")) - 1
+        return int(self.ids[place]), f"{self.meta['files'][int(self.files[piece])]}:{int(self.lines[piece])}"
+
     def shown(self, piece: int) -> list[tuple[PictureTable, int]]:
         """Return the pictures of a piece, in order, each as its table and its number there."""
         if self.pictures is None:
