@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from automodel_cli.distributed.wgrad_fusion.linear import single_backward
+
 _registered: weakref.WeakKeyDictionary[nn.Module, Sharded] = weakref.WeakKeyDictionary()
 
 
@@ -35,7 +37,8 @@ class Sharded:
 
         Collective if `is_last`.
         """
-        yield
+        with single_backward():
+            yield
 
     def reshard(self) -> None:
         """Free parameters gathered by a forward without backward, and restore the parameters of the optimizer."""

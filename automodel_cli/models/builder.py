@@ -11,7 +11,7 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.expert_parallel.apply import is_experts
-from automodel_cli.models import float8, lora, transformers_compat
+from automodel_cli.models import float8, lora, lora_fused, transformers_compat
 from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.attention import transformer_engine
 from automodel_cli.models.config import ModelConfig, MoEConfig
@@ -75,6 +75,7 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
     block_plan.add_measured_plan(model)
     if config.lora is not None:
         lora.inject(model, config.lora)
+        lora_fused.fuse_adapters(model)
     part = ModelPart(model, kind, chunk_size=config.lm_head_chunk_size, source_config=original)
     if config.lora is not None and lora.sharing(model):
         part.unties_head = True

@@ -58,13 +58,13 @@ class WgradFusedLinear(nn.Linear):
             return super().forward(x)
         weight, bias = self.weight, self.bias
         if not isinstance(weight, DTensor):
-            y_TO: Tensor = _Linear.apply(*_alias(x), weight, bias, self.weight_sum, None)
+            y_TO: Tensor = _Linear.apply(*alias(x), weight, bias, self.weight_sum, None)
             return y_TO.view(*x.shape[:-1], len(weight))
         if not isinstance(x, DTensor) or not isinstance(weight.placements[0], Shard) or weight.device_mesh.ndim != 1:
             return super().forward(x)
         by_outputs = weight.placements[0].dim == 0
         local_x = _local_of(x, [Partial()] if by_outputs else list(x.placements))
-        y_TO = _Linear.apply(*_alias(local_x), weight, None, self.weight_sum, weight.placements)
+        y_TO = _Linear.apply(*alias(local_x), weight, None, self.weight_sum, weight.placements)
         local_y = y_TO.view(*local_x.shape[:-1], -1)
         placement = Shard(local_y.ndim - 1) if by_outputs else Partial()
         y = DTensor.from_local(local_y, weight.device_mesh, [placement], run_check=False)
@@ -101,6 +101,11 @@ def weight_sum_of(linear: nn.Module) -> MainGrad | None:
 _is_single = False  # A global and not thread-local, because backward recomputes layers in other threads.
 
 
+def is_single() -> bool:
+    """Return whether the code runs inside `single_backward`."""
+    return _is_single
+
+
 @contextmanager
 def single_backward(yes: bool = True) -> Iterator[None]:
     """Enable accumulation in the forward and backward of a microbatch.
@@ -125,7 +130,7 @@ def of_local(local: Tensor, param: Tensor) -> Tensor:
     )
 
 
-class _InputGradient:
+class InputGradient:
     """Input gradient that the readers of one tensor accumulate."""
 
     def __init__(self) -> None:
@@ -147,7 +152,7 @@ class _Alias(Function):
     """Return a view of the input as `[T, I]`. Its backward runs after all readers of the input."""
 
     @staticmethod
-    def forward(ctx: Ctx, x: Tensor, gradient: _InputGradient) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, gradient: InputGradient) -> Tensor:
         ctx.gradient, ctx.shape = gradient, x.shape
         ctx.set_materialize_grads(False)
         # `detach` does not keep `x` alive. It shares the version counter, so in-place changes still raise an error.
@@ -168,7 +173,7 @@ class _Reading:
     of: weakref.ref[Tensor]
     version: int
     alias_TI: Tensor
-    gradient: _InputGradient
+    gradient: InputGradient
 
     def is_of(self, x: Tensor) -> bool:
         return self.of() is x and self.version == x._version
@@ -177,12 +182,16 @@ class _Reading:
 _latest: _Reading | None = None
 
 
-def _alias(x: Tensor) -> tuple[Tensor, _InputGradient | None]:
+def alias(x: Tensor) -> tuple[Tensor, InputGradient | None]:
+    """Return the alias `[T, I]` of a tensor for one more reader, and the input gradient that its readers accumulate.
+
+    The gradient is None if `x` needs none. Use only if `is_single()`.
+    """
     global _latest
     if not x.requires_grad:
         return x.reshape(-1, x.shape[-1]), None
     if _latest is None or not _latest.is_of(x):
-        gradient = _InputGradient()
+        gradient = InputGradient()
         _latest = _Reading(weakref.ref(x, _forget), x._version, _Alias.apply(x, gradient), gradient)
     return _latest.alias_TI, _latest.gradient
 
@@ -210,7 +219,7 @@ class _Linear(Function):
     def forward(
         ctx: Ctx,
         x_TI: Tensor,
-        gradient: _InputGradient | None,
+        gradient: InputGradient | None,
         weight_OI: Tensor,
         bias_O: Tensor | None,
         weight_sum: MainGrad | None,

@@ -40,7 +40,7 @@ class DDPSharded(Sharded):
                 keys=("static_graph",),
                 fix="parallelizer.static_graph=false",
             )
-        with nullcontext() if is_last else wrapped.no_sync():
+        with super().microbatch(is_last), nullcontext() if is_last else wrapped.no_sync():
             yield
 
 
