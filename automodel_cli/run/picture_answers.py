@@ -20,6 +20,7 @@ from torch import Tensor
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.data.pictures.content import rgb
+from automodel_cli.data.pictures.reader import PictureProcessor
 from automodel_cli.data.pictures.storage import PictureTable
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.models.hub.source import stop_ids
@@ -133,7 +134,8 @@ def _chosen(rows: PackedDataset) -> list[_Question]:
         ids, mask, bounds = rows.tokens(row)
         shown = rows.shown(row, len(bounds) - 1)
         for start, stop, pictures in zip(bounds[:-1], bounds[1:], shown, strict=True):
-            question = _question(ids[start:stop], mask[start:stop], pictures, placeholder)
+            lengths = [_num_placeholders(rows.pictures.processor, table.size(number)) for table, number in pictures]
+            question = _question(ids[start:stop], mask[start:stop], pictures, lengths, placeholder)
             key = tuple(number for _, number in pictures)
             if question is not None and key not in seen:
                 seen.add(key)
@@ -143,20 +145,30 @@ def _chosen(rows: PackedDataset) -> list[_Question]:
     return chosen
 
 
+def _num_placeholders(processor: PictureProcessor, size: tuple[int, int]) -> int:
+    return int((processor.replacement(*size) == processor.placeholder).sum())
+
+
 def _question(
-    ids: np.ndarray, mask: np.ndarray, pictures: list[tuple[PictureTable, int]], placeholder: int
+    ids: np.ndarray,
+    mask: np.ndarray,
+    pictures: list[tuple[PictureTable, int]],
+    lengths: list[int],
+    placeholder: int,
 ) -> _Question | None:
-    """Split a document at its first trained token, None if all its pictures come later. `mask`: of the next token."""
+    """Split a document at its first trained token, None if all its pictures come later.
+
+    Args:
+        mask: of the next token.
+        lengths: number of image tokens of each picture. Pictures may follow each other without a token between them.
+    """
     labels = np.flatnonzero(mask)
     if not len(labels):
         return None
     first = int(labels[0]) + 1
     last = first + int(np.argmax(np.append(mask[first:] == 0, True))) if first < len(mask) else first
-    is_picture = ids[:first] == placeholder
-    num_runs = int((is_picture & ~np.append(False, is_picture[:-1])).sum())
-    if not num_runs or num_runs > len(pictures):  # pictures that follow each other without a token between
-        return None
-    return _Question(ids[:first], ids[first : last + 1], pictures[:num_runs])
+    num_shown = int(np.searchsorted(np.cumsum(lengths), np.sum(ids[:first] == placeholder), side="right"))
+    return _Question(ids[:first], ids[first : last + 1], pictures[:num_shown]) if num_shown else None
 
 
 def _batch(questions: list[_Question], rows: PackedDataset, size: int, num_new: int) -> Batch:

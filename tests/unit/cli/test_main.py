@@ -171,10 +171,18 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     (folder / "runs/quickstart/export").mkdir(parents=True)  # what quickstart_grpo goes on from
     (folder / "runs/quickstart/export/config.json").touch()
     filled = ["model.pretrained=org/name", "data.path=train.jsonl"]
-    asked = {
-        name: filled if name in ("sft", "pretrain", "vlm", "dpo", "rm", "grpo") else []
-        for name in bundled_recipes.recipe_names()
-    }
+    needs_data = (
+        "sft",
+        "pretrain",
+        "vlm",
+        "dpo",
+        "rm",
+        "grpo",
+        "qwen3_vl_8b",
+        "qwen3_vl_8b_lora",
+        "qwen3_vl_30b_pp2ep4",
+    )
+    asked = {name: filled if name in needs_data else [] for name in bundled_recipes.recipe_names()}
     asked["kd"] = [*filled, "teacher.pretrained=org/name"]
     command = [sys.executable, "-c", EACH, json.dumps(asked)]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
