@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 Kind = Literal["overrides", "command", "words"]
@@ -38,9 +38,19 @@ def override(key: str, value: str) -> str:
     """Return `key=value` quoted for a shell and for the grammar of overrides."""
     if all(character.isalnum() or character in "._/+-" for character in value):
         return f"{key}={value}"
+    return word(f"{key}={_quoted(value)}")
+
+
+def list_override(key: str, values: Iterable[str]) -> str:
+    """Return `key=[...]` quoted for a shell and for the grammar of overrides."""
+    plain = re.compile(r"[\w./*?:+-]+")
+    return word(f"{key}=[{','.join(value if plain.fullmatch(value) else _quoted(value) for value in values)}]")
+
+
+def _quoted(value: str) -> str:
     # Hydra reads a backslash as one unless a quote follows, perhaps behind further ones.
-    quoted = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), value)
-    return word(f'{key}="{quoted}"')
+    escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), value)
+    return f'"{escaped}"'
 
 
 def alternatives(fix: str) -> list[str]:

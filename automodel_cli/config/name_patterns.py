@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fix_syntax import list_override
 
 _SHOWN = 12
 
@@ -69,4 +70,4 @@ def _fix(listed: NameList, meant: Mapping[str, str | None]) -> str:
             return f"{listed.key}={listed.empty}"  # objects, which no override spells
         pairs = ",".join(f"{name}:{listed.entries[entry]}" for name, entry in kept.items())
         return shlex.quote(f"{listed.key}={{{pairs}}}")
-    return shlex.quote(f"{listed.key}=[{','.join(kept)}]")
+    return list_override(listed.key, kept)

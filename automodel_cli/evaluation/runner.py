@@ -22,6 +22,7 @@ from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.run.checkpoint_selection import chosen_checkpoint
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.training.checkpoint.directory import CheckpointDir, step_of
+from automodel_cli.training.optimizers.rate_groups import HasGroups
 
 BEFORE = "before"
 
@@ -63,7 +64,11 @@ def of_model(recipe: Recipe, name: str) -> Target:
     model = replace(
         recipe.model, pretrained=name, config=None, gguf_file=None, revision=None, tokenizer=None, lora=None
     )
-    return Target(name, replace(recipe, model=model))
+    optimizer = recipe.optimizer
+    if isinstance(optimizer, HasGroups):
+        optimizer = replace(optimizer, groups=[])
+    train = replace(recipe.train, freeze=[], trainable=[])  # patterns name parameters of the recipe's model
+    return Target(name, replace(recipe, model=model, train=train, optimizer=optimizer))
 
 
 def evaluate(config: EvalConfig, targets: Sequence[Target], run_dir: Path, out: Path, config_yaml: str) -> int:

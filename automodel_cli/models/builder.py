@@ -16,6 +16,7 @@ from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.attention import transformer_engine
 from automodel_cli.models.config import ModelConfig, MoEConfig
 from automodel_cli.models.document_masking import dynamic_rope, recurrent_layers
+from automodel_cli.models.freezing import freeze_by_vision
 from automodel_cli.models.hub import source
 from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.model_part import ModelPart
@@ -54,12 +55,8 @@ def build_part(
 
 def add_front(part: ModelPart, vision: VisionConfig, composite_config: PretrainedConfig, dtype: torch.dtype) -> None:
     """Add the front end of a vision-language model, on the meta device, and freeze what the config says."""
-    front = Front(composite_on_meta(composite_config, dtype), part.model.base_model)
-    for name, param in front.composite.named_parameters():
-        param.requires_grad_((vision.tower if front.is_tower(name) else vision.projector) == "trained")
-    if vision.text == "frozen":
-        part.model.requires_grad_(False)
-    part.add_front(front.train())
+    part.add_front(Front(composite_on_meta(composite_config, dtype), part.model.base_model).train())
+    freeze_by_vision(part, vision)
 
 
 def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.device | str) -> ModelPart:

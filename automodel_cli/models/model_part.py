@@ -51,6 +51,7 @@ class ModelPart(nn.Module):
             stages after the first one have none.
         first_layers: decoder layers that read features of pictures. The first pipeline stage must contain them.
         front_keys: parameter of the front end (named as in the composite) -> key of the checkpoint.
+        may_train_nothing: a stage may have no trained parameter, because some were frozen by name.
         unties_head: an adapter changes a head that is tied to the embedding, so exports and replicas need an untied
             config (`untied`).
     """
@@ -79,6 +80,7 @@ class ModelPart(nn.Module):
         self.first_layers = 0
         self.front_keys: dict[str, str] = {}
         self.unties_head = False
+        self.may_train_nothing = False
         self._context_group: ContextGroup | None = None
         self._token_shards: shares.TokenShards | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from automodel_cli.config.parameter_patterns import EVERYTHING, Selection
 from automodel_cli.distributed.compile_modes import FUSED_OPS
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
 from automodel_cli.distributed.mesh_config import MeshConfig
@@ -33,6 +34,7 @@ class Case:
     lora: train only adapters.
     compute_dtype: compute dtype of the parallelizer, if not fp32.
     fp8: use fp8 GEMMs in linear layers and experts.
+    selection: train only these parameters.
     own_layers: use a copy with the model's number of layers, for the stage split of the recipe.
     """
 
@@ -46,6 +48,7 @@ class Case:
     compute_dtype: str | None = None
     fp8: Fp8Config | None = None
     own_layers: bool = False
+    selection: Selection = EVERYTHING
 
     @property
     def world_size(self) -> int:
@@ -65,6 +68,7 @@ class Case:
             f"compiled:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile is True,
             f"fused_ops:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile == FUSED_OPS,
             "lora": self.lora is not None,
+            "frozen": self.selection != EVERYTHING,
             f"own-stages:{self.mesh.pp_size}": self.own_layers,
             str(self.compute_dtype): self.compute_dtype is not None,
             f"fp8:{self.fp8.recipe if self.fp8 else ''}": self.fp8 is not None,

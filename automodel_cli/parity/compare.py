@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.parameter_patterns import EVERYTHING
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
+from automodel_cli.models.freezing import freeze
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.base import request_of
 from automodel_cli.parity import lora_reference, value_head
@@ -108,17 +110,28 @@ def run_row(original: Original, row: Case, sabotage: Fault | None = None) -> Err
     if row.lora is not None:
         parts = [part for part in stages.parts if isinstance(part, ModelPart)]
         expected = lora_reference.reference_of(expected, lora_reference.put_in(parts))
+    if row.selection != EVERYTHING:
+        expected = expected.of_names(_trained(original, row))
     recorder = GradientRecorder(*stages.parts)
     result = train_step(stages, batches, row.objective, recorder, mesh, max_grad_norm=None)
     return step_errors(expected, result, recorder.gradients)
+
+
+def _trained(original: Original, row: Case) -> set[str]:
+    """Return the names of the parameters that the selection of a case leaves."""
+    part = build_part(original.model_config(), request=request_of(row.objective))
+    freeze(part, row.selection)
+    return {part.hub_name(name) for name, param in part.named_parameters() if param.requires_grad}
 
 
 def build_parity_stages(original: Original, row: Case, mesh: Mesh) -> Stages:
     """Build stages like a recipe: meta, split, parallelize, load the saved model."""
     config = replace(original.model_config(), lora=row.lora, fp8=row.fp8)
     count = row.num_microbatches // mesh.dp_size
+    part = build_part(config, request=request_of(row.objective))
+    freeze(part, row.selection)
     stages = pipelining_build_stages.build_stages(
-        build_part(config, request=request_of(row.objective)),
+        part,
         mesh,
         row.pipeline,
         row.parallelizer,

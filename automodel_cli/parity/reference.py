@@ -7,7 +7,8 @@ It computes in float64 on the float32 weights, so that the reference adds no err
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -42,6 +43,12 @@ class Reference:
     grad_norm: float
     gradients: dict[str, Tensor]
     rounding: float = 0.0
+
+    def of_names(self, names: Collection[str]) -> Reference:
+        """Return the step that trains only these parameters. Their gradients are unchanged."""
+        kept = {name: grad for name, grad in self.gradients.items() if name in names}
+        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in kept.values()))
+        return replace(self, grad_norm=norm, gradients=kept)
 
     def error_of(self, other: Reference) -> float:
         """Return the worst relative error of `other`: loss, gradient norm, or any gradient over the largest one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -74,35 +74,38 @@ _NOTHING = Unit((), 0.0)
 
 def read_units(part: ModelPart, anatomy: ModelStructure | None) -> Units:
     """`anatomy` is None for a model that is not cut: then all but the layers is in `before`."""
+    names = {id(param): name for name, param in part.named_parameters()}
+
+    def unit_of(modules: Sequence[nn.Module]) -> Unit:
+        cost = sum(used_weights(module) for module in modules)
+        return Unit(tuple(_params(modules, names)), cost, sum(num_packed(module) for module in modules))
+
     if anatomy is None:
         layers = transformer_layers(part.model)
         inside = {id(param) for layer in layers for param in layer.parameters()}
-        rest = [item for item in _params([part]) if id(item.param) not in inside]
+        rest = [item for item in _params([part], names) if id(item.param) not in inside]
         head = part.model.get_output_embeddings()
         before, after = Unit(tuple(rest), used_weights(head) if head is not None else 0.0), Unit((), 0.0)
     else:
         layers = list(part.model.get_submodule(anatomy.layers).children())
-        before, after = (_unit([part.model.get_submodule(n) for n in ns]) for ns in (anatomy.before, anatomy.after))
+        before, after = (unit_of([part.model.get_submodule(n) for n in ns]) for ns in (anatomy.before, anatomy.after))
     if anatomy is None or part.multi_token is None:
         num_depths = len(part.multi_token or ())
-        return Units(before, tuple(_unit([layer]) for layer in layers), after, _NOTHING, _NOTHING, num_depths)
+        return Units(before, tuple(unit_of([layer]) for layer in layers), after, _NOTHING, _NOTHING, num_depths)
     head = part.model.get_output_embeddings()
     norms = [module for name in anatomy.after if (module := part.model.get_submodule(name)) is not head]
-    further = _unit([part.multi_token])
-    return Units(before, tuple(_unit([layer]) for layer in layers), after, _unit(norms), further, len(part.multi_token))
+    further = unit_of([part.multi_token])
+    return Units(
+        before, tuple(unit_of([layer]) for layer in layers), after, unit_of(norms), further, len(part.multi_token)
+    )
 
 
-def _unit(modules: Sequence[nn.Module]) -> Unit:
-    cost = sum(used_weights(module) for module in modules)
-    return Unit(tuple(_params(modules)), cost, sum(num_packed(module) for module in modules))
-
-
-def _params(modules: Iterable[nn.Module]) -> Iterator[TrainableParam]:
-    """Every parameter once, frozen ones too."""
+def _params(modules: Iterable[nn.Module], names: Mapping[int, str]) -> Iterator[TrainableParam]:
+    """Every parameter once, frozen ones too. `names`: name in the part by id, which rules of optimizers read."""
     seen: set[int] = set()
     for root in modules:
-        for module_name, module in root.named_modules():
-            for leaf, param in module.named_parameters(recurse=False):
+        for module in root.modules():
+            for _, param in module.named_parameters(recurse=False):
                 if id(param) not in seen:
                     seen.add(id(param))
-                    yield TrainableParam(f"{module_name}.{leaf}".lstrip("."), param, module)
+                    yield TrainableParam(names[id(param)], param, module)

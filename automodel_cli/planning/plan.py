@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from automodel_cli.config.parameter_patterns import EVERYTHING, Selection
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.activation_checkpointing.mode import recomputed_of
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
@@ -18,6 +19,7 @@ from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.tensor_parallel.apply import cut_parameters
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.freezing import freeze
 from automodel_cli.models.lm_head.head import default_chunk_size, kernel_chunk_size, kernels_allow
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import num_packed
@@ -48,6 +50,8 @@ class PlanRequest:
     num_microbatches: int
     seq_len: int
     head: HeadRequest = LOGPROBS
+    selection: Selection = EVERYTHING
+    """Which parameters are trained, by patterns of names."""
     frozen: ModelConfig | None = None
     """A model beside the trained one, cut and sharded like it."""
     masks: bool = False
@@ -122,6 +126,7 @@ def make_plan(request: PlanRequest) -> Plan:
 
 def _make_plan(request: PlanRequest) -> Plan:
     part = build_part(request.model)
+    freeze(part, request.selection)
     anatomy = check_split(part.model) if request.pipeline is not None else None
     units = read_units(part, anatomy)
     checkpointing = request.parallelizer.activation_checkpointing

@@ -49,7 +49,10 @@ def check_base_model_unchanged(
     message = f"the run started from {theirs['named']}, but {mine['named']} has other weights"
     if not recipe.reads_loaded_weights:
         return f"{message}; training resumes from the weights of the checkpoint"
-    what = "its adapters belong" if recipe.model.lora is not None else "its reference model belongs"
+    if recipe.model.lora is not None:
+        what = "its adapters belong"
+    else:
+        what = "its frozen parameters belong" if recipe.train.selects else "its reference model belongs"
     raise RunError(
         f"{message}; {what} to the original weights",
         code="checkpoint_mismatch",

@@ -24,6 +24,7 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.front_io import fill_front
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.freezing import freeze
 from automodel_cli.models.hub.source import composite_config, hf_config
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.moe.load_balancing import LoadBalancer
@@ -36,6 +37,8 @@ from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.run.checks.module_names import check_names
 from automodel_cli.training.metrics.flops import training_flops_per_token
 from automodel_cli.training.monitors.recompile_monitor import CompileWatch
+from automodel_cli.training.optimizers.param_groups import trainable
+from automodel_cli.training.optimizers.rate_groups import check_groups
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepHook
 
@@ -107,8 +110,8 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
     replaces the vocabulary head if its logits are unused.
     """
     config, head = recipe.model, request_of(recipe.trained_objective)
-    if config.vision is not None:
-        return None  # the work of the tower depends on the pictures
+    if config.vision is not None or recipe.train.selects:
+        return None  # the work of the tower depends on the pictures, that of a backward on what is frozen
     return training_flops_per_token(
         part.source_config,
         context_length,
@@ -143,6 +146,9 @@ def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
     part = build_part(config, request=request_of(recipe.trained_objective))
     if frozen:
         part.requires_grad_(False)
+    else:
+        freeze(part, recipe.train.selection)
+        check_groups(recipe.optimizer, list(trainable([part])))
     _check_one_graph(recipe, mesh.device, part)
     if experts_modules(part) and empty_groups.torch_leaves_garbage(mesh.device, recipe.compute_dtype):
         transformers_compat.clear_empty_experts()

@@ -19,6 +19,7 @@ def plan_request(recipe: Recipe, layout: Layout) -> PlanRequest:
 
     return PlanRequest(
         model=recipe.model,
+        selection=recipe.train.selection,
         layout=layout,
         parallelizer=recipe.parallelizer,
         optimizer=recipe.optimizer,

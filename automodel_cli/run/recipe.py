@@ -23,6 +23,7 @@ from automodel_cli.run.checks.cross_section_checks import (
     check_4bit_base,
     check_float16,
     check_fp8,
+    check_freezing,
     check_mixture,
     check_multi_token,
     check_output_dir,
@@ -97,8 +98,9 @@ class Recipe(ConfigRoot):
 
     @property
     def reads_loaded_weights(self) -> bool:
-        """Whether a resumed run reads the weights again that it was begun from: a base under adapters, a reference."""
-        return self.model.lora is not None
+        """Whether a resumed run reads the weights again that it was begun from: frozen parameters, a reference."""
+        frozen_parts = self.model.vision is not None and self.model.vision.freezes
+        return self.model.lora is not None or self.train.selects or frozen_parts
 
     @property
     def extra_memory_user(self) -> str | None:
@@ -124,6 +126,7 @@ class Recipe(ConfigRoot):
         check_fp8(self.parallelizer, self.model)
         check_float16(self.model, self.optimizer)
         check_multi_token(self.parallelizer, self.model, self.kind)
+        check_freezing(self.train, self.model)
         if self.kind != "vlm":
             refuse_vision(self.kind, self.model, self.data)
         pp_size = self.mesh.pp_size or 1

@@ -63,6 +63,7 @@ from automodel_cli.training.monitors.straggler import SlowRank
 from automodel_cli.training.monitors.watchdog import Watchdog
 from automodel_cli.training.optimizers.lr_scheduler import build_lr_scheduler
 from automodel_cli.training.optimizers.nodes import build_optimizer
+from automodel_cli.training.optimizers.rate_groups import shown_ratio
 from automodel_cli.training.optimizers.schedule_plan import extended_factor
 from automodel_cli.training.step import NonFiniteError, StepResult, train_step
 
@@ -105,6 +106,7 @@ class Trainer:
         self.after_step: list[Callable[[int], None]] = []
         self.columns: Columns = recipe.columns(self) if isinstance(recipe, AddsColumns) else unchanged
         self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
+        self._shown_ratio = shown_ratio(recipe.optimizer, self.optimizer)
         factor = extended_factor(recipe.lr_scheduler, self.schedule)
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps, factor)
         rng.seed(recipe.seed, dist.get_rank())
@@ -219,7 +221,7 @@ class Trainer:
         """
         results = [self._update(step, batches) for batches in updates]
         self._noticed = max((result.stop_signal for result in results), default=None)
-        lr = self.scheduler.get_last_lr()[0]
+        lr = self.scheduler.get_last_lr()[0] * self._shown_ratio
         self.scheduler.step()
         for follow in self.after_step:
             follow(step)

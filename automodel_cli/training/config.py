@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.parameter_patterns import Selection, check_syntax
 from automodel_cli.config.value_checks import check_choice, check_range
 from automodel_cli.training.early_stopping import LOSS, Goal
 from automodel_cli.training.trackers import TrackerName, TrackerNode, tracker_nodes
@@ -52,6 +53,12 @@ class TrainConfig:
     """Learning rate of a run that is resumed with another number of steps: `continue` keeps the last rate, `restart`
     starts a new schedule, `stretch` uses the schedule of the new length. null: `stretch`; a finished run requires a
     choice."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that are not trained, as patterns of names: `[embed_tokens, layers.*.mlp, "layers.[0-3]"]`. A pattern
+    is a sequence of parts of a name between dots, with shell wildcards, or `re:` and a regular expression that matches
+    from the start of the name. Each must match."""
+    trainable: list[str] = field(default_factory=list)
+    """Train only the parameters that match one of these patterns, except those in `freeze`. Empty: all."""
     max_restarts: int = 0
     """Number of restarts of the ranks of one host after a rank dies, from the newest complete checkpoint."""
 
@@ -72,6 +79,8 @@ class TrainConfig:
             ("continue", "restart", "stretch", None),
             fix="train.extend_schedule=restart",
         )
+        check_syntax("train.freeze", self.freeze)
+        check_syntax("train.trainable", self.trainable)
         check_range("max_restarts", self.max_restarts, at_least=0, fix="train.max_restarts=0")
         if self.max_steps is None and self.epochs is None:
             raise ConfigError(
@@ -88,6 +97,16 @@ class TrainConfig:
                 keys=("global_batch_size", "microbatch_size"),
                 fix=f"train.microbatch_size={self._fitting_microbatch(1)}",
             )
+
+    @property
+    def selection(self) -> Selection:
+        """The patterns of trained parameters."""
+        return Selection(tuple(self.freeze), tuple(self.trainable))
+
+    @property
+    def selects(self) -> bool:
+        """Whether some parameters are frozen by name."""
+        return bool(self.freeze or self.trainable)
 
     def _fitting_microbatch(self, dp_size: int) -> int:
         """Return the largest valid size up to the configured one. Smaller microbatches do not change the training."""

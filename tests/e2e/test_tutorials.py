@@ -52,6 +52,7 @@ def test_every_page_can_be_followed_and_teaches_what_it_says(tmp_path: Path) -> 
     assert last(tmp_path, "days", "val_loss") < 0.3
     assert last(tmp_path, "marked", "val_loss") < 0.3
     assert "<day>" in said["new_tokens"].rpartition("Which day is 2 after Friday? ->")[2]
+    assert (tmp_path / "runs" / "top" / "export").is_dir() and " trained " in said["chat"]
     assert last(tmp_path, "adapters", "val_loss") < 0.3
     assert (tmp_path / "runs" / "adapters" / "export" / "adapter").is_dir()
     assert last(tmp_path, "pairs", "val_accuracy") > 0.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from automodel_cli.config.importers import hugging_face as hf
@@ -41,6 +42,7 @@ def _together(draft: Draft) -> None:
     if draft.get("wandb_project"):
         hf.trackers(draft, {"wandb": {key: f"wandb_{key}" for key in ("project", "entity", "mode")}})
     _adapter(draft)
+    _parts(draft)
     _data(draft)
     if draft.kind == "dpo":
         _preferences(draft)
@@ -55,6 +57,26 @@ def _adapter(draft: Draft) -> None:
     draft.put("model.lora.quantization", "nf4" if four_bits else "none", *theirs)
     if draft.get("lora_target_linear") or not draft.get("lora_target_modules"):
         draft.put("model.lora.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
+
+
+def _parts(draft: Draft) -> None:
+    """Parameters that are trained, and groups with another learning rate."""
+    patterns = draft.get("unfrozen_parameters") or []
+    if any(re.search(r"\[\d*:?\d*\]$", str(pattern)) for pattern in patterns):
+        draft.decide("unfrozen_parameters", "train.trainable selects whole parameters, not ranges of rows")
+    elif patterns:
+        draft.put("train.trainable", [f"re:{pattern}" for pattern in patterns], "unfrozen_parameters")
+    groups: list[dict[str, Any]] = []
+    theirs: list[str] = []
+    while draft.has(there := f"lr_groups[{len(groups)}]."):
+        names = [f"re:.*{re.escape(str(name))}" for name in draft.get(there + "modules", [])]
+        groups.append({"params": names, "lr": draft.get(there + "lr")})
+        theirs += [there + key for key in ("name", "modules", "lr")]
+    if draft.get("loraplus_lr_ratio"):
+        groups.append({"params": ["lora_B"], "lr_scale": float(draft.get("loraplus_lr_ratio"))})
+        theirs.append("loraplus_lr_ratio")
+    if groups:
+        draft.put("optimizer.groups", groups, *theirs)
 
 
 def _data(draft: Draft) -> None:

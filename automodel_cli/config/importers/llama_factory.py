@@ -80,6 +80,9 @@ def _lora(draft: Draft) -> None:
     targets = str(draft.get("lora_target", "all"))
     modules = "all-linear" if targets == "all" else [name.strip() for name in targets.split(",")]
     draft.put("model.lora.target_modules", modules, "lora_target")
+    if draft.get("loraplus_lr_ratio"):
+        group = {"params": ["lora_B"], "lr_scale": float(draft.get("loraplus_lr_ratio"))}
+        draft.put("optimizer.groups", [group], "loraplus_lr_ratio")
     if draft.get("quantization_bit") == 4:
         draft.put("model.lora.quantization", "nf4", "quantization_bit")
 
@@ -104,11 +107,12 @@ TABLE = Table(
         "trust_remote_code": hf.REMOTE_CODE,
         "adapter_name_or_path": none("adapters begin anew; merge the old ones into model.pretrained first"),
         "stage": none("the recipe: sft, dpo or grpo (pt, rm and ppo have none)"),
-        "finetuning_type": none("full or lora; there is no freeze and no oft"),
+        "finetuning_type": none("full or lora; there is no oft"),
+        "freeze_*": none("train.freeze and train.trainable take patterns of parameter names"),
         "lora_dropout": to("model.lora.dropout"),
         "use_rslora": to("model.lora.use_rslora"),
         "use_dora": none("no DoRA"),
-        "loraplus_*": none("one learning rate for both matrices of an adapter"),
+        "loraplus_*": none("optimizer.groups takes patterns of parameter names and their rates"),
         "pissa_*": none("adapters begin at random times zero"),
         "quantization_*": none("model.lora.quantization is none or nf4"),
         "double_quantization": none("nf4 scales are not quantised again"),

@@ -82,6 +82,7 @@ def _together(draft: Draft) -> None:
     _data(draft)
     _optimizer(draft)
     _fp8(draft)
+    _freeze(draft)
     if draft.has("peft."):
         linear = draft.get("peft.match_all_linear", False)
         modules = "all-linear" if linear else draft.get("peft.target_modules", "all-linear")
@@ -103,6 +104,15 @@ def _teacher(draft: Draft) -> None:
     draft.put("objective.top_k", None, note="theirs compares the whole vocabulary, ours 64 tokens and the rest as one")
     if float(draft.get("kd_loss_fn.temperature", 1.0)) != 1.0:
         draft.decide("kd_loss_fn.temperature", "ours compares the distributions at temperature 1")
+
+
+def _freeze(draft: Draft) -> None:
+    """Their `apply_parameter_freezing`: embeddings by the class of the module, towers and language model by name."""
+    prefix = "freeze_config."
+    if draft.get(prefix + "freeze_embeddings"):
+        draft.put("train.freeze", ["*embed*"], prefix + "freeze_embeddings")
+    if draft.get(prefix + "freeze_language_model"):
+        draft.decide(prefix + "freeze_language_model", "a text recipe trains the language model: train.freeze")
 
 
 def _quantization(draft: Draft) -> None:
@@ -311,6 +321,7 @@ TABLE = Table(
         "lr_scheduler.lr_decay_steps": none("ours decays over the whole run"),
         "lr_scheduler.init_lr": none("ours warms up from 0"),
         "mlflow.*": none("logging.trackers takes an MLflow node"),
+        "freeze_config.*": none("recipes of kind vlm have model.vision: {tower: frozen, text: trained}"),
         "fp8.*": none("weights are gathered in what is computed in, and cast at every use: no scale is kept"),
         "compile.enabled": to("parallelizer.enable_compile"),
         "compile.*": hf.SPEED,

@@ -32,6 +32,11 @@ class VisionConfig:
     """Folder or hub id of the image processor, or a node that makes one. null: the one stored with the weights."""
 
     @property
+    def freezes(self) -> bool:
+        """Whether some part is not trained."""
+        return "frozen" in (self.tower, self.projector, self.text)
+
+    @property
     def front_is_frozen(self) -> bool:
         """Whether nothing outside the text model is trained."""
         return self.tower == self.projector == "frozen"

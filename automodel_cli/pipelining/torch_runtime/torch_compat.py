@@ -223,6 +223,9 @@ class Stage(PipelineStage):
             info.buffer = None  # The forward cache keeps it until the backward.
         if self.is_last and not self.has_backward:
             return output
+        if self.has_backward and isinstance(output, Tensor) and not output.requires_grad:
+            # Nothing before or on this stage is trained. The backward ends at this leaf.
+            output = output.detach().requires_grad_()
         # The loss keeps the graph of the last stage's output. torch would detach and keep every output tensor.
         leaving = () if self.is_last else (output,)
         if HAS_WAITS:

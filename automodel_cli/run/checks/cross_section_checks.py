@@ -63,6 +63,19 @@ def check_mixture(data: DataConfig, objective: Objective, train: TrainConfig) ->
         )
 
 
+def check_freezing(train: TrainConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if parameters are frozen by name in a run with adapters, which freeze all others."""
+    if model.lora is None or not train.selects:
+        return
+    key = "train.freeze" if train.freeze else "train.trainable"
+    raise ConfigError(
+        f"{key} is not supported with model.lora, which freezes everything except the adapters",
+        code="unsupported_combination",
+        keys=(key, "model.lora"),
+        fix=f"{key}=[], or model.lora=null",
+    )
+
+
 def check_validation(validation: ValidationConfig, data: DataConfig, kind: str = "sft") -> None:
     """Raise ConfigError if validation settings are set without validation data. Tasks bring their own questions."""
     has_rows = data.generator is not None or data.validation_size or data.validation_path or data.validation_split

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.parameter_patterns import matches
 from automodel_cli.launch import fork_server
 from automodel_cli.launch.process_startup import disable_gc, enable_gc
 from automodel_cli.parity import report as parity_report
@@ -48,7 +49,8 @@ def run_verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], toler
     report = _Report(rows, tolerance, as_json, packs=recipe.data.packing != "none")
     with tempfile.TemporaryDirectory(prefix="automodel-verify-") as folder:
         copies = _Copies(recipe, hf_config, Path(folder), rows)
-        report.begin(copies.description, chosen.not_covered)
+        rows, uncovered = copies.frozen(rows)
+        report.begin(copies.description, [*chosen.not_covered, *uncovered])
         refusals = {packed: _packing_refusal(recipe, hf_config, packed) for packed in {row.packed for row in rows}}
         for row in rows:
             report.running(row)
@@ -79,6 +81,7 @@ class _Copies:
         self._recipe, self._hf_config, self._folder, self._rows = recipe, hf_config, folder, rows
         self._made: dict[bool, Original] = {}
         self.description = ""
+        self._names: set[str] = set()
         self.of(Case())
 
     def of(self, row: Case) -> Original:
@@ -86,6 +89,19 @@ class _Copies:
         if row.own_layers not in self._made:
             self._made[row.own_layers] = self._write(row.own_layers)
         return self._made[row.own_layers]
+
+    def frozen(self, rows: Sequence[Case]) -> tuple[list[Case], list[str]]:
+        """Return cases that train the parameters that the recipe trains, or the reason why they train all."""
+        selection = self._recipe.train.selection
+        absent = [
+            pattern
+            for pattern in (*selection.trainable, *selection.freeze)
+            if not any(matches(pattern, name) for name in self._names)
+        ]
+        if absent:
+            reason = f"train.freeze, train.trainable: no parameter of the copy matches {', '.join(absent)}"
+            return list(rows), [f"{reason}; the rows train all parameters"]
+        return [replace(row, selection=selection) for row in rows], []
 
     def _write(self, own_layers: bool) -> Original:
         import torch
@@ -113,6 +129,7 @@ class _Copies:
                 code="not_measured",
                 keys=("model",),
             ) from error
+        self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         text, size = small.get_text_config(), sum(p.numel() for p in model.parameters())
         self.description = self.description or (
             f"{hf_config.model_type}: a random copy with {text.num_hidden_layers} layers of width {text.hidden_size} "

@@ -28,6 +28,7 @@ from automodel_cli.models.uneven_dtensor import compact_shard, cut_like, is_unev
 from automodel_cli.training.checkpoint import rng
 from automodel_cli.training.checkpoint.directory import CheckpointDir, damage, damaged, read_meta
 from automodel_cli.training.checkpoint.state_dict import (
+    check_same_frozen,
     check_same_model,
     load_optimizer_state,
     model_state,
@@ -255,6 +256,7 @@ class Checkpointer:
         metadata = reader.read_metadata()
         state = model_state(parts)
         check_same_model(state, metadata)
+        check_same_frozen(parts, metadata)
         states: dict[str, Tensor] = {}
         if optimizer is not None:
             _check_same_optimizer(meta, optimizer)

@@ -25,15 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.uneven_dtensor import cut_like, is_uneven
+from automodel_cli.training.optimizers.param_groups import bare_name
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float}
-
-
-def _bare_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _bare(part: nn.Module) -> nn.Module:
@@ -45,7 +39,7 @@ def named_trainable(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parame
     for part in parts:
         for name, param in _bare(part).named_parameters():
             if param.requires_grad:
-                yield _bare_name(name), param
+                yield bare_name(name), param
 
 
 def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -56,7 +50,7 @@ def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def copy_state(copies: Sequence[nn.Module], parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the entries of `model_state(parts)`, with the tensors of frozen copies of the parts."""
-    of_copy = {_bare_name(name): p for copy in copies for name, p in _bare(copy).named_parameters()}
+    of_copy = {bare_name(name): p for copy in copies for name, p in _bare(copy).named_parameters()}
     trained = {name: of_copy[name] for name, _ in named_trainable(parts)}
     return {**{f"model.{name}": _cut(param.detach(), param) for name, param in trained.items()}, **_buffers(copies)}
 
@@ -65,10 +59,10 @@ def _buffers(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for part in parts:
         bare = _bare(part)
-        persistent = {_bare_name(name) for name in bare.state_dict()}
+        persistent = {bare_name(name) for name in bare.state_dict()}
         for name, buffer in bare.named_buffers():
-            if _bare_name(name) in persistent:
-                state[f"model.{_bare_name(name)}"] = buffer.detach()
+            if bare_name(name) in persistent:
+                state[f"model.{bare_name(name)}"] = buffer.detach()
     return state
 
 
@@ -126,13 +120,26 @@ def check_same_model(state: Mapping[str, Tensor], metadata: Metadata) -> None:
             wrong.append(f"{key} is missing")
         elif saved.size != tensor.shape:
             wrong.append(f"{key} has shape {list(saved.size)} in the checkpoint and {list(tensor.shape)} in this run")
+    _refuse(wrong)
+
+
+def check_same_frozen(parts: Sequence[nn.Module], metadata: Metadata) -> None:
+    """Raise RunError if the checkpoint has trained a parameter that is frozen now: it would keep its first value."""
+    params = [(name, param) for part in parts for name, param in _bare(part).named_parameters()]
+    frozen = {f"model.{bare_name(name)}" for name, param in params if not param.requires_grad}
+    saved = sorted(frozen & metadata.state_dict_metadata.keys())
+    _refuse([f"{key} is trained in the checkpoint and frozen in this run" for key in saved])
+
+
+def _refuse(wrong: Sequence[str]) -> None:
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise RunError(
             f"the checkpoint has another model or other trainable parameters: {'; '.join(wrong[:3])}{more}",
             code="checkpoint_mismatch",
-            keys=("checkpoint.resume", "model"),
-            fix="use the model section of the config.yaml of the run that wrote it, or checkpoint.resume=null",
+            keys=("checkpoint.resume", "model", "train.freeze", "train.trainable"),
+            fix="use model, train.freeze and train.trainable of the config.yaml of the run that wrote it, or "
+            "checkpoint.resume=null",
         )
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from automodel_cli.training.optimizers.matrix_exchange import MatrixRound, is_distributed, rounds_of
 from automodel_cli.training.optimizers.newton_schulz import measured_dtype, orthogonalize
 from automodel_cli.training.optimizers.param_groups import TrainableParam, decay_groups
+from automodel_cli.training.optimizers.rate_groups import Rates
 from automodel_cli.training.optimizers.stochastic_rounding_adamw import (
     MOMENTS,
     RoundedAdamW,
@@ -49,6 +50,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             measured, which is collective over all ranks.
         adamw: options of `torch.optim.AdamW`.
         decay_embeddings: apply weight decay to embeddings.
+        rates: learning rate and weight decay of selected parameters.
+        device: where to measure the dtype of the GEMMs. None: the device of the parameters.
     """
 
     def __init__(
@@ -59,17 +62,27 @@ class MuonWithAdamW(torch.optim.Optimizer):
         muon: dict[str, Any],
         adamw: dict[str, Any],
         decay_embeddings: bool = False,
+        rates: Rates | None = None,
+        device: torch.device | None = None,
     ):
         groups: list[dict[str, Any]] = []
         measured = None
         if muon["ns_dtype"] is None:
-            measured = measured_dtype((muon_params or adamw_params)[0].param.device)
+            measured = measured_dtype(device or (muon_params or adamw_params)[0].param.device)
         muon = {**muon, "ns_measured": measured}
-        if muon_params:
-            groups.append({"params": [item.param for item in muon_params], "muon": True, **muon})
+        rates = rates or Rates()
+        of_muon: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for item in muon_params:
+            rate, decay = rates.lr(item, muon["lr"]), rates.weight_decay(item, muon["weight_decay"])
+            of_muon.setdefault((rate, decay), []).append(item.param)
+        for (rate, decay), params in of_muon.items():
+            groups.append({"params": params, "muon": True, **muon, "lr": rate, "weight_decay": decay})
         rest = {key: value for key, value in adamw.items() if key != "weight_decay"}
-        of_adamw = decay_groups(adamw_params, adamw["weight_decay"], embeddings=decay_embeddings)
-        groups += [{**group, "muon": False, **rest} for group in of_adamw]
+        if adamw_params or not groups:
+            decay = adamw["weight_decay"]
+            options: Any = {"embeddings": decay_embeddings, "rates": rates, "lr": adamw["lr"]}
+            of_adamw = decay_groups(adamw_params, decay, **options)
+            groups += [{"muon": False, **rest, **group} for group in of_adamw]
         super().__init__(groups, {})
         self._rounds: dict[tuple[int, ...], list[MatrixRound]] = {}
         # The inner AdamW shares groups and state with this optimizer. Its constructor adds its defaults to the groups.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_choice, check_range, require_package
+from automodel_cli.training.optimizers.rate_groups import HasGroups, Rates
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ def _check_implementation(implementation: str) -> None:
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(HasGroups):
     """`torch.optim.AdamW` (Loshchilov and Hutter 2019, arXiv:1711.05101).
 
     `implementation="auto"` uses the fused kernel. `state_dtype` and `stochastic_rounding` use separate code, which
@@ -99,6 +100,8 @@ class AdamW:
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
+        self.check_groups()
+        self.refuse_algorithms()
         _check_implementation(self.implementation)
         check_choice("state_dtype", self.state_dtype, ("auto", "float32", "bfloat16"), fix="optimizer.state_dtype=auto")
         if self._is_own and self.implementation != "auto":
@@ -136,7 +139,13 @@ class AdamW:
 
         from automodel_cli.training.optimizers.param_groups import decay_groups, require_trainable
 
-        groups = decay_groups(require_trainable(parts), self.weight_decay, embeddings=self.decay_embeddings)
+        groups = decay_groups(
+            require_trainable(parts),
+            self.weight_decay,
+            embeddings=self.decay_embeddings,
+            rates=self.rates(parts),
+            lr=self.lr,
+        )
         if self._is_own or has_float16(groups):
             return self._rounded(groups)
         return torch.optim.AdamW(
@@ -154,7 +163,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(HasGroups):
     """`torch.optim.Muon` for the hidden matrices, AdamW for everything else, in one optimizer.
 
     Muon updates trainable parameters with exactly two dims. Exceptions are embeddings, biases and names that contain
@@ -201,6 +210,7 @@ class Muon:
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.adamw_betas, self.adamw_eps, self.weight_decay)
+        self.check_groups()
         _check_implementation(self.implementation)
         check_range("adamw_lr", self.adamw_lr, above=0, fix="optimizer.adamw_lr=1e-5")
         if not 0 <= self.momentum < 1:
@@ -219,6 +229,9 @@ class Muon:
 
     def orthogonalizes(self, item: TrainableParam) -> bool:
         """Return whether Muon updates this parameter. AdamW updates all others."""
+        algorithm = Rates(self.groups).algorithm(item)
+        if algorithm is not None:
+            return algorithm == "muon"
         is_matrix = item.param.ndim == 2 and item.is_matrix and not item.is_embedding
         return is_matrix and not any(name in item.name for name in self.adamw_names)
 
@@ -249,6 +262,8 @@ class Muon:
                 **_kernel(self.implementation),
             },
             decay_embeddings=self.decay_embeddings,
+            rates=self.rates(parts),
+            device=next(param.device for part in parts for param in part.parameters()),
         )
 
     def state_bytes(self, item: TrainableParam, numel: int) -> float:
@@ -259,7 +274,7 @@ class Muon:
 
 
 @dataclass(frozen=True)
-class AdamW8bit:
+class AdamW8bit(HasGroups):
     """AdamW with 8-bit moments, from `torchao` (any layout) or `bitsandbytes` (CUDA, unsharded parameters only)."""
 
     lr: float
@@ -278,6 +293,8 @@ class AdamW8bit:
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
+        self.check_groups()
+        self.refuse_algorithms()
         check_choice("library", self.library, ("torchao", "bitsandbytes"), fix="optimizer.library=torchao")
         require_package(self.library, f"library={self.library}", install=self.library, keys=("library",))
 
@@ -297,7 +314,9 @@ class AdamW8bit:
             kind = import_module("automodel_cli.training.optimizers.torchao_adamw").QuantizedAdamW
         else:
             kind = import_module("bitsandbytes.optim").AdamW8bit
-        groups = decay_groups(params, self.weight_decay, embeddings=self.decay_embeddings)
+        groups = decay_groups(
+            params, self.weight_decay, embeddings=self.decay_embeddings, rates=self.rates(parts), lr=self.lr
+        )
         result: torch.optim.Optimizer = kind(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
         return result
 

@@ -18,6 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.training.optimizers.rate_groups import Rates
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class TrainableParam(NamedTuple):
@@ -26,6 +30,16 @@ class TrainableParam(NamedTuple):
     name: str
     param: nn.Parameter
     owner: nn.Module
+
+    @property
+    def hub_name(self) -> str:
+        """The name in the transformers model, without the prefixes of wrappers."""
+        return ModelPart.hub_name(bare_name(self.name))
+
+    @property
+    def is_front(self) -> bool:
+        """Whether it is outside the text model of a vision-language model."""
+        return self.name.startswith("front.")
 
     @property
     def is_matrix(self) -> bool:
@@ -59,23 +73,48 @@ def trainable(parts: Sequence[nn.Module]) -> Iterator[TrainableParam]:
 
 
 def decay_groups(
-    params: Sequence[TrainableParam], weight_decay: float, *, embeddings: bool = False
+    params: Sequence[TrainableParam],
+    weight_decay: float,
+    *,
+    embeddings: bool = False,
+    rates: Rates | None = None,
+    lr: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return groups for `torch.optim`, split by weight decay and by mesh. No group is empty. `embeddings`: decay them
-    too."""
-    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    """Return groups for `torch.optim`, split by weight decay, learning rate and mesh.
+
+    Without parameters the result is one empty group, because torch rejects an empty list.
+
+    Args:
+        weight_decay: of matrices.
+        embeddings: decay them too.
+        rates: rules of selected parameters. With rules, groups have their `lr`.
+        lr: peak learning rate of the optimizer.
+    """
+    rates = rates or Rates()
+    groups: dict[tuple[float, float, DeviceMesh | None], list[nn.Parameter]] = {}
     for item in params:
         decays = item.is_matrix and (embeddings or not item.is_embedding)
-        groups.setdefault((decays, item.mesh), []).append(item.param)
+        decay = rates.weight_decay(item, weight_decay if decays else 0.0)
+        groups.setdefault((decay, rates.lr(item, lr), item.mesh), []).append(item.param)
+    if not groups:
+        return [{"params": [], "weight_decay": weight_decay}]
     return [
-        {"params": members, "weight_decay": weight_decay if decays else 0.0} for (decays, _), members in groups.items()
+        {"params": members, "weight_decay": decay, **({} if rates.is_empty else {"lr": rate})}
+        for (decay, rate, _), members in groups.items()
     ]
 
 
+def bare_name(name: str) -> str:
+    """Return the name of a parameter without the prefixes of checkpointing and compile wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def require_trainable(parts: Sequence[nn.Module]) -> list[TrainableParam]:
-    """Return `trainable` as a list. Raises ConfigError if all parameters are frozen."""
+    """Return `trainable` as a list. Raises ConfigError if all parameters are frozen, unless another stage has some."""
     params = list(trainable(parts))
-    if not params:
+    if not params and not any(getattr(part, "may_train_nothing", False) for part in parts):
         raise ConfigError(
             "no parameter is trainable: every parameter has requires_grad=False",
             code="nothing_to_train",
