@@ -66,10 +66,11 @@ def plan(
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
-    from automodel_cli.run.checks.vision_checks import refuse_command
-
-    refuse_command(recipe.kind, recipe.model, "plan")
     common.print_untrusted(composed, untrusted)
+    if goodput or traced:
+        from automodel_cli.run.checks.vision_checks import refuse_command
+
+        refuse_command(recipe.kind, recipe.model, f"plan --{'goodput' if goodput else 'traced'}")
     gpus = common.gpus_to_train_on(recipe, gpus)
     if goodput:
         from automodel_cli.dryrun.goodput import Assumptions, print_goodput

@@ -88,7 +88,9 @@ def read_units(part: ModelPart, anatomy: ModelStructure | None) -> Units:
         before, after = Unit(tuple(rest), used_weights(head) if head is not None else 0.0), Unit((), 0.0)
     else:
         layers = list(part.model.get_submodule(anatomy.layers).children())
-        before, after = (unit_of([part.model.get_submodule(n) for n in ns]) for ns in (anatomy.before, anatomy.after))
+        first = [] if part.front is None else [part.front]  # the vision tower is on the first stage
+        before = unit_of([*first, *(part.model.get_submodule(name) for name in anatomy.before)])
+        after = unit_of([part.model.get_submodule(name) for name in anatomy.after])
     if anatomy is None or part.multi_token is None:
         num_depths = len(part.multi_token or ())
         return Units(before, tuple(unit_of([layer]) for layer in layers), after, _NOTHING, _NOTHING, num_depths)

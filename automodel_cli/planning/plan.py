@@ -23,6 +23,7 @@ from automodel_cli.models.freezing import freeze
 from automodel_cli.models.lm_head.head import default_chunk_size, kernel_chunk_size, kernels_allow
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import num_packed
+from automodel_cli.models.vision.work import FrontWork
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.placement import place_layout, render_table
 from automodel_cli.pipelining.cut.split_check import check_split
@@ -35,6 +36,7 @@ from automodel_cli.planning.head_memory import head_bytes
 from automodel_cli.planning.layer_costs import Units, read_units
 from automodel_cli.planning.memory import Accounting, Memory
 from automodel_cli.planning.schedule_comparison import Comparison, StagePlanner
+from automodel_cli.planning.tower_memory import TowerMemory, tower_memory
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class PlanRequest:
     """Which parameters are trained, by patterns of names."""
     frozen: ModelConfig | None = None
     """A model beside the trained one, cut and sharded like it."""
+    patches_per_image_token: float = 0.0
+    """Of a model that reads pictures."""
     masks: bool = False
     """Whether attention is torch's own and reads a mask, tokens x tokens, that keeps the documents of a row apart."""
 
@@ -103,6 +107,7 @@ class Plan:
     comparison: tuple[tuple[Comparison, float | None], ...] = ()
     layout_table: str | None = None
     balanced: Timeline | None = None
+    tower: TowerMemory | None = None
 
     @property
     def heaviest(self) -> float:
@@ -128,7 +133,7 @@ def _make_plan(request: PlanRequest) -> Plan:
     part = build_part(request.model)
     freeze(part, request.selection)
     anatomy = check_split(part.model) if request.pipeline is not None else None
-    units = read_units(part, anatomy)
+    units = _with_patches(request, part, read_units(part, anatomy))
     checkpointing = request.parallelizer.activation_checkpointing
     tokens = -(-request.seq_len // request.layout.cp)  # of a row on one rank; keys and values of others not counted
     activations = trace_activations(
@@ -143,6 +148,8 @@ def _make_plan(request: PlanRequest) -> Plan:
     )
     if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)
+    tower = _tower(request, part, tokens)
+    activations = activations if tower is None else tower.beside(activations)
     over_tp = _cut_over_tp(request, part)
     heads = [_head_bytes(request, part, over_tp, request.rows * tokens, adds=adds) for adds in (False, True)]
     estimate = _Estimate(request, units, activations, over_tp, _frozen_bytes(request), *heads)
@@ -153,6 +160,7 @@ def _make_plan(request: PlanRequest) -> Plan:
         sum(p.numel() for p in whole if p.requires_grad),
         *estimate.of_stages((range(len(units.layers)),), (0,), lambda amounts: tuple(amounts), (1,)),
         live=(1.0,),
+        tower=tower,
     )
     if anatomy is None:
         return plan
@@ -160,6 +168,31 @@ def _make_plan(request: PlanRequest) -> Plan:
     recompute = 0.0 if checkpointing == "selective" else some / every
     cutter = StagePlanner(part, anatomy, units, request.layout.pp, request.num_microbatches, (1.0 + recompute, 1.0))
     return _with_pipeline(plan, estimate, cutter)
+
+
+def _with_patches(request: PlanRequest, part: ModelPart, units: Units) -> Units:
+    """Count the tower once for each patch of an image token."""
+    if part.front is None:
+        return units
+    more = FrontWork.of(part.front).tower * max(0.0, request.patches_per_image_token - 1)
+    return replace(units, before=replace(units.before, cost=units.before.cost + more))
+
+
+def _tower(request: PlanRequest, part: ModelPart, tokens: int) -> TowerMemory | None:
+    """Memory of the vision tower if all tokens of a microbatch are image tokens."""
+    vision = request.model.vision
+    if part.front is None or vision is None:
+        return None
+    image_tokens = request.rows * tokens
+    return tower_memory(
+        FrontWork.of(part.front),
+        request.parallelizer.activation_checkpointing,
+        patches=image_tokens * request.patches_per_image_token,
+        image_tokens=image_tokens,
+        text_width=part.model.config.get_text_config().hidden_size,
+        item_bytes=request.compute_dtype.itemsize,
+        is_trained=not vision.front_is_frozen,
+    )
 
 
 def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: StagePlanner) -> Plan:

@@ -31,6 +31,7 @@ from automodel_cli.models.moe.load_balancing import LoadBalancer
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
 from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.models.vision.work import FrontWork, load_of_blank
 from automodel_cli.objectives.base import request_of
 from automodel_cli.objectives.segment_reduce import at_last_token
 from automodel_cli.pipelining.build_stages import build_stages
@@ -43,6 +44,7 @@ from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepHook
 
 if TYPE_CHECKING:
+    from automodel_cli.data.preparation.dataset import PackedDataset
     from automodel_cli.run.recipe import Recipe
 
 
@@ -110,16 +112,33 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
     replaces the vocabulary head if its logits are unused.
     """
     config, head = recipe.model, request_of(recipe.trained_objective)
-    if config.vision is not None or recipe.train.selects:
-        return None  # the work of the tower depends on the pictures, that of a backward on what is frozen
+    if recipe.train.selects:
+        return None  # the work of a backward depends on what is frozen
+    text_is_frozen = config.vision is not None and config.vision.text == "frozen"
     return training_flops_per_token(
         part.source_config,
         context_length,
-        frozen_base=config.lora is not None,
+        frozen_base=config.lora is not None or text_is_frozen,
         num_adapter_params=0 if config.lora is None else num_trained,
         num_depths=0 if part.depth_names is None else len(part.depth_names.depths),
         num_outputs=None if head.logprobs else int(head.values),
     )
+
+
+def tower_flops_per_token(recipe: Recipe, part: ModelPart, data: PackedDataset) -> float | None:
+    """Return the training FLOPs of tower and projector, averaged over all tokens of the data. 0 without pictures, None
+    on a stage without them."""
+    vision = recipe.model.vision
+    if vision is None or data.pictures is None:
+        return 0.0
+    if part.front is None:
+        return None
+    work = FrontWork.of(part.front)
+    load = data.picture_load(load_of_blank(work, data.pictures.processor))
+    flops = work.training_flops(
+        load, tower_trained=vision.tower == "trained", projector_trained=vision.projector == "trained"
+    )
+    return flops / max(1, data.num_tokens)
 
 
 def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:

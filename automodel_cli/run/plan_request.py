@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import Layout
 
 if TYPE_CHECKING:
     from automodel_cli.planning.plan import PlanRequest
     from automodel_cli.run.recipe import Recipe
+
+_USUAL_MERGE = 2
 
 
 def plan_request(recipe: Recipe, layout: Layout) -> PlanRequest:
@@ -29,5 +32,25 @@ def plan_request(recipe: Recipe, layout: Layout) -> PlanRequest:
         seq_len=recipe.data.seq_len,
         head=request_of(recipe.trained_objective),
         frozen=recipe.frozen_model,
+        patches_per_image_token=_patches_per_image_token(recipe),
         masks=recipe.model.attn_implementation == "sdpa" and row_layout(recipe) != "whole",
     )
+
+
+def _patches_per_image_token(recipe: Recipe) -> float:
+    """Return the ratio of the blank picture. Without a processor (bundled configs), that of the merge size."""
+    if recipe.model.vision is None:
+        return 0.0
+    from automodel_cli.models.hub.source import composite_config
+    from automodel_cli.models.tokenizer import load_tokenizer
+    from automodel_cli.models.vision.processor import picture_processor
+    from automodel_cli.models.vision.work import load_of_blank, meta_work
+
+    config = composite_config(recipe.model)
+    try:
+        processor = picture_processor(recipe.model, load_tokenizer(recipe.model))
+    except ConfigError:
+        side = getattr(getattr(config, "vision_config", None), "spatial_merge_size", _USUAL_MERGE)
+        return float(side**2)
+    load = load_of_blank(meta_work(config), processor)
+    return load.patches / max(1.0, load.tokens)

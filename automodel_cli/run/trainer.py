@@ -35,7 +35,7 @@ from automodel_cli.run.checks import mixed_dtypes
 from automodel_cli.run.checks.cross_section_checks import check_profile
 from automodel_cli.run.memory import out_of_memory
 from automodel_cli.run.memory.auto_activation_checkpointing import decided_together
-from automodel_cli.run.model_builder import Model, flops_per_token
+from automodel_cli.run.model_builder import Model, flops_per_token, tower_flops_per_token
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.remote.remote_sync import mirrored
 from automodel_cli.run.run_directory import (
@@ -377,6 +377,8 @@ class Trainer:
     def _machine(self) -> Machine:
         model, length = self.model, self.data.train.mean_context()
         flops = flops_per_token(self.recipe, model.parts[0], length, model.num_trained)
+        of_tower = tower_flops_per_token(self.recipe, model.parts[0], self.data.train)
+        flops = None if flops is None or of_tower is None else flops + of_tower
         on_gpu = self.mesh.device.type == "cuda"
         peak = device_peak_flops(torch.cuda.get_device_name(self.mesh.device)) if on_gpu else None
         return Machine(dist.get_world_size(), flops, peak)

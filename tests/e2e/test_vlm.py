@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from automodel_cli.cli.main import run
@@ -163,6 +164,34 @@ def _chat_reads_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert run([*chat, "--image", "missing.png"]) != 0
     assert_error(capsys.readouterr().err, "unreadable_file", "--image")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.slow)])
+def test_peft_reads_the_adapter_on_the_composite(kind: str, tmp_path: Path):
+    """CLIP towers have layers with the names of the text model (`q_proj`), which must stay as they are."""
+    _project(tmp_path, kind)
+    frozen = ("model.vision.tower=frozen", "model.vision.projector=frozen")
+    _train(tmp_path, "lora", "model.lora={rank: 4}", *frozen, "optimizer.lr=0.02")
+    export = tmp_path / "runs/lora/export"
+    base, merged = (
+        AutoModelForImageTextToText.from_pretrained(folder).eval() for folder in (tmp_path / "original", export)
+    )
+    row = next(row for row in map(json.loads, (tmp_path / "data/rows.jsonl").open()) if row["images"])
+    speaker = Speaker.load("x", str(export))
+    pictures = load_pictures([speaker], [str(tmp_path / "data" / name) for name in row["images"]])
+    parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": "what is here"}]
+    speaker.messages.append({"role": "user", "content": parts})
+    speaker.pictures += pictures
+    inputs = speaker._inputs("")
+
+    def logprobs(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**inputs).logits.log_softmax(-1)
+
+    plain, want = logprobs(base), logprobs(merged)
+    got = logprobs(PeftModel.from_pretrained(base, str(export / "adapter")).eval())
+    assert (want - plain).abs().max() > 1e-2, "training changed the model"
+    assert (got - want).abs().max() < 2e-5
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_run_and_refuses_an_edited_picture(tmp_path: Path):

@@ -12,6 +12,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import LOSS_WEIGHTS, SOURCES
 from automodel_cli.data.mixture import Mixture
+from automodel_cli.data.pictures.load import PictureLoad
 from automodel_cli.data.pictures.reader import PictureReader
 from automodel_cli.data.pictures.storage import PictureTable
 from automodel_cli.data.storage.indexed_store import IndexedStore
@@ -197,6 +198,17 @@ class PackedDataset:
         of_documents = (self.row_lengths,) if self.cross_documents else [np.diff(s.offsets) for s in self.stores]
         lengths = np.concatenate(of_documents).astype(np.float64)
         return float((lengths**2).sum() / lengths.sum())
+
+    def picture_load(self, example: PictureLoad) -> PictureLoad:
+        """Return patches and tokens of all pictures. `example`: the load of one picture, whose ratios hold for pictures
+        without a grid."""
+        assert self.pictures is not None, "the dataset has pictures"
+        tokens = sum(int((store.ids == self.pictures.processor.placeholder).sum()) for store in self.stores)
+        patches_P = np.concatenate([store.patches_of_pictures() for store in self.stores]).astype(np.float64)
+        if patches_P.sum():
+            return PictureLoad(float(patches_P.sum()), tokens, float((patches_P**2).sum()))
+        share = tokens / max(1, example.tokens)
+        return PictureLoad(share * example.patches, tokens, share * example.pairs)
 
     def collate(self, row_indices: Sequence[int]) -> Batch:
         """Return the sequences as one microbatch. `DUMMY_ROW` is a padding sequence.

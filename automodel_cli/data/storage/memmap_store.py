@@ -199,6 +199,13 @@ class PackedStore:
         places = slice(*self.picture_offsets[piece : piece + 2].tolist())
         return [(self.pictures, int(number)) for number in self.picture_index[places]]
 
+    def patches_of_pictures(self) -> np.ndarray:
+        """Return the number of patches of each picture of each piece, int64. 0: no grid, so unknown."""
+        if self.pictures is None:
+            return _none()
+        patches: np.ndarray = self.pictures.rows["grid"].astype(np.int64).prod(1)[self.picture_index]
+        return patches
+
     @property
     def kind(self) -> str:
         """`documents`, `pairs` or `judged`."""

@@ -38,11 +38,10 @@ def refuse_command(kind: str, model: ModelConfig, command: str) -> None:
     """Raise ConfigError if a command that does not support pictures gets a recipe with them."""
     if model.vision is not None:
         raise ConfigError(
-            f"`automodel {command}` is not supported for recipes of kind {kind}, because it does not count the "
-            "vision tower",
+            f"`automodel {command}` is not supported for recipes of kind {kind}, because it runs the text model only",
             code="unsupported_combination",
             keys=("model.vision",),
-            fix="remove this command, and measure the first steps of a run (logging.every=1)",
+            fix="estimate memory with automodel plan, or measure steps with automodel bench",
         )
 
 

@@ -64,13 +64,25 @@ def print_plan(
     if recomputed is not None:
         print(f"recompute: {recomputed}\n")
     print(report.render_plan(plan, memory_gib=memory_gib, traced=traced, width=width))
-    for line in (_while_it_generates(recipe, plan, memory_gib), recipe.packing_note, export_check):
+    for line in (_tower(plan), _while_it_generates(recipe, plan, memory_gib), recipe.packing_note, export_check):
         if line is not None:
             print(line)
     if svg is not None:
         svg.write_text(report.svg(plan), encoding="utf-8")
         print(f"\ntimeline written to {svg}")
     return 0
+
+
+def _tower(plan: Plan) -> str | None:
+    """Return a line with what is assumed of pictures."""
+    if plan.tower is None:
+        return None
+    kept = (plan.tower.kept + plan.tower.recomputed) / 2**30
+    tokens = plan.request.rows * plan.request.seq_len
+    return (
+        f"pictures: the plan assumes that all {tokens:,} tokens of a microbatch are image tokens "
+        f"({plan.tower.patches:,.0f} patches), for which the tower needs about {kept:.2f} GiB"
+    )
 
 
 def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | None:

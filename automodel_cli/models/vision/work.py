@@ -1,0 +1,110 @@
+"""Work of a front end: matrix products of the tower by patches, and of the projector by image tokens.
+
+Forward, per picture of P patches and N tokens:
+
+    2 * tower * P + 2 * projector * N + 4 * blocks * width * P * S
+
+`tower` and `projector` are numbers of matrix parameters. S: patches that a patch attends to, those of its picture or
+tile. Windows inside a tower are not subtracted. Read from modules, so that no family needs a formula of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from automodel_cli.data.pictures.load import PictureLoad
+from automodel_cli.models.hub import composite_text
+from automodel_cli.models.vision.front import Front, composite_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from automodel_cli.data.pictures.reader import PictureProcessor
+
+_MATRICES = (nn.Linear, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class FrontWork:
+    """Sizes of a front end.
+
+    Attributes:
+        tower: matrix parameters that a patch passes through.
+        projector: matrix parameters that an image token passes through.
+        width: of the tower.
+        blocks: number of blocks of the tower.
+        inner: width inside the MLPs of the blocks.
+        patch_elements: input values of a patch.
+        patch_side: side of a patch [pixels].
+    """
+
+    tower: int
+    projector: int
+    width: int
+    blocks: int
+    inner: int
+    patch_elements: int
+    patch_side: int
+
+    @classmethod
+    def of(cls, front: Front) -> FrontWork:
+        """Read the sizes from the modules, which may be on the meta device or sharded."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        modules = dict(front.composite.named_modules())
+        matrices = {name: module for name, module in modules.items() if isinstance(module, _MATRICES)}
+        sizes = {True: 0, False: 0}
+        for name, module in matrices.items():
+            sizes[front.is_tower(f"{name}.weight")] += module.weight.numel()
+        blocks = [m for m in modules.values() if isinstance(m, GradientCheckpointingLayer)]
+        inner = max((len(m.weight) for block in blocks for m in block.modules() if isinstance(m, nn.Linear)), default=0)
+        first = next(m for n, m in matrices.items() if front.is_tower(f"{n}.weight"))
+        width, *kernel = first.weight.shape
+        elements = int(first.weight[:1].numel())
+        side = int(kernel[-1]) if len(kernel) > 1 else 0
+        return cls(sizes[True], sizes[False], int(width), len(blocks), inner, elements, side)
+
+    def training_flops(self, load: PictureLoad, *, tower_trained: bool = True, projector_trained: bool = True) -> float:
+        """Return the FLOPs of forward and backward. A frozen matrix has a backward only if one before it is trained.
+
+        The first matrix of a projector behind a frozen tower is counted as if its input had a gradient.
+        """
+        tower = 2 * self.tower * load.patches + 4 * self.blocks * self.width * load.pairs
+        projector = 2 * self.projector * load.tokens
+        of_projector = 3 if projector_trained else 2 if tower_trained else 1
+        return tower * (3 if tower_trained else 1) + projector * of_projector
+
+
+def meta_work(whole_config: PretrainedConfig) -> FrontWork:
+    """Return the sizes of the front end of a config, without memory."""
+    composite = composite_on_meta(whole_config, torch.float32)
+    name = composite_text.text_module(composite)
+    assert name is not None, "`composite_on_meta` checks it"
+    return FrontWork.of(Front(composite, composite.get_submodule(name)))
+
+
+def load_of_shapes(work: FrontWork, inputs: Any, tokens: int) -> PictureLoad:
+    """Return the load of pictures that the image processor has processed.
+
+    Args:
+        inputs: outputs of the image processor.
+        tokens: placeholders of these pictures.
+    """
+    pixels = inputs["pixel_values"]
+    patches = pixels.numel() // work.patch_elements
+    if "image_grid_thw" in inputs:
+        pairs = sum(int(grid.prod()) ** 2 for grid in inputs["image_grid_thw"])
+    else:
+        per_tile = pixels.shape[-1] * pixels.shape[-2] // work.patch_side**2
+        pairs = patches * per_tile
+    return PictureLoad(patches, tokens, pairs)
+
+
+def load_of_blank(work: FrontWork, processor: PictureProcessor) -> PictureLoad:
+    """Return the load of the blank picture, for families whose pictures differ in their number of tiles only."""
+    ids, inputs = processor.blank()
+    return load_of_shapes(work, inputs, int((ids == processor.placeholder).sum()))
