@@ -51,15 +51,16 @@ def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
 class SourceConfig:
     """One dataset of a mixture. The fields are those of `data` for one dataset, and its part of the run.
 
-    - `path` accepts json, jsonl, csv, parquet, arrow and txt files (text files also as .gz), folders and globs of them,
-      a folder written by `datasets.save_to_disk`, or a hub id. Rows of a .txt file have the column `text`.
+    - `path` accepts json, jsonl, csv, parquet, arrow and txt files (text files also as .gz and .zst), token files,
+      folders and globs of them, a folder written by `datasets.save_to_disk`, URLs of all these, or a hub id. Rows of a
+      .txt file have the column `text`.
     - `sampling_weight` decides how often the dataset is drawn, `loss_weight` how much each of its tokens counts. Set
       `sampling_weight` for all datasets or for none. Without it, `epochs` decides how often each sequence is used.
     """
 
     path: str
-    """File (json, jsonl, csv, parquet, arrow, txt; text files also as .gz), token file of Megatron or nanoGPT (.bin),
-    folder or glob of files, saved dataset, or hub id."""
+    """File (json, jsonl, csv, parquet, arrow, txt; text files also as .gz and .zst), token file of Megatron or nanoGPT
+    (.bin), folder or glob of files, saved dataset, URL of them (s3://bucket/rows.jsonl), or hub id."""
     name: str | None = None
     """Configuration of a hub dataset."""
     revision: str | None = None

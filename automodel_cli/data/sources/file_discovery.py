@@ -13,9 +13,12 @@ from typing import Any
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.config.fix_syntax import override, word
+from automodel_cli.data.sources.compressed import SUFFIXES as COMPRESSED
+from automodel_cli.data.sources.remote_files import check_url, is_url
 
-TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
-TEXTS = (".txt", ".txt.gz")
+_PLAIN_TABLES = (".jsonl", ".json", ".csv")
+TABLES = (*_PLAIN_TABLES, ".parquet", ".arrow", *(f"{name}{c}" for name in _PLAIN_TABLES for c in COMPRESSED))
+TEXTS = (".txt", *(f".txt{c}" for c in COMPRESSED))
 TOKENS = (".bin",)
 SUFFIXES = TABLES + TEXTS + TOKENS
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -34,8 +37,11 @@ def local_files(path: str, split: str = "train", *, whole: bool = False) -> list
 
     `split` selects a split of a saved DatasetDict, or of a folder with split names in its file names (`train-0.jsonl`,
     `test.csv`). Other paths have no splits. `whole`: the path must stand for one split. Raises DataError if the
-    path looks local and contains no usable file.
+    path looks local and contains no usable file. Files of a URL are not local: their file system is only checked.
     """
+    if is_url(path):
+        check_url(path)
+        return None
     here = Path(path).expanduser()
     if (here / "dataset_dict.json").is_file():
         return _saved(_split_folder(here, split))
@@ -97,7 +103,18 @@ def _in_folder(folder: Path) -> list[Path]:
     """Return all tables of a folder. Token files, and then text files (because of README files), are used only if there
     are no tables.
     """
-    files = [f for f in folder.iterdir() if f.is_file() and f.name not in METADATA]
+    return _usable(folder, [f for f in folder.iterdir() if f.is_file() and f.name not in METADATA])
+
+
+def remote_files(url: str, files: list[Path], split: str, *, is_folder: bool, whole: bool) -> list[Path]:
+    """Return the files of a URL that `local_files` would return of the same path. `files`: their local copies."""
+    rows = [file for file in files if file.name not in METADATA]
+    usable = _usable(url, rows) if is_folder else [_supported(file) for file in files]
+    names = _splits(usable)
+    return _of_split(url, names, split, whole) if is_folder and len(names) > 1 else usable
+
+
+def _usable(folder: Path | str, files: Sequence[Path]) -> list[Path]:
     for suffixes in (TABLES, TOKENS, TEXTS):
         if tables := sorted(f for f in files if f.name.endswith(suffixes)):
             return tables

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import io
 import re
 import shlex
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +16,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.json_reader import MAX_ROW, NumberedRow, Row, read_array, read_lines, too_long
 from automodel_cli.data.row_errors import DAMAGED, RowError, TableRow
 from automodel_cli.data.source_config import SourceConfig, TxtRows
+from automodel_cli.data.sources.compressed import DAMAGE, open_file, plain_name, tool_of
 from automodel_cli.data.sources.text_reader import read_text
 
 DELIMITERS = (";", "\t", "|")
@@ -34,25 +33,25 @@ def read_file(path: Path, text_unit: TxtRows = "file") -> Iterator[NumberedRow]:
 
     The last row of a damaged file is a `DAMAGED` error, because the rest cannot be read.
     """
-    name = path.name.removesuffix(".gz")
+    name = plain_name(path)
     if name.endswith(".parquet"):
         return _read_parquet(path)
     if name.endswith(".arrow"):
         return _read_arrow(path)
     _refuse_wide_characters(path)
     if name.endswith(".csv"):
-        return _until_damaged(_read_csv(path))
+        return _until_damaged(path, _read_csv(path))
     if name.endswith(".txt"):
-        return _until_damaged(_from_binary(path, lambda file: read_text(file, path, text_unit)))
-    return _until_damaged(_from_binary(path, lambda file: _read_json(path, file)))
+        return _until_damaged(path, _from_binary(path, lambda file: read_text(file, path, text_unit)))
+    return _until_damaged(path, _from_binary(path, lambda file: _read_json(path, file)))
 
 
 def _refuse_wide_characters(path: Path) -> None:
     """Raise DataError for UTF-16 or UTF-32 text, detected by its byte order mark or by zero bytes at its start."""
     try:
-        with _open(path) as file:
+        with open_file(path) as file:
             head = file.read(4)
-    except (OSError, EOFError, zlib.error):  # damaged: its reader reports the position
+    except (OSError, *DAMAGE):  # damaged: its reader reports the position
         return
     zeros = tuple(byte == 0 for byte in head)
     if head[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
@@ -63,9 +62,10 @@ def _refuse_wide_characters(path: Path) -> None:
         encoding = "UTF-16LE" if zeros[1] else "UTF-16BE"
     else:
         return
-    raw = path.with_name(path.name.removesuffix(".gz"))
+    raw = path.with_name(plain_name(path))
     made = raw.with_stem(f"{raw.stem}-utf8")
-    source = f"gunzip -c {shlex.quote(str(path))} | iconv" if raw != path else f"iconv {shlex.quote(str(path))}"
+    given = shlex.quote(str(path))
+    source = f"{tool_of(path)} -dc {given} | iconv" if raw != path else f"iconv {given}"
     raise DataError(
         f"{path} is encoded as {encoding}, but must be UTF-8. After the conversion set data.path={made}",
         code="unsupported_file_type",
@@ -73,26 +73,23 @@ def _refuse_wide_characters(path: Path) -> None:
     )
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
-
-
 def _from_binary(path: Path, read: Any) -> Iterator[NumberedRow]:
-    with _open(path) as file:
+    with open_file(path) as file:
         yield from read(file)
 
 
-def _until_damaged(rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
+def _until_damaged(path: Path, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
     """Yield the rows of a compressed file up to the damage, then an error."""
     number = 0
     try:
         for number, row in rows:
             yield number, row
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        reason = f"the gzip data is damaged and the rows after it cannot be read: {error}"
+    except DAMAGE as error:
+        tool = tool_of(path)
+        reason = f"the {tool} data is damaged and the rows after it cannot be read: {error}"
         yield (
             number + 1,
-            RowError(DAMAGED, reason, raw="", fix="download or write the file again, and check it with gzip -t"),
+            RowError(DAMAGED, reason, raw="", fix=f"download or write the file again, and check it with {tool} -t"),
         )
 
 
@@ -104,16 +101,15 @@ def _read_json(path: Path, file: IO[bytes]) -> Iterator[NumberedRow]:
 
 
 def _first_character(file: IO[bytes]) -> bytes:
-    head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    file.seek(0)
-    return head[:1]
+    head: bytes = file.peek(4096)[:4096]  # type: ignore[attr-defined]
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
 def _read_csv(path: Path) -> Iterator[NumberedRow]:
     """Read the records after the header. A record with another number of cells is rejected, not shifted."""
     csv.field_size_limit(MAX_ROW)  # the default of 128 KiB is shorter than a long document
     # invalid UTF-8 bytes arrive as surrogates, which identify the record
-    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
+    with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
         records = _records(csv.reader(_lines(file, path), strict=True, delimiter=_delimiter(path)))
         header = next(records, None)
         if header is None:
@@ -139,7 +135,7 @@ def _delimiter(path: Path) -> str:
     """Return the column separator: a comma, unless the header has none but a `;`, tab or `|`. Spreadsheets write a
     semicolon if the comma is the decimal separator.
     """
-    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="replace", newline="") as file:
+    with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", errors="replace", newline="") as file:
         header = re.sub(r'"[^"]*"', "", file.readline(MAX_HEADER))
     return "," if "," in header else max(DELIMITERS, key=header.count) if any(map(header.count, DELIMITERS)) else ","
 

@@ -12,8 +12,9 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DatasetGenerator
 from automodel_cli.data.row_errors import RowError, SourceRow
 from automodel_cli.data.source_config import SourceConfig
-from automodel_cli.data.sources.file_discovery import left_out, local_files
+from automodel_cli.data.sources.file_discovery import left_out, local_files, remote_files
 from automodel_cli.data.sources.file_readers import load_hub, read_file, read_hub
+from automodel_cli.data.sources.remote_files import fetch, is_url
 from automodel_cli.data.storage.cache import file_hash
 from automodel_cli.data.token_files.megatron import INDEX_SUFFIX
 from automodel_cli.data.token_files.reader import are_token_files, has_index
@@ -39,7 +40,11 @@ def open_source(config: SourceConfig, root: Path, *, whole: bool = False) -> Sou
     """Open the local files or the hub dataset in `config.path`. `whole`: see `local_files`. Raises DataError if neither
     exists.
     """
-    paths = local_files(config.path, config.split, whole=whole)
+    if is_url(config.path):
+        fetched, is_folder = fetch(config.path, root)
+        paths: list[Path] | None = remote_files(config.path, fetched, config.split, is_folder=is_folder, whole=whole)
+    else:
+        paths = local_files(config.path, config.split, whole=whole)
     if paths is None:
         return HubSource(config)
     stray = next((key for key in ("name", "revision") if getattr(config, key) is not None), None)

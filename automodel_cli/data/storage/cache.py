@@ -55,6 +55,7 @@ CODE_FILES = (
     "preparation/pipeline.py",
     "preparation/tokenize.py",
     "row_errors.py",
+    "sources/compressed.py",
     "sources/file_readers.py",
     "sources/text_reader.py",
     "storage/cache.py",
