@@ -31,13 +31,20 @@ class VLMRecipe(SFTRecipe):
         from automodel_cli.models.vision.probe import probe_pictures
         from automodel_cli.models.vision.processor import picture_processor
         from automodel_cli.run.checks.token_ids import check_prepared
+        from automodel_cli.run.tower_cost import image_token_cost
 
         processor = picture_processor(self.model, tokenizer)
         if tokenizer.chat_template is None:  # repositories may store it with the processor only
             tokenizer.chat_template = getattr(processor.processor, "chat_template", None)
         probe_pictures(composite_config(self.model), processor)
         rows = PictureRows(self.data.media_dir or _folder_of(self.data.path), self.data.max_image_pixels)
-        support = PictureSupport(rows, processor, self.data.picture_memory_gib * 2**30)
+        assert self.model.vision is not None, "`check_vision` requires it"
+        support = PictureSupport(
+            rows,
+            processor,
+            self.data.picture_memory_gib * 2**30,
+            image_token_cost(composite_config(self.model), self.model.vision, processor),
+        )
         found = prepare_data(self.data, tokenizer, seed=self.seed, stop_ids=stop_ids(self.model), pictures=support)
         check_prepared(found, tokenizer, self.model)
         return found

@@ -31,7 +31,6 @@ from automodel_cli.models.moe.load_balancing import LoadBalancer
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
 from automodel_cli.models.tokenizer import load_tokenizer
-from automodel_cli.models.vision.work import FrontWork, load_of_blank
 from automodel_cli.objectives.base import request_of
 from automodel_cli.objectives.segment_reduce import at_last_token
 from automodel_cli.pipelining.build_stages import build_stages
@@ -44,7 +43,6 @@ from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepHook
 
 if TYPE_CHECKING:
-    from automodel_cli.data.preparation.dataset import PackedDataset
     from automodel_cli.run.recipe import Recipe
 
 
@@ -123,22 +121,6 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
         num_depths=0 if part.depth_names is None else len(part.depth_names.depths),
         num_outputs=None if head.logprobs else int(head.values),
     )
-
-
-def tower_flops_per_token(recipe: Recipe, part: ModelPart, data: PackedDataset) -> float | None:
-    """Return the training FLOPs of tower and projector, averaged over all tokens of the data. 0 without pictures, None
-    on a stage without them."""
-    vision = recipe.model.vision
-    if vision is None or data.pictures is None:
-        return 0.0
-    if part.front is None:
-        return None
-    work = FrontWork.of(part.front)
-    load = data.picture_load(load_of_blank(work, data.pictures.processor))
-    flops = work.training_flops(
-        load, tower_trained=vision.tower == "trained", projector_trained=vision.projector == "trained"
-    )
-    return flops / max(1, data.num_tokens)
 
 
 def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:

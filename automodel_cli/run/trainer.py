@@ -35,7 +35,7 @@ from automodel_cli.run.checks import mixed_dtypes
 from automodel_cli.run.checks.cross_section_checks import check_profile
 from automodel_cli.run.memory import out_of_memory
 from automodel_cli.run.memory.auto_activation_checkpointing import decided_together
-from automodel_cli.run.model_builder import Model, flops_per_token, tower_flops_per_token
+from automodel_cli.run.model_builder import Model, flops_per_token
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.remote.remote_sync import mirrored
 from automodel_cli.run.run_directory import (
@@ -47,6 +47,7 @@ from automodel_cli.run.run_directory import (
     take_away,
 )
 from automodel_cli.run.shared_directory import require_shared
+from automodel_cli.run.tower_cost import tower_flops_per_token
 from automodel_cli.runs.run_record import RunRecord, summary_of
 from automodel_cli.training.callback import Callbacks
 from automodel_cli.training.checkpoint import rng
@@ -141,6 +142,7 @@ class Trainer:
             seed=self.recipe.seed,
             shuffle=self.recipe.data.shuffle,
             prepare=prepared_for(self.mesh.device) or (_unchanged if self._has_pictures else None),
+            row_costs=self.data.train.row_costs() if self._has_pictures else None,
         )
 
     @property

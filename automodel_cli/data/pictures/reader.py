@@ -59,15 +59,17 @@ class PictureSupport:
         rows: reads pictures of rows.
         processor: their tokens and pixels.
         max_bytes: largest memory of pixels that were read ahead (`data.picture_memory_gib`).
+        image_token_cost: work of tower and projector for an image token, in units of a token of the text model.
     """
 
     rows: PictureRows
     processor: PictureProcessor
     max_bytes: float = 4 << 30
+    image_token_cost: float = 0.0
 
     def reader(self) -> PictureReader:
         """Return what adds pictures to the batches of a dataset."""
-        return PictureReader(self.processor, self.max_bytes)
+        return PictureReader(self.processor, self.max_bytes, image_token_cost=self.image_token_cost)
 
     def expanded(self, document: Any, result: Any) -> Any:
         """Return the encoded conversation with a run of placeholders for each picture, which is not trained."""
@@ -106,9 +108,12 @@ class PictureSupport:
 class PictureReader:
     """Adds pictures to batches."""
 
-    def __init__(self, processor: PictureProcessor, max_bytes: float, *, blank: bool = False):
+    def __init__(
+        self, processor: PictureProcessor, max_bytes: float, *, blank: bool = False, image_token_cost: float = 0.0
+    ):
         """`blank`: replace every picture by a white one of its size, to measure what a model knows without looking."""
         self.processor, self.max_bytes, self.is_blank = processor, max_bytes, blank
+        self.image_token_cost = image_token_cost
         self._pixels = PixelQueue(num_threads(), max_bytes)
 
     def blanked(self) -> PictureReader:

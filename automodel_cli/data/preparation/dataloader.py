@@ -9,6 +9,9 @@ Example: G = 8, 2 ranks, `microbatch_size` 2. Step 0 uses the entries 0 to 7::
 
     microbatch 0   rank 0: 0 1   rank 1: 2 3
     microbatch 1   rank 0: 4 5   rank 1: 6 7
+
+Sequences with pictures have different work. They are dealt so that all microbatches of a step have about the same
+(`dealing.py`). The step still trains on the same sequences.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.mixture import Mixture
 from automodel_cli.data.preparation.dataset import DUMMY_ROW, PackedDataset
+from automodel_cli.data.preparation.dealing import dealt
 from automodel_cli.data.preparation.row_stream import row_stream
 
 T_co = TypeVar("T_co", covariant=True)
@@ -65,9 +69,11 @@ class BatchLoader(Generic[T]):
         seed: int = 0,
         shuffle: bool = True,
         prepare: Callable[[T], T] | None = None,
+        row_costs: np.ndarray | None = None,
     ):
         """Sizes count sequences. With `prepare` (for example pinning), a thread collates and prepares the microbatches
-        of the next step while a step runs. Raises ConfigError if the global batch size is not a multiple of the
+        of the next step while a step runs. `row_costs`: work of each sequence of the dataset, by which those of a step
+        are dealt over ranks and microbatches. Raises ConfigError if the global batch size is not a multiple of the
         microbatch size times the number of ranks.
         """
         if global_batch_size < 1 or microbatch_size < 1 or global_batch_size % (microbatch_size * dp_size):
@@ -80,7 +86,7 @@ class BatchLoader(Generic[T]):
                 keys=("global_batch_size", "microbatch_size"),
                 fix=f"train.global_batch_size={near}",
             )
-        self.dataset, self.microbatch_size = dataset, microbatch_size
+        self.dataset, self.microbatch_size, self.row_costs = dataset, microbatch_size, row_costs
         self.global_batch_size, self.dp_rank, self.dp_size = global_batch_size, dp_rank, dp_size
         self.seed, self.shuffle = seed, shuffle
         self._lengths = dataset.row_lengths
@@ -116,6 +122,8 @@ class BatchLoader(Generic[T]):
         """Return the indices of this rank's next step, or `ahead` steps later, `[microbatches, microbatch_size]`,
         without advancing."""
         rows = self.stream.rows(self.position + ahead * self.global_batch_size, self.global_batch_size)
+        if self.row_costs is not None:
+            rows = rows[dealt(self.row_costs[rows], len(rows) // self.microbatch_size)]
         return rows.reshape(-1, self.dp_size, self.microbatch_size)[:, self.dp_rank]
 
     def peek_step(self, ahead: int = 0) -> list[T]:

@@ -199,12 +199,29 @@ class PackedDataset:
         lengths = np.concatenate(of_documents).astype(np.float64)
         return float((lengths**2).sum() / lengths.sum())
 
+    def _with_pictures(self) -> list[PackedStore]:
+        """Return the datasets with their own type. Files of token ids have no pictures."""
+        return [store for store in self.stores if isinstance(store, PackedStore)]
+
+    def row_costs(self) -> np.ndarray | None:
+        """Return the work of each row in tokens of the text model, float64. None if all rows have about the same."""
+        if self.pictures is None or not self.pictures.image_token_cost:
+            return None
+        costs = []
+        for store in self._with_pictures():
+            starts = store.offsets[store.row_offsets]
+            images = np.concatenate([[0], np.cumsum(store.ids == self.pictures.processor.placeholder)])
+            lengths = np.diff(starts) if self.row_len is None else np.full(store.num_rows, self.row_len)
+            costs.append(lengths + self.pictures.image_token_cost * np.diff(images[starts]))
+        return np.concatenate(costs)
+
     def picture_load(self, example: PictureLoad) -> PictureLoad:
         """Return patches and tokens of all pictures. `example`: the load of one picture, whose ratios hold for pictures
         without a grid."""
         assert self.pictures is not None, "the dataset has pictures"
-        tokens = sum(int((store.ids == self.pictures.processor.placeholder).sum()) for store in self.stores)
-        patches_P = np.concatenate([store.patches_of_pictures() for store in self.stores]).astype(np.float64)
+        stores, placeholder = self._with_pictures(), self.pictures.processor.placeholder
+        tokens = sum(int(np.count_nonzero(store.ids == placeholder)) for store in stores)
+        patches_P = np.concatenate([store.patches_of_pictures() for store in stores]).astype(np.float64)
         if patches_P.sum():
             return PictureLoad(float(patches_P.sum()), tokens, float((patches_P**2).sum()))
         share = tokens / max(1, example.tokens)

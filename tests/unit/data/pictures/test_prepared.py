@@ -15,6 +15,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import PictureRows
+from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.models.vision.processor import FamilyProcessor
 from tests.errors import raises
@@ -81,3 +82,35 @@ def test_one_percent_of_damaged_files_is_refused_by_name_or_left_out(tmp_path: P
     assert Counter(item["code"] for item in rejected) == {"bad_picture": 4, "no_picture": 1}
     for item in rejected:
         assert "images[1]" in item["message"] and f"{item['line'] - 1}.jpg" in item["message"]
+
+
+def test_rows_of_a_step_are_dealt_by_tokens_and_the_work_of_pictures(tmp_path: Path):
+    rng = random.Random(0)
+    with (tmp_path / "rows.jsonl").open("w") as rows:
+        for index in range(64):
+            names = [f"{index}_{nth}.png" for nth in range(rng.choice((0, 0, 1, 4)))]
+            for name in names:
+                (tmp_path / name).write_bytes(encoded(noise(rng.choice((8, 16, 32)), 16, index)))
+            rows.write(json.dumps({"messages": chat(len(names)), "images": names}) + "\n")
+    data, support = prepared(tmp_path, tmp_path / "rows.jsonl", packing="none")
+    assert data.train.row_costs() is None, "without the cost of an image token, rows stay in their order"
+    data.train.pictures.image_token_cost = 2.5
+    costs = data.train.row_costs()
+    for row in range(len(data.train)):
+        ids, _, _ = data.train.tokens(row)
+        assert costs[row] == len(ids) + 2.5 * (ids == support.processor.placeholder).sum()
+
+    def heaviest(row_costs: Any) -> tuple[list[list[int]], list[float]]:
+        loaders = [
+            BatchLoader(
+                data.train, global_batch_size=16, microbatch_size=2, dp_rank=rank, dp_size=4, row_costs=row_costs
+            )
+            for rank in range(4)
+        ]
+        steps = [[loader.next_rows(step) for loader in loaders] for step in range(4)]
+        loads = [max(float(costs[of_rank].sum(1).max()) for of_rank in ranks) for ranks in steps]
+        return [sorted(row for of_rank in ranks for row in of_rank.flatten().tolist()) for ranks in steps], loads
+
+    (as_drawn, before), (as_dealt, after) = heaviest(None), heaviest(costs)
+    assert as_drawn == as_dealt, "each step trains on the same rows"
+    assert sum(after) < 0.8 * sum(before)
