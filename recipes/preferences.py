@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from automodel_cli.data.formats.base import DataKind
 from automodel_cli.evaluation.validation import check_tasks
 from automodel_cli.objectives.base import PreferenceObjective
 from automodel_cli.run.recipe import Recipe
@@ -21,7 +22,7 @@ class PreferenceRecipe(Recipe):
     objective: PreferenceObjective
     """Loss on preference data: `objective=dpo`, `kto`, `reward` and others."""
 
-    preferences: ClassVar[bool] = True
+    data_kind: ClassVar[DataKind] = "preferences"
 
     def __post_init__(self) -> None:
         super().__post_init__()

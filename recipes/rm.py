@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.models.score_head import ScoreHead
 from automodel_cli.objectives.base import request_of
 from automodel_cli.recipes.preferences import PreferenceRecipe
 
@@ -20,7 +21,10 @@ class RMRecipe(PreferenceRecipe):
     """`PreferenceRecipe` for a model with a value head. Exports a sequence classifier."""
 
     kind: ClassVar[str] = "rm"
-    as_classifier: ClassVar[bool] = True
+
+    @property
+    def score_head(self) -> ScoreHead:
+        return ScoreHead()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,7 +41,7 @@ class RMRecipe(PreferenceRecipe):
         from automodel_cli.models.checkpoint_io.sequence_classifier import require_classifier
         from automodel_cli.models.hub.source import composite_config
 
-        require_classifier(composite_config(self.model))
+        require_classifier(composite_config(self.model), self.score_head)
         return super().run(source)
 
     def columns(self, session: Trainer) -> Columns:

@@ -24,6 +24,7 @@ _RECIPES = (
     "automodel_cli.recipes.sft.SFTRecipe",
     "automodel_cli.recipes.dpo.DPORecipe",
     "automodel_cli.recipes.rm.RMRecipe",
+    "automodel_cli.recipes.classifier.ClassifierRecipe",
     "automodel_cli.recipes.kd.KDRecipe",
     "automodel_cli.recipes.grpo.GRPORecipe",
 )

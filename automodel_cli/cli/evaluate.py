@@ -203,7 +203,7 @@ def _check_rows(target: str, config: EvalConfig, conf: str) -> None:
 def _recipe(target: str, folder: Path | None, config: EvalConfig, trust: Trust) -> Recipe:
     if folder is not None:
         recipe = common.load_recipe(folder / "config.yaml", (), trust, run_dir=folder)[1]
-        if recipe.as_classifier:
+        if recipe.score_head is not None:
             message = f"{folder} is not supported because it trained a classifier"
             raise ConfigError(message, code="wrong_model_kind")
         return recipe

@@ -75,6 +75,17 @@ def vlm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trus
     return _begin_kind("vlm", arguments, conf, overrides, trust)
 
 
+@finetune.command()
+@common.config_options
+@click.pass_obj
+def classifier(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
+    """Train a classifier of texts or tokens on labels or numbers.
+
+    Same as `finetune llm`, but accepts only recipes of kind classifier.
+    """
+    return _begin_kind("classifier", arguments, conf, overrides, trust)
+
+
 def of_kind(kind: str, what: str) -> click.Group:
     """The group `automodel KIND` with its command `llm`, which insists on a recipe of that kind."""
 

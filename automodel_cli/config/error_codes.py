@@ -332,7 +332,21 @@ ROW_CODES = {
     "empty": ErrorCode("A text or list of the row is empty.", "Fill it, or remove the row."),
     "not_messages": ErrorCode("The column is not a list of messages.", "Correct the row."),
     "not_text": ErrorCode("A value is not text.", "Write it as text."),
-    "bad_label": ErrorCode("The label is not true or false.", "Correct the label."),
+    "bad_label": ErrorCode(
+        "The label has another type than the recipe trains on: true or false, a name, a list of names or a number.",
+        "Correct the label.",
+    ),
+    "unknown_label": ErrorCode(
+        "The label of a row is not in `objective.labels`.", "Correct the label, or add it to `objective.labels`."
+    ),
+    "label_out_of_range": ErrorCode(
+        "The label of a row is an index beyond the last name of `objective.labels`.",
+        "Write a name for every class in `objective.labels`.",
+    ),
+    "ends_with_padding": ErrorCode(
+        "A text ends with the padding token, so transformers would read the score at an earlier token.",
+        "Remove the token at the end of the text.",
+    ),
     "bad_margin": ErrorCode("The margin is not a finite number.", "Correct the margin."),
     "no_prompt": ErrorCode("The row has no prompt.", "Add a prompt."),
     "bad_prompt": ErrorCode("The prompt is not the shared beginning of both responses.", "Correct the prompt."),

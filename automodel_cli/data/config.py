@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_range
-from automodel_cli.data.formats.base import PREFERENCES, Format
+from automodel_cli.data.formats.base import KINDS, DataKind, Format
 from automodel_cli.data.formats.builtin import find_format, format_name
 from automodel_cli.data.mixture import Mixture
 from automodel_cli.data.source_config import FormatName, SourceConfig, TxtRows, check_format
@@ -32,6 +32,13 @@ class DatasetGenerator(Protocol):
 
     def cache_key(self) -> str:
         """Return a text that changes whenever the generated rows would change."""
+
+
+_WORDS: dict[DataKind, str] = {
+    "documents": "conversations and texts",
+    "preferences": "preference data",
+    "labeled": "labeled texts",
+}
 
 
 def answer_checker(
@@ -263,18 +270,26 @@ class DataConfig:
         check_range("picture_memory_gib", self.picture_memory_gib, at_least=0, note=" (0 reads one microbatch ahead)")
         check_range("num_workers", self.num_workers, at_least=0, note=" (0 tokenizes in the main process)")
 
-    def check_kind(self, *, preferences: bool) -> None:
-        """Raise for settings that do not fit preference rows, and for preference formats in other recipes."""
+    def check_kind(self, kind: DataKind) -> None:
+        """Raise for formats of another kind, and for settings that do not fit preference rows or labeled rows."""
         for fmt in (self.format, *(source.format for source in self.datasets or ())):
-            if fmt != "auto" and (find_format(fmt).makes in PREFERENCES) != preferences:
-                kind = "preference data" if preferences else "data without preferences"
+            if fmt != "auto" and find_format(fmt).makes not in KINDS[kind]:
                 raise ConfigError(
-                    f"format={format_name(find_format(fmt))} is not supported, because the recipe trains on {kind}",
+                    f"format={format_name(find_format(fmt))} is not supported, because the recipe trains on "
+                    f"{_WORDS[kind]}",
                     code="wrong_data_kind",
                     keys=("data.format",),
                     fix="data.format=auto, or a recipe of the other kind",
                 )
-        if not preferences:
+        if kind == "labeled" and (self.packing == "wrapped" or self.truncation == "split"):
+            raise ConfigError(
+                f"packing={self.packing} with truncation={self.truncation} is not supported for labeled texts, because "
+                "it splits texts, and a part has no label of its own",
+                code="unsupported_combination",
+                keys=("data.packing", "data.truncation"),
+                fix="data.packing=best_fit data.truncation=truncate",
+            )
+        if kind != "preferences":
             return
         if self.packing == "wrapped" or self.truncation in ("split", "truncate"):
             raise ConfigError(

@@ -29,6 +29,8 @@ class HeadRequest:
     values: bool = False
     """`values_BT`: the model gets a value head (`models/lm_head/value_head.py`), trained, checkpointed and exported
     with it."""
+    scores: int = 0
+    """Outputs per token of a classification head, `scores_BTL`. It takes the place of the value head."""
     logprobs: bool = True
     """Compute `logprobs_BT` and everything else that needs logits. false: they are 0 and cost nothing."""
     topk: int = 0
@@ -48,9 +50,9 @@ LOGPROBS = HeadRequest()
 class HeadOutput(NamedTuple):
     """Head output of one microbatch, from the full model or from the last pipeline stage.
 
-    All fields are fp32 except the ids. All except the values are 0 where the label is ignored. All except the ids are
-    differentiable. With a `SamplingTransform`, they refer to the distribution that responses were sampled from. Fields
-    that were not requested are None.
+    All fields are fp32 except the ids. All except the values and scores are 0 where the label is ignored. All except
+    the ids are differentiable. With a `SamplingTransform`, they refer to the distribution that responses were sampled
+    from. Fields that were not requested are None.
 
     A named tuple, so that FSDP, DDP and torch's pipeline find the tensors in it.
     """
@@ -61,6 +63,8 @@ class HeadOutput(NamedTuple):
     """Entropy in nats of the distribution of the label: exact, over the full vocabulary."""
     values_BT: Tensor | None = None
     """Output of the value head on each token's last hidden state, also for ignored labels."""
+    scores_BTL: Tensor | None = None
+    """Output of the classification head on each token's last hidden state, also for ignored labels."""
     topk_logprobs_BTK: Tensor | None = None
     """Log-probs of the most likely tokens at the label's position, in descending order."""
     topk_ids_BTK: Tensor | None = None

@@ -21,6 +21,8 @@ class Encoded:
         judgement: 1 for a good, 0 for a bad response of a rated row.
         margin: margin of a pair.
         num_special: special tokens in the text of the row.
+        targets: of a labeled text (`data.labels.LabelSpec.target`).
+        classes: class of each token of labeled words, int16. -1 for none.
         pictures: `data.pictures.content.Picture` of each run of placeholders, in order.
     """
 
@@ -31,6 +33,8 @@ class Encoded:
     margin: float = 0.0
     num_special: int = 0
     pictures: tuple[Any, ...] = ()
+    targets: tuple[float, ...] = ()
+    classes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
 from automodel_cli.dryrun.types import DEFAULT_DOCUMENT
 from automodel_cli.models.hub.source import hf_config
+from automodel_cli.objectives.base import request_of
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,10 @@ def microbatches(recipe: Any, documents: DocumentLengths, number: int) -> list[C
     longest of their microbatch or to the row's length. Every token but a document's last is a label, as it is where
     `mask=all`: nothing needs more memory."""
     names = frozenset(getattr(recipe.objective, "columns", ()))
+    outputs = request_of(recipe.objective).scores
     compared = _tokens_of_a_teacher(recipe) if any(name.endswith("_BTN") for name in names) else 0
     taken = _unpacked(recipe, documents) if documents.rows else _packed(recipe, documents)
-    return [_microbatch(index, *next(taken), names, compared) for index in range(number)]
+    return [_microbatch(index, *next(taken), names, compared, outputs) for index in range(number)]
 
 
 Rows = list[list[int]]
@@ -123,7 +125,7 @@ def _tokens_of_a_teacher(recipe: Any) -> int:
     return recipe.objective.top_k or whole
 
 
-def _microbatch(index: int, rows: Rows, tokens: int, names: frozenset[str], compared: int) -> Columns:
+def _microbatch(index: int, rows: Rows, tokens: int, names: frozenset[str], compared: int, outputs: int) -> Columns:
     lengths = [n for row in rows for n in row]
     padded = [[*row, *([tokens - sum(row)] if sum(row) < tokens else [])] for row in rows]
     sizes = torch.tensor([n for row in padded for n in row])
@@ -140,7 +142,7 @@ def _microbatch(index: int, rows: Rows, tokens: int, names: frozenset[str], comp
         "pairs_P2": documents[torch.arange(2 * pairs) % len(documents)].view(-1, 2),
         "desirable_S": torch.arange(len(sizes)) % 2,
     }
-    letters = {"B": len(rows), "T": tokens, "S": len(sizes), "P": pairs, "N": compared}
+    letters = {"B": len(rows), "T": tokens, "S": len(sizes), "P": pairs, "N": compared, "L": outputs}
     return Columns(
         tuple(lengths),
         ids,

@@ -22,7 +22,7 @@ def check_tasks(recipe: Recipe) -> None:
     """Raise ConfigError for invalid `validation.tasks`, before anything is built."""
     for name, task in recipe.validation.tasks.items():
         key = f"validation.tasks.{name}"
-        if recipe.as_classifier:
+        if recipe.score_head is not None:
             raise ConfigError(
                 f"{key} is not supported for classifiers, which generate no text",
                 code="wrong_model_kind",

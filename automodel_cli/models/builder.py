@@ -46,11 +46,21 @@ def build_part(
     stored = hf_config.dtype
     part = part_of(hf_config, config, device=device)
     part.hub_dtype = stored if config.config is None and isinstance(stored, torch.dtype) else part.model.dtype
-    if request.values:
-        part.add_value_head()
+    if request.values or request.scores:
+        part.add_value_head(request.scores or 1)
+    if not request.logprobs:
+        _freeze_unused_head(part.model)
     if config.vision is not None:
         add_front(part, config.vision, source.composite_config(config), getattr(torch, config.dtype))
     return part
+
+
+def _freeze_unused_head(model: PreTrainedModel) -> None:
+    """Freeze an untied LM head whose logits nobody reads. DDP would wait for its gradient and sum no other."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    table = None if embedding is None else next(embedding.parameters(), None)
+    if head is not None and not any(param is table for param in head.parameters()):
+        head.requires_grad_(False)
 
 
 def add_front(part: ModelPart, vision: VisionConfig, composite_config: PretrainedConfig, dtype: torch.dtype) -> None:

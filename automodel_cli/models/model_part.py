@@ -108,9 +108,13 @@ class ModelPart(nn.Module):
             on_host: OnHost | None = model_inputs.get(ON_HOST)
             label_positions = None if on_host is None else context.local_label_positions(on_host.label_positions_S)
         output = self.head(hidden_BTD, labels, request, token_ids, label_positions)
-        if request.values:
+        if request.values or request.scores:
             assert self.value_head is not None, "who asks for values builds the part with a value head"
-            output = output._replace(values_BT=self.value_head(hidden_BTD))
+            scores_BTL = self.value_head(hidden_BTD)
+            output = output._replace(
+                values_BT=scores_BTL[..., 0].clone() if request.values else None,
+                scores_BTL=scores_BTL if request.scores else None,
+            )
         if request.further:
             further_BTM = self._further_logprobs(depths, full_labels, model_inputs["cu_seq_lens_q"], context)
             output = output._replace(further_logprobs_BTM=further_BTM)
@@ -156,10 +160,10 @@ class ModelPart(nn.Module):
         modules.pop("front", None)
         self._modules.update(modules)
 
-    def add_value_head(self) -> None:
+    def add_value_head(self, num_outputs: int = 1) -> None:
         """Add a value head. `load_weights` fills the new parameters."""
         width = self.model.config.get_text_config().hidden_size
-        self.value_head = ValueHead(width, self.model.dtype, self.model.device)
+        self.value_head = ValueHead(width, self.model.dtype, self.model.device, num_outputs)
 
     def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
         """Return hidden states `[B, T, D]` of the local tokens (`local_inputs`) after the last layer."""

@@ -11,6 +11,8 @@ response. Tokens with an ignored label are not read.
 | `margins_P` | fp32 | BradleyTerry | margin of each pair; 0 if the data has none |
 | `desirable_S` | int64 | KTO | 1 for a desirable response, 0 for an undesirable one, -1 for neither |
 | `kl_baseline_1` | fp32 | KTO | reference point of the step, equal in all microbatches |
+| `class_ids_S`, `class_ids_BT` | int64 | SingleLabel | class of each document or token; -1 without a label |
+| `targets_SL` | fp32 | MultiLabel, Regression | targets of each document; NaN without a label |
 | `ref_logprobs_BT` | fp32 | DPO, KTO, GRPO | log-probs of the labels under the reference model |
 | `advantages_BT` | fp32 | GRPO | advantage of each label token |
 | `sampler_logprobs_BT` | fp32 | GRPO | log-probs under the sampling distribution |

@@ -16,18 +16,25 @@ from automodel_cli.parity.cases import NUM_MICROBATCHES
 PACKED_ROWS = ((5, 7, 10), (15, 7))  # document lengths of two rows
 PADDED_ROWS = ((11, 11), (20, 2))  # a document, then padding
 _SMALLEST_TOKEN, _VOCAB = 3, 150
+NUM_CLASSES = 3
+"""Labels of the columns of classifiers."""
 
 
-def step_batches(*, packed: bool, count: int = NUM_MICROBATCHES) -> list[Batch]:
+def step_batches(*, packed: bool, count: int = NUM_MICROBATCHES, num_outputs: int = 0) -> list[Batch]:
     """Return the microbatches of one optimizer step. Data-parallel rank r of n uses the r-th of n equal parts.
 
     Rows have 22 tokens, which context parallelism does not divide. The first microbatch of the last quarter has no
     labels. Its ranks must still take part in collectives.
+
+    Args:
+        num_outputs: of the classification head. 0: the columns of classifiers have `NUM_CLASSES`.
     """
-    return [microbatch(i, packed=packed, all_ignored=count > 1 and i == count * 3 // 4) for i in range(count)]
+    ignored = count * 3 // 4 if count > 1 else -1
+    classes = num_outputs or NUM_CLASSES
+    return [microbatch(i, packed=packed, all_ignored=i == ignored, num_outputs=classes) for i in range(count)]
 
 
-def microbatch(index: int, *, packed: bool, all_ignored: bool = False) -> Batch:
+def microbatch(index: int, *, packed: bool, all_ignored: bool = False, num_outputs: int = NUM_CLASSES) -> Batch:
     """Return two rows that are unique to `index`. The first `index % 8` labels are masked."""
     lengths = PACKED_ROWS if packed else PADDED_ROWS
     rows = [[token_row(n, seed=100 * index + 10 * r + d) for d, n in enumerate(row)] for r, row in enumerate(lengths)]
@@ -40,10 +47,10 @@ def microbatch(index: int, *, packed: bool, all_ignored: bool = False) -> Batch:
     if all_ignored:
         labels_BT[:] = IGNORE_INDEX
     batch = replace(batch, labels_BT=labels_BT, row_ids_B=torch.arange(2) + 2 * index)
-    return replace(batch, extra=columns(batch, seed=index))
+    return replace(batch, extra=columns(batch, seed=index, num_outputs=num_outputs))
 
 
-def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
+def columns(batch: Batch, seed: int, num_outputs: int = NUM_CLASSES) -> dict[str, Tensor]:
     """Return every column that an objective may read (`objectives/base.py`), with values of realistic size."""
     generator = torch.Generator().manual_seed(1000 + seed)
     documents_BT, count = batch.document_ids_BT, batch.num_documents
@@ -65,6 +72,11 @@ def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
         extra[f"{name}_logprobs_BT"] = torch.randn(batch.shape, generator=generator) * 0.3 - math.log(_VOCAB)
     extra["margins_P"] = torch.rand(len(extra["pairs_P2"]), generator=generator)
     teacher_BTV = torch.randn(*batch.shape, _VOCAB, generator=generator).log_softmax(-1)
+    is_labeled_S = desirable_S >= 0
+    extra["class_ids_S"] = torch.where(is_labeled_S, torch.arange(count) % num_outputs, -1)
+    extra["targets_SL"] = torch.rand(count, num_outputs, generator=generator)
+    extra["targets_SL"] = extra["targets_SL"].masked_fill(~is_labeled_S[:, None], math.nan)
+    extra["class_ids_BT"] = torch.where(batch.labels_BT == IGNORE_INDEX, -1, batch.input_ids_BT % num_outputs)
     extra["teacher_logprobs_BTN"], extra["teacher_ids_BTN"] = teacher_BTV.topk(4)
     return extra
 

@@ -99,7 +99,9 @@ def run_row(original: Original, row: Case, sabotage: Fault | None = None) -> Err
     """Run one case on all ranks of the process group. Collective."""
     try:
         mesh = build_mesh(row.mesh.resolve(dist.get_world_size()), "cpu")
-        all_batches = step_batches(packed=row.packed, count=row.num_microbatches)
+        all_batches = step_batches(
+            packed=row.packed, count=row.num_microbatches, num_outputs=request_of(row.objective).scores
+        )
         count = len(all_batches) // mesh.dp_size
         local_batches = all_batches[mesh.dp_rank * count :][:count]
         batches = local_batches if sabotage is None else sabotage(local_batches)

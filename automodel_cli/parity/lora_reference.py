@@ -19,6 +19,7 @@ from automodel_cli.models import lora, transformers_compat
 from automodel_cli.models.lora_targets import is_transposed
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.rng import generator_for
+from automodel_cli.parity import value_head
 from automodel_cli.parity.reference import Reference
 
 
@@ -58,8 +59,9 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
 
 
 def reference_of(expected: Reference, adapters: dict[str, Adapter]) -> Reference:
-    """Return the expected step that trains only `adapters`, from a step that trains all parameters."""
-    gradients: dict[str, Tensor] = {}
+    """Return the expected step that trains `adapters` and a value head, from a step that trains all parameters."""
+    heads = {name: grad.double() for name, grad in expected.gradients.items() if name.startswith(f"{value_head.NAME}.")}
+    gradients: dict[str, Tensor] = heads
     for name, adapter in adapters.items():
         weight = expected.gradients.get(f"{name}.weight")
         if weight is None:  # no gradient: an indexer only selects tokens

@@ -67,7 +67,9 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
     total, batches = with_denominators(objective, batches)
     weight = float(total)
     request = request_of(objective)
-    head = parity_value_head.reference_head(model.config.get_text_config().hidden_size) if request.values else None
+    head = None
+    if request.values or request.scores:
+        head = parity_value_head.reference_head(model.config.get_text_config().hidden_size, request.scores or 1)
     loss = 0.0
     sums: dict[str, Tensor] = {}
     for batch in batches:
@@ -113,7 +115,11 @@ def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest, value_he
         output = output_of(logits_TV, labels_N[start:end], request, asked_TK)
         if value_head is not None:
             hidden_TD = model.base_model(**inputs)[0][0]
-            output = output._replace(values_BT=value_head(hidden_TD.to(value_head.weight.dtype))[:, 0])
+            scores_TL = value_head(hidden_TD.to(value_head.weight.dtype))
+            output = output._replace(
+                values_BT=scores_TL[:, 0] if request.values else None,
+                scores_BTL=scores_TL if request.scores else None,
+            )
         outputs.append(output)
     fields: Any = (
         None if of_documents[0] is None else torch.cat(of_documents).unflatten(0, batch.shape)
@@ -178,8 +184,9 @@ class Original:
         (`packed`) and numbers of microbatches."""
         with transformers_compat.quiet():
             model.save_pretrained(folder)
+        scores = request_of(objective).scores
         for packed, count in product(kinds, counts):
-            reference = exact_process(model, step_batches(packed=packed, count=count), objective)
+            reference = exact_process(model, step_batches(packed=packed, count=count, num_outputs=scores), objective)
             torch.save(vars(reference), cls._path(folder, packed, count))
         return cls(folder, attention, trust_remote_code)
 

@@ -12,9 +12,9 @@ from automodel_cli.models.model_part import ModelPart
 NAME = "value_head"
 
 
-def reference_head(hidden_size: int) -> nn.Linear:
+def reference_head(hidden_size: int, num_outputs: int = 1) -> nn.Linear:
     """float64, with the numbers that `fill` gives a part."""
-    head = nn.Linear(hidden_size, 1, bias=False, dtype=torch.float64)
+    head = nn.Linear(hidden_size, num_outputs, bias=False, dtype=torch.float64)
     with torch.no_grad():
         for param in head.parameters():
             param.copy_(_numbers(param.shape))

@@ -144,11 +144,11 @@ def _write(
         title=title,
         summary=summary,
         pp_group=model.pp_group,
-        as_classifier=recipe.as_classifier,
+        score_head=recipe.score_head,
         stop_ids=stop_ids,
         trained=True,
     )
-    if recipe.model.lora is not None and not recipe.as_classifier:  # adapters without a head have no score
+    if recipe.model.lora is not None and recipe.score_head is None:  # adapters without a head have no score
         save_adapters(
             model.parts,
             recipe.model.lora,
@@ -164,9 +164,9 @@ def _compare(recipe: Recipe, model: Model, rows: PackedDataset, folder: Path) ->
     minutes = recipe.checkpoint.export_check_minutes
     if not minutes:
         return Checked(reason="checkpoint.export_check_minutes=0")
-    count = _NUM_SCORES if recipe.as_classifier else _NUM_PROMPTS
+    count = _NUM_SCORES if recipe.score_head is not None else _NUM_PROMPTS
     prompts = [rows.tokens(row)[0][:_PROMPT_TOKENS].tolist() for row in range(min(count, len(rows)))]
-    score = model.values if recipe.as_classifier else model.score
+    score = model.score if recipe.score_head is None else partial(model.values, recipe.score_head)
     with _most_exact(recipe, model) as arithmetic:
         ours = trained_values(model.parts, prompts, score)
         base = _without_adapters(recipe, model, prompts, score)
@@ -177,7 +177,7 @@ def _compare(recipe: Recipe, model: Model, rows: PackedDataset, folder: Path) ->
         prompts,
         precision=precision,
         trust_remote_code=recipe.model.trust_remote_code,
-        as_classifier=recipe.as_classifier,
+        score_head=recipe.score_head,
         device=model.mesh.device,
         available_bytes=available_bytes(),
         seconds=60 * minutes,
@@ -212,7 +212,7 @@ def _judged(
 
 def _without_adapters(recipe: Recipe, model: Model, prompts: list[list[int]], score: Any) -> list[torch.Tensor] | None:
     """Return the values of the base model, to recognize an export without its adapters."""
-    if recipe.model.lora is None or recipe.as_classifier:
+    if recipe.model.lora is None or recipe.score_head is not None:
         return None
     with adapters_off([part.model for part in model.parts]):
         return trained_values(model.parts, prompts, score)
@@ -243,7 +243,7 @@ def _in_words(recipe: Recipe, checked: Checked) -> str:
 
 
 def _compared(recipe: Recipe) -> str:
-    return "score" if recipe.as_classifier else "log-prob"
+    return "score" if recipe.score_head is not None else "log-prob"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -126,7 +126,11 @@ def _shown(after: Answer, before: Answer | None) -> str:
 
 def _next_commands(session: Trainer) -> str:
     use = f"automodel chat {word(session.run_dir)}    chat with the model (also: serve, eval, push)"
-    if session.recipe.as_classifier:
+    head = session.recipe.score_head
+    if head is not None and head.labels:
+        task = "token-classification" if head.of_tokens else "text-classification"
+        use = f"transformers.pipeline({task!r}, {str(session.run_dir / 'export')!r})    classify texts in Python"
+    elif head is not None:
         target = "automodel_cli.rollout.rewards.reward_model.RewardModel"
         node = f"{{_target_: {target}, folder: {session.run_dir / 'export'}}}"
         use = f"automodel grpo llm -c CONFIG 'rewards.model={node}'    use it as a reward"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import one_document
+from automodel_cli.data.batch import Batch, one_document
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed import empty_groups
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
@@ -30,9 +30,9 @@ from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.moe.load_balancing import LoadBalancer
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
+from automodel_cli.models.score_head import ScoreHead
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import request_of
-from automodel_cli.objectives.segment_reduce import at_last_token
 from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.run.checks.module_names import check_names
 from automodel_cli.training.metrics.flops import training_flops_per_token
@@ -84,23 +84,22 @@ class Model:
         """Ranks that hold the other stages, or None without a pipeline."""
         return self.stages.pp_group
 
-    def values(self, rows: list[list[int]]) -> list[Tensor]:
-        """Return the value head's output for each sequence's last token, scalars on the CPU. Collective."""
+    def values(self, head: ScoreHead, rows: list[list[int]]) -> list[Tensor]:
+        """Return the scores of each sequence's last token, or of all its tokens, flat on the CPU. Collective."""
         batches = [one_document(ids).to(self.mesh.device) for ids in rows]
-        request = HeadRequest(values=True, logprobs=False)
-        outputs = self.stages.forward(batches, lambda output, batch: at_last_token(_values(output), batch)[0], request)
-        return [value.cpu() for value in outputs]
+        request = HeadRequest(scores=head.num_outputs, logprobs=False)
+
+        def scores_of(output: HeadOutput, batch: Batch) -> Tensor:
+            assert output.scores_BTL is not None, "this model has no value head"
+            return output.scores_BTL.flatten() if head.of_tokens else output.scores_BTL[0, -1]
+
+        return [scores.cpu() for scores in self.stages.forward(batches, scores_of, request)]
 
     def score(self, prompts: list[list[int]]) -> list[Tensor]:
         """Log-probs of each prompt's tokens after the first, `[len - 1]` on the CPU. Collective."""
         batches = [one_document(ids).to(self.mesh.device) for ids in prompts]
         scores = self.stages.forward(batches, lambda output, _: output.logprobs_BT[0, :-1])
         return [score.cpu() for score in scores]
-
-
-def _values(output: HeadOutput) -> Tensor:
-    assert output.values_BT is not None, "this model has no value head"
-    return output.values_BT
 
 
 def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_trained: int) -> float | None:
@@ -119,7 +118,7 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
         frozen_base=config.lora is not None or text_is_frozen,
         num_adapter_params=0 if config.lora is None else num_trained,
         num_depths=0 if part.depth_names is None else len(part.depth_names.depths),
-        num_outputs=None if head.logprobs else int(head.values),
+        num_outputs=None if head.logprobs else head.scores or int(head.values),
     )
 
 

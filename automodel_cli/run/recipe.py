@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.formats.base import DataKind
+from automodel_cli.data.labels import LabelSpec
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.score_head import ScoreHead
 from automodel_cli.objectives.base import Objective
 from automodel_cli.objectives.mtp import WithMultiToken
 from automodel_cli.objectives.sources import with_source_losses
@@ -83,13 +86,21 @@ class Recipe(ConfigRoot):
     seed: int = 0
     """Seed of initial weights, data order, dropout and samples."""
 
-    preferences: ClassVar[bool] = False
-    """Whether rows are pairs or rated responses."""
+    data_kind: ClassVar[DataKind] = "documents"
+    """What rows are: documents, preferences (pairs or rated responses) or labeled texts."""
     row_name: ClassVar[str] = "rows"
     """Unit of the step counter."""
-    as_classifier: ClassVar[bool] = False
-    """Whether the model trains, exports and compares a score per sequence
-    (`models/checkpoint_io/sequence_classifier.py`)."""
+
+    @property
+    def label_spec(self) -> LabelSpec | None:
+        """How labels of rows are read. None: rows have no labels."""
+        return None
+
+    @property
+    def score_head(self) -> ScoreHead | None:
+        """Scores that the model trains, exports and compares in place of log-probs
+        (`models/checkpoint_io/sequence_classifier.py`)."""
+        return None
 
     @property
     def frozen_model(self) -> ModelConfig | None:
@@ -116,7 +127,7 @@ class Recipe(ConfigRoot):
         """Check the rules between sections. Each section has checked itself."""
         check_run_name(self.run_name)
         check_output_dir(self.output_dir)
-        self.data.check_kind(preferences=self.preferences)
+        self.data.check_kind(self.data_kind)
         check_mixture(self.data, self.objective, self.train)
         check_validation(self.validation, self.data, self.kind)
         self.parallelizer.check_mesh(self.mesh)
@@ -194,7 +205,7 @@ class Recipe(ConfigRoot):
                 self.train,
                 self.lr_scheduler,
                 global_batch_size=self.rows_of_a_step()["global_batch_size"],
-                preferences=self.preferences,
+                kind=self.data_kind,
                 prompts=self.row_name == "prompts",
             )
         )
@@ -221,7 +232,14 @@ class Recipe(ConfigRoot):
         from automodel_cli.run.checks.token_ids import check_prepared
 
         stops = stop_ids(self.model)
-        data = prepare_data(self.data, tokenizer, seed=self.seed, preferences=self.preferences, stop_ids=stops)
+        data = prepare_data(
+            self.data,
+            tokenizer,
+            seed=self.seed,
+            preferences=self.data_kind == "preferences",
+            stop_ids=stops,
+            labels=self.label_spec,
+        )
         check_prepared(data, tokenizer, self.model)
         return data
 

@@ -146,7 +146,14 @@ def test_the_rows_of_every_line_of_a_tutorial_are_read(
         if recipe.kind == "grpo":
             prepare_prompts(recipe.data, tokenizer, seed=0, max_tokens=64)
         else:
-            prepare_data(recipe.data, tokenizer, seed=0, preferences=recipe.preferences, progress=lambda _: None)
+            prepare_data(
+                recipe.data,
+                tokenizer,
+                seed=0,
+                preferences=recipe.data_kind == "preferences",
+                labels=recipe.label_spec,
+                progress=lambda _: None,
+            )
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,13 @@ def test_preferences(tmp_path: Path) -> None:
     assert after >= 90
 
 
+def test_a_classifier(tmp_path: Path) -> None:
+    pattern = r"\w+ training, 256 held-out examples: accuracy ([\d.]+)"
+    command = ("finetune", "classifier", "-c", "quickstart_classifier")
+    before, after = before_and_after(tmp_path, pattern, *command)
+    assert before < 0.5 and after > 0.95
+
+
 def test_a_reward_model(tmp_path: Path) -> None:
     pattern = r"preference accuracy \w+ training: ([\d.]+)%"
     _, after = before_and_after(tmp_path, pattern, "rm", "llm", "-c", "quickstart_rm")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.sequence_classifier import load_classifier
+from automodel_cli.models.score_head import ScoreHead
 from automodel_cli.rollout.rewards.base import RewardInput
 from automodel_cli.rollout.rewards.reward_model import RewardModel
 from tests.e2e.command import automodel, curve, metrics
@@ -58,10 +59,10 @@ def test_stages_train_and_export_the_same_scores(folder, losses):
     scores = [[model(torch.tensor([row])).logits[0, 0] for row in rows] for model in models]
     assert scores[0][0].abs() > 1e-3 and torch.allclose(*(torch.stack(s) for s in scores), atol=1e-5)
     exact = Precision(torch.float32, rounds_weights=False)
-    assert measure_export_error(exports[1], rows, scores[0], exact, as_classifier=True).worst < 1e-5
+    assert measure_export_error(exports[1], rows, scores[0], exact, score_head=ScoreHead()).worst < 1e-5
     whole.score.weight.data.mul_(1.1)
     wrong = [whole(torch.tensor([row])).logits[0, 0].detach() for row in rows]
-    assert measure_export_error(exports[1], rows, wrong, exact, as_classifier=True).worst > 1e-4
+    assert measure_export_error(exports[1], rows, wrong, exact, score_head=ScoreHead()).worst > 1e-4
 
 
 def test_as_a_reward_it_scores_a_held_out_pair_as_its_training_did(folder, losses):

@@ -17,19 +17,34 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
-from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, JudgedResponse, Pair, PlainText
+from automodel_cli.data.formats.examples import (
+    AnsweredPrompt,
+    Conversation,
+    JudgedResponse,
+    LabeledText,
+    Pair,
+    PlainText,
+)
 from automodel_cli.data.formats.row_accessor import Fields
 
-Makes = Literal["conversations", "texts", "pairs", "judged"]
+Makes = Literal["conversations", "texts", "pairs", "judged", "labeled"]
 DOCUMENTS: dict[str, tuple[type, ...]] = {
     "conversations": (Conversation, AnsweredPrompt),
     "texts": (PlainText,),
     "pairs": (Pair,),
     "judged": (JudgedResponse,),
+    "labeled": (LabeledText,),
 }
 """Return type of `read` for each value of `makes`."""
 PREFERENCES = ("pairs", "judged")
-"""Kinds for preference recipes. All other recipes train on conversations and texts, or sample from them."""
+"""Kinds for preference recipes."""
+DataKind = Literal["documents", "preferences", "labeled"]
+"""What a recipe trains on. Recipes of kind sft and grpo train on documents: conversations and texts."""
+KINDS: dict[DataKind, tuple[Makes, ...]] = {
+    "documents": ("conversations", "texts"),
+    "preferences": ("pairs", "judged"),
+    "labeled": ("labeled",),
+}
 
 
 class Format(Protocol):
@@ -44,7 +59,8 @@ class Format(Protocol):
     @property
     @abstractmethod
     def makes(self) -> Makes:
-        """Kind of the documents: `conversations` (sft, grpo), `texts` (sft), `pairs` or `judged` (dpo)."""
+        """Kind of the documents: `conversations` (sft, grpo), `texts` (sft), `pairs` or `judged` (dpo), or `labeled`
+        (classifier)."""
         ...
 
     @abstractmethod

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.formats.base import PREFERENCES, FirstRows, Format, KnownFormat, Makes
+from automodel_cli.data.formats.base import KINDS, DataKind, FirstRows, Format, KnownFormat, Makes
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, column_for, columns_fix
 from automodel_cli.data.formats.examples import Conversation, Document, PlainText
+from automodel_cli.data.formats.labeled import LabeledTexts, LabeledTokens, suggest_labeled
 from automodel_cli.data.formats.messages import NO_TEMPLATE_FIX, chat_or_text, messages_in, turn, with_system
 from automodel_cli.data.formats.preference import JudgedResponses, PreferencePairs
 from automodel_cli.data.formats.row_accessor import Fields
@@ -135,6 +136,7 @@ class Prompts:
 _TABLE: tuple[KnownFormat, ...] = (
     *(ShareGPT(), Chats(), PromptCompletion(), Alpaca(), Texts()),
     *(PreferencePairs(), JudgedResponses()),
+    *(LabeledTexts(), LabeledTokens()),
 )
 FORMATS: dict[str, KnownFormat] = {fmt.name: fmt for fmt in _TABLE}
 """By name, in the order in which they are looked for."""
@@ -159,16 +161,16 @@ def format_name(fmt: Format) -> str:
 
 
 def detect_format(
-    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str, *, preferences: bool = False
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str, *, kind: DataKind = "documents"
 ) -> KnownFormat:
     """Detect the format of the first rows by the columns that most of them share, or by `columns` alone.
 
     Raises DataError with the columns and a `columns` value to paste.
     """
     sample = FirstRows(rows, columns)
-    of_kind = [fmt for fmt in FORMATS.values() if (fmt.makes in PREFERENCES) == preferences]
+    of_kind = [fmt for fmt in FORMATS.values() if fmt.makes in KINDS[kind]]
     fitting = [fmt for fmt in of_kind if set(columns) <= set(fmt.fields)]
-    if not fitting and not preferences:
+    if not fitting and kind == "documents":
         raise DataError(
             f"{where}: data.column_mapping maps {', '.join(columns)}, but no single format has all these fields",
             code="unknown_format",
@@ -179,7 +181,14 @@ def detect_format(
     if detected is not None:
         return detected
     names = ", ".join(sorted(sample.shared)) or "(no column that most rows share)"
-    if preferences:
+    if kind == "labeled":
+        raise DataError(
+            f"{where}: the columns {names} contain no labeled texts: a row needs text and label, or tokens and tags",
+            code="unknown_format",
+            keys=("data.column_mapping",),
+            fix=columns_fix(suggest_labeled(sample)),
+        )
+    if kind == "preferences":
         what = "a pair needs chosen and rejected, a judged response needs label"
         fix = (
             "data.column_mapping='{prompt: <column>, chosen: <column>, rejected: <column>}', "

@@ -40,6 +40,15 @@ Document = Conversation | AnsweredPrompt | PlainText
 
 
 @dataclass(frozen=True)
+class LabeledText:
+    """A text and its label as the row has it (`data/labels.py` reads it), or words with a label each."""
+
+    text: str | tuple[str, ...]
+    label: Any
+    column: str = "label"
+
+
+@dataclass(frozen=True)
 class Pair:
     """One prompt with a better and a worse response. `margin`: difference of their scores."""
 

@@ -11,7 +11,15 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.formats.base import DOCUMENTS, Format
 from automodel_cli.data.formats.builtin import format_name
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
-from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, JudgedResponse, Messages, Pair, PlainText
+from automodel_cli.data.formats.examples import (
+    AnsweredPrompt,
+    Conversation,
+    JudgedResponse,
+    LabeledText,
+    Messages,
+    Pair,
+    PlainText,
+)
 from automodel_cli.data.formats.messages import ROLES
 from automodel_cli.data.formats.row_accessor import Fields
 from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, TRAINING_COLUMNS, AllowedKeys
@@ -104,6 +112,8 @@ class RowReader:
                 self._check_texts(document.prompt, document.completion)
             case PlainText():
                 self._check_texts(document.text)
+            case LabeledText():
+                self._check_texts(*((document.text,) if isinstance(document.text, str) else document.text))
             case _:
                 raise self._made(f"a pair of {type(document).__name__}")
 

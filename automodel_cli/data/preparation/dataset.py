@@ -10,6 +10,7 @@ import torch
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.data.formats.base import PREFERENCES
 from automodel_cli.data.head_output import LOSS_WEIGHTS, SOURCES
 from automodel_cli.data.mixture import Mixture
 from automodel_cli.data.pictures.load import PictureLoad
@@ -104,8 +105,8 @@ class PackedDataset:
         num_tokens = np.array([int(store.offsets[-1]) for store in self.stores])
         used = self.mixture.rows_per_epoch(num_rows, num_tokens)
         mean = float((used * num_pieces / np.maximum(num_rows, 1)).sum() / used.sum()) if used.sum() else 0.0
-        if self.kind == "documents":
-            return "documents", mean
+        if self.kind in ("documents", "labeled"):
+            return ("texts" if self.kind == "labeled" else "documents"), mean
         return ("pairs" if self.kind == "pairs" else "responses"), mean / 2
 
     @property
@@ -231,7 +232,7 @@ class PackedDataset:
         """Return the sequences as one microbatch. `DUMMY_ROW` is a padding sequence.
 
         Padding at the end of a sequence is a separate document, so no real token attends to it. Pairs have `pairs_P2`
-        and `margins_P`, rated responses have `desirable_S` (see `objectives/base.py`).
+        and `margins_P`, rated responses have `desirable_S`, labeled rows their targets (see `objectives/base.py`).
         """
         rows = [self.tokens(int(row)) if row != DUMMY_ROW else _EMPTY for row in row_indices]
         num_tokens = self.row_len or self._round_up(max(len(ids) for ids, _, _ in rows))
@@ -258,6 +259,7 @@ class PackedDataset:
             extra={
                 **self._of_sources(row_indices),
                 **self._preferences(row_indices, [len(of_row) for of_row in starts]),
+                **self._targets(row_indices, [len(of_row) for of_row in starts], shape),
                 **{name: self._column(values, row_indices, shape) for name, values in self._columns.items()},
             },
         )
@@ -302,9 +304,50 @@ class PackedDataset:
                 out_BT[i, : last - first] = values[first:last]
         return torch.from_numpy(out_BT)
 
+    def targets(self, row: int) -> np.ndarray:
+        """Return the target of each document of a row with labeled texts, (documents, outputs) or (documents, 1)."""
+        store, local = self._locate(row)
+        return store.targets[int(store.row_offsets[local]) : int(store.row_offsets[local + 1])]
+
+    def classes(self, row: int) -> np.ndarray:
+        """Return the class of each token of a row with labeled words."""
+        store, local = self._locate(row)
+        bounds = store.offsets[store.row_offsets[local : local + 2]]
+        return store.classes[int(bounds[0]) : int(bounds[1])]
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """`LabelSpec` of labeled rows, as a dict."""
+        found: dict[str, Any] = self.stores[0].meta["labels"]
+        return found
+
+    def _targets(
+        self, row_indices: Sequence[int], counts: Sequence[int], shape: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
+        """Return the column that classification objectives read."""
+        if self.kind != "labeled":
+            return {}
+        if self.labels["of_tokens"]:
+            classes_BT = np.full(shape, -1, np.int64)
+            for i, row in enumerate(row_indices):
+                if row != DUMMY_ROW:
+                    of_row = self.classes(int(row))
+                    classes_BT[i, : len(of_row)] = of_row
+            return {"class_ids_BT": torch.from_numpy(classes_BT)}
+        is_class = self.labels["problem"] == "single_label_classification"
+        targets_SL = np.full((sum(counts), 1 if is_class else len(self.labels["names"])), np.nan, np.float32)
+        first = np.cumsum([0, *counts])
+        for i, row in enumerate(row_indices):
+            if row != DUMMY_ROW:
+                of_row = self.targets(int(row))
+                targets_SL[first[i] : first[i] + len(of_row)] = of_row
+        if is_class:
+            return {"class_ids_S": torch.from_numpy(np.nan_to_num(targets_SL[:, 0], nan=-1).astype(np.int64))}
+        return {"targets_SL": torch.from_numpy(targets_SL)}
+
     def _preferences(self, row_indices: Sequence[int], counts: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return the columns that preference objectives read. `counts`: documents per sequence, including padding."""
-        if self.kind == "documents":
+        if self.kind not in PREFERENCES:
             return {}
         roles_S = np.full(sum(counts), -1, np.int64)
         margins_S = np.zeros(sum(counts), np.float32)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.config.plain_text import visible
+from automodel_cli.data.formats.base import PREFERENCES
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.data.preparation.pipeline import PreparedData
 from automodel_cli.data.preparation.prompts import PreparedPrompts
@@ -74,7 +75,9 @@ def print_row(console: Console, dataset: PackedDataset, tokenizer: Any, row: int
     heading = f"row {row} of {len(dataset):,}: {len(ids):,} tokens, {dataset.num_label_tokens(row):,} trained"
     console.print(Text(heading, "bold" if colour else ""))
     names = {1: "chosen", 0: "rejected"} if dataset.kind == "pairs" else {1: "good", 0: "bad", -1: "another's answer"}
-    roles = [] if dataset.kind == "documents" else [f" ({names[role]})" for role in dataset.roles(row).tolist()]
+    roles = [f" ({names[role]})" for role in dataset.roles(row).tolist()] if dataset.kind in PREFERENCES else []
+    if dataset.kind == "labeled":
+        roles = [f" ({text})" for text in _target_texts(dataset, row, bounds)]
     for number, (name, line) in enumerate(dataset.documents(row)):
         a, b = int(bounds[number]), int(bounds[number + 1])
         count = int(label_mask[a:b].sum())
@@ -86,6 +89,20 @@ def print_row(console: Console, dataset: PackedDataset, tokenizer: Any, row: int
         console.print(Text(head, "cyan" if colour else ""))
         console.print(render_document(ids[a:b], label_mask[a:b], tokenizer, colour=colour), soft_wrap=True)
     console.print()
+
+
+def _target_texts(dataset: PackedDataset, row: int, bounds: np.ndarray) -> list[str]:
+    """Return the labels of each document of a row as text."""
+    names, problem = dataset.labels["names"], dataset.labels["problem"]
+    if dataset.labels["of_tokens"]:
+        classes = [dataset.classes(row)[a:b] for a, b in itertools.pairwise(bounds.tolist())]
+        return [" ".join(names[i] if i >= 0 else "-" for i in of_document.tolist()) for of_document in classes]
+    targets = dataset.targets(row)
+    if problem == "single_label_classification":
+        return [names[int(target)] for target in targets[:, 0]]
+    if problem == "regression":
+        return [", ".join(f"{name} {value:g}" for name, value in zip(names, t, strict=True)) for t in targets]
+    return [", ".join(name for name, value in zip(names, t, strict=True) if value) or "no label" for t in targets]
 
 
 def choose_shown_rows(dataset: PackedDataset, number: int, row: int | None, worst: bool) -> Sequence[int]:

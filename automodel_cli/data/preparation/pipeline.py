@@ -19,10 +19,11 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import choose_template
 from automodel_cli.data.chat.encoder import GENERATION_TAG
 from automodel_cli.data.config import DataConfig, LongDocuments
-from automodel_cli.data.formats.base import PREFERENCES
+from automodel_cli.data.formats.base import PREFERENCES, DataKind
 from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
 from automodel_cli.data.formats.column_mapping import MissingColumnTracker, check_mapped
 from automodel_cli.data.formats.unused_columns import IgnoredNames, unused_columns
+from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.packing import Pieces, cut_long, pack
 from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
@@ -71,6 +72,7 @@ def prepare_data(
     stop_ids: Sequence[int] = (),
     progress: Progress | None = None,
     pictures: PictureSupport | None = None,
+    labels: LabelSpec | None = None,
 ) -> PreparedData:
     """Tokenize, mask, pack and cache the data, or load it from the cache.
 
@@ -80,14 +82,16 @@ def prepare_data(
         stop_ids: tokens that stop generation, in addition to EOS.
         progress: called with a line every few seconds of a long tokenization. Default: standard error.
         pictures: reads the pictures of rows.
+        labels: rows are texts with labels, read in this way.
 
     Raises:
         DataError: lists every unusable row, grouped by cause.
     """
     began = time.perf_counter()
-    config.check_kind(preferences=preferences)
+    kind: DataKind = "labeled" if labels is not None else "preferences" if preferences else "documents"
+    config.check_kind(kind)
     show = progress or (lambda line: print(line, file=sys.stderr))
-    builder = _Builder(config, tokenizer, preferences, tuple(stop_ids), show, pictures)
+    builder = _Builder(config, tokenizer, kind, tuple(stop_ids), show, pictures, labels)
     train, validation = builder.tokenised()
     check_names(config, [*train, *validation])
     check_rows(config, [*train, *validation])
@@ -108,6 +112,13 @@ def prepare_data(
     )
 
 
+_ANY_FORMAT: dict[DataKind, str] = {
+    "documents": "text",
+    "preferences": "unpaired_preference",
+    "labeled": "labeled",
+}
+
+
 class _Builder:
     """State of one `prepare` call: tokenizer, template and cache folder."""
 
@@ -115,16 +126,18 @@ class _Builder:
         self,
         config: DataConfig,
         tokenizer: Any,
-        preferences: bool,
+        kind: DataKind,
         stop_ids: tuple[int, ...],
         progress: Progress,
         pictures: PictureSupport | None,
+        labels: LabelSpec | None,
     ):
-        self.config, self.tokenizer, self.preferences, self.progress = config, tokenizer, preferences, progress
-        self.pictures = pictures
+        self.config, self.tokenizer, self.kind, self.progress = config, tokenizer, kind, progress
+        self.pictures, self.labels = pictures, labels
         self.stop_ids = stop_ids
         self.root = cache_root(config.cache_dir)
         self.template = choose_template(config.chat_template, tokenizer, config.multi_turn)
+        self.preferences = kind == "preferences"
         self.tokenizer_key = tokenizer_fingerprint(tokenizer)
 
     def tokenised(self) -> tuple[list[Part], list[Part]]:
@@ -132,7 +145,7 @@ class _Builder:
         config = self.config
         if config.generator is not None:
             fmt = getattr(config.generator, "format", "messages")
-            described = SourceConfig("task", format="auto" if self.preferences else fmt)
+            described = SourceConfig("task", format=fmt if self.kind == "documents" else "auto")
             train = TaskSource(config.generator, "train"), described
             validation = TaskSource(config.generator, "validation"), described
             return [self._tokens(*train)], [self._tokens(*validation)]
@@ -164,6 +177,7 @@ class _Builder:
             "add_bos": self.config.add_bos,
             "add_eos": self.config.add_eos,
             "preferences": self.preferences,
+            "labels": None if self.labels is None else vars(self.labels),
         }
         if self.pictures is not None:
             rows = self.pictures.rows
@@ -181,9 +195,9 @@ class _Builder:
         if config.format != "auto":
             fmt = find_format(config.format)
         elif examples:
-            fmt = detect_format(examples, config.column_mapping, source.name, preferences=self.preferences)
+            fmt = detect_format(examples, config.column_mapping, source.name, kind=self.kind)
         else:  # no readable row: any format works, since every row is rejected by its own error
-            fmt = FORMATS["unpaired_preference" if self.preferences else "text"]
+            fmt = FORMATS[_ANY_FORMAT[self.kind]]
         template, data = self.template, self.config
         spec = EncodeSpec(
             fmt,
@@ -197,6 +211,7 @@ class _Builder:
             stop_ids=self.stop_ids,
             add_bos=data.add_bos,
             add_eos=data.add_eos,
+            labels=self.labels,
         )
         encoder = RowEncoder(self.tokenizer, spec, self.pictures)
         encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
@@ -212,7 +227,8 @@ class _Builder:
             meta={
                 "files": source.files,
                 "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
-                "kind": fmt.makes if fmt.makes in PREFERENCES else "documents",
+                "kind": fmt.makes if fmt.makes in (*PREFERENCES, "labeled") else "documents",
+                "labels": None if self.labels is None else vars(self.labels),
                 "is_text": fmt.makes == "texts",
                 "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
                 "masked_by": self._masked_by(fmt.makes),
@@ -244,6 +260,8 @@ class _Builder:
             yield batch
 
     def _masked_by(self, makes: str) -> str:
+        if makes == "labeled":
+            return "nothing: the label is the target"
         if makes == "texts":
             return "nothing: every token is trained"
         if self.template.text is None:
@@ -300,7 +318,7 @@ class _Builder:
             masked_by=meta["masked_by"],
             special=SpecialReport(meta["special_choice"], meta["special_tokens"], meta["special_rows"]),
             unused=meta["unused"] if self.config.generator is None else [],
-            ends_trained=1.0 if joins else meta["ends_trained"] / max(1, part.tokens.num_documents),
+            ends_trained=1.0 if joins or self.labels else meta["ends_trained"] / max(1, part.tokens.num_documents),
             packing=config.packing,
             seq_len=config.seq_len,
             num_packed_rows=store.num_rows,

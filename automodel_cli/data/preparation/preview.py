@@ -10,6 +10,7 @@ from typing import Any
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.formats.base import DataKind
 from automodel_cli.data.formats.builtin import detect_format
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, check_mapped
 from automodel_cli.data.row_errors import RowError
@@ -25,7 +26,7 @@ MOST_BYTES = 4 << 20
 """Files that are larger than this in sum are not counted."""
 
 
-def head_problems(config: DataConfig, *, preferences: bool, prompts: bool) -> Iterator[ConfigError]:
+def head_problems(config: DataConfig, *, kind: DataKind, prompts: bool) -> Iterator[ConfigError]:
     """Yield one error for each source whose first rows do not fit the config. Sources on other machines are skipped.
 
     `prompts`: responses are sampled for the rows.
@@ -37,12 +38,12 @@ def head_problems(config: DataConfig, *, preferences: bool, prompts: bool) -> It
         places.append(("data.validation_path", held_out))
     for key, source in places:
         try:
-            _check_head(source, whole=key == "data.validation_path", preferences=preferences, prompts=prompts)
+            _check_head(source, whole=key == "data.validation_path", kind=kind, prompts=prompts)
         except DataError as error:
             yield DataError(error.message, code=error.code, keys=(key,), fix=error.fix)
 
 
-def _check_head(source: SourceConfig, *, whole: bool, preferences: bool, prompts: bool) -> None:
+def _check_head(source: SourceConfig, *, whole: bool, kind: DataKind, prompts: bool) -> None:
     paths = local_files(source.path, source.split, whole=whole)
     if not paths:
         return
@@ -55,7 +56,7 @@ def _check_head(source: SourceConfig, *, whole: bool, preferences: bool, prompts
     rows = first_rows(opened)
     check_mapped(rows, source.column_mapping, opened.name)
     if rows and not prompts and source.format == "auto":
-        detect_format(rows, source.column_mapping, opened.name, preferences=preferences)
+        detect_format(rows, source.column_mapping, opened.name, kind=kind)
 
 
 def most_rows(config: DataConfig) -> float | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from automodel_cli.data.formats.base import PREFERENCES
 from automodel_cli.data.packing import Packed, Pieces, in_halves
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter, of_pieces
 from automodel_cli.data.row_errors import Rejected, RowError, SourceRow, read_rejected, write_rejected
@@ -53,6 +54,8 @@ class TokenStore:
         splits: length of the first of two concatenated documents. 0 for single documents.
         judgements: 1 for a good, 0 for a bad response, -1 if not rated.
         margins: margin of each pair.
+        targets: target of each labeled text, fp32, (documents, outputs), or the index of its class, (documents, 1).
+        classes: class of each token of labeled words, int16, (tokens,). -1 for none.
     """
 
     folder: Path
@@ -67,18 +70,20 @@ class TokenStore:
     splits: np.ndarray = field(default_factory=_none)
     judgements: np.ndarray = field(default_factory=_none)
     margins: np.ndarray = field(default_factory=_none)
+    targets: np.ndarray = field(default_factory=_none)
+    classes: np.ndarray = field(default_factory=_none)
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore:
         """Memory-map a complete entry."""
         meta = json.loads((folder / "meta.json").read_text())
-        names = ("offsets", "files", "lines", "rows", "shared", "splits", "judgements", "margins")
+        names = ["offsets", "files", "lines", "rows", "shared", "splits", "judgements", "margins", "targets", "classes"]
         arrays = [_load(folder, name) for name in names]
         return cls(folder, meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
 
     @property
     def kind(self) -> str:
-        """`documents`, `pairs` or `judged`."""
+        """`documents`, `pairs`, `judged` or `labeled`."""
         return str(self.meta.get("kind", "documents"))
 
     @property
@@ -149,6 +154,7 @@ class PackedStore:
         num_label_tokens: number of trained tokens of each row, (rows,).
         roles: 1 for a chosen or good response, 0 for a rejected or bad one, -1 for one that is only scored.
         margins: margin of the pair of each piece. Empty if no pair of the dataset has a margin.
+        targets, classes: as in `TokenStore`, for each piece and for each token.
         picture_offsets, picture_index: piece p shows `picture_index[picture_offsets[p]:...]` of `pictures`.
         pictures: contents and sizes, None without pictures.
     """
@@ -163,6 +169,8 @@ class PackedStore:
     num_label_tokens: np.ndarray
     roles: np.ndarray = field(default_factory=_none)
     margins: np.ndarray = field(default_factory=_none)
+    targets: np.ndarray = field(default_factory=_none)
+    classes: np.ndarray = field(default_factory=_none)
     picture_offsets: np.ndarray = field(default_factory=_none)
     picture_index: np.ndarray = field(default_factory=_none)
     pictures: PictureTable | None = None
@@ -172,6 +180,7 @@ class PackedStore:
         """Memory-map a complete entry."""
         meta = json.loads((folder / "meta.json").read_text())
         names = ["offsets", "row_offsets", "files", "lines", "num_label_tokens", "roles", "margins"]
+        names += ["targets", "classes"]
         names += ["picture_offsets", "picture_index"] if meta.get("picture_table") else []
         arrays = {name: _load(folder, name) for name in names}
         table = PictureTable.open(folder.parent / meta["picture_table"]) if meta.get("picture_table") else None
@@ -208,7 +217,7 @@ class PackedStore:
 
     @property
     def kind(self) -> str:
-        """`documents`, `pairs` or `judged`."""
+        """`documents`, `pairs`, `judged` or `labeled`."""
         return str(self.meta.get("kind", "documents"))
 
     @property
@@ -305,6 +314,8 @@ class _Columns:
     def __init__(self, pictures: PictureWriter | None = None):
         self._lengths, self._pictures = array("q"), pictures
         integers = ("files", "lines", "rows", "shared", "splits", "judgements")
+        self._targets: list[tuple[float, ...]] = []
+        self._classes: list[np.ndarray] = []
         self._of: dict[str, array[Any]] = {**{name: array("q") for name in integers}, "margins": array("f")}
 
     def locate(self, num_documents: int, origin: SourceRow, row: int) -> None:
@@ -319,6 +330,8 @@ class _Columns:
         self._of["splits"].extend(item.split for item, _ in documents)
         self._of["judgements"].extend(item.judgement for item, _ in documents)
         self._of["margins"].extend(item.margin for item, _ in documents)
+        self._targets.extend(item.targets for item, _ in documents if item.targets)
+        self._classes.extend(item.classes for item, _ in documents if item.classes is not None)
         if self._pictures is not None:
             for item, _ in documents:
                 self._pictures.add(item.pictures)
@@ -330,6 +343,8 @@ class _Columns:
         dtypes = {"files": np.int32, "judgements": np.int8, "margins": np.float32}
         for name, values in self._of.items():
             np.save(folder / f"{name}.npy", np.asarray(values, dtypes.get(name, np.int64)))
+        np.save(folder / "targets.npy", np.asarray(self._targets, np.float32))
+        np.save(folder / "classes.npy", np.concatenate([np.zeros(0, np.int16), *self._classes]))
         if self._pictures is not None:
             self._pictures.save()
 
@@ -367,7 +382,7 @@ def _turn_ends(item: Encoded) -> list[int]:
 def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict[str, Any]) -> None:
     """Write a packed entry: tokens and masks in the order of the rows, with the boundaries and origins of pieces."""
     kind = source.kind
-    if kind != "documents":
+    if kind in PREFERENCES:
         packed = in_halves(packed, source.splits[packed.pieces.document])
     pieces = packed.pieces
     offsets = np.concatenate([[0], np.cumsum(pieces.length)]).astype(np.int64)
@@ -394,9 +409,13 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
             content.update(mask.data)
             labels[a:b] = np.add.reduceat(mask, offsets[a:b] - offsets[a], dtype=np.int64)
     per_row = np.add.reduceat(labels, packed.row_offsets[:-1]) if packed.num_rows else labels
-    roles = _none() if kind == "documents" else _roles(kind, source.judgements[pieces.document])
+    roles = _none() if kind not in PREFERENCES else _roles(kind, source.judgements[pieces.document])
     margins = source.margins[pieces.document] if source.margins.any() else np.zeros(0, np.float32)
-    for values in (offsets, packed.row_offsets, roles, margins):
+    targets = source.targets[pieces.document] if len(source.targets) else _none()
+    classes = np.zeros(0, np.int16)
+    if len(source.classes):
+        classes = np.concatenate([source.classes[i:j] for i, j in zip(starts, stops, strict=True)])
+    for values in (offsets, packed.row_offsets, roles, margins, targets, classes):
         content.update(np.ascontiguousarray(values).view(np.uint8).data)
     for name, values in (
         ("offsets", offsets),
@@ -406,6 +425,8 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
         ("num_label_tokens", per_row),
         ("roles", roles),
         ("margins", margins),
+        ("targets", targets),
+        ("classes", classes),
     ):
         np.save(folder / f"{name}.npy", values)
     table = _write_pictures(folder, source, pieces, content) if source.meta.get("has_pictures") else None
@@ -415,6 +436,7 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
         "files": source.meta["files"],
         "content": content.hexdigest(),
         "picture_table": table,
+        "labels": source.meta.get("labels"),
     }
     (folder / "meta.json").write_text(json.dumps({**meta, **header}))
 

@@ -6,6 +6,7 @@ readers), generation config, tokenizer with its chat template, and a model card.
 
 from __future__ import annotations
 
+import copy
 import functools
 import glob
 import json
@@ -29,6 +30,7 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import passthrough_tensors, source
 from automodel_cli.models.lm_head import value_head
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.score_head import ScoreHead
 from automodel_cli.models.vision.processor import load_processor
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def export_hf(
     summary: str = "",
     shard_bytes: int = _SHARD_BYTES,
     pp_group: dist.ProcessGroup | None = None,
-    as_classifier: bool = False,
+    score_head: ScoreHead | None = None,
     stop_ids: Sequence[int] = (),
     trained: bool = False,
 ) -> None:
@@ -70,7 +72,7 @@ def export_hf(
     Args:
         title, summary: markdown for the model card (data, steps, scores).
         shard_bytes: maximum size of a file [bytes].
-        as_classifier: write a reward model (`sequence_classifier.py`) whose score is the value head.
+        score_head: write a reward model or classifier (`sequence_classifier.py`) whose score is the value head.
         stop_ids: tokens at which the model was trained to stop.
         trained: parameters have changed since loading, so rounding to 16 bits must preserve the mean of their changes.
     """
@@ -81,7 +83,7 @@ def export_hf(
     shards: list[tuple[list[str], int]] = []
     within = parts[0].within
     hub_keys = {} if within is None else {name: key for key, name in within.keys.items()}
-    excluded_prefix = sequence_classifier.head_prefix(parts[0]) if as_classifier else None
+    excluded_prefix = sequence_classifier.head_prefix(parts[0]) if score_head else None
     stream = iter_hf_weights(
         parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group, multi_token=True, keep_mean=trained
     )
@@ -99,9 +101,9 @@ def export_hf(
     values = list(local_values if pp_group is None else over_stages(local_values, pp_group, parts[0], "cpu"))
     if writer:
         card = functools.partial(_write_card, folder, parts[0], config, title or folder.name, summary)
-        if as_classifier:
-            _finish_classifier(folder, shards, parts[0], values, tokenizer)
-            card(as_classifier=True)
+        if score_head is not None:
+            _finish_classifier(folder, shards, parts[0], values, tokenizer, score_head)
+            card(score_head=score_head)
         else:
             _finish_model(folder, shards, parts[0], values, tokenizer, config, shard_bytes)
             generation_config.write_generation_config(folder, config, parts[0].model, stop_ids)
@@ -117,13 +119,22 @@ def _finish_classifier(
     part: ModelPart,
     values: Sequence[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase | None,
+    head: ScoreHead,
 ) -> None:
-    """Write the value head as the score, the index, and the config of a reward model."""
+    """Write the value head as the score, the index, and the config of a classifier.
+
+    A tokenizer without a padding token gets that of the config, with which classifiers of plain text pad.
+    """
     ((_, score),) = values
-    shards.append(_write_shard(folder, len(shards), [(sequence_classifier.SCORE, score.to("cpu", part.hub_dtype))]))
+    tensors = sequence_classifier.scores_of(head, score.to("cpu", part.hub_dtype))
+    shards.append(_write_shard(folder, len(shards), tensors))
     _write_index(folder, shards)
-    _write_config(folder, part, sequence_classifier.config_of(part.source_config, tokenizer))
+    config = sequence_classifier.config_of(part.source_config, tokenizer, head)
+    _write_config(folder, part, config)
     if tokenizer is not None:
+        if tokenizer.pad_token_id is None and config.pad_token_id is not None:
+            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
         _write_tokenizer(folder, tokenizer)
 
 
@@ -255,12 +266,22 @@ def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _write_card(
-    folder: Path, part: ModelPart, config: ModelConfig, title: str, summary: str, *, as_classifier: bool = False
+    folder: Path,
+    part: ModelPart,
+    config: ModelConfig,
+    title: str,
+    summary: str,
+    *,
+    score_head: ScoreHead | None = None,
 ) -> None:
     base = config.pretrained or config.gguf_file
     hub_id = base is not None and config.gguf_file is None and not Path(base).exists()
     reads_pictures = part.front is not None
-    task = "text-classification" if as_classifier else "image-text-to-text" if reads_pictures else "text-generation"
+    task = "image-text-to-text" if reads_pictures else "text-generation"
+    kind = "AutoModelForImageTextToText" if reads_pictures else "AutoModelForCausalLM"
+    if score_head is not None:
+        task = "token-classification" if score_head.of_tokens else "text-classification"
+        kind = f"AutoModelFor{'Token' if score_head.of_tokens else 'Sequence'}Classification"
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}"]
     lines += [f"base_model: {base}"] if hub_id else []
     lines += ["tags:", "- automodel", "---", "", f"# {title}", ""]
@@ -268,9 +289,9 @@ def _write_card(
     adapters = ", low-rank adapters merged in" if config.lora is not None else ""
     lines += [f"{origin} with `automodel`{adapters}. Architecture: `{type(part.model).__name__}`.", ""]
     lines += [summary.strip(), ""] if summary.strip() else []
-    kind = "AutoModelForSequenceClassification" if as_classifier else "AutoModelForCausalLM"
-    kind = "AutoModelForImageTextToText" if reads_pictures else kind
-    lines += ["A reward model: `logits[0, 0]` is the score of the conversation.", ""] if as_classifier else []
+    if score_head is not None:
+        reward = "A reward model: `logits[0, 0]` is the score of the conversation."
+        lines += [f"Labels: {', '.join(score_head.labels)}." if score_head.labels else reward, ""]
     lines += [
         "```python",
         f"from transformers import {kind}, AutoTokenizer",

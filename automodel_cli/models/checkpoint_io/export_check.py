@@ -25,6 +25,7 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.checkpoint_io import sequence_classifier
 from automodel_cli.models.layerwise_casting import Cast, cast_layers, largest_forward
+from automodel_cli.models.score_head import ScoreHead
 from automodel_cli.models.stochastic_rounding import moved_within_ulp
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def measure_export_error(
     *,
     base: Sequence[Tensor] | None = None,
     trust_remote_code: bool = False,
-    as_classifier: bool = False,
+    score_head: ScoreHead | None = None,
     device: torch.device | str = "cpu",
     available_bytes: float | None = None,
     seconds: float | None = None,
@@ -103,18 +104,18 @@ def measure_export_error(
     Args:
         trained_side: log-probs of each prompt's tokens after the first.
         base: the same without adapters.
-        as_classifier: compare one score per prompt.
+        score_head: compare the scores of each prompt.
         available_bytes: free host memory [bytes].
         seconds: time limit [s].
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     _check_memory(folder, available_bytes)
-    model = _loaded(folder, trust_remote_code, as_classifier)
+    model = _loaded(folder, trust_remote_code, score_head)
     where = torch.device(device)
     if where.type == "cuda" and not _fits(where, largest_forward(model), prompts, model):
         where = torch.device("cpu")
-    exact = _values(model, prompts, as_classifier, where, Cast(torch.float32), deadline)
-    yardstick = _yardstick(model, prompts, as_classifier, where, precision, deadline)
+    exact = _values(model, prompts, score_head, where, Cast(torch.float32), deadline)
+    yardstick = _yardstick(model, prompts, score_head, where, precision, deadline)
     results = _agreement(_flat(trained_side), exact, yardstick)
     return (
         results if base is None else replace(results, share=_share(_flat(trained_side), _flat(base), exact, yardstick))
@@ -124,7 +125,7 @@ def measure_export_error(
 def _yardstick(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    as_classifier: bool,
+    score_head: ScoreHead | None,
     device: torch.device,
     precision: Precision,
     deadline: float | None,
@@ -137,10 +138,10 @@ def _yardstick(
     keeps_float32 = transformers_compat.fp32_names(model, precision.arithmetic)
     cast = Cast(precision.arithmetic, partial(moved_within_ulp, stored=stored), keeps_float32)
     try:
-        return _values(model, prompts, as_classifier, device, cast, deadline)
+        return _values(model, prompts, score_head, device, cast, deadline)
     except RuntimeError:  # the model mixes dtypes in 16 bits: round only its weights
         cast = Cast(torch.float32, partial(moved_within_ulp, stored=precision.arithmetic))
-        return _values(model, prompts, as_classifier, device, cast, deadline)
+        return _values(model, prompts, score_head, device, cast, deadline)
 
 
 def _flat(values: Sequence[Tensor]) -> list[Tensor]:
@@ -193,10 +194,10 @@ def _gap(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def _loaded(folder: Path, trust: bool, as_classifier: bool) -> PreTrainedModel:
+def _loaded(folder: Path, trust: bool, score_head: ScoreHead | None) -> PreTrainedModel:
     """Load the model with transformers in its stored dtype. Raises RunError."""
-    if as_classifier:
-        return sequence_classifier.load_classifier(folder, "auto")
+    if score_head is not None:
+        return sequence_classifier.load_classifier(folder, "auto", score_head)
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
@@ -221,21 +222,21 @@ def _loaded(folder: Path, trust: bool, as_classifier: bool) -> PreTrainedModel:
 def _values(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    as_classifier: bool,
+    score_head: ScoreHead | None,
     device: torch.device,
     cast: Cast,
     deadline: float | None,
 ) -> list[Tensor]:
-    """Return log-probs of each prompt's tokens after the first, or its score, in fp32 on the CPU."""
+    """Return log-probs of each prompt's tokens after the first, or its scores, in fp32 on the CPU."""
 
     def tick() -> None:
         if deadline is not None and time.monotonic() > deadline:
             raise Unfinished("the comparison took longer than checkpoint.export_check_minutes")
 
     with cast_layers(model, cast, device, tick):
-        if as_classifier:  # transformers reads the score at the last token, so no padding
+        if score_head is not None:  # transformers reads the score at the last token, so no padding
             rows = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
-            return [model(input_ids=row, use_cache=False).logits[0, :1].float().cpu() for row in rows]
+            return [model(input_ids=row, use_cache=False).logits[0].float().cpu().flatten() for row in rows]
         results = [torch.empty(0)] * len(prompts)
         for batch in _of_equal_length(prompts):
             ids_BT = torch.tensor([list(prompts[row]) for row in batch], device=device)

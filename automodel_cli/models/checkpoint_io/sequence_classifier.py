@@ -1,7 +1,8 @@
-"""Reward models for other tools: a part with a value head as a transformers sequence classifier with one label.
+"""Reward models and classifiers for other tools: a part with a value head as a transformers classifier.
 
-`score` is the value head, applied to the last token of a row. The LM head is not exported. transformers loads
-`AutoModelForSequenceClassification`. Inference engines support the architecture or convert the base model.
+`score` is the value head, applied to the last token of a row (`AutoModelForSequenceClassification`) or to every token
+(`AutoModelForTokenClassification`). The LM head is not exported. Inference engines support the architecture or convert
+the base model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import nn
 
 from automodel_cli.config import hub
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.data.preparation.labeled import padding_id
 from automodel_cli.models import transformers_compat
+from automodel_cli.models.score_head import ScoreHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,25 +28,32 @@ if TYPE_CHECKING:
 SCORE = "score.weight"
 """Name of the score weight in transformers classifiers."""
 _EXPORTED = "a folder that `automodel rm llm` has exported"
+_REWARD = ScoreHead()
 
 
-def require_classifier(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the transformers class with one score per row. Raises ConfigError if the family has none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+def require_classifier(hf_config: PretrainedConfig, head: ScoreHead) -> type[PreTrainedModel]:
+    """Return the transformers class with these scores. Raises ConfigError if the family has none."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    )
 
-    kind = type(hf_config)
-    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        cls: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind]
+    of_texts, of_tokens = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    kind, classifiers = type(hf_config), of_tokens if head.of_tokens else of_texts
+    if kind in classifiers and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        cls: Any = classifiers[kind]
         config = copy.deepcopy(hf_config)
-        config.num_labels = 1
+        config.num_labels = head.num_outputs
         with transformers_compat.quiet(), torch.device("meta"):
             score = getattr(cls(config), "score", None)
-        if isinstance(score, nn.Linear) and score.bias is None:
+        if isinstance(score, nn.Linear) and (score.bias is None or head.of_tokens):
             kept: type[PreTrainedModel] = cls
             return kept
+    what = "token classifier" if head.of_tokens else "sequence classifier"
     raise ConfigError(
-        f"reward models are not supported for {hf_config.model_type} because transformers has no sequence classifier "
-        "with a linear `score` for it",
+        f"{'classifiers' if head.labels else 'reward models'} are not supported for {hf_config.model_type} because "
+        f"transformers has no {what} with a linear `score` for it",
         code="not_supported_by_model",
         keys=("model",),
     )
@@ -56,15 +66,33 @@ def head_prefix(part: ModelPart) -> str:
     return next(f"{name}." for name, module in full_model.named_modules() if module is head)
 
 
-def config_of(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
+def scores_of(head: ScoreHead, weight_LD: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of the score by their names. Token classifiers of transformers have a bias, here 0."""
+    return [(SCORE, weight_LD)] + ([("score.bias", weight_LD.new_zeros(len(weight_LD)))] if head.of_tokens else [])
+
+
+def config_of(
+    hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, head: ScoreHead
+) -> PretrainedConfig:
     """Return the config of the export.
 
-    transformers reads the score at the last token that is not padding, so padding must differ from EOS. If the
-    tokenizer pads with EOS, the config has no padding token, and the classifier accepts one row at a time.
+    transformers reads the score at the last token that is not padding, so padding must differ from the end of a row.
+    Conversations end with EOS. If the tokenizer pads with EOS, the config has no padding token, and the classifier
+    accepts one row at a time. Plain texts end with EOS only if the tokenizer appends it, so they are padded with it.
     """
     config = copy.deepcopy(hf_config)
-    config.architectures = [require_classifier(hf_config).__name__]
-    config.num_labels = 1
+    config.architectures = [require_classifier(hf_config, head).__name__]
+    config.num_labels = head.num_outputs
+    if head.labels:
+        config.id2label = dict(enumerate(head.labels))
+        config.label2id = {label: i for i, label in enumerate(head.labels)}
+    if head.problem is not None and not head.of_tokens:
+        config.problem_type = head.problem
+    if head.of_tokens:
+        config.classifier_dropout = 0.0
+    if head.plain_text and tokenizer is not None:
+        config.pad_token_id = padding_id(tokenizer)
+        return config
     eos_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = {*eos_ids, None if tokenizer is None else tokenizer.eos_token_id}
     pads = (config.pad_token_id, None if tokenizer is None else tokenizer.pad_token_id)
@@ -99,24 +127,27 @@ def check_classifier(folder: str) -> None:
         )
 
 
-def load_classifier(folder: Path | str, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
-    """Load the reward model of a folder in eval mode on the CPU. "auto": stored dtype. Raises RunError."""
-    from transformers import AutoModelForSequenceClassification
+def load_classifier(
+    folder: Path | str, dtype: torch.dtype | Literal["auto"], head: ScoreHead = _REWARD
+) -> PreTrainedModel:
+    """Load the reward model or classifier of a folder in eval mode on the CPU. "auto": stored dtype.
 
+    Raises RunError.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    auto: Any = AutoModelForTokenClassification if head.of_tokens else AutoModelForSequenceClassification
     try:
         with transformers_compat.quiet():
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True
-            )
-    except Exception as error:  # any failure means that the folder is not a reward model
+            model, info = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # any failure means that the folder is not a classifier
         raise RunError(
-            f"folder={folder} cannot be loaded as a sequence classifier: {error}", code="model_not_found"
+            f"folder={folder} cannot be loaded with {auto.__name__}: {error}", code="model_not_found"
         ) from error
     missing = sorted(info["missing_keys"])
-    if missing or model.config.num_labels != 1:
+    if missing or model.config.num_labels != head.num_outputs:
         reason = f"it lacks {', '.join(missing[:3])}" if missing else f"it has {model.config.num_labels} labels"
-        raise RunError(
-            f"folder={folder} is not a reward model, because {reason}", code="wrong_model_kind", fix=_EXPORTED
-        )
+        what = "classifier with these labels" if head.labels else "reward model"
+        raise RunError(f"folder={folder} is not a {what}, because {reason}", code="wrong_model_kind", fix=_EXPORTED)
     loaded: PreTrainedModel = model.eval()
     return loaded

@@ -1,8 +1,8 @@
-"""Value head: one number per token from the last hidden state, for critics and reward models.
+"""Value head: one or several numbers per token from the last hidden state, for critics, reward models and classifiers.
 
 It is a child of the last part, so its parameter is `value_head.weight` in checkpoints, and every strategy shards it
 with the part. It has no bias, like `score` of the sequence classifiers of transformers. Exports store it in a separate
-file, which transformers ignores. Loading the folder restores it. Reward models are exported by
+file, which transformers ignores. Loading the folder restores it. Reward models and classifiers are exported by
 `models/checkpoint_io/sequence_classifier.py`.
 """
 
@@ -21,14 +21,13 @@ FILE = "value_head.safetensors"
 
 
 class ValueHead(nn.Linear):
-    """Maps hidden states `[B, T, D]` to fp32 values `[B, T]`, in any compute dtype."""
+    """Maps hidden states `[B, T, D]` to fp32 values `[B, T, L]`, in any compute dtype."""
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
-        super().__init__(hidden_size, 1, bias=False, dtype=dtype, device=device)
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str, num_outputs: int = 1):
+        super().__init__(hidden_size, num_outputs, bias=False, dtype=dtype, device=device)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        values_BT1 = F.linear(hidden_BTD.float(), self.weight.float())
-        return values_BT1.squeeze(-1).clone()  # FSDP2 warns about modules that return a view
+        return F.linear(hidden_BTD.float(), self.weight.float()).clone()  # FSDP2 warns about modules that return a view
 
 
 def fill_value_head(head: ValueHead, folder: Path | None) -> None:

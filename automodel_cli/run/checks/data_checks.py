@@ -11,6 +11,7 @@ from automodel_cli.data.preparation.preview import head_problems, most_rows
 
 if TYPE_CHECKING:
     from automodel_cli.data.config import DataConfig
+    from automodel_cli.data.formats.base import DataKind
     from automodel_cli.training.config import TrainConfig
     from automodel_cli.training.optimizers.lr_scheduler import ScheduleNode
 
@@ -21,11 +22,11 @@ def data_problems(
     lr_scheduler: ScheduleNode,
     *,
     global_batch_size: int,
-    preferences: bool,
+    kind: DataKind,
     prompts: bool,
 ) -> Iterator[ConfigError]:
     """Yield errors of unreadable data, and of a learning-rate schedule that is longer than the run."""
-    problems = list(head_problems(data, preferences=preferences, prompts=prompts))
+    problems = list(head_problems(data, kind=kind, prompts=prompts))
     yield from problems
     if not problems and (problem := _schedule_problem(data, train, lr_scheduler, global_batch_size)) is not None:
         yield problem

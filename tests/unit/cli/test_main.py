@@ -183,6 +183,8 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "qwen3_vl_30b_pp2ep4",
     )
     asked = {name: filled if name in needs_data else [] for name in bundled_recipes.recipe_names()}
+    asked = {name: filled if name in needs_data else [] for name in bundled_recipes.recipe_names()}
+    asked["classifier"] = [*filled, "objective.labels=[negative,positive]"]
     asked["kd"] = [*filled, "teacher.pretrained=org/name"]
     command = [sys.executable, "-c", EACH, json.dumps(asked)]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)

@@ -6,6 +6,7 @@ import pytest
 
 from automodel_cli.objectives.best_of_n import BestOfN
 from automodel_cli.objectives.bradley_terry import BradleyTerry
+from automodel_cli.objectives.classification import Regression, SingleLabel
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.grpo import GRPO
@@ -28,6 +29,8 @@ CORRECTED = {"sampler_correction": "truncate", "sampler_correction_clip_max": 2.
         KTO(),
         BestOfN(),
         BradleyTerry(),
+        SingleLabel(labels=["a", "b"]),
+        Regression(),
         Distillation(),
     ],
     ids=lambda objective: type(objective).__name__,

@@ -175,7 +175,7 @@ def test_columns_that_train_and_are_not_listed_are_refused(own, tmp_path):
 
 def test_a_format_of_the_other_kind_is_refused_with_the_config(own):
     with raises(ConfigError, "wrong_data_kind", keys=("data.format",), values=("talk_format.Duel",)):
-        DataConfig(path="x.jsonl", format=own.Duel()).check_kind(preferences=False)
+        DataConfig(path="x.jsonl", format=own.Duel()).check_kind("documents")
     with raises(ConfigError, "invalid_choice", keys=("format",), values=("talk_format.MakesNothing.makes='rows'",)):
         DataConfig(path="x.jsonl", format=own.MakesNothing())
     with raises(ConfigError, "unknown_name", keys=("column_mapping",), values=("'question'", "talk_format.Talk")):

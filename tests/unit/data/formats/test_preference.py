@@ -194,7 +194,7 @@ def test_pairs_longer_than_a_row_are_dropped_or_named(tmp_path):
 )
 def test_settings_that_split_pairs_are_rejected(tmp_path, options, code, key):
     with raises(ConfigError, code, keys=(f"data.{key}",), values=(f"{key}={options[key]}",)):
-        data(tmp_path, pairs(2), **options).check_kind(preferences=True)
+        data(tmp_path, pairs(2), **options).check_kind("preferences")
 
 
 def test_a_format_of_pairs_is_refused_where_plain_rows_are_trained(tmp_path):
