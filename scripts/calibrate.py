@@ -185,7 +185,8 @@ def _of_suite(path: Path | None) -> list[Row]:
     """Runs that `scripts/gpu_suite.sh` measured and dry-ran on this GPU."""
     if path is None:
         return []
-    results = json.loads(path.read_text(encoding="utf-8"))["pieces"]
+    suite = json.loads(path.read_text(encoding="utf-8"))
+    results = suite["pieces"]
     found = []
     for name, piece in results.items():
         shape = name.removeprefix("speed: ")
@@ -194,7 +195,7 @@ def _of_suite(path: Path | None) -> list[Row]:
             continue
         speed, counts = piece["figures"], dry["counted"]
         found.append(
-            Row(f"suite-{shape}", "h100", speed["tokens_per_second"], counts["tokens"], counts["seconds"],
+            Row(f"suite-{shape}", suite["gpu"], speed["tokens_per_second"], counts["tokens"], counts["seconds"],
                 counts["peak_gib"], speed["memory_gib"], "reserved", True, "measured here", "gpu_suite")
         )  # fmt: skip
     return found

@@ -1,14 +1,19 @@
 """The pieces of `scripts/gpu_suite.sh`: each a command with a time limit and figures, or its last lines if it fails.
 
 Results are written after every piece, and a second call leaves out what was ok on the same GPU and torch. The figures
-of a piece are the JSON that it writes to `{out}`. Exit codes: 0 all ok, 1 something failed, 75 time was up (call it
-again), 77 there is no CUDA device.
+of a piece are the JSON that it writes to `{out}`. A piece whose output has a warning or a fall-back to slower code has
+failed, unless the piece names it. Exit codes: 0 all ok, 1 something failed, 75 time was up (call it again), 77 there is
+no CUDA device.
+
+`--fake` needs no GPU: steps are traced on fake CUDA tensors, tests are collected, and other configs are checked.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,10 +25,19 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from automodel_cli.cli.common import GPUS
+from automodel_cli.config.error_codes import CODES
+from scripts.gpu_suite_runs import COMPARISONS
+
 BUDGET_SECONDS = 480.0
+MEMORY_TOLERANCE = 0.10
 _TAIL = 25
 _AUTOMODEL = (sys.executable, "-m", "automodel_cli")
-_PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "--no-header", "-p", "no:cacheprovider")
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "-rs", "-x", "-m", "gpu", "--no-header", "-p", "no:cacheprovider")
+_DRY = (*_AUTOMODEL, "dryrun", "--gpus", "1", "--changes", "0", "--json", "{out}")
+_NCCL_ON_CPU = ("scripts/gpu_suite_nccl.py", "--cpu")
 _BENCH = (*_AUTOMODEL, "bench", "--warmup", "5", "--steps", "12", "--json", "{out}", "-c")
 
 _ROWS = """
@@ -34,7 +48,7 @@ model:
   config: {vocab_size: 32064, pad_token_id: 0, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 4096,
            tie_word_embeddings: false, %s}
 data:
-  task: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 40000, num_validation: 16}
+  generator: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 40000, num_validation: 16}
   seq_len: 4096
 optimizer: {lr: 1e-5}
 train: {global_batch_size: 4, microbatch_size: 1, max_steps: 100, epochs: null}
@@ -61,77 +75,159 @@ _SAMPLED = (
 
 @dataclass(frozen=True)
 class Piece:
-    """One command. `{folder}` and `{out}` in it are filled in."""
+    """One command. `{folder}` and `{out}` in it are filled in.
+
+    Attributes:
+        fake: the command without a GPU, or None to leave the piece out.
+        expected: fall-backs that are no failure (regular expressions of output lines).
+        gpus: number of GPUs that it needs.
+        package: optional package that it needs.
+    """
 
     name: str
     command: tuple[str, ...]
     seconds: float = 90.0
+    fake: tuple[str, ...] | None = None
+    expected: tuple[str, ...] = ()
+    gpus: int = 1
+    package: str | None = None
+
+    def missing(self, num_gpus: int) -> str | None:
+        """Return what this machine lacks, or None."""
+        if num_gpus < self.gpus:
+            return f"needs {self.gpus} GPUs"
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return f"needs the package {self.package}"
+        return None
 
 
-def pieces() -> list[Piece]:
-    """In the order of what is worth most."""
+def _test(name: str, file: str, seconds: float = 90.0) -> Piece:
+    return Piece(name, (*_PYTEST, file), seconds, fake=(*_PYTEST, "--collect-only", file))
+
+
+def _bench(name: str, *words: str, seconds: float = 90.0, fake: str = "dryrun", **fields: Any) -> Piece:
+    traced = {"dryrun": (*_DRY, "-c", *words), "check": (*_AUTOMODEL, "check", "-c", *words)}[fake]
+    return Piece(name, (*_BENCH, *words), seconds, fake=traced, **fields)
+
+
+def gpu_type(device_name: str) -> str:
+    """Return the type of `automodel dryrun --gpu` of a device. Without a known name, that of an H100."""
+    return next((gpu for gpu in GPUS if gpu in device_name.lower()), "h100")
+
+
+def pieces(gpu: str = "h100") -> list[Piece]:
+    """In the order of what is worth most. `gpu`: type of the GPU, for dry runs."""
     found = [
-        Piece("attention kernels against the dense definition", (*_PYTEST, "tests/gpu/test_attention_cuda.py")),
-        Piece("attention that torch compiles", (*_PYTEST, "tests/gpu/test_flex_cuda.py"), 150),
-        Piece("the head's products", (*_PYTEST, "tests/gpu/test_head_cuda.py")),
-        Piece("parallel axes, two ranks on this GPU over gloo", (*_PYTEST, "tests/gpu/test_axes_cuda.py"), 150),
-        Piece("a run of one rank over nccl", (*_BENCH, "quickstart")),
-        Piece("compiled fused operations", (*_PYTEST, "tests/gpu/test_fused_operations_cuda.py"), 120),
-        Piece("compiled layers", (*_BENCH, "quickstart", "parallelizer.enable_compile=true"), 150),
-        Piece("parameters in host memory", (*_BENCH, "{folder}/dense.yaml", _OFFLOAD)),
-        Piece("the sampler", (*_BENCH, "quickstart_grpo", *_SAMPLED)),
-        Piece("the sampler's CUDA graphs", (*_PYTEST, "tests/gpu/test_graphs_cuda.py"), 120),
+        _test("attention kernels against the dense definition", "tests/gpu/test_attention_cuda.py"),
+        Piece("nccl", (sys.executable, "scripts/gpu_suite_nccl.py"), 60, fake=(sys.executable, *_NCCL_ON_CPU)),
+        *(_comparison(name) for name in COMPARISONS),
+        _test("attention that torch compiles", "tests/gpu/test_flex_cuda.py", 150),
+        _test("the head's products", "tests/gpu/test_head_cuda.py"),
+        _test("float8 GEMMs", "tests/gpu/test_fp8_cuda.py", 120),
+        _test("parallel axes, two ranks on this GPU over gloo", "tests/gpu/test_axes_cuda.py", 150),
+        _bench("a run of one rank over nccl", "quickstart"),
+        _test("compiled fused operations", "tests/gpu/test_fused_operations_cuda.py", 120),
+        _bench("compiled layers", "quickstart", "parallelizer.enable_compile=true", seconds=150),
+        _bench("parameters in host memory", "{folder}/dense.yaml", _OFFLOAD),
+        _bench("the sampler", "quickstart_grpo", *_SAMPLED, fake="check"),
+        _test("the sampler's CUDA graphs", "tests/gpu/test_graphs_cuda.py", 120),
     ]
     for name in SHAPES:
-        found.append(Piece(f"speed: {name}", (*_BENCH, f"{{folder}}/{name}.yaml"), 75))
-        dry = (*_AUTOMODEL, "dryrun", "--gpus", "1", "--json", "{out}", "-c", f"{{folder}}/{name}.yaml")
-        found.append(Piece(f"memory by dry run: {name}", dry, 75))
+        conf = f"{{folder}}/{name}.yaml"
+        found.append(Piece(f"speed: {name}", (*_BENCH, conf), 75))
+        dry = (*_DRY, "--gpu", gpu, "-c", conf)
+        found.append(Piece(f"memory by dry run: {name}", dry, 75, fake=dry))
     return found
 
 
-def main(output: Path) -> int:
-    if not torch.cuda.is_available():
+def _comparison(name: str) -> Piece:
+    words = (sys.executable, "scripts/gpu_suite_runs.py", name, "{folder}", "{out}")
+    of = COMPARISONS[name]
+    return Piece(f"5 steps: {name}", words, 120, fake=(*words, "--fake"), gpus=of.gpus, package=of.package)
+
+
+def main(output: Path, *, fake: bool = False, names: Sequence[str] = ()) -> int:
+    """Run the pieces that are not ok yet, or only those called `names`."""
+    if not fake and not torch.cuda.is_available():
         print("gpu_suite: this machine has no CUDA device, so nothing was run")
         return 77
-    began = time.monotonic()
-    results = _earlier(output, machine := _machine())
-    with tempfile.TemporaryDirectory(prefix="gpu-suite-") as folder:
-        for name, config in SHAPES.items():
-            (Path(folder) / f"{name}.yaml").write_text(_ROWS % config, encoding="utf-8")
-        waiting = [piece for piece in pieces() if results.get(piece.name, {}).get("status") != "ok"]
-        for piece in waiting:
-            left = BUDGET_SECONDS - (time.monotonic() - began)
-            if left < 10:
-                print(f"gpu_suite: {BUDGET_SECONDS:.0f} s are over; the same command goes on with: {piece.name}")
-                return 75
-            results[piece.name] = found = run(piece, Path(folder), min(piece.seconds, left))
-            output.write_text(json.dumps({"machine": machine, "pieces": results}, indent=2) + "\n", encoding="utf-8")
-            print(f"{found['status']:8} {found['seconds']:6.1f} s  {piece.name}", flush=True)
+    began, budget = time.monotonic(), 3600.0 if fake else BUDGET_SECONDS
+    machine, gpu = _machine(fake), gpu_type("" if fake else torch.cuda.get_device_name(0))
+    results = _earlier(output, machine)
+    chosen = [piece for piece in pieces(gpu) if not names or piece.name in names]
+
+    def write() -> None:
+        known = {"machine": machine, "gpu": gpu, "pieces": results}
+        output.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+
+    for piece in chosen:
+        if results.get(piece.name, {}).get("status") == "ok" or (fake and piece.fake is None):
+            continue
+        lacking = piece.missing(piece.gpus if fake else torch.cuda.device_count())
+        left = budget - (time.monotonic() - began)
+        if lacking is None and left < 10:
+            print(f"gpu_suite: {budget:.0f} s are over; the same command goes on with: {piece.name}")
+            return 75
+        found = {"status": "skipped", "seconds": 0.0, "command": "", "tail": [lacking]}
+        results[piece.name] = found if lacking else run(piece, min(piece.seconds * (1 + 9 * fake), left), fake=fake)
+        write()
+        print(f"{results[piece.name]['status']:9} {results[piece.name]['seconds']:6.1f} s  {piece.name}", flush=True)
+    _check_memory(results)
+    write()
     print("\n".join(summary(results)))
-    return 1 if any(found["status"] != "ok" for found in results.values()) else 0
+    return 1 if any(found["status"] not in ("ok", "skipped") for found in results.values()) else 0
 
 
-def run(piece: Piece, folder: Path, limit: float) -> dict[str, Any]:
-    """status ("ok", "failed", "timeout"), seconds, the command, figures, and the last lines of what failed."""
-    out = folder / "out.json"
-    out.unlink(missing_ok=True)
-    command = [word.replace("{folder}", str(folder)).replace("{out}", str(out)) for word in piece.command]
-    began = time.monotonic()
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "AUTOMODEL_CACHE": str(folder / "cache")}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit, env=environment, cwd=_root(), check=False
-        )
-        status, said = "ok" if done.returncode == 0 else "failed", done.stdout + done.stderr
-    except subprocess.TimeoutExpired as expired:
-        status = "timeout"
-        said = "".join(part.decode(errors="replace") for part in (expired.stdout, expired.stderr) if part)
-    found: dict[str, Any] = {"status": status, "seconds": time.monotonic() - began, "command": " ".join(command)}
-    if status == "ok" and out.is_file():
-        found["figures"] = json.loads(out.read_text(encoding="utf-8"))
+def run(piece: Piece, limit: float, *, fake: bool = False) -> dict[str, Any]:
+    """status ("ok", "failed", "fell back", "timeout"), seconds, the command, figures, and the last lines or fall-backs
+    of what was not ok."""
+    with tempfile.TemporaryDirectory(prefix="gpu-suite-") as name:
+        folder, out = Path(name), Path(name) / "out.json"
+        for shape, config in SHAPES.items():
+            (folder / f"{shape}.yaml").write_text(_ROWS % config, encoding="utf-8")
+        words = piece.fake if fake and piece.fake is not None else piece.command
+        command = [word.replace("{folder}", name).replace("{out}", str(out)) for word in words]
+        began = time.monotonic()
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "AUTOMODEL_CACHE": str(folder / "cache")}
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit, env=environment, cwd=_root(), check=False
+            )
+            status, said = "ok" if done.returncode == 0 else "failed", done.stdout + done.stderr
+        except subprocess.TimeoutExpired as expired:
+            status = "timeout"
+            said = "".join(part.decode(errors="replace") for part in (expired.stdout, expired.stderr) if part)
+        fallen = [] if fake or status != "ok" else fall_backs(said, piece.expected)
+        status = "fell back" if fallen else status
+        found: dict[str, Any] = {"status": status, "seconds": time.monotonic() - began, "command": " ".join(command)}
+        if status in ("ok", "fell back") and out.is_file():
+            found["figures"] = json.loads(out.read_text(encoding="utf-8"))
     if status != "ok":
-        found["tail"] = said.strip().splitlines()[-_TAIL:]
+        found["tail"] = fallen or said.strip().splitlines()[-_TAIL:]
     return found
+
+
+def fall_backs(output: str, expected: Sequence[str] = ()) -> list[str]:
+    """Return the lines of an output that tell of slower code than the GPU has, of a warning, or of a skipped test."""
+
+    def tells(line: str) -> bool:
+        warned = any(code in CODES for code in re.findall(r"\[([a-z_0-9]+)\]", line))
+        return warned or line.startswith("SKIPPED") or "torch operators (" in line or "WARNING" in line
+
+    return [line for line in output.splitlines() if tells(line) and not any(re.search(e, line) for e in expected)]
+
+
+def _check_memory(results: dict[str, dict[str, Any]]) -> None:
+    """Mark a speed piece as failed if its reserved memory is more than 10% outside the range of its dry run."""
+    for shape in SHAPES:
+        speed, dry = (results.get(f"{kind}: {shape}", {}) for kind in ("speed", "memory by dry run"))
+        if speed.get("status") != "ok" or "figures" not in speed or "figures" not in dry:
+            continue
+        low, high = dry["figures"]["reserved_gib"]
+        found = speed["figures"]["memory_gib"]
+        if not low * (1 - MEMORY_TOLERANCE) <= found <= high * (1 + MEMORY_TOLERANCE):
+            speed["status"] = "failed"
+            speed["tail"] = [f"{found:.1f} GiB reserved, but the dry run gives {low:.1f} to {high:.1f}"]
 
 
 def summary(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -142,7 +238,7 @@ def summary(results: dict[str, dict[str, Any]]) -> list[str]:
             lines += [
                 f"\n{found['status'].upper()}: {name}",
                 f"  {found['command']}",
-                *(f"  | {t}" for t in found["tail"]),
+                *(f"  | {t}" for t in found.get("tail", ())),
             ]
     for shape in SHAPES:
         speed = results.get(f"speed: {shape}", {}).get("figures")
@@ -166,9 +262,14 @@ def _earlier(output: Path, machine: Sequence[str]) -> dict[str, dict[str, Any]]:
     return pieces_before
 
 
-def _machine() -> list[str]:
+def _machine(fake: bool) -> list[str]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=_root(), check=False)
-    return [torch.cuda.get_device_name(0), torch.__version__, str(torch.version.cuda), commit.stdout.strip()]
+    return [
+        "fake CUDA" if fake else torch.cuda.get_device_name(0),
+        torch.__version__,
+        str(torch.version.cuda),
+        commit.stdout.strip(),
+    ]
 
 
 def _root() -> Path:
@@ -176,4 +277,5 @@ def _root() -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    given = [word for word in sys.argv[1:] if word != "--fake"]
+    sys.exit(main(Path(given[0]), fake="--fake" in sys.argv, names=given[1:]))

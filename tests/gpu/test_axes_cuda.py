@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,12 +15,13 @@ from automodel_cli.parity.compare import Errors, GradientRecorder, step_errors
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch
-from tests.dist.parity import Case, reference, step_batches, tiny_part
+from tests.dist.parity import FSDP2, Case, reference, step_batches, tiny_part
 
 CASES = {
     "fsdp2": Case("qwen3"),
     "tp2": Case("llama", mesh=MeshConfig(tp_size=2)),
     "cp2": Case("llama", mesh=MeshConfig(cp_size=2)),
+    "ring2": Case("llama", mesh=MeshConfig(cp_size=2), config=replace(FSDP2, context_parallel="ring")),
     "ep2": Case("qwen3_moe", mesh=MeshConfig(ep_size=2)),
 }
 
