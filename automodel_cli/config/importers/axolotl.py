@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from automodel_cli.config.importers import hugging_face as hf
+from automodel_cli.config.importers import vision
 from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, none, to
 
 _FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text"}
@@ -23,7 +24,8 @@ _SOURCE = {"path": "path", "name": "name", "revision": "revision", "split": "spl
 
 
 def _kind(draft: Draft) -> Kind:
-    return _RL.get(str(draft.get("rl")), "sft")
+    kind = _RL.get(str(draft.get("rl")), "sft")
+    return "vlm" if kind == "sft" and (draft.get("processor_type") or draft.has("image_")) else kind
 
 
 def _together(draft: Draft) -> None:
@@ -44,6 +46,9 @@ def _together(draft: Draft) -> None:
     _adapter(draft)
     _parts(draft)
     _data(draft)
+    if draft.reads_pictures:
+        frozen = bool(draft.get("freeze_mm_modules", False))
+        vision.put_parts(draft, dict.fromkeys(("tower", "projector"), ("freeze_mm_modules", frozen)))
     if draft.kind == "dpo":
         _preferences(draft)
 
@@ -167,6 +172,9 @@ TABLE = Table(
         "model_type": none("found from the model's own config"),
         "tokenizer_type": none("found from the model's own files"),
         "tokenizer_config": to("model.tokenizer"),
+        **vision.ROWS,
+        "val_set_size": none("0 rows are held out"),
+        "skip_prepare_dataset": none("rows are always prepared, and pictures are read while a step runs"),
         "strict": none("our check is always strict"),
         "load_in_8bit": none("no 8-bit base: model.lora.quantization is none or nf4"),
         "load_in_4bit": none("model.lora.quantization says it, with adapters"),
@@ -236,5 +244,6 @@ TABLE = Table(
         Default("lr_scheduler", "cosine", "ours too, but for grpo"),
         Default("seed", 42, "ours is 0"),
     ),
+    finish=vision.finish_if_any,
     averaging="theirs divides by the label tokens of the accumulated batch of all ranks, ours too",
 )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from automodel_cli.config.diagnostics import format_value
 
-Kind = Literal["sft", "dpo", "kd", "grpo"]
+Kind = Literal["sft", "dpo", "kd", "grpo", "vlm"]
 _OMIT = object()
 UNKNOWN = "not known to this translation: look for it in `automodel options`"
 
@@ -66,6 +66,8 @@ class Table:
     defaults: Sequence[Default]
     averaging: str
     """How the source tool averages its loss, in comparison with this package."""
+    finish: Callable[[Draft], None] = lambda draft: None
+    """Runs after the rows and defaults."""
 
     def row(self, key: str) -> KeyMapping | None:
         """The row of a key: the exact one, else the first pattern in the table's order."""
@@ -82,6 +84,8 @@ class Draft:
     source: Mapping[str, Any]
     gpus: int
     kind: Kind = "sft"
+    """A draft with pictures is of kind sft: it has the defaults of that kind, and `reads_pictures`."""
+    reads_pictures: bool = False
     values: dict[str, Any] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
@@ -126,6 +130,11 @@ class Draft:
         self.undecided.append(origin + what)
         self.leave(key, f"to decide: {what}")
 
+    @property
+    def base(self) -> str:
+        """Name of the base config."""
+        return "vlm" if self.reads_pictures else self.kind
+
     def is_set(self, ours: str) -> bool:
         return ours in self.values or ours in self.options
 
@@ -134,6 +143,8 @@ def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | N
     """Translate a complete file. Afterwards every leaf is in `done`."""
     draft = Draft(flatten_keys(source), gpus)
     draft.kind = kind or table.kind(draft)
+    if draft.kind == "vlm":
+        draft.kind, draft.reads_pictures = "sft", True
     table.run_lockstep(draft)
     for key, value in draft.source.items():
         if key not in draft.done:
@@ -141,6 +152,7 @@ def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | N
     for default in table.defaults:
         if draft.kind in default.kinds and not draft.is_set(default.ours):
             draft.put(default.ours, default.value, note=f"{table.tool}'s default; {default.why}")
+    table.finish(draft)
     _leave_idle_validation(draft)
     _decay_embeddings(draft, table)
     _name_unknown(draft)

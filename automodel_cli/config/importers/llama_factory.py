@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from automodel_cli.config.importers import hugging_face as hf
+from automodel_cli.config.importers import vision
 from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, none, to
 
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "hinge": "dpo"}
+_PICTURES = ("image_", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model", "media_dir")
 _STAGES: dict[str, Kind] = {"dpo": "dpo", "kto": "dpo"}
 
 
 def _kind(draft: Draft) -> Kind:
-    return _STAGES.get(str(draft.get("stage")), "sft")
+    kind = _STAGES.get(str(draft.get("stage")), "sft")
+    named = vision.names_vision_model(draft.get("model_name_or_path"), draft.get("template"))
+    return "vlm" if kind == "sft" and (named or any(draft.has(key) for key in _PICTURES)) else kind
 
 
 def _together(draft: Draft) -> None:
@@ -21,6 +25,8 @@ def _together(draft: Draft) -> None:
     hf.clipping(draft)
     hf.report_to(draft)
     _data(draft)
+    if draft.reads_pictures:
+        _vision(draft)
     for key in ("add_tokens", "add_special_tokens"):
         if tokens := [token.strip() for token in str(draft.get(key) or "").split(",") if token.strip()]:
             draft.put(f"model.tokenizer.{key}", tokens, key)
@@ -42,6 +48,20 @@ def _together(draft: Draft) -> None:
         draft.put("objective.beta", draft.get("pref_beta", 0.1), "pref_beta")
         if draft.get("pref_ftx") and not kto:
             draft.put("objective.nll_weight", draft.get("pref_ftx"), "pref_ftx")
+
+
+def _vision(draft: Draft) -> None:
+    """Their tower and projector are frozen unless the file trains them."""
+    keys = {
+        "tower": ("freeze_vision_tower", True),
+        "projector": ("freeze_multi_modal_projector", True),
+        "text": ("freeze_language_model", False),
+    }
+    vision.put_parts(draft, {part: (key, bool(draft.get(key, default))) for part, (key, default) in keys.items()})
+    folder = draft.get("media_dir") or draft.get("dataset_dir", "data")
+    draft.put("data.media_dir", folder, "media_dir", note="their default is dataset_dir")
+    limit = draft.get("image_max_pixels", 768 * 768)
+    draft.decide("image_max_pixels", f"theirs resizes pictures to {limit} pixels; here the processor's files decide")
 
 
 def _mask(draft: Draft) -> tuple[str]:
@@ -108,6 +128,7 @@ TABLE = Table(
         "adapter_name_or_path": none("adapters begin anew; merge the old ones into model.pretrained first"),
         "stage": none("the recipe: sft, dpo or grpo (pt, rm and ppo have none)"),
         "finetuning_type": none("full or lora; there is no oft"),
+        **vision.ROWS,
         "freeze_*": none("train.freeze and train.trainable take patterns of parameter names"),
         "lora_dropout": to("model.lora.dropout"),
         "use_rslora": to("model.lora.use_rslora"),
@@ -158,5 +179,6 @@ TABLE = Table(
         Default("data.truncation", "truncate", "longer rows are cut there", ("sft",)),
         Default("optimizer.lr", 5e-5, "ours is 2e-5 (5e-7 for dpo)"),
     ),
+    finish=vision.finish_if_any,
     averaging="theirs divides by the label tokens of the accumulated batch of all ranks, ours too",
 )

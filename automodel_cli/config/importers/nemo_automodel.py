@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.importers import hugging_face as hf
+from automodel_cli.config.importers import vision
 from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, none, to
 
 _AXES = ("tp", "pp", "cp", "ep")
@@ -19,12 +20,11 @@ _STRATEGIES = {"fsdp2": "fsdp2", "megatron_fsdp": "megatron_fsdp", "ddp": "ddp"}
 
 _RECIPES: dict[str, Kind] = {
     "TrainFinetuneRecipeForNextTokenPrediction": "sft",
+    "FinetuneRecipeForVLM": "vlm",
     "KnowledgeDistillationRecipeForNextTokenPrediction": "kd",
 }
 _OTHERS = {
-    "VLM": "models that read images",
-    "Multimodal": "models that read images",
-    "ImageTextToText": "models that read images",
+    "Multimodal": "models that read and write several media",
     "Diffusion": "diffusion models",
     "Encoder": "encoders for retrieval",
     "EmbeddingDistill": "encoders for retrieval",
@@ -56,7 +56,8 @@ def _kind(draft: Draft) -> Kind:
                 fix="--kind sft   (translates the other keys as for text)",
             )
     name = str(draft.get("recipe", draft.get("recipe._target_", ""))).rpartition(".")[2]
-    return _RECIPES.get(name, "kd" if draft.has("teacher_model.") else "sft")
+    reads_pictures = "ImageTextToText" in str(draft.get("model._target_", "")) or draft.has("processor.")
+    return _RECIPES.get(name, "kd" if draft.has("teacher_model.") else "vlm" if reads_pictures else "sft")
 
 
 def _together(draft: Draft) -> None:
@@ -111,7 +112,13 @@ def _freeze(draft: Draft) -> None:
     prefix = "freeze_config."
     if draft.get(prefix + "freeze_embeddings"):
         draft.put("train.freeze", ["*embed*"], prefix + "freeze_embeddings")
-    if draft.get(prefix + "freeze_language_model"):
+    if draft.reads_pictures:
+        on = draft.has(prefix)
+        tower, text = prefix + "freeze_vision_tower", prefix + "freeze_language_model"
+        frozen = {"tower": (tower, bool(draft.get(tower, on))), "text": (text, bool(draft.get(text, False)))}
+        vision.put_parts(draft, frozen)
+        draft.decide("dataset._target_", "their code makes chats of the rows; ours have messages and images")
+    elif draft.get(prefix + "freeze_language_model"):
         draft.decide(prefix + "freeze_language_model", "a text recipe trains the language model: train.freeze")
 
 
@@ -321,6 +328,8 @@ TABLE = Table(
         "lr_scheduler.lr_decay_steps": none("ours decays over the whole run"),
         "lr_scheduler.init_lr": none("ours warms up from 0"),
         "mlflow.*": none("logging.trackers takes an MLflow node"),
+        **vision.ROWS,
+        "freeze_config.freeze_audio_tower": none("no audio"),
         "freeze_config.*": none("recipes of kind vlm have model.vision: {tower: frozen, text: trained}"),
         "fp8.*": none("weights are gathered in what is computed in, and cast at every use: no scale is kept"),
         "compile.enabled": to("parallelizer.enable_compile"),
@@ -334,5 +343,6 @@ TABLE = Table(
         Default("train.global_batch_size", 8, "a guess: name it"),
         Default("optimizer.weight_decay", 0.01, "torch's AdamW, ours too"),
     ),
+    finish=vision.finish_if_any,
     averaging="theirs divides by the label tokens of the step of all ranks, ours too",
 )

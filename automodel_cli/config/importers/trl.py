@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from automodel_cli.config.importers import hugging_face as hf
+from automodel_cli.config.importers import vision
 from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, at_default, none, to
 
 _PAIRS = (
@@ -57,7 +58,10 @@ def _kind(draft: Draft) -> Kind:
     if draft.get("num_generations") or draft.get("max_completion_length") or draft.get("reward_funcs"):
         return "grpo"
     pairs = any(key in draft.source for key in _PAIRS) or str(draft.get("loss_type")) in _LOSSES
-    return "dpo" if pairs or ("beta" in draft.source) else "sft"
+    if pairs or "beta" in draft.source:
+        return "dpo"
+    named = vision.names_vision_model(draft.get("model_name_or_path"), draft.get("dataset_name"))
+    return "vlm" if named else "sft"
 
 
 def _together(draft: Draft) -> None:
@@ -338,5 +342,6 @@ TABLE = Table(
         Default("parallelizer.activation_checkpointing", "full", "gradient_checkpointing is on there"),
         Default("rollout.temperature", 1.0, "as ours", ("grpo",)),
     ),
+    finish=vision.finish_if_any,
     averaging="theirs divides by the label tokens of the accumulated batch of all ranks, ours too",
 )

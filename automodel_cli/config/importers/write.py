@@ -128,7 +128,7 @@ def render_config(draft: Draft, table: Table, name: str) -> str:
         f"# Loss: {table.averaging}.",
         *_undecided(draft),
         "defaults:",
-        f"  - {draft.kind}",
+        f"  - {draft.base}",
         *_options(draft),
         "  - _self_",
         "",

@@ -39,6 +39,39 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "lr_scheduler.warmup_steps": 10,
         "data.validation_size": 0.1,
     },
+    "axolotl_vision.yaml": {
+        "_target_": "automodel_cli.recipes.vlm.VLMRecipe",
+        "train.global_batch_size": 32,  # 1 x 4 x 8
+        "model.lora.target_modules": "all-linear",
+        "model.vision.tower": "frozen",
+        "model.vision.projector": "frozen",
+        "data.truncation": "drop",
+        "data.seq_len": 8192,
+    },
+    "llama_factory_vision.yaml": {
+        "_target_": "automodel_cli.recipes.vlm.VLMRecipe",
+        "model.vision.tower": "frozen",
+        "model.vision.projector": "trained",
+        "model.vision.text": "trained",
+        "data.media_dir": "data",
+        "data.truncation": "drop",
+        "optimizer.lr": 1e-5,
+    },
+    "nemo_automodel_vision.yaml": {
+        "_target_": "automodel_cli.recipes.vlm.VLMRecipe",
+        "model.vision.tower": "frozen",
+        "model.vision.projector": DEFAULT,
+        "model.vision.text": "trained",
+        "train.freeze": ["*embed*"],
+        "train.global_batch_size": 8,
+    },
+    "trl_vision.yaml": {
+        "_target_": "automodel_cli.recipes.vlm.VLMRecipe",
+        "data.loss_mask": "assistant",
+        "data.seq_len": 1024,
+        "train.global_batch_size": 512,  # 8 x 8 x 8
+        "model.vision.tower": DEFAULT,
+    },
     "axolotl_tp_cp.yml": {
         "train.global_batch_size": 8,  # 1 x 4 x 8 / (2 x 2)
         "data.packing": "none",
@@ -522,7 +555,6 @@ def from_nemo(tmp_path: Path, recipe: str, more: str = "") -> tuple[dict[str, An
 @pytest.mark.parametrize(
     "recipe",
     [
-        "FinetuneRecipeForVLM",
         "nemo_automodel.recipes.vlm.kd.KnowledgeDistillationRecipeForVLM",
         "{_target_: nemo_automodel.recipes.diffusion.train.TrainDiffusionRecipe}",
         "FinetuneRecipeForMultimodal",
@@ -545,10 +577,27 @@ def test_recipes_of_nemo_automodel_that_train_something_else_are_refused_by_name
     assert imported(tmp_path / "theirs.yaml", slug="nemo-automodel", kind="sft")
 
 
-def test_a_model_class_of_nemo_automodel_that_reads_images_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "theirs.yaml").write_text(NEMO.format(recipe=SFT).replace("ForCausalLM", "ForImageTextToText"))
-    with raises(ConfigError, "not_supported", keys=("model._target_",), values=("images",)):
-        imported(tmp_path / "theirs.yaml")
+def test_a_vision_class_of_nemo_automodel_trains_pictures_unless_its_recipe_reads_text(tmp_path: Path) -> None:
+    text = NEMO.format(recipe=SFT).replace("ForCausalLM", "ForImageTextToText")
+    assert "\n  - sft\n" in written(tmp_path, text)
+    without = "\n".join(line for line in text.splitlines() if not line.startswith("recipe:"))
+    assert "\n  - vlm\n" in written(tmp_path, without)
+    assert "\n  - sft\n" in written(tmp_path, without, kind="sft")
+
+
+def written(folder: Path, text: str, **options: Any) -> str:
+    (folder / "theirs.yaml").write_text(text)
+    return imported(folder / "theirs.yaml", slug="nemo-automodel", **options)
+
+
+def test_adapters_freeze_tower_and_projector_and_a_file_that_trains_them_is_to_decide(tmp_path: Path) -> None:
+    text = (VECTORS / "llama_factory_vision.yaml").read_text().replace("finetuning_type: full", "finetuning_type: lora")
+    (tmp_path / "theirs.yaml").write_text(text)
+    translated = imported(tmp_path / "theirs.yaml")
+    assert "freeze_multi_modal_projector: with model.lora" in translated
+    (tmp_path / "ours.yaml").write_text(translated)
+    vision = compose(str(tmp_path / "ours.yaml")).tree["model"]["vision"]
+    assert (vision["tower"], vision["projector"]) == ("frozen", "frozen")
 
 
 def test_distillation_of_nemo_automodel_keeps_its_teacher_and_its_ratio(tmp_path: Path) -> None:
