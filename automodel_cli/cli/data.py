@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.cli.convert_data import convert
 from automodel_cli.config.trust import Trust
 
 
 @click.group()
 def data() -> None:
-    """Inspect the data of a config."""
+    """Inspect the data of a config, or convert data."""
 
 
 @data.command()
@@ -29,3 +30,6 @@ def inspect(conf: str, overrides: tuple[str, ...], trust: Trust, rows: int) -> N
     from automodel_cli.run.commands.inspect_data import inspect_data
 
     inspect_data(recipe, rows=rows)
+
+
+data.add_command(convert)
