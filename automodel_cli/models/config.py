@@ -56,6 +56,9 @@ class LoRAConfig:
     target_modules: str | list[str] = "all-linear"
     """Linear layers with adapters: a regular expression over module names, a list of name endings, or
     `all-linear`."""
+    target_parameters: str | list[str] | None = None
+    """Fused experts with adapters, which peft calls target parameters: `all-experts`, or a list of name endings such
+    as `[experts.gate_up_proj, experts.down_proj]`. null: none. With them, `target_modules` may be `[]`."""
     use_rslora: bool = False
     """Scale the update by `alpha / sqrt(rank)` instead."""
     quantization: Literal["none", "nf4"] = "none"
@@ -65,12 +68,37 @@ class LoRAConfig:
         check_range("rank", self.rank, at_least=1, fix="model.lora.rank=16")
         check_range("alpha", self.alpha, above=0, fix="model.lora.alpha=32")
         check_range("dropout", self.dropout, at_least=0, below=1, fix="model.lora.dropout=0")
-        if not self.target_modules:
+        self._check_target_parameters()
+        if not self.target_modules and self.target_parameters is None:
             raise ConfigError(
                 "target_modules is empty, so no layer would be trained",
                 code="empty_value",
                 keys=("target_modules",),
                 fix="model.lora.target_modules=all-linear",
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    def _check_target_parameters(self) -> None:
+        targets = self.target_parameters
+        if targets is None:
+            return
+        if not targets or (isinstance(targets, str) and targets != "all-experts"):
+            raise ConfigError(
+                f"target_parameters={targets!r} must be all-experts or a list of name endings",
+                code="empty_value" if not targets else "invalid_value",
+                keys=("target_parameters",),
+                fix="model.lora.target_parameters=all-experts",
+            )
+        if self.dropout:
+            raise ConfigError(
+                f"dropout={self.dropout} is not supported with target_parameters: peft has no dropout on experts",
+                code="unsupported_combination",
+                keys=("dropout", "target_parameters"),
+                fix="model.lora.dropout=0",
             )
 
 
@@ -257,6 +285,7 @@ class ModelConfig:
         self._check_transformer_engine()
         self._check_fp8()
         self._check_mtp()
+        self._check_expert_adapters()
         self._check_new_tokens()
         check_range("lm_head_chunk_size", self.lm_head_chunk_size, at_least=1, fix="model.lm_head_chunk_size=null")
         if self.attention_kernel != "auto" and (self.attn_implementation != "packed" or self._engine_attends):
@@ -338,6 +367,17 @@ class ModelConfig:
                     keys=(key, name),
                     fix=f"model.{name}=null",
                 )
+
+    def _check_expert_adapters(self) -> None:
+        implementation = self.moe.experts_implementation
+        if self.lora is not None and self.lora.target_parameters is not None and implementation != "grouped_mm":
+            raise ConfigError(
+                f"moe.experts_implementation={implementation} is not supported with lora.target_parameters, because "
+                "adapters on experts are grouped GEMMs",
+                code="unsupported_combination",
+                keys=("moe.experts_implementation", "lora.target_parameters"),
+                fix="model.moe.experts_implementation=grouped_mm",
+            )
 
     def _check_mtp(self) -> None:
         if self.mtp is None:

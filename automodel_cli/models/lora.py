@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import lora_targets, nf4, transformers_compat
+from automodel_cli.models import expert_lora, lora_targets, nf4, transformers_compat
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.models.rng import generator_for
 from automodel_cli.models.stochastic_rounding import round_stochastically
@@ -38,6 +38,11 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
         _need("lora.quantization=nf4 (QLoRA)", "bitsandbytes", key="lora.quantization", fix=fix)
     import peft
 
+    if not config.target_modules:  # adapters on experts only
+        model.requires_grad_(False)
+        cast(Any, model).peft_config = {_ADAPTER: _peft_config(model, config)}
+        expert_lora.inject(model, config, config.scale)
+        return
     if isinstance(config.target_modules, list):
         lora_targets.check_targets(model, config.target_modules)
     dead, shared = lora_targets.bypassed(model, always=True), lora_targets.shared(model)
@@ -59,6 +64,7 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
     if config.quantization == "nf4":
         _check_4bit_heads(model, config)
         _pack_bases(model)
+    expert_lora.inject(model, config, config.scale)
 
 
 def sharing(model: nn.Module) -> list[str]:
@@ -137,6 +143,11 @@ def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a layer or an experts module has adapters."""
+    return bool(wrappers(model) or expert_lora.adapted(model))
+
+
 @contextmanager
 def bare(model: nn.Module) -> Iterator[None]:
     """Inside, wrapped layers are replaced by their base layers: names and structure are the hub's."""
@@ -145,9 +156,11 @@ def bare(model: nn.Module) -> Iterator[None]:
     ]
     for parent, leaf, wrapper in wrapped:
         parent._modules[leaf] = wrapper.get_base_layer()
+    of_experts = expert_lora.take_out(model)
     try:
         yield
     finally:
+        expert_lora.put_back(of_experts)
         for parent, leaf, wrapper in wrapped:
             parent._modules[leaf] = wrapper
 
@@ -158,6 +171,11 @@ def adapters_off(models: Sequence[nn.Module]) -> Iterator[None]:
     frozen and trained layers. The switch of `peft` would also change which parameters are trained.
     """
     scales = [(layer.scaling, layer.scaling[_ADAPTER]) for model in models for _, layer in wrappers(model)]
+    scales += [
+        (experts.lora_scaling, experts.lora_scaling[_ADAPTER])
+        for model in models
+        for _, experts in expert_lora.adapted(model)
+    ]
     for scaling, _ in scales:
         scaling[_ADAPTER] = 0.0
     try:
@@ -176,6 +194,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator_for(seed, f"{name}.lora_A"))
         transformers_compat.local(a).copy_(transformers_compat.local_part(a, full))
         transformers_compat.local(b).zero_()
+    expert_lora.init_adapters(model, seed)
 
 
 def scale(layer: Any) -> float:
@@ -239,6 +258,7 @@ def save_adapters(
             for matrix in ("lora_A", "lora_B"):
                 weight = transformers_compat.full_tensor(getattr(layer, matrix)[_ADAPTER].weight)
                 local[f"{name}.{matrix}.weight"] = weight.cpu().contiguous()
+        local |= {name: weight.cpu().contiguous() for name, weight in expert_lora.in_files(part.model)}
     of_stages: list[dict[str, Tensor]] = [local]
     if pp_group is not None:
         of_stages = [{} for _ in range(dist.get_world_size(pp_group))]
@@ -255,7 +275,10 @@ def save_adapters(
     whole = cast(Any, parts[0].model)
     peft_config = copy.deepcopy(whole.peft_config[_ADAPTER])  # config of the model before it was split into stages
     if places:  # other parts of a composite have layers with the same names
-        peft_config.target_modules = {name.partition(".lora_")[0] for name in state}
+        experts = {name.partition(".base_layer.lora_")[0] for name in state if ".base_layer.lora_" in name}
+        layers = {name.partition(".lora_")[0].removesuffix(".base_layer") for name in state} - experts
+        peft_config.target_modules = layers
+        peft_config.target_parameters = expert_lora.full_names(experts) or None
     peft_config.base_model_name_or_path = base_model
     peft_config.inference_mode = True
     peft_config.save_pretrained(folder)

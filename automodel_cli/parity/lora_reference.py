@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.models import lora, transformers_compat
+from automodel_cli.distributed.expert_parallel.low_rank import MATRICES
+from automodel_cli.models import expert_lora, lora, transformers_compat
 from automodel_cli.models.lora_targets import is_transposed
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.rng import generator_for
@@ -25,11 +26,15 @@ from automodel_cli.parity.reference import Reference
 
 @dataclass(frozen=True)
 class Adapter:
-    """Full matrices of one layer: `a` [rank, in], `b` [out, rank]. The update is `scale * b @ a`."""
+    """Full matrices of one layer: `a` [rank, in], `b` [out, rank]. The update is `scale * b @ a`.
+
+    Adapters on experts have the expert as first dimension. `names`: weight, A and B in the model.
+    """
 
     a: Tensor
     b: Tensor
     scale: float
+    names: tuple[str, str, str]
     transposed: bool = False
     """Whether the layer's weight is `[in, out]`."""
 
@@ -43,31 +48,46 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
     local_adapters: dict[str, Adapter] = {}
     for part in parts:
         for name, layer in lora.wrappers(part.model):
-            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-            full_b = torch.randn(b.shape, generator=generator_for(0, name)) / math.sqrt(b.shape[0])
-            transformers_compat.local(b).copy_(transformers_compat.local_part(b, full_b))
-            transposed = is_transposed(layer)
-            adapter = Adapter(transformers_compat.full_tensor(a).float().clone(), full_b, lora.scale(layer), transposed)
-            weight = layer.get_base_layer().weight
-            update = adapter.b.double() @ adapter.a.double() * adapter.scale
-            update = update.T if adapter.transposed else update
-            transformers_compat.local(weight).sub_(transformers_compat.local_part(weight, update.float()))
-            local_adapters[name] = adapter
+            names = (f"{name}.weight", f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight")
+            matrices = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+            form = (lora.scale(layer), names, is_transposed(layer))
+            local_adapters[name] = _put_in(layer.get_base_layer().weight, matrices, *form)
+        for name, (experts, leaf) in expert_lora.weights(part.model).items():
+            own = [f"{leaf}_{matrix}" for matrix in MATRICES]
+            of_a, of_b = (f"{name.rpartition('.')[0]}.{matrix}" for matrix in own)
+            matrices = tuple(experts._parameters[matrix] for matrix in own)
+            form = (experts.lora_scaling["default"], (name, of_a, of_b), bool(experts.is_transposed))
+            local_adapters[name] = _put_in(experts._parameters[leaf], matrices, *form)
     all_adapters: list[dict[str, Adapter]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_adapters, local_adapters)
     return {name: adapter for adapters_of_rank in all_adapters for name, adapter in adapters_of_rank.items()}
+
+
+def _put_in(
+    weight: Tensor, matrices: tuple[Tensor, ...], scale: float, names: tuple[str, str, str], transposed: bool
+) -> Adapter:
+    a, b = matrices
+    generator = generator_for(0, names[0].removesuffix(".weight"))
+    full_b = torch.randn(b.shape, generator=generator) / math.sqrt(b.shape[-2])
+    transformers_compat.local(b).copy_(transformers_compat.local_part(b, full_b))
+    adapter = Adapter(transformers_compat.full_tensor(a).float().clone(), full_b, scale, names, transposed)
+    update = adapter.b.double() @ adapter.a.double() * scale
+    update = update.mT if transposed else update
+    transformers_compat.local(weight).sub_(transformers_compat.local_part(weight, update.float()))
+    return adapter
 
 
 def reference_of(expected: Reference, adapters: dict[str, Adapter]) -> Reference:
     """Return the expected step that trains `adapters` and a value head, from a step that trains all parameters."""
     heads = {name: grad.double() for name, grad in expected.gradients.items() if name.startswith(f"{value_head.NAME}.")}
     gradients: dict[str, Tensor] = heads
-    for name, adapter in adapters.items():
-        weight = expected.gradients.get(f"{name}.weight")
-        if weight is None:  # no gradient: an indexer only selects tokens
+    for adapter in adapters.values():
+        weight, *names = adapter.names
+        if weight not in expected.gradients:  # no gradient: an indexer only selects tokens
             continue
-        grad = weight.double().T if adapter.transposed else weight.double()
-        gradients[f"{name}.lora_B.default.weight"] = adapter.scale * grad @ adapter.a.double().t()
-        gradients[f"{name}.lora_A.default.weight"] = adapter.scale * adapter.b.double().t() @ grad
+        grad = expected.gradients[weight].double()
+        grad = grad.mT if adapter.transposed else grad
+        of_a, of_b = adapter.b.double().mT @ grad, grad @ adapter.a.double().mT
+        gradients |= {names[0]: adapter.scale * of_a, names[1]: adapter.scale * of_b}
     norm = math.sqrt(sum(grad.square().sum().item() for grad in gradients.values()))
     return Reference(expected.loss, norm, {name: grad.float() for name, grad in gradients.items()}, expected.rounding)

@@ -22,6 +22,7 @@ from automodel_cli.distributed.activation_checkpointing.apply import KEPT_RESULT
 from automodel_cli.distributed.activation_checkpointing.mode import is_recomputed
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
+from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS, has_adapters
 from automodel_cli.distributed.fusion.compiled_regions import as_one
 from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.distributed.layer_wrapping import transformer_layers
@@ -89,8 +90,8 @@ def trace_activations(
     if masks:
         watch.bytes_of_mask = rows * seq_len**2 * dtype.itemsize
         watch.kept.add(-1, rows * seq_len**2)  # the mask itself, one byte each
-    if exchanges_tokens:
-        for experts in experts_modules(model):
+    for experts in experts_modules(model):
+        if exchanges_tokens or has_adapters(experts):  # adapters on experts compute as distributed experts do
             watch.distribute(experts)
     # A mask that is given is not looked into, which a tensor without values could not stand.
     mask = torch.zeros(rows, 1, seq_len, seq_len, dtype=dtype, device="meta")
@@ -184,6 +185,7 @@ class _Watch(TorchDispatchMode):
         """Let experts keep what they keep where they are distributed (`distributed/expert_parallel/grouped_mlp.py`)."""
         known, own = GatedExperts.of(experts, int(experts.num_experts), None), experts.forward  # type: ignore[arg-type]
         first = parameters_of(experts)[0] if known else None
+        adapters = [experts._parameters[name] for name in ADAPTERS if has_adapters(experts)]
 
         def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
             received = index_TK.numel() * hidden_TD.shape[1] * hidden_TD.element_size()
@@ -195,7 +197,7 @@ class _Watch(TorchDispatchMode):
             assert first is not None
             columns = first.shape[-1] if known.transposed else first.shape[1]
             self.products.add(self._place, index_TK.numel() * columns * hidden_TD.element_size())
-            result_TD = _DistributedExperts.apply(hidden_TD, weight_TK, columns)
+            result_TD = _DistributedExperts.apply(hidden_TD, weight_TK, columns, *adapters)
             return result_TD
 
         experts.forward = forward
@@ -229,7 +231,7 @@ class _DistributedExperts(Function):
     """Keeps what `grouped_mlp` keeps; computes nothing."""
 
     @staticmethod
-    def forward(ctx: Ctx, hidden_TD: Tensor, weight_TK: Tensor, columns: int) -> Tensor:
+    def forward(ctx: Ctx, hidden_TD: Tensor, weight_TK: Tensor, columns: int, *adapters: Tensor) -> Tensor:
         num_pairs = weight_TK.numel()
         ctx.save_for_backward(
             hidden_TD.new_empty(num_pairs, hidden_TD.shape[1]), hidden_TD.new_empty(num_pairs, columns), weight_TK

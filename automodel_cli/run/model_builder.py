@@ -24,6 +24,7 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.front_io import fill_front
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.expert_lora import num_used_by_a_token
 from automodel_cli.models.freezing import freeze
 from automodel_cli.models.hub.source import composite_config, hf_config
 from automodel_cli.models.model_part import ModelPart
@@ -116,7 +117,7 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
         part.source_config,
         context_length,
         frozen_base=config.lora is not None or text_is_frozen,
-        num_adapter_params=0 if config.lora is None else num_trained,
+        num_adapter_params=0 if config.lora is None else num_used_by_a_token(part.model, num_trained),
         num_depths=0 if part.depth_names is None else len(part.depth_names.depths),
         num_outputs=None if head.logprobs else head.scores or int(head.values),
     )

@@ -55,6 +55,7 @@ def test_every_page_can_be_followed_and_teaches_what_it_says(tmp_path: Path) -> 
     assert (tmp_path / "runs" / "top" / "export").is_dir() and " trained " in said["chat"]
     assert last(tmp_path, "adapters", "val_loss") < 0.3
     assert (tmp_path / "runs" / "adapters" / "export" / "adapter").is_dir()
+    assert int(said["lora"].split()[-1]) == 2 * 8 * 8 * (64 + 64 + 32 + 64)
     assert last(tmp_path, "pairs", "val_accuracy") > 0.9
     assert last(tmp_path, "rewards", "val_reward") > 0.8
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")

@@ -183,6 +183,7 @@ TABLE = Table(
         "lora_alpha": to("model.lora.alpha"),
         "lora_dropout": to("model.lora.dropout"),
         "lora_target_modules": to("model.lora.target_modules"),
+        "lora_target_parameters": to("model.lora.target_parameters"),
         "peft_use_rslora": to("model.lora.use_rslora"),
         "lora_model_dir": none("adapters begin anew; merge the old ones into model.pretrained first"),
         "lora_*_kernel": _KERNEL,

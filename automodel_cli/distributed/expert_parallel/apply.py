@@ -26,6 +26,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed import kernel_report
 from automodel_cli.distributed.activation_checkpointing.saved_results import register_saver
+from automodel_cli.distributed.expert_parallel import low_rank
 from automodel_cli.distributed.expert_parallel.deep_ep import DeepEP, require_deep_ep
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, main_grads_of, parameters_of
 from automodel_cli.distributed.expert_parallel.shared_expert_overlap import SharedExperts
@@ -163,13 +164,26 @@ def _sorted_once(
     overlap_shared_experts = None if shared is None else shared.run
 
     def compute(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        parameters = parameters_of(experts)
-        main_grads = main_grads_of(experts) if autocast_dtype(hidden_TD.device) is None else []
-        if not main_grads:
-            parameters = [_local(param) for param in parameters]
-        return gated(hidden_TD, index_TK, weight_TK, parameters, main_grads, overlap_shared_experts)
+        return sorted_forward(gated, experts, hidden_TD, index_TK, weight_TK, overlap_shared_experts)
 
     return compute
+
+
+def sorted_forward(
+    gated: GatedExperts,
+    experts: nn.Module,
+    hidden_TD: Tensor,
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    overlapped: Callable[[], None] | None = None,
+) -> Tensor:
+    """Compute `experts` with the grouped GEMM path and the present values of their parameters and adapters."""
+    parameters = parameters_of(experts)
+    main_grads = main_grads_of(experts) if autocast_dtype(hidden_TD.device) is None else []
+    if not main_grads:
+        parameters = [_local(param) for param in parameters]
+    scale = low_rank.scale_of(experts)
+    return gated(hidden_TD, index_TK, weight_TK, parameters, main_grads, overlapped, scale)
 
 
 def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:

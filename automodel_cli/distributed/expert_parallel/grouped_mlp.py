@@ -38,7 +38,7 @@ from automodel_cli.distributed.activation_checkpointing.saved_results import (
     is_repeating,
     save_or_replay,
 )
-from automodel_cli.distributed.expert_parallel import permute
+from automodel_cli.distributed.expert_parallel import low_rank, permute
 from automodel_cli.distributed.expert_parallel.grouped_mlp_regions import add_expert_bias, fusible_regions
 from automodel_cli.distributed.expert_parallel.token_dispatcher import Arriving, Routes, find_routes
 from automodel_cli.distributed.float8 import grouped_gemm
@@ -51,7 +51,7 @@ from automodel_cli.distributed.wgrad_fusion import grouped as wgrad_fusion_group
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
 from automodel_cli.distributed.wgrad_fusion.linear import MainGrad, of_local
 
-_WEIGHTS = ("gate_up_proj", "down_proj")
+_WEIGHTS = low_rank.WEIGHTS
 _BIASES = tuple(f"{name}_bias" for name in _WEIGHTS)
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32}  # Dtypes of torch's grouped GEMM.
 # float32, relative to the largest value. Another activation or memory layout differs by 1e-1 or more.
@@ -72,15 +72,15 @@ class GatedExperts:
     ):
         self.transposed, self.num_local, self.group = bool(experts.is_transposed), num_local, group
         self._fp8 = fp8
+        self.biased = set(_BIASES) <= set(experts._parameters)
         self._family = copy.copy(experts)  # Attributes that the gate reads.
         self._family._parameters = {}
         # Each region runs uncompiled, or compiled by `fuser`.
-        biased = set(_BIASES) <= set(experts._parameters)
         self._gate, self._through_gate, self.sum_of_pairs, *add_bias = (
             (None if fuser is None else fuser(region)) or region.function
-            for region in fusible_regions(self._family, biased)
+            for region in fusible_regions(self._family, self.biased)
         )
-        self.add_bias = add_bias[0] if biased else add_expert_bias
+        self.add_bias = add_bias[0] if self.biased else add_expert_bias
 
     @classmethod
     def of(
@@ -95,7 +95,7 @@ class GatedExperts:
 
         Without a `group`, all experts are local.
         """
-        names = {name for name, _ in experts.named_parameters()}
+        names = {name for name, _ in experts.named_parameters()} - {*low_rank.ADAPTERS}
         dtypes = {param.dtype for _, param in experts.named_parameters()}
         if names not in ({*_WEIGHTS}, {*_WEIGHTS, *_BIASES}) or not dtypes <= _DTYPES or not _is_standard(experts):
             return None
@@ -133,15 +133,18 @@ class GatedExperts:
         parameters: Sequence[Tensor],
         main_grads: Sequence[MainGrad] = (),
         overlapped: Callable[[], None] | None = None,
+        scale: float = 0.0,
     ) -> Tensor:
         """Compute the experts of all tokens, `[T, D]`. Collective over the group, also in backward.
 
         Args:
-            parameters: first weight, second weight, and both biases if the family has them, of the local experts.
+            parameters: of the local experts: first weight, second weight, both biases if the family has them, and the
+                adapters if there are any (`low_rank.ADAPTERS`).
             main_grads: main gradients of the two weights. Weight gradients may accumulate into them directly.
             overlapped: called while results are in transit.
+            scale: of the adapters.
         """
-        call = _Call(self, weight_TK.detach())
+        call = _Call(self, weight_TK.detach(), scale)
         with torch.autocast(hidden_TD.device.type, enabled=False):
             sent_ND = _Multiply.apply(call, index_TK, main_grads, hidden_TD, weight_TK, *parameters)
         if overlapped is not None:
@@ -192,7 +195,8 @@ def main_grads_of(experts: nn.Module) -> list[MainGrad]:
 
 def parameters_of(experts: nn.Module) -> list[Tensor]:
     """Return the parameters in the order that `GatedExperts` expects."""
-    return [experts._parameters[name] for name in (*_WEIGHTS, *_BIASES) if name in experts._parameters]  # type: ignore
+    names = (*_WEIGHTS, *_BIASES, *low_rank.ADAPTERS)
+    return [experts._parameters[name] for name in names if name in experts._parameters]  # type: ignore
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,7 @@ class _Call:
 
     experts: GatedExperts
     weight_TK: Tensor
+    scale: float = 0.0
     rows: _Sorted | None = None
     results: Arriving | None = None
     gradients: Arriving | None = None
@@ -279,7 +284,8 @@ class _Multiply(Function):
     ) -> Tensor:
         experts = call.experts
         local = [param.to_local() if isinstance(param, DTensor) else param for param in parameters]
-        first, second, *biases = local
+        first, second, biases, matrices = _split(local, experts.biased)
+        adapters = low_rank.aligned(matrices, first)
 
         def arrive() -> Tensor:
             # (T, D) tokens -> (P, D) rows sorted by expert -> all-to-all -> (N, D) received rows -> sorted by local
@@ -289,7 +295,10 @@ class _Multiply(Function):
 
         def multiply() -> Tensor:
             # First GEMM, one per expert in a single launch: (N, D) -> (N, F).
-            return experts.product(rows_ND, first, rows.ends_L)
+            product_NF = experts.product(rows_ND, first, rows.ends_L)
+            if adapters:
+                product_NF += low_rank.update(rows_ND, adapters[:2], rows.ends_L, call.scale)
+            return product_NF
 
         # Recomputation replays saved routes, so that tokens go to the same experts without another host
         # synchronization.
@@ -302,7 +311,10 @@ class _Multiply(Function):
         # Backward needs only `rows_ND` and `inner_NF`. When the layer is recomputed, the second GEMM and the all-to-all
         # of results are skipped.
         if not is_repeating():
-            result_ND = experts.product(experts.gate(inner_NF, *rows.bias(biases)), second, rows.ends_L)
+            gated_NI = experts.gate(inner_NF, *rows.bias(biases))
+            result_ND = experts.product(gated_NI, second, rows.ends_L)
+            if adapters:
+                result_ND += low_rank.update(gated_NI, adapters[2:], rows.ends_L, call.scale)
             if biases:
                 result_ND = experts.add_bias(result_ND, biases[1], rows.expert_N)
             call.results = rows.back(result_ND)
@@ -314,9 +326,11 @@ class _Multiply(Function):
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows_ND, inner_NF, weight_TK, first, second, *biases = ctx.saved_tensors
+        rows_ND, inner_NF, weight_TK, *local = ctx.saved_tensors
         call: _Call = ctx.call
         experts, rows = call.experts, call.rows
+        first, second, biases, matrices = _split(local, experts.biased)
+        adapters = low_rank.aligned(matrices, first)
         assert rows is not None, "forward has found them"
         _, _, _, wants_tokens, wants_weight, *wants = wanted(ctx)
         routes, ends_L = rows.routes, rows.ends_L
@@ -330,16 +344,24 @@ class _Multiply(Function):
             grad_ND = rows.by_expert(grads[0])
             # (N, D) -> (N, I): gradient of the unweighted gate output. `through_gate` applies the routing weight.
             grad_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
+            if adapters:
+                second_NR = low_rank.inner_gradient(grad_ND, adapters[3], ends_L, call.scale)
+                grad_gated_NI += low_rank.row_gradient(second_NR, adapters[2], ends_L)
             weight_N1 = rows.by_expert(weights_arriving())[:, None]
             weighted_NI, grad_weight_N, grad_inner_NF = experts.through_gate(
                 inner_NF, grad_gated_NI, weight_N1, *rows.bias(biases)
             )
+            if adapters:
+                first_NR = low_rank.inner_gradient(grad_inner_NF, adapters[1], ends_L, call.scale)
             if wants_tokens:
                 # 3. Token gradients travel back while weight gradients are computed.
-                token_grads_arriving = rows.back(experts.product(grad_inner_NF, first, ends_L, back=True))
+                grad_rows_ND = experts.product(grad_inner_NF, first, ends_L, back=True)
+                if adapters:
+                    grad_rows_ND += low_rank.row_gradient(first_NR, adapters[0], ends_L)
+                token_grads_arriving = rows.back(grad_rows_ND)
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
             if wants_weight:
-                if biases:
+                if is_of_NL is not None:
                     grad_weight_N += ((grad_ND @ biases[1].t()) * is_of_NL).sum(-1, dtype=weight_TK.dtype)
                 weight_grads_arriving = rows.back(grad_weight_N)
             # 4. Weight gradients, one GEMM per expert: (rows of the expert)^T x (gradients of its outputs).
@@ -354,6 +376,13 @@ class _Multiply(Function):
             if is_of_NL is not None:
                 param_grads.append(is_of_NL.t() @ grad_inner_NF if wants[2] else None)
                 param_grads.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
+            if adapters and any(wants[-len(adapters) :]):
+                rank = matrices[0].shape[1]
+                inner_pair, outer_pair = (rows_ND, grad_inner_NF, first_NR), (weighted_NI, grad_ND, second_NR)
+                param_grads += low_rank.matrix_gradients(*inner_pair, adapters[0], ends_L, call.scale, rank)
+                param_grads += low_rank.matrix_gradients(*outer_pair, adapters[2], ends_L, call.scale, rank)
+            else:
+                param_grads += [None] * len(adapters)
             grad_TD, grad_weight_TK = None, None
             if wants_tokens:
                 # 5. A token's gradient is the sum over its K pairs. place_P has the row of each pair in the received
@@ -366,6 +395,13 @@ class _Multiply(Function):
             for grad, param in zip(param_grads, ctx.parameters, strict=True)
         ]
         return None, None, None, grad_TD, grad_weight_TK, *converted
+
+
+def _split(local: Sequence[Tensor], biased: bool) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Return first weight, second weight, biases and adapters."""
+    first, second, *others = local
+    count = len(_BIASES) if biased else 0
+    return first, second, others[:count], others[count:]
 
 
 class _Sum(Function):
@@ -425,7 +461,7 @@ def _shrunk(experts: nn.Module) -> nn.Module:
     sizes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}  # Shapes are [out, in].
     generator = torch.Generator().manual_seed(1)
     tiny._parameters = {}
-    for name in experts._parameters:
+    for name in experts._parameters.keys() - {*low_rank.ADAPTERS}:
         size = sizes[name.removesuffix("_bias")]
         shape = size[:1] if name in _BIASES else size[::-1] if experts.is_transposed else size
         values = torch.randn(_PROBE["experts"], *shape, generator=generator)

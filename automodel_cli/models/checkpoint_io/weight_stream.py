@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_cli.models import lora, nf4, transformers_compat
+from automodel_cli.models import expert_lora, lora, nf4, transformers_compat
 from automodel_cli.models.checkpoint_io.load import unit_of
 from automodel_cli.models.model_part import ModelPart
 
@@ -128,6 +128,7 @@ def _named_full_weights(
     model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str | None, hub_names: bool, keep_mean: bool
 ) -> Iterator[tuple[str, Tensor]]:
     updates = {f"{name}.weight": layer for name, layer in lora.wrappers(model)}
+    of_experts = expert_lora.weights(model)
     untied_heads = {f"{name}.weight": updates[f"{name}.weight"].get_base_layer().weight for name in lora.sharing(model)}
     keep_fp32 = transformers_compat.fp32_names(model, dtype)
     with lora.bare(model):
@@ -147,6 +148,8 @@ def _named_full_weights(
             if name in updates:
                 # (out, in) weight + scale * B @ A, in fp32, then rounded once.
                 full = lora.rounded(name, lora.merged_weight(full, updates[name]), target_dtype)
+            elif name in of_experts:
+                full = lora.rounded(name, full.float() + expert_lora.delta(*of_experts[name]), target_dtype)
             elif (
                 keep_mean and isinstance(stored, nn.Parameter) and stored.requires_grad and full.dtype == torch.float32
             ):

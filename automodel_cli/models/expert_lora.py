@@ -1,0 +1,189 @@
+"""Low-rank adapters on the fused experts of mixtures, in the file format of `peft` (`target_parameters`).
+
+The adapters of `experts.gate_up_proj` `[E, O, I]` (or `[E, I, O]`) are two parameters of the experts module: A
+`[E, R, I]` and B `[E, O, R]`. The order of gate and up columns is that of the weight, interleaved or not.
+`distributed/expert_parallel/low_rank.py` has the products. `peft` has the same update, formed in full.
+
+In files, A is `[E R, I]` with experts outside, and B is `[O, R E]` with experts inside. `peft` nests its wrappers, so
+`experts.base_layer.lora_A` belongs to `gate_up_proj` and `experts.lora_A` to `down_proj`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.name_patterns import NameList, check_entries, endings
+from automodel_cli.distributed.expert_parallel.apply import is_experts, sorted_forward
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
+from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS, MATRICES, SCALING, WEIGHTS, has_adapters
+from automodel_cli.distributed.typed_torch import disable
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.rng import generator_for
+
+if TYPE_CHECKING:
+    from automodel_cli.models.config import LoRAConfig
+
+ALL_EXPERTS = "all-experts"
+_PEFT_LAYERS = {"gate_up_proj": "base_layer.", "down_proj": ""}
+
+
+def adapted(model: nn.Module) -> list[tuple[str, Any]]:
+    """(name, module) of every experts module with adapters."""
+    return [(name, module) for name, module in model.named_modules() if has_adapters(module)]
+
+
+def inject(model: nn.Module, config: LoRAConfig, scale: float) -> None:
+    """Add adapters to the experts that `config.target_parameters` selects. Works on the meta device.
+
+    Raises ConfigError for entries that name no weight of experts, experts with an adapter on one weight only, and
+    experts that are not measured to be gated MLPs.
+    """
+    targets = config.target_parameters
+    if targets is None:
+        return
+    names = {f"{name}.{weight}": (name, weight) for name in _experts(model) for weight in WEIGHTS}
+    if not names:
+        raise _not_experts(model, targets)
+    chosen = set(names)
+    if isinstance(targets, list):
+        listed = NameList("model.lora.target_parameters", targets, "no weight of experts ends in", empty=ALL_EXPERTS)
+        check_entries(listed, lambda entry: any(f".{name}".endswith(f".{entry}") for name in names), endings(names))
+        chosen = {name for name in names if any(f".{name}".endswith(f".{entry}") for entry in targets)}
+    for name in dict.fromkeys(names[full][0] for full in names if full in chosen):
+        if missing := [weight for weight in WEIGHTS if f"{name}.{weight}" not in chosen]:
+            raise ConfigError(
+                f"lora.target_parameters={targets} has no adapter on {name}.{missing[0]}, but readers of adapters on "
+                "experts expect both weights",
+                code="not_supported",
+                keys=("lora.target_parameters",),
+                fix=f"model.lora.target_parameters={ALL_EXPERTS}",
+            )
+        _add(name, model.get_submodule(name), config.rank, scale)
+    short = sorted({".".join(name.split(".")[-2:]) for name in chosen})
+    model.peft_config["default"].target_parameters = targets if isinstance(targets, list) else short  # type: ignore
+
+
+def full_names(experts: Iterable[str]) -> list[str]:
+    """Return the names of the adapted weights of experts modules."""
+    return sorted(f"{name}.{weight}" for name in experts for weight in WEIGHTS)
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Names of the experts modules, without wrappers, in model order."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if is_experts(module) and all(weight in module._parameters for weight in WEIGHTS)
+    ]
+
+
+def _not_experts(model: nn.Module, targets: Any) -> ConfigError:
+    return ConfigError(
+        f"lora.target_parameters={targets} is not supported because {type(model).__name__} has no fused experts",
+        code="not_supported_by_model",
+        keys=("lora.target_parameters",),
+        fix="model.lora.target_parameters=null",
+    )
+
+
+def _add(name: str, experts: Any, rank: int, scale: float) -> None:
+    if GatedExperts.of(experts, int(experts.num_experts), None) is None:
+        raise ConfigError(
+            f"lora.target_parameters is not supported because {name} ({type(experts).__name__}) is not measured to be "
+            "a gated MLP",
+            code="not_supported_by_model",
+            keys=("lora.target_parameters",),
+            fix="model.lora.target_parameters=null",
+        )
+    for weight in WEIGHTS:
+        parameter = experts._parameters[weight]
+        count, *size = parameter.shape
+        inputs, outputs = size if experts.is_transposed else size[::-1]
+        for matrix, shape in zip(MATRICES, ((rank, inputs), (outputs, rank)), strict=True):
+            value = torch.empty(count, *shape, dtype=parameter.dtype, device=parameter.device)
+            experts.register_parameter(f"{weight}_{matrix}", nn.Parameter(value))
+    setattr(experts, SCALING, {"default": scale})
+    experts.__class__ = _with_adapters(type(experts))
+
+
+def _with_adapters(family: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of the family with a forward that adds the adapters, for any number of local experts."""
+
+    @disable()
+    def forward(self: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        arithmetic = self.__dict__.get("_arithmetic")
+        if arithmetic is None or arithmetic.num_local != self.num_experts:
+            arithmetic = self.__dict__["_arithmetic"] = GatedExperts(self, int(self.num_experts), None)
+        return sorted_forward(arithmetic, self, hidden_TD, index_TK, weight_TK)
+
+    forward.__wrapped__ = family.forward.__wrapped__  # type: ignore[attr-defined]  # the loop that is measured
+    return type(family.__name__, (family,), {"forward": forward, "__module__": family.__module__})
+
+
+def num_used_by_a_token(model: nn.Module, num_trained: int) -> int:
+    """Return how many of `num_trained` parameters compute for one token, which reaches few experts."""
+    used = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    everything, per_token = max(used, 1), float(used)
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)  # type: ignore[operator, union-attr]
+    for _, experts in adapted(model) if chosen else ():
+        first = experts._parameters[ADAPTERS[0]]
+        size = sum(experts._parameters[name].numel() for name in ADAPTERS)
+        per_token -= size * (1 - min(chosen / first.shape[0], 1.0))
+    return round(num_trained * per_token / everything)
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """A is uniform as in a linear layer's default, B is zero, under any layout."""
+    for name, experts in adapted(model):
+        for weight in WEIGHTS:
+            a, b = (experts._parameters[f"{weight}_{matrix}"] for matrix in MATRICES)
+            full = torch.empty(a.shape, dtype=torch.float32)
+            generator = generator_for(seed, f"{name}.{weight}.lora_A")
+            nn.init.kaiming_uniform_(full.view(-1, full.shape[-1]), a=math.sqrt(5), generator=generator)
+            transformers_compat.local(a).copy_(transformers_compat.local_part(a, full))
+            transformers_compat.local(b).zero_()
+
+
+def take_out(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """Remove the adapters from their modules, so that names are the hub's. `put_back` restores them."""
+    return [(experts, {name: experts._parameters.pop(name) for name in ADAPTERS}) for _, experts in adapted(model)]
+
+
+def put_back(removed: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Restore the adapters that `take_out` removed."""
+    for experts, parameters in removed:
+        experts._parameters.update(parameters)
+
+
+def weights(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """Adapted weight -> (experts module, leaf name)."""
+    return {f"{name}.{weight}": (experts, weight) for name, experts in adapted(model) for weight in WEIGHTS}
+
+
+def delta(experts: Any, weight: str) -> Tensor:
+    """Return the full fp32 update of a weight, as it is stored. Collective if adapters are sharded."""
+    a, b = matrices(experts, weight)
+    update: Tensor = (b.float() @ a.float()) * experts.lora_scaling["default"]
+    return update.transpose(-2, -1) if experts.is_transposed else update
+
+
+def matrices(experts: Any, weight: str) -> tuple[Tensor, Tensor]:
+    """Return the full A `[E, R, I]` and B `[E, O, R]` of a weight. Collective if adapters are sharded."""
+    a, b = (transformers_compat.full_tensor(experts._parameters[f"{weight}_{matrix}"]) for matrix in MATRICES)
+    return a, b
+
+
+def in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of the adapters as `peft` stores them. Collective if adapters are sharded."""
+    for name, experts in adapted(model):
+        for weight in WEIGHTS:
+            a, b = matrices(experts, weight)
+            yield f"{name}.{_PEFT_LAYERS[weight]}lora_A.weight", a.flatten(0, 1)
+            yield f"{name}.{_PEFT_LAYERS[weight]}lora_B.weight", b.permute(1, 2, 0).flatten(1)
