@@ -307,11 +307,13 @@ class PackedDataset:
     def targets(self, row: int) -> np.ndarray:
         """Return the target of each document of a row with labeled texts, (documents, outputs) or (documents, 1)."""
         store, local = self._locate(row)
+        assert isinstance(store, PackedStore), "files of token ids have no labels"
         return store.targets[int(store.row_offsets[local]) : int(store.row_offsets[local + 1])]
 
     def classes(self, row: int) -> np.ndarray:
         """Return the class of each token of a row with labeled words."""
         store, local = self._locate(row)
+        assert isinstance(store, PackedStore), "files of token ids have no labels"
         bounds = store.offsets[store.row_offsets[local : local + 2]]
         return store.classes[int(bounds[0]) : int(bounds[1])]
 

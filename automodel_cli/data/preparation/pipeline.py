@@ -159,7 +159,7 @@ class _Builder:
 
     def _tokens(self, source: Source, config: SourceConfig) -> Part:
         if isinstance(source, TokenSource):
-            if self.preferences or self.pictures is not None:
+            if self.preferences or self.labels is not None or self.pictures is not None:
                 source.rows()  # raises
             return Part(source, *index_tokens(source, self.tokenizer, self.tokenizer_key, self.config, self.root))
         ingredients = {

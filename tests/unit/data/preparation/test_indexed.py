@@ -12,6 +12,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.token_files import megatron, nanogpt
@@ -129,8 +130,9 @@ def test_a_folder_and_the_index_name_the_files(config, tmp_path):
 
 
 def test_what_does_not_fit_is_rejected(config, tmp_path):
-    with raises(DataError, "wrong_data_kind"):
-        prepared(config, preferences=True)
+    for options in ({"preferences": True}, {"labels": LabelSpec("single_label_classification", ("good", "bad"))}):
+        with raises(DataError, "wrong_data_kind"):
+            prepared(config, **options)
     with raises(DataError, "no_effect", keys=("data.format",)):
         prepared(replace(config, format="text"))
     with raises(ConfigError, "requires_setting", fix="data.packing=wrapped"):
