@@ -263,6 +263,10 @@ _WARNINGS = {
         "Some layers compute or send values in another precision than configured.",
         "Change the setting that the warning names.",
     ),
+    "crosses_nodes": ErrorCode(
+        "Ranks that exchange data in every layer are on several nodes.",
+        "Choose a group size that divides the GPUs of a node, or continue: results are equal, and steps take longer.",
+    ),
     "high_memory_use": ErrorCode("An operation needs much memory.", "Use shorter sequences or another kernel."),
     "implied_setting": ErrorCode("A setting enabled another setting.", "Set it yourself to avoid the warning."),
     "known_tokens": ErrorCode(

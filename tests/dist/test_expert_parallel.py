@@ -4,6 +4,7 @@ rows, three microbatches with uneven label masks, alone and under every other pa
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from functools import cache
 from unittest.mock import patch
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -153,6 +154,7 @@ def check(world: int, cases: list[Case]) -> None:
 
 
 RECOMPUTE = replace(FSDP2, activation_checkpointing=True)
+PREFETCH = replace(FSDP2, enable_fsdp2_prefetch=True)
 EP2, EP4, EP2_TP2 = MeshConfig(ep_size=2), MeshConfig(ep_size=4), MeshConfig(tp_size=2, ep_size=2)
 
 
@@ -416,6 +418,31 @@ def test_mixed_precision_rounds_as_it_does_without_expert_parallelism(family):
     (want_loss, want), (loss, got) = (launch(_in_bfloat16, 2, family, ep_size) for ep_size in (1, 2))
     assert loss == pytest.approx(want_loss, rel=1e-6)
     assert tiny.gradient_error(want, got) < 2e-2
+
+
+def _prefetched(rank, world):
+    """Names of the units that each unit of a part gathers ahead, in forward."""
+    mesh = build_mesh(EP2.resolve(world), "cpu")
+    part = tiny_part("qwen3_moe")
+    ahead, plain = {}, FSDPModule.set_modules_to_forward_prefetch
+    FSDPModule.set_modules_to_forward_prefetch = lambda self, modules: (
+        ahead.update({self: modules}) or plain(self, modules)
+    )
+    try:
+        parallelize(part, mesh, PREFETCH)
+    finally:
+        FSDPModule.set_modules_to_forward_prefetch = plain
+    names = {module: name for name, module in part.named_modules()}
+    return {names[unit]: [names[module] for module in modules] for unit, modules in ahead.items()}
+
+
+def test_experts_are_gathered_ahead_with_their_layer():
+    ahead = launch(_prefetched, 4)
+    layers = [name for name in ahead if name]
+    assert ahead[""] == [layers[0], f"{layers[0]}.mlp.experts"]
+    for layer, following in itertools.pairwise(layers):
+        assert ahead[layer] == [following, f"{following}.mlp.experts"]
+    check(4, [Case("qwen3_moe", EP2, config=PREFETCH)])
 
 
 def _frozen_experts(rank, world):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.warn import warn
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.launch.process_startup import disable_gc, enable_gc
 from automodel_cli.models.hub import bundled_configs
 from automodel_cli.planning.reserve import CARD_GIB, RESERVE_GIB, usable_bytes
 from automodel_cli.run.memory.auto_activation_checkpointing import decided
 from automodel_cli.run.plan_request import plan_request
+
+GPUS_PER_NODE = 8
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -64,6 +68,7 @@ def print_plan(
     if recomputed is not None:
         print(f"recompute: {recomputed}\n")
     print(report.render_plan(plan, memory_gib=memory_gib, traced=traced, width=width))
+    warn_of_network(layout)
     for line in (_tower(plan), _while_it_generates(recipe, plan, memory_gib), recipe.packing_note, export_check):
         if line is not None:
             print(line)
@@ -71,6 +76,21 @@ def print_plan(
         svg.write_text(report.svg(plan), encoding="utf-8")
         print(f"\ntimeline written to {svg}")
     return 0
+
+
+def warn_of_network(layout: Layout, gpus_per_node: int = GPUS_PER_NODE) -> None:
+    """Warn if groups of tensor or expert parallelism, whose ranks are neighbors, do not fit in a node."""
+    for axis in ("tp", "ep"):
+        size: int = getattr(layout, axis)
+        if size == 1 or gpus_per_node % size == 0 or layout.world_size <= gpus_per_node:
+            continue
+        inside = math.gcd(size, gpus_per_node)
+        warn(
+            "crosses_nodes",
+            "mesh.%s_size=%d: ranks of a group are on several nodes of %d GPUs, so up to %.0f%% of what a rank sends "
+            "in each layer goes over the network; try mesh.%s_size=%d",
+            *(axis, size, gpus_per_node, 100 * (1 - inside / size), axis, inside),
+        )
 
 
 def _tower(plan: Plan) -> str | None:

@@ -327,11 +327,20 @@ def shard_experts(
 
 
 def chain_prefetch(root: nn.Module, layers: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
-    """Gather the next layers during computation: `forward_depth` ahead in forward, `backward_depth` in backward."""
-    units: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
-    assert len(units) == len(layers) and isinstance(root, FSDPModule), "prefetch is for modules that FSDP2 has sharded"
-    for i, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + forward_depth])
-        unit.set_modules_to_backward_prefetch(units[max(0, i - backward_depth) : i][::-1])
-    root.set_modules_to_forward_prefetch(units[:forward_depth])
-    root.set_modules_to_backward_prefetch(units[::-1][:backward_depth])
+    """Gather the next layers during computation: `forward_depth` ahead in forward, `backward_depth` in backward.
+
+    Includes units inside layers (experts). In expert-parallel layers the host waits for the device, and without a chain
+    it would start to gather the experts after that.
+    """
+    units = [fsdp_modules(layer) for layer in layers]  # the layer first, then the units in it
+    assert all(isinstance(module, FSDPModule) for module in (root, *layers)), "prefetch needs modules that are sharded"
+    assert isinstance(root, FSDPModule)
+    for i, (layer, *_) in enumerate(units):
+        layer.set_modules_to_forward_prefetch(_flat(units[i + 1 : i + 1 + forward_depth]))
+        layer.set_modules_to_backward_prefetch(_flat(units[max(0, i - backward_depth) : i][::-1]))
+    root.set_modules_to_forward_prefetch(_flat(units[:forward_depth]))
+    root.set_modules_to_backward_prefetch(_flat(units[::-1][:backward_depth]))
+
+
+def _flat(units: Sequence[Sequence[FSDPModule]]) -> list[FSDPModule]:
+    return [unit for inside in units for unit in inside]
