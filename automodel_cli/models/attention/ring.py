@@ -7,8 +7,8 @@ logaddexp(L1, L2) and O = O1 exp(L1 - L) + O2 exp(L2 - L). A sink is one more te
 With 3 ranks, rank 0 computes with the keys of rank 0, then 2, then 1.
 
 Backward goes around once more. Given the final (O, L), the ordinary flash backward of each part recomputes P = exp(S -
-L), which is the exact share of that part. The gradients of keys and values travel with their block and reach its owner
-after a full turn.
+L), which is the exact share of that part. The gradients of keys and values travel one turn behind their block, also
+during computation, and reach its owner after a full turn.
 
 The CUDA path has NEVER been run on a GPU.
 
@@ -19,6 +19,7 @@ and m queries and keys of a call.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -107,17 +108,22 @@ class _Ring(Function):
         grad = grad.contiguous()
         dq = torch.zeros_like(q, dtype=lse_NH.dtype)
         block = torch.stack([k, v])
-        grads = torch.zeros_like(block, dtype=lse_NH.dtype)  # gradient of `block`, sent one step after it
+        travelling: Callable[[], Tensor] | None = None  # gradient of the next block by the ranks before this one
         for turn in range(group.size):
+            # Both travel while this turn computes: the block of the next turn, and the gradient of this one.
             arriving = group.pass_on(block) if turn < group.size - 1 else None
+            grads = torch.zeros_like(block, dtype=lse_NH.dtype)
             for call in calls(ctx.context, (group.rank - turn) % group.size, setting):
                 grad_q, grad_k, grad_v = call.backward(grad, q, block[0], block[1], out, lse_NH, setting)
                 dq.index_add_(0, call.query_index, grad_q.to(dq.dtype))
                 grads[0].index_add_(0, call.key_index, grad_k.to(dq.dtype))
                 grads[1].index_add_(0, call.key_index, grad_v.to(dq.dtype))
-            grads = group.pass_on(grads)()  # also in the last turn, so that each gradient reaches its owner
+            if travelling is not None:
+                grads += travelling()
+            travelling = group.pass_on(grads)  # also in the last turn, so that each gradient reaches its owner
             block = block if arriving is None else arriving()
-        dk, dv = grads.to(k.dtype)
+        assert travelling is not None, "a ring has a rank"
+        dk, dv = travelling().to(k.dtype)
         grad_sink = None
         if sink_H is not None:
             prob_NH = torch.exp(sink_H.to(lse_NH.dtype) - lse_NH)
