@@ -15,9 +15,13 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPImageProcessorPil,
     Gemma3Config,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    Glm4vMoeConfig,
     LlavaConfig,
     LlavaProcessor,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -63,7 +67,7 @@ _CLIP = {
 
 
 def config_of(kind: str) -> Any:
-    """A config with random weights: qwen3_vl, qwen3_vl_moe, llava or gemma3."""
+    """A config with random weights: qwen3_vl, qwen3_vl_moe, qwen2_5_vl, glm4v_moe, llava or gemma3."""
     if kind == "qwen3_vl":
         return Qwen3VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=_QWEN, **_IDS)
     if kind == "qwen3_vl_moe":
@@ -78,17 +82,41 @@ def config_of(kind: str) -> Any:
             image_token_id=2,
             vision_feature_select_strategy="default",
         )
+    if kind == "qwen2_5_vl":
+        vision = {k: v for k, v in _QWEN.items() if k not in ("num_position_embeddings", "deepstack_visual_indexes")}
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        return Qwen2_5_VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_IDS)
+    if kind == "glm4v_moe":
+        vision = {k: v for k, v in _QWEN.items() if k not in ("num_position_embeddings", "deepstack_visual_indexes")}
+        moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+        text = _TEXT | moe | {"n_group": 1, "topk_group": 1, "rope_parameters": _ROPE | {"partial_rotary_factor": 1.0}}
+        ids = {"image_token_id": 2, "image_start_token_id": 3, "image_end_token_id": 4, "video_token_id": 5}
+        ids |= {"video_start_token_id": 6, "video_end_token_id": 7}
+        return Glm4vMoeConfig(text_config=text, vision_config=vision | {"image_size": 16}, **ids)
     assert kind == "gemma3"
     vision = {**_CLIP, "model_type": "siglip_vision_model"}
-    return Gemma3Config(text_config=_TEXT | {"sliding_window": 8}, vision_config=vision, mm_tokens_per_image=16, **_IDS)
+    text = _TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    ids = {"image_token_index": 2, "boi_token_index": 3, "eoi_token_index": 4}
+    return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=16, **ids)
 
 
 def processor_of(kind: str) -> Any:
     """The processor of such a model, around a tokenizer with one token for each word."""
     tokenizer = WordTokenizer(WORDS).build()
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "glm")):
         node = QwenProcessor(patch_size=4, merge_size=2, temporal_patch_size=1, min_pixels=64, max_pixels=1024)
         return node.build_processor(tokenizer)
+    if kind == "gemma3":
+        tokens = {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>", "image_token": "<|image_pad|>"}
+        tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
+        # The template writes the begin token, which the processor expands.
+        tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|><|vision_end|>", "")
+        return Gemma3Processor(
+            image_processor=Gemma3ImageProcessorPil(size={"height": 16, "width": 16}),
+            tokenizer=tokenizer,
+            image_seq_length=16,
+            chat_template=tokenizer.chat_template,
+        )
     pixels = CLIPImageProcessorPil(size={"height": 16, "width": 16}, crop_size={"height": 16, "width": 16})
     tokenizer.chat_template = tokenizer.chat_template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
     return LlavaProcessor(

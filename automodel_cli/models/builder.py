@@ -25,6 +25,7 @@ from automodel_cli.models.mtp import layers as mtp_layers
 from automodel_cli.models.probes import block_plan, isolation
 from automodel_cli.models.vision.config import VisionConfig
 from automodel_cli.models.vision.front import Front, composite_on_meta
+from automodel_cli.models.vision.two_way import two_way_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -67,6 +68,7 @@ def add_front(part: ModelPart, vision: VisionConfig, composite_config: Pretraine
     """Add the front end of a vision-language model, on the meta device, and freeze what the config says."""
     part.add_front(Front(composite_on_meta(composite_config, dtype), part.model.base_model).train())
     freeze_by_vision(part, vision)
+    part.two_way = two_way_of(composite_config)
 
 
 def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.device | str) -> ModelPart:

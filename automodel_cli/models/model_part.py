@@ -15,6 +15,7 @@ from automodel_cli.data.batch import IGNORE_INDEX, ON_HOST, PICTURES, OnHost, Pi
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.expert_parallel.router_replay import RoutedLayers, choosing
 from automodel_cli.models.attention.packed import PACKED
+from automodel_cli.models.attention.picture_runs import PictureRuns, TwoWay
 from automodel_cli.models.context_parallel_layout import Context, ContextGroup, local_length
 from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.lm_head.head import Head, HeadKind
@@ -50,6 +51,7 @@ class ModelPart(nn.Module):
         front: the rest of a vision-language model, which turns ids and pictures into inputs of `model`. Pipeline
             stages after the first one have none.
         first_layers: decoder layers that read features of pictures. The first pipeline stage must contain them.
+        two_way: set if tokens of a picture see each other in both directions.
         front_keys: parameter of the front end (named as in the composite) -> key of the checkpoint.
         may_train_nothing: a stage may have no trained parameter, because some were frozen by name.
         unties_head: an adapter changes a head that is tied to the embedding, so exports and replicas need an untied
@@ -78,6 +80,7 @@ class ModelPart(nn.Module):
         self.routing: RoutedLayers | None = None
         self.front: Front | None = None
         self.first_layers = 0
+        self.two_way: TwoWay | None = None
         self.front_keys: dict[str, str] = {}
         self.unties_head = False
         self.may_train_nothing = False
@@ -193,6 +196,8 @@ class ModelPart(nn.Module):
         is_shown_BT = ids_BT == pictures.placeholder
         if context is not None:
             found, is_shown_BT = shares.of_context(found, is_shown_BT, context)
+        if self.two_way is not None:
+            found["picture_runs"] = PictureRuns.of(is_shown_BT, self.two_way)
         return found if self._token_shards is None else shares.of_layers(found, is_shown_BT, self._token_shards)
 
     def share_tokens(self, shards: shares.TokenShards) -> None:
@@ -224,6 +229,14 @@ class ModelPart(nn.Module):
             raise ConfigError(
                 f"mesh.cp_size={group.size} is not supported because {type(self.model).__name__} runs its attention "
                 "document by document on full rows",
+                code="not_supported_by_model",
+                keys=("mesh.cp_size",),
+                fix="mesh.cp_size=1",
+            )
+        if self.two_way is not None:
+            raise ConfigError(
+                f"mesh.cp_size={group.size} is not supported because the tokens of a picture see each other in both "
+                f"directions in {type(self.model).__name__}",
                 code="not_supported_by_model",
                 keys=("mesh.cp_size",),
                 fix="mesh.cp_size=1",

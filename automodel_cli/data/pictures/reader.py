@@ -26,6 +26,8 @@ from automodel_cli.data.tokenized import Encoded, Unrolled
 class PictureProcessor(Protocol):
     """What data preparation needs to know of a family. Implemented by `models/vision/processor.py`."""
 
+    marker: int
+    """Id of the token that chat templates write for a picture. Most families use the placeholder."""
     placeholder: int
     """Id of the tokens at which features of pictures are inserted."""
     has_grid: bool
@@ -79,7 +81,7 @@ class PictureSupport:
 
     def _expanded(self, document: Any, encoded: Encoded, *, whole: bool) -> Encoded:
         """`whole`: the document shows all pictures of its row. Raises RowError."""
-        places = np.flatnonzero(encoded.ids == self.processor.placeholder)
+        places = np.flatnonzero(encoded.ids == self.processor.marker)
         count, given = len(places), document.pictures
         if count > len(given) or (whole and count < len(given)):
             raise RowError(

@@ -157,9 +157,9 @@ def _graph(
     return (out * share_1HN1).to(out.dtype), lse
 
 
-Documents = tuple[Tensor | None, int, int, SeenKeys | None] | Context
+Documents = tuple[Tensor | None, int, int, SeenKeys | None] | Context | Visible
 """Document boundaries of a microbatch (None: rows are documents), number of rows, row length and shared prefixes;
-or the context-parallel layout."""
+or the context-parallel layout; or the visible keys."""
 
 
 # Compiled layers contain this function as a separate graph.
@@ -175,7 +175,9 @@ def flex_packed_attention(
     softcap: float | None,
 ) -> Tensor:
     """Return `[N, H, V]` of the local tokens of a microbatch. Keys are those of all context-parallel ranks."""
-    if isinstance(documents, Context):
+    if isinstance(documents, Visible):
+        visible = documents
+    elif isinstance(documents, Context):
         visible = context_visibility(documents, window)
     else:
         cu, rows, length, seen = documents
@@ -232,7 +234,7 @@ def flex_error(device: torch.device, dtype: torch.dtype, width: int, value_width
     leaves = [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
     exact = [x.detach().double().requires_grad_() for x in leaves]
     cu = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
-    visible = _visible(*_document_positions(cu, 300, window))
+    visible = visible_intervals(*document_positions(cu, 300, window))
     query, key, value, sink_H = leaves
     got, _ = attend(query, key, value, sink_H, visible, scale, softcap)
     query, key, value, sink_H = exact
@@ -287,7 +289,7 @@ def batch_visibility(
     cached = _visibility_cache.setdefault(id(cu), (weakref.ref(cu, _forget(id(cu))), {}))[1]
     if (rows * length, window) not in cached:
         prefix = None if seen is None else _prefix_bounds(cu, seen, rows * length, window)
-        cached[rows * length, window] = _visible(*_document_positions(cu, rows * length, window), prefix)
+        cached[rows * length, window] = visible_intervals(*document_positions(cu, rows * length, window), prefix)
     return cached[rows * length, window]
 
 
@@ -301,7 +303,7 @@ def _forget(key: int) -> Callable[[object], None]:
 @functools.lru_cache(maxsize=16)
 def _row_visibility(rows: int, length: int, window: int | None, device: torch.device) -> Visible:
     cu = torch.arange(0, rows * length + 1, length, device=device)
-    return _visible(*_document_positions(cu, rows * length, window))
+    return visible_intervals(*document_positions(cu, rows * length, window))
 
 
 @disable()
@@ -310,17 +312,17 @@ def context_visibility(context: Context, window: int | None, of_rank: int | None
     """Return the visible keys of the local queries, among the gathered keys of all ranks or those of one rank."""
     index_M = context.gathered_index()
     cu = torch.tensor(context.bounds, device=index_M.device)
-    position, lower, _ = _document_positions(cu, len(index_M), window)
+    position, lower, _ = document_positions(cu, len(index_M), window)
     own_N = context.global_index()
     key_position_M = torch.empty_like(position)
     # Keys arrive in the order of ranks. Scatter the positions of the full rows to that order.
     key_position_M[index_M] = position
     if of_rank is not None:
         key_position_M = key_position_M.unflatten(0, (context.group.size, -1))[of_rank].contiguous()
-    return _visible(position[own_N], lower[own_N], key_position_M)
+    return visible_intervals(position[own_N], lower[own_N], key_position_M)
 
 
-def _document_positions(cu: Tensor, num_tokens: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def document_positions(cu: Tensor, num_tokens: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each token of concatenated documents: position, lowest visible position, key position."""
     position, document = _document_of(cu, num_tokens)
     lower = cu[document].to(torch.int32)
@@ -351,7 +353,7 @@ def _prefix_bounds(cu: Tensor, seen: SeenKeys, num_tokens: int, window: int | No
     return first.to(torch.int32), stop.masked_fill(nothing, 0).to(torch.int32)
 
 
-def _visible(
+def visible_intervals(
     position_N: Tensor, lower_N: Tensor, key_position_M: Tensor, prefix: tuple[Tensor, Tensor] | None = None
 ) -> Visible:
     """Build the block mask from positions. A block is skipped, fully visible, or evaluates the mask."""

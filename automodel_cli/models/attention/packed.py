@@ -5,14 +5,14 @@ name is registered, so that transformers builds no O(T^2) mask. `cu_seq_lens_q` 
 the flattened B*T tokens. Without it, every row is one document. If documents share a prefix (`Batch.seen`), each sees
 the prefix before its own tokens.
 
-Attention is always causal. Supported: grouped KV heads, sliding windows, logit soft caps, attention sinks, and values
-of another width than keys (latent attention).
+Attention is causal, except inside pictures (`picture_runs`). Supported: grouped KV heads, sliding windows, logit soft
+caps, attention sinks, and values of another width than keys (latent attention).
 
 | device | inputs | kernel |
 |---|---|---|
 | CPU | no soft cap | torch's flash kernel; short rows unchanged, otherwise documents of similar length together |
 | CUDA | bf16 or fp16 | variable-length flash kernel over the whole batch |
-| CUDA | soft cap, fp32, other head widths | FlexAttention over the whole batch |
+| CUDA | soft cap, fp32, other head widths, pictures seen in both directions | FlexAttention over the whole batch |
 | any | everything else | dense softmax over documents of similar length, with a warning |
 
 With context parallelism, queries are local, and keys and values are gathered or travel around a ring. The CUDA paths
@@ -38,6 +38,7 @@ from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import varlen_segments as segments
+from automodel_cli.models.attention.picture_runs import PictureRuns
 from automodel_cli.models.attention.ring import Setting, ring_attention
 from automodel_cli.models.context_parallel_layout import Context
 
@@ -91,6 +92,7 @@ def packed_attention(
     max_length_k: int | None = None,
     key_index: Tensor | None = None,
     context: Context | None = None,
+    picture_runs: PictureRuns | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Implement the attention interface of transformers and return `(out_BTHV, None)`.
@@ -103,6 +105,7 @@ def packed_attention(
         softcap: scores become `softcap * tanh(scores / softcap)`.
         s_aux: attention sinks `[H]`.
         key_index, cu_seq_lens_k, max_length_k: see `SeenKeys`.
+        picture_runs: pictures whose tokens see each other in both directions in some layers.
         context: context-parallel layout with the documents. T are local tokens then, and the call is collective.
     """
     _check_inputs(query_BHTD, key_BKTD, attention_mask, dropout, kwargs)
@@ -112,6 +115,10 @@ def packed_attention(
     way, why_dense = kernel_selection.way(query_BHTD, value_BKTV, softcap)
     rows, length = query_BHTD.shape[0], query_BHTD.shape[2]
     setting = Setting(scale, sliding_window, softcap, way)
+    if picture_runs is not None and picture_runs.rule(sliding_window) != "causal":
+        assert context is None and key_index is None, "checked when the model is built"
+        inputs = (query_BHTD, key_BKTD, value_BKTV, s_aux, setting)
+        return _two_way(*inputs, picture_runs, cu_seq_lens_q), None
     on_host = way == "dense" or (way != "flex" and query_BHTD.device.type == "cpu")  # no kernel groups the documents
     seen = _seen_keys(cu_seq_lens_k, max_length_k, key_index)
     grouped = on_host and context is None
@@ -134,6 +141,37 @@ def packed_attention(
     else:
         out_NHV = _in_one_kernel(*inputs, (cu_seq_lens_q, max_length_q, rows, length, device, seen), context)
     return out_NHV.unflatten(0, (rows, length)), None
+
+
+def _two_way(
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTV: Tensor,
+    sink_H: Tensor | None,
+    setting: Setting,
+    runs: PictureRuns,
+    cu_seq_lens: Tensor | None,
+) -> Tensor:
+    """Run a layer in which tokens of a picture see each other, and return `out_BTHV`.
+
+    On CUDA by FlexAttention, because flash kernels are causal. Otherwise with a mask of the rows.
+    """
+    rows, heads, length, _ = query_BHTD.shape
+    on_cpu = query_BHTD.device.type == "cpu"
+    no_flex = "" if on_cpu else attention_flex.why_flex_unsupported(query_BHTD, value_BKTV, setting.softcap)
+    if no_flex:
+        setting = setting._replace(way="dense")
+        reason = f"flash kernels are causal, and FlexAttention is not available because {no_flex}"
+        _warn_dense(reason, lambda: heads * rows * length**2 * kernels.dense_bytes(query_BHTD.dtype, setting.softcap))
+    if on_cpu or no_flex:
+        kernel = _kernel(sink_H, setting)
+        mask = runs.mask(cu_seq_lens, rows, length, setting.window, query_BHTD.dtype)
+        return _in_rows(kernel, query_BHTD, key_BKTD, value_BKTV, mask)
+    visible = runs.visible_to(cu_seq_lens, rows, length, setting.window)
+    q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
+    inputs = (q_NHD, k_MKD, v_MKV, sink_H, visible, setting.window, setting.scale, setting.softcap)
+    result: Tensor = attention_flex.flex_packed_attention(*inputs).unflatten(0, (rows, length))
+    return result
 
 
 def _in_one_kernel(

@@ -132,6 +132,10 @@ class Front(nn.Module):
         caught = self._caught(ids_BT, pictures.positions_3BT, pictures.placeholder, dict(pictures.inputs.items()))
         return caught.get("attention_mask")
 
+    def masks_of_types(self, ids_BT: Tensor, placeholder: int) -> Any:
+        """Return the attention mask as `masks` does, from the types of tokens without pixels."""
+        return self._caught(ids_BT, None, placeholder, {}).get("attention_mask")
+
     def is_tower(self, name: str) -> bool:
         """Return whether a parameter (named as in the composite) belongs to the tower. All others are the projector."""
         towers, projectors = self._places

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,26 +18,22 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch, Pictures
 from automodel_cli.models import transformers_compat
+from automodel_cli.models.attention.picture_runs import TwoWay
 from automodel_cli.models.builder import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.hub import composite_text
 from automodel_cli.models.hub.multimodal_backbone import text_config
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.probes.tiny_model import VOCAB, build_small, shrink
+from automodel_cli.models.probes.tiny_model import VOCAB
+from automodel_cli.models.vision import two_way
 from automodel_cli.models.vision.front import TYPE_IDS, Front
 from automodel_cli.models.vision.processor import FamilyProcessor
+from automodel_cli.models.vision.small import build_composite, small_composite
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_WIDTH, _DEPTH, _HEADS = 32, 2, 4
-_DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "num_global_layers", "encoder_layers")
-_OF_TEXT = ("out_hidden_size", "text_hidden_size", "projector_output_dim", "output_hidden_size", "language_hidden_size")
-_WIDTHS = ("hidden_size", "embed_dim", "width", "d_model", "embed_dims")
-_INNER = ("intermediate_size", "mlp_dim", "ffn_dim", "encoder_ffn_dim", "alignment_intermediate_size")
-_NUM_HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "encoder_attention_heads", "heads")
-_PROJECTED = ("projection_dim", "projector_hidden_size", "vision_output_dim", "projector_input_dim")
 _PICTURES = (((40, 56),), (), ((56, 40), (40, 40)))
 """Height and width of the pictures of each document."""
 _TOLERANCE = 1e-3  # relative. float32; leaks and wrong positions are at least 1e-2.
@@ -70,61 +66,13 @@ def _reason(config: PretrainedConfig, processor: FamilyProcessor) -> str:
         return f"a small copy of the model does not run ({type(error).__name__}: {error})".splitlines()[0][:300]
 
 
-def small_composite(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a small copy of a composite's config. Sizes of pixels, patches and windows are kept."""
-    small: Any = shrink(config)
-    text = small.get_text_config()
-    for value in vars(small).values():
-        if hasattr(value, "get_text_config") and value is not text:
-            _shrink_part(value, text.hidden_size)
-    _shrink_part(small, text.hidden_size, nested=False)
-    names = [n for n in vars(small) if n.endswith(("_token_id", "_token_index")) and isinstance(getattr(small, n), int)]
-    ids = sorted({getattr(small, name) for name in names})
-    for name in names:
-        setattr(small, name, VOCAB - 1 - ids.index(getattr(small, name)))
-    text.pad_token_id = 0
-    return cast("PretrainedConfig", small)
-
-
-def _shrink_part(config: Any, text_hidden: int, *, nested: bool = True) -> None:
-    canonical = {real: common for common, real in getattr(config, "attribute_map", {}).items()}
-    depth = max([_DEPTH, *(len(set(value)) for _, value in _layer_indices(config))]) if nested else _DEPTH
-    for name, value in _layer_indices(config) if nested else ():
-        count = len(set(value))  # each of these layers keeps a layer of its own
-        kept = list(range(depth - count, depth)) if min(value) >= 0 else sorted({max(x, -1) for x in value})
-        setattr(config, name, kept)
-    for name, value in list(vars(config).items()):
-        kind = canonical.get(name, name)
-        if name.startswith("_") or value is None or isinstance(value, bool):
-            continue
-        if hasattr(value, "get_text_config"):
-            if nested:
-                _shrink_part(value, text_hidden)
-        elif isinstance(value, int):
-            setattr(config, name, _small_size(kind, value, text_hidden, depth, nested=nested))
-
-
-def _layer_indices(config: Any) -> list[tuple[str, Any]]:
-    """Return the fields with indices of layers."""
-    fields = [(name, value) for name, value in vars(config).items() if "index" in name and value]
-    return [(n, v) for n, v in fields if isinstance(v, list | tuple) and all(isinstance(x, int) for x in v)]
-
-
-def _small_size(name: str, value: int, text_hidden: int, depth: int, *, nested: bool) -> int:
-    sizes = dict.fromkeys(_OF_TEXT, text_hidden) | dict.fromkeys(_INNER, 2 * _WIDTH)
-    if nested:
-        sizes |= dict.fromkeys(_DEPTHS, min(value, depth)) | dict.fromkeys(_WIDTHS, _WIDTH)
-        sizes |= dict.fromkeys(_NUM_HEADS, _HEADS) | dict.fromkeys(_PROJECTED, _WIDTH) | {"head_dim": _WIDTH // _HEADS}
-    return sizes.get(name, value)
-
-
 def _difference(small: PretrainedConfig, processor: FamilyProcessor) -> str:
     whole = build_composite(small)
     part = small_part(whole).eval()
     if recurrent_layers.runs_by_document(part.model):
         return "its attention runs document by document"
     documents = _documents(processor)
-    if reason := _why_not_causal(whole, documents[-1], processor):
+    if reason := _why_other_mask(whole, documents[-1], processor, part.two_way):
         return reason
     batch = probe_rows(processor)
     want, want_gradients = _one_by_one(whole, documents, processor)
@@ -147,12 +95,6 @@ def _difference(small: PretrainedConfig, processor: FamilyProcessor) -> str:
     return ""
 
 
-def build_composite(small: PretrainedConfig) -> Any:
-    """Build the composite of a small config with noise on every parameter."""
-    cls: Any = composite_text.composite_class(small)
-    return build_small(small, lambda config: cls._from_config(config, dtype=torch.float32)).eval()
-
-
 def probe_rows(processor: FamilyProcessor) -> Batch:
     """Return two packed rows with pictures, for a small copy."""
     documents = _documents(processor)
@@ -169,6 +111,7 @@ def small_part(whole: Any, attention: str = "packed") -> ModelPart:
     part.model.base_model.load_state_dict(whole.get_submodule(name).state_dict())
     part.model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
     part.add_front(Front(copy.deepcopy(whole), part.model.base_model))
+    part.two_way = two_way.rules_of(whole)
     return part
 
 
@@ -190,21 +133,28 @@ def _document(processor: FamilyProcessor, sizes: tuple[tuple[int, int], ...], se
     return torch.from_numpy(np.concatenate(pieces)), images
 
 
-def _why_not_causal(whole: Any, document: tuple[Tensor, list[Any]], processor: FamilyProcessor) -> str:
-    """Return why the masks that the composite makes for its text model are not causal, or an empty string."""
+def _why_other_mask(
+    whole: Any, document: tuple[Tensor, list[Any]], processor: FamilyProcessor, rules: TwoWay | None
+) -> str:
+    """Return why the masks that the composite makes for its text model are not supported, or an empty string."""
     eager = copy.deepcopy(whole)
     eager.set_attn_implementation("eager")
     front = Front(eager, eager.get_submodule(str(composite_text.text_module(eager))))
     batch = packed_rows([[document]], processor)
     assert batch.pictures is not None
     tokens = len(document[0])
-    masks = front.masks(batch.input_ids_BT[:, :tokens], _cut(batch.pictures, tokens))
+    ids_BT = batch.input_ids_BT[:, :tokens]
+    masks = front.masks(ids_BT, _cut(batch.pictures, tokens))
     future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    for mask in masks.values() if isinstance(masks, dict) else [masks]:
+    window = getattr(whole.config.get_text_config(), "sliding_window", None)
+    for kind, mask in masks.items() if isinstance(masks, dict) else [("", masks)]:
         if isinstance(mask, Tensor) and mask.ndim == 4:
-            seen = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
-            if (seen & future).any():
-                return "its text model sees the tokens of a picture in both directions, and packed attention is causal"
+            sees = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
+            is_sliding = "sliding" in kind
+            rule = "causal" if rules is None else rules.sliding if is_sliding else rules.full
+            known = two_way.visible_by(rule, ids_BT == processor.placeholder, window if is_sliding else None)
+            if (sees & future).any() and not torch.equal(sees, known):
+                return "the attention masks of its text model are neither causal nor two-way inside pictures"
     return ""
 
 

@@ -19,6 +19,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import source
 from automodel_cli.models.vision.front import TYPE_IDS, composite_on_meta
+from automodel_cli.models.vision.small import placeholder_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -61,6 +62,7 @@ class FamilyProcessor:
         self.processor = processor
         self._set_model(composite_config)
         self.original_placeholder = self.placeholder
+        self.marker = int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
         self.takes = frozenset(inspect.signature(self._meta.base_model.forward).parameters)
         self.has_grid = self._rope_index is not None
         self._expanded = functools.lru_cache(maxsize=4096)(self._expand)
@@ -84,7 +86,7 @@ class FamilyProcessor:
         self._rope_index = getattr(self._meta.base_model, "get_rope_index", None)
         rope_index = self._rope_index
         self._rope_names = frozenset(() if rope_index is None else inspect.signature(rope_index).parameters)
-        self.placeholder = _placeholder(composite_config)
+        self.placeholder = placeholder_of(composite_config)
 
     def cache_key(self) -> str:
         import transformers
@@ -135,18 +137,6 @@ class FamilyProcessor:
 
     def blank(self) -> tuple[Tensor, dict[str, Tensor]]:
         return self._blank
-
-
-def _placeholder(composite_config: PretrainedConfig) -> int:
-    for name in ("image_token_id", "image_token_index"):
-        if isinstance(getattr(composite_config, name, None), int):
-            return int(getattr(composite_config, name))
-    raise ConfigError(
-        f"pictures are not supported for {composite_config.model_type} because its config names no image token",
-        code="not_supported_by_model",
-        keys=("model.vision",),
-        fix="model.vision=null",
-    )
 
 
 def picture_processor(config: ModelConfig, tokenizer: Any) -> FamilyProcessor:

@@ -15,6 +15,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision import probe, shares
 from automodel_cli.models.vision.processor import FamilyProcessor
+from automodel_cli.models.vision.small import build_composite, small_composite
 from automodel_cli.pipelining.cut.model_structure import SplitError
 from automodel_cli.pipelining.cut.split_check import TOLERANCE, check_split
 from automodel_cli.pipelining.cut.stage_module import cut_stage
@@ -34,8 +35,8 @@ def layers_of_first_stage(whole_config: PretrainedConfig, processor: FamilyProce
     key = (type(whole_config), whole_config.to_json_string(), processor.cache_key())
     if key not in _measured:
         with transformers_compat.quiet():
-            small = probe.small_composite(whole_config)
-            whole = probe.build_composite(small)
+            small = small_composite(whole_config)
+            whole = build_composite(small)
             _measured[key] = measure(probe.small_part(whole).eval(), processor.resized(small))
     text = whole_config.get_text_config()
     if _measured[key] >= text.num_hidden_layers:

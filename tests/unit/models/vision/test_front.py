@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import PaliGemmaConfig
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.models.attention.picture_runs import TwoWay
 from automodel_cli.models.hub import composite_text
 from automodel_cli.models.vision import probe
 from automodel_cli.models.vision.front import TYPE_IDS, Front
 from automodel_cli.models.vision.probe import packed_rows, probe_pictures, small_part
 from automodel_cli.models.vision.processor import FamilyProcessor
+from automodel_cli.models.vision.two_way import two_way_of
 from tests.errors import raises
 from tests.vision import config_of, documents_of, model_of, processor_of
 
@@ -81,16 +84,38 @@ def test_a_microbatch_without_pictures_gives_every_parameter_a_gradient_and_the_
             assert param.grad is not None and not param.grad.any(), name
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "llava"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "llava", "gemma3"])
 def test_the_probe_accepts(kind: str):
     config = config_of(kind)
     probe_pictures(config, FamilyProcessor(processor_of(kind), config))
 
 
-def test_two_way_attention_is_refused():
-    config = config_of("gemma3")
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava"])
+def test_other_masks_are_causal(kind: str):
+    assert two_way_of(config_of(kind)) is None
+
+
+def test_prefix_masks_are_refused():
+    text = {
+        "model_type": "gemma",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    vision = config_of("gemma3").vision_config.to_dict()
+    config = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=2, projection_dim=32)
     with raises(ConfigError, "not_supported_by_model", keys=("model.vision",)):
         probe_pictures(config, FamilyProcessor(processor_of("llava"), config))
+
+
+def test_wrong_rules_of_two_way_attention_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    config = config_of("gemma3")
+    for rules in (None, TwoWay("whole", "causal"), TwoWay("causal", "in_window"), TwoWay("whole", "whole")):
+        monkeypatch.setattr(probe.two_way, "rules_of", lambda whole, found=rules: found)
+        monkeypatch.setattr(probe, "_reasons", {})
+        with raises(ConfigError, "not_supported_by_model", keys=("model.vision",)):
+            probe_pictures(config, FamilyProcessor(processor_of("gemma3"), config))
 
 
 def test_the_probe_finds_wrong_positions(monkeypatch: pytest.MonkeyPatch):
