@@ -22,14 +22,13 @@ class DPORecipe(PreferenceRecipe):
     """Preference training with a reference model (see `PreferenceRecipe`).
 
     Values of `reference_mode` (`automodel_cli/run/frozen_models/reference_logprobs.py`): `precomputed`,
-    `disable_adapter`, `frozen_copy`, or `auto`, which is disable_adapter with LoRA and precomputed otherwise.
+    `disable_adapter`, `frozen_copy`, or `auto`, which is disable_adapter with new adapters and precomputed otherwise.
     Objectives without a reference (simpo, orpo) ignore it.
     """
 
     reference_mode: ReferenceSource = "auto"
     """Source of the reference's log-probs: `precomputed`, `disable_adapter` or `frozen_copy`. `auto` is
-    `disable_adapter`
-    with LoRA, else `precomputed`."""
+    `disable_adapter` with new adapters, else `precomputed`."""
     reference_sync: ReferenceSync | None = None
     """Let the reference model follow the policy. null: it stays as loaded."""
 
@@ -49,6 +48,16 @@ class DPORecipe(PreferenceRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        lora = self.model.lora
+        if self.reference_mode == "disable_adapter" and lora is not None and not lora.starts_as_base:
+            key = "pretrained" if lora.pretrained is not None else "modules_to_save"
+            raise ConfigError(
+                f"reference_mode=disable_adapter is not supported with model.lora.{key}, because the model without its "
+                "adapters is not the model that training starts from",
+                code="unsupported_combination",
+                keys=("reference_mode", f"model.lora.{key}"),
+                fix="reference_mode=precomputed",
+            )
         if self.reference_mode == "disable_adapter" and self.model.lora is None:
             raise ConfigError(
                 "reference_mode=disable_adapter requires an adapter, but model.lora is not set",

@@ -53,7 +53,8 @@ class GRPORecipe(Recipe):
             return None
         if self.teacher is not None:
             return self.teacher.as_model()
-        return self.model if self.model.lora is None or self.reference_sync is not None else None
+        is_base = self.model.lora is not None and self.model.lora.starts_as_base
+        return None if is_base and self.reference_sync is None else self.model
 
     @property
     def compares_reference(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config import trust
@@ -61,10 +61,29 @@ class LoRAConfig:
     as `[experts.gate_up_proj, experts.down_proj]`. null: none. With them, `target_modules` may be `[]`."""
     use_rslora: bool = False
     """Scale the update by `alpha / sqrt(rank)` instead."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Layers without adapters, as name endings. Each must match a layer that `target_modules` selects."""
+    layers_to_transform: list[int] = field(default_factory=list)
+    """Decoder layers with adapters, counted from 0. Empty: all. Requires `target_modules` as a list or `all-linear`."""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Rank of some layers, by name ending or regular expression: `{down_proj: 32}`. Each must match an adapter."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Alpha of some layers, by name ending or regular expression: `{down_proj: 64}`. Each must match an adapter."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained completely and stored with the adapters, as name endings: `[lm_head, embed_tokens]`."""
+    pretrained: str | None = None
+    """Folder or hub id of an adapter of peft to continue. It sets rank, alpha and layers. null: new adapters."""
     quantization: Literal["none", "nf4"] = "none"
     """`nf4` stores the adapted layers' frozen weights in 4 bits with bitsandbytes (QLoRA)."""
 
+    @property
+    def starts_as_base(self) -> bool:
+        """Whether the model without its adapters is the model that training started from."""
+        return self.pretrained is None and not self.modules_to_save
+
     def __post_init__(self) -> None:
+        self._check_patterns()
+        self._check_pretrained()
         check_range("rank", self.rank, at_least=1, fix="model.lora.rank=16")
         check_range("alpha", self.alpha, above=0, fix="model.lora.alpha=32")
         check_range("dropout", self.dropout, at_least=0, below=1, fix="model.lora.dropout=0")
@@ -100,6 +119,48 @@ class LoRAConfig:
                 keys=("dropout", "target_parameters"),
                 fix="model.lora.dropout=0",
             )
+        empty: dict[str, object] = {name: [] for name in ("exclude_modules", "layers_to_transform", "modules_to_save")}
+        for name, unset in (empty | {"rank_pattern": {}, "alpha_pattern": {}, "pretrained": None}).items():
+            if getattr(self, name) != unset:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not supported with target_parameters",
+                    code="unsupported_combination",
+                    keys=(name, "target_parameters"),
+                    fix=f"model.lora.{name}={'null' if unset is None else unset}",
+                )
+
+    def _check_patterns(self) -> None:
+        for name in ("rank", "alpha"):
+            for pattern, value in getattr(self, f"{name}_pattern").items():
+                key, lowest = f"{name}_pattern", {"at_least": 1} if name == "rank" else {"above": 0}
+                check_range(f"{key}.{pattern}", value, **lowest, fix=f"model.lora.{key}={{}}")  # type: ignore[arg-type]
+        for layer in self.layers_to_transform:
+            check_range("layers_to_transform", layer, at_least=0, fix="model.lora.layers_to_transform=[]")
+        by_regex = isinstance(self.target_modules, str) and self.target_modules != "all-linear"
+        for key in ("exclude_modules", "layers_to_transform"):
+            if by_regex and getattr(self, key):
+                raise ConfigError(
+                    f"{key} is not supported with target_modules={self.target_modules!r}, a regular expression, which "
+                    "can exclude layers itself",
+                    code="unsupported_combination",
+                    keys=(key, "target_modules"),
+                    fix=f"model.lora.{key}=[]",
+                )
+
+    def _check_pretrained(self) -> None:
+        """The adapter on disk determines its structure."""
+        if self.pretrained is None:
+            return
+        names = ("rank", "alpha", "target_modules", "use_rslora", "exclude_modules", "layers_to_transform")
+        usual = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        for name in (*names, "rank_pattern", "alpha_pattern", "modules_to_save"):
+            if getattr(self, name) != usual[name]:
+                raise ConfigError(
+                    f"{name} is not supported with pretrained={self.pretrained}, whose adapter_config.json sets it",
+                    code="mutually_exclusive",
+                    keys=(name, "pretrained"),
+                    fix="model.lora.pretrained=null",
+                )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import expert_lora, lora_targets, nf4, transformers_compat
+from automodel_cli.models import expert_lora, lora_options, lora_pretrained, lora_targets, nf4, transformers_compat
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.models.rng import generator_for
 from automodel_cli.models.stochastic_rounding import round_stochastically
@@ -45,11 +45,13 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
         return
     if isinstance(config.target_modules, list):
         lora_targets.check_targets(model, config.target_modules)
+    settings = _settings(model, config)
+    saved, settings.modules_to_save = settings.modules_to_save or [], None  # trained in place, without peft's copies
     dead, shared = lora_targets.bypassed(model, always=True), lora_targets.shared(model)
     try:
         with warnings.catch_warnings():  # a tied head gets a separate weight on export (`sharing`)
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-            peft.inject_adapter_in_model(_peft_config(model, config), model, adapter_name=_ADAPTER)
+            peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     except ValueError as error:
         raise _unsupported_target(model, config, str(error), no_match=True) from error
     for name, wrapper in wrappers(model):
@@ -61,10 +63,32 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
             )
         if name in shared:
             raise _unsupported_target(model, config, f"it matches {name}, which shares its weight with another layer")
+    adapted = [name for name, _ in wrappers(model)]
+    lora_options.check_patterns(config, adapted)
+    lora_options.train_saved_modules(model, saved, adapted)
+    settings.modules_to_save = saved or None  # of the file
+    if config.pretrained is not None:
+        trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+        lora_pretrained.check_matrices(config.pretrained, adapted, [n for n in trained if ".lora_" not in n])
     if config.quantization == "nf4":
         _check_4bit_heads(model, config)
         _pack_bases(model)
     expert_lora.inject(model, config, config.scale)
+
+
+def _settings(model: nn.Module, config: LoRAConfig) -> Any:
+    """Return the `peft.LoraConfig` of new adapters, or of those on disk."""
+    if config.pretrained is not None:
+        settings = lora_pretrained.read_peft_config(config.pretrained)
+        settings.lora_dropout = config.dropout
+        return settings
+    settings = _peft_config(model, config)
+    lora_options.check_layers(config, cast(Any, model).config.get_text_config().num_hidden_layers)
+    if config.exclude_modules:
+        targets = settings.target_modules
+        names = [name for name, _ in model.named_modules() if lora_options.ends_in_any(name, targets)]
+        lora_options.check_excluded(config, names)
+    return settings
 
 
 def sharing(model: nn.Module) -> list[str]:
@@ -125,6 +149,8 @@ def _peft_config(model: nn.Module, config: LoRAConfig) -> Any:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
+        modules_to_save=config.modules_to_save or None,
+        **lora_options.peft_options(config),
     )
 
 
@@ -197,6 +223,17 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     expert_lora.init_adapters(model, seed)
 
 
+def fill_pretrained(part: ModelPart, name: str) -> None:
+    """Read the adapters of this rank, and the modules trained with them, from an adapter of peft."""
+    modules = _settings_of(part).modules_to_save or []
+    lora_pretrained.fill(part, name, dict(wrappers(part.model)), dict(lora_options.saved_parameters(part, modules)))
+
+
+def _settings_of(part: ModelPart) -> Any:
+    """Return the `peft.LoraConfig` of the complete model, before it was split into stages."""
+    return cast(Any, part.model).peft_config[_ADAPTER]
+
+
 def scale(layer: Any) -> float:
     """Return the scale of B @ A in a wrapped layer."""
     factor: float = layer.scaling[_ADAPTER]
@@ -259,6 +296,8 @@ def save_adapters(
                 weight = transformers_compat.full_tensor(getattr(layer, matrix)[_ADAPTER].weight)
                 local[f"{name}.{matrix}.weight"] = weight.cpu().contiguous()
         local |= {name: weight.cpu().contiguous() for name, weight in expert_lora.in_files(part.model)}
+        for name, param in lora_options.saved_parameters(part, _settings_of(part).modules_to_save or []):
+            local[name] = transformers_compat.full_tensor(param.detach()).cpu().contiguous().clone()
     of_stages: list[dict[str, Tensor]] = [local]
     if pp_group is not None:
         of_stages = [{} for _ in range(dist.get_world_size(pp_group))]
@@ -272,13 +311,13 @@ def save_adapters(
     folder.mkdir(parents=True, exist_ok=True)
     hub_names = {f"base_model.model.{name}": weight for name, weight in state.items()}
     save_file(hub_names, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    whole = cast(Any, parts[0].model)
-    peft_config = copy.deepcopy(whole.peft_config[_ADAPTER])  # config of the model before it was split into stages
+    peft_config = copy.deepcopy(_settings_of(parts[0]))
     if places:  # other parts of a composite have layers with the same names
         experts = {name.partition(".base_layer.lora_")[0] for name in state if ".base_layer.lora_" in name}
         layers = {name.partition(".lora_")[0].removesuffix(".base_layer") for name in state} - experts
         peft_config.target_modules = layers
         peft_config.target_parameters = expert_lora.full_names(experts) or None
+        peft_config.exclude_modules = peft_config.layers_to_transform = None
     peft_config.base_model_name_or_path = base_model
     peft_config.inference_mode = True
     peft_config.save_pretrained(folder)

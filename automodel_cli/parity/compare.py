@@ -111,8 +111,9 @@ def run_row(original: Original, row: Case, sabotage: Fault | None = None) -> Err
     expected = original.reference(packed=row.packed, count=row.num_microbatches)
     if row.lora is not None:
         parts = [part for part in stages.parts if isinstance(part, ModelPart)]
-        expected = lora_reference.reference_of(expected, lora_reference.put_in(parts))
-    if row.selection != EVERYTHING:
+        adapters = lora_reference.put_in(parts)
+        expected = lora_reference.reference_of(expected, adapters, _trained(original, row))
+    elif row.selection != EVERYTHING:
         expected = expected.of_names(_trained(original, row))
     recorder = GradientRecorder(*stages.parts)
     result = train_step(stages, batches, row.objective, recorder, mesh, max_grad_norm=None)
@@ -120,8 +121,9 @@ def run_row(original: Original, row: Case, sabotage: Fault | None = None) -> Err
 
 
 def _trained(original: Original, row: Case) -> set[str]:
-    """Return the names of the parameters that the selection of a case leaves."""
-    part = build_part(original.model_config(), request=request_of(row.objective))
+    """Return the names of the parameters that a case trains."""
+    config = replace(original.model_config(), lora=row.lora)
+    part = build_part(config, request=request_of(row.objective))
     freeze(part, row.selection)
     return {part.hub_name(name) for name, param in part.named_parameters() if param.requires_grad}
 

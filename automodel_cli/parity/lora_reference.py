@@ -8,7 +8,7 @@ dL/dW, independent of the adapter library.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,10 +77,11 @@ def _put_in(
     return adapter
 
 
-def reference_of(expected: Reference, adapters: dict[str, Adapter]) -> Reference:
-    """Return the expected step that trains `adapters` and a value head, from a step that trains all parameters."""
-    heads = {name: grad.double() for name, grad in expected.gradients.items() if name.startswith(f"{value_head.NAME}.")}
-    gradients: dict[str, Tensor] = heads
+def reference_of(expected: Reference, adapters: dict[str, Adapter], saved: Collection[str] = ()) -> Reference:
+    """Return the expected step that trains `adapters`, a value head and the parameters `saved`, from a step that trains
+    all parameters."""
+    head = f"{value_head.NAME}."
+    gradients = {name: grad for name, grad in expected.gradients.items() if name in saved or name.startswith(head)}
     for adapter in adapters.values():
         weight, *names = adapter.names
         if weight not in expected.gradients:  # no gradient: an indexer only selects tokens

@@ -10,6 +10,7 @@ from typing import Any
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.compile_modes import FUSED_OPS
 from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.config import LoRAConfig
 from automodel_cli.parity.case_selection import MAX_RANKS, small_attention, small_pipeline
 from automodel_cli.parity.cases import Case
 
@@ -65,8 +66,16 @@ def _adapted(recipe: Any, rows: list[Case]) -> tuple[list[Case], list[str]]:
         missing.append(f"model.lora.quantization={lora.quantization}: the rows have the base in float32")
     if lora.dropout:
         missing.append(f"model.lora.dropout={lora.dropout}: random, the rows have none")
-    exact = replace(lora, dropout=0.0, quantization="none")
-    return [replace(row, lora=exact) for row in rows], missing
+    if lora.pretrained is not None:
+        missing.append("model.lora.pretrained: the rows have new adapters on all linear layers")
+    if lora.layers_to_transform:
+        missing.append("model.lora.layers_to_transform: the copy has fewer layers, and adapters on all of them")
+    return [replace(row, lora=exact_lora(lora)) for row in rows], missing
+
+
+def exact_lora(lora: LoRAConfig) -> LoRAConfig:
+    """Return adapters that fit a small copy in float32."""
+    return replace(lora, dropout=0.0, quantization="none", pretrained=None, layers_to_transform=[])
 
 
 def _precision(recipe: Any, rows: Sequence[Case]) -> tuple[list[Case], list[str]]:

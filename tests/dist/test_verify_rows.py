@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models import lora
 from automodel_cli.models.config import LoRAConfig
@@ -20,11 +20,21 @@ from tests.dist.harness import launch
 
 DP, PP = MeshConfig(dp_size=2), MeshConfig(dp_size=1, pp_size=2)
 ADAPTERS = LoRAConfig(rank=4, alpha=12.0)
+CHOSEN = LoRAConfig(
+    rank=4, exclude_modules=["down_proj"], rank_pattern={"q_proj": 8}, modules_to_save=["lm_head", "norm"]
+)
 ROWS = [
     Case(DP, lora=ADAPTERS),
     Case(PP, pipeline=PipelineConfig(layout="Et|tL"), lora=LoRAConfig(rank=4, use_rslora=True)),
     Case(DP, FSDP2Config(), compute_dtype="bfloat16"),
     Case(DP, FSDP2Config(mp_policy=FP32, enable_compile=True, compile_backend="aot_eager")),
+]
+MORE = [
+    Case(PP, pipeline=PipelineConfig(schedule="1f1b"), lora=CHOSEN),
+    Case(DP, lora=CHOSEN),
+    Case(DP, DDPConfig(), lora=CHOSEN),
+    Case(MeshConfig(dp_size=1, tp_size=2), lora=CHOSEN),
+    Case(MeshConfig(dp_size=1, cp_size=2), lora=CHOSEN),
 ]
 
 
@@ -39,6 +49,12 @@ def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(or
         assert isinstance(outcome, Errors) and outcome.within(*row.bounds(TIMES_ROUNDING * outcome.rounding)), outcome
         if row.lora is not None:
             assert "lora_" in outcome.name
+
+
+@pytest.mark.parametrize("rows", [MORE[:1], pytest.param(MORE[1:], marks=pytest.mark.slow)])
+def test_chosen_layers_and_ranks_with_modules_trained_completely(original: Original, rows: list[Case]):
+    for row, outcome in zip(rows, launch(run_rows, 2, original, rows), strict=True):
+        assert isinstance(outcome, Errors) and outcome.within_rounding(), (row, outcome)
 
 
 def _scale_of_adapters_lost(batches: list[Batch]) -> list[Batch]:

@@ -56,6 +56,8 @@ def test_every_page_can_be_followed_and_teaches_what_it_says(tmp_path: Path) -> 
     assert last(tmp_path, "adapters", "val_loss") < 0.3
     assert (tmp_path / "runs" / "adapters" / "export" / "adapter").is_dir()
     assert int(said["lora"].split()[-1]) == 2 * 8 * 8 * (64 + 64 + 32 + 64)
+    assert last(tmp_path, "further", "val_loss") < 0.3
+    assert (tmp_path / "runs" / "complete" / "export" / "adapter").is_dir()
     assert last(tmp_path, "pairs", "val_accuracy") > 0.9
     assert last(tmp_path, "rewards", "val_reward") > 0.8
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")

@@ -100,6 +100,9 @@ def _lora(draft: Draft) -> None:
     targets = str(draft.get("lora_target", "all"))
     modules = "all-linear" if targets == "all" else [name.strip() for name in targets.split(",")]
     draft.put("model.lora.target_modules", modules, "lora_target")
+    if draft.get("additional_target"):
+        names = [name.strip() for name in str(draft.get("additional_target")).split(",")]
+        draft.put("model.lora.modules_to_save", names, "additional_target")
     if draft.get("loraplus_lr_ratio"):
         group = {"params": ["lora_B"], "lr_scale": float(draft.get("loraplus_lr_ratio"))}
         draft.put("optimizer.groups", [group], "loraplus_lr_ratio")
@@ -125,7 +128,7 @@ TABLE = Table(
         "model_name_or_path": to("model.pretrained"),
         "model_revision": to("model.revision"),
         "trust_remote_code": hf.REMOTE_CODE,
-        "adapter_name_or_path": none("adapters begin anew; merge the old ones into model.pretrained first"),
+        "adapter_name_or_path": none("model.lora.pretrained, without rank, alpha and layers, which its files have"),
         "stage": none("the recipe: sft, dpo or grpo (pt, rm and ppo have none)"),
         "finetuning_type": none("full or lora; there is no oft"),
         **vision.ROWS,

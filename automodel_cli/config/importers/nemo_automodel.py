@@ -89,6 +89,9 @@ def _together(draft: Draft) -> None:
         modules = "all-linear" if linear else draft.get("peft.target_modules", "all-linear")
         modules = [str(name).removeprefix("*.") for name in modules] if isinstance(modules, list) else modules
         draft.put("model.lora.target_modules", modules, "peft.match_all_linear", "peft.target_modules", "peft._target_")
+        excluded = [str(name).removeprefix("*.") for name in draft.get("peft.exclude_modules") or []]
+        if excluded:
+            draft.put("model.lora.exclude_modules", excluded, "peft.exclude_modules")
         draft.put("model.lora.rank", draft.get("peft.dim", 8), "peft.dim")
         draft.put("model.lora.alpha", draft.get("peft.alpha", 32), "peft.alpha")
 
@@ -287,7 +290,7 @@ TABLE = Table(
         "checkpoint.is_async": to("checkpoint.async_save"),
         "checkpoint.*": none("checkpoints hold everything; the export is what transformers loads"),
         "peft.dropout": to("model.lora.dropout"),
-        "peft.*": none("not in our adapters: model.lora has rank, alpha, dropout, target_modules, use_rslora"),
+        "peft.*": none("not in our adapters: see model.lora in docs/config/model.md"),
         "distributed._target_": none("parallelizer says what shards"),
         "distributed.strategy": KeyMapping("parallelizer", values=_STRATEGIES),
         "distributed.dp_size": none("the ranks that are left"),

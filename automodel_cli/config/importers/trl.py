@@ -80,6 +80,8 @@ def _together(draft: Draft) -> None:
     if draft.get("use_peft"):
         targets = draft.get("lora_target_modules", "all-linear")
         draft.put("model.lora.target_modules", targets, "use_peft", "lora_target_modules")
+        if draft.get("lora_modules_to_save"):
+            draft.put("model.lora.modules_to_save", draft.get("lora_modules_to_save"), "lora_modules_to_save")
         draft.put("model.lora.rank", draft.get("lora_r", 16), "lora_r")
         draft.put("model.lora.alpha", draft.get("lora_alpha", 32), "lora_alpha")
         draft.put(

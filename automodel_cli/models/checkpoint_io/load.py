@@ -91,6 +91,8 @@ def load_weights(
             fix="model.lora.target_modules=all-linear",
         )
     lora.init_adapters(part.model, seed)
+    if config.lora is not None and config.lora.pretrained is not None:
+        lora.fill_pretrained(part, config.lora.pretrained)
     if part.value_head is not None:
         value_head.fill_value_head(part.value_head, source.folder(config))
     return report

@@ -115,6 +115,7 @@ class Scorer:
         objective = self._objective
         if not {"ref_logprobs_BT", "teacher_ids_BTN"} & objective.columns and objective.reward_kl is None:
             return None
-        lora = session.recipe.model.lora is not None
+        lora = session.recipe.model.lora
+        base = lora is not None and lora.starts_as_base
         temperature = 1.0 if selection_of(objective) is not None else self._config.temperature
-        return ReferenceModel(session, without_adapters=lora, temperature=temperature, teacher=teacher, update=update)
+        return ReferenceModel(session, without_adapters=base, temperature=temperature, teacher=teacher, update=update)

@@ -48,6 +48,9 @@ def _of_model(model: ModelConfig) -> Iterator[ConfigError]:
     except ConfigError as error:
         yield error
         return
+    adapter = None if model.lora is None else model.lora.pretrained
+    if adapter is not None and looks_local(adapter) and not Path(adapter).expanduser().is_dir():
+        yield _no_such("model.lora.pretrained", adapter)
     if model.pretrained is not None and looks_local(model.pretrained):
         folder = Path(model.pretrained).expanduser()
         if not folder.is_dir():

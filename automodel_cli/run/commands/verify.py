@@ -19,7 +19,7 @@ from automodel_cli.launch.process_startup import disable_gc, enable_gc
 from automodel_cli.parity import report as parity_report
 from automodel_cli.parity.case_selection import choose_cases, pick, small_attention
 from automodel_cli.parity.cases import Case
-from automodel_cli.parity.option_cases import with_settings
+from automodel_cli.parity.option_cases import exact_lora, with_settings
 from automodel_cli.parity.report import Result
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _untied(small: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
         return small
     from automodel_cli.models.builder import part_of
 
-    exact = replace(recipe.model.lora, quantization="none")
+    exact = exact_lora(recipe.model.lora)
     part = part_of(copy.deepcopy(small), replace(recipe.model, lora=exact, mtp=None), device="meta")
     return part.untied(small)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch, Columns
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.models.hub.source import model_files
+from automodel_cli.models.lora_pretrained import adapter_folder
 from automodel_cli.objectives.base import ReferenceSource
 from automodel_cli.objectives.kto import reference_point_of, reference_point_sums
 from automodel_cli.run.frozen_models.logprob_cache import RowCache, RowScores, content_of
@@ -39,7 +40,8 @@ def reference_columns(session: Trainer, choice: ReferenceSource, update: Referen
     if choice == "auto" and update is not None:
         choice = "frozen_copy"
     if choice == "auto":
-        choice = "disable_adapter" if session.recipe.model.lora is not None else "precomputed"
+        lora = session.recipe.model.lora
+        choice = "disable_adapter" if lora is not None and lora.starts_as_base else "precomputed"
     if choice == "precomputed":
         _precompute(session)
         return lambda batches: batches
@@ -77,10 +79,13 @@ def _key(recipe: Recipe, rows: PackedDataset, root: Path) -> str:
     base = lora.quantization if lora is not None else "none"
     named_by_content = dict.fromkeys(("tokenizer", "pretrained", "gguf_file", "revision"))
     model = {**dataclasses.asdict(recipe.model), **named_by_content, "lora": None if base == "none" else base}
+    files = model_files(recipe.model)
+    if lora is not None and lora.pretrained is not None:
+        files = [*files, *sorted(adapter_folder(lora.pretrained).glob("adapter_*"))]
     ingredients = {
         "rows": [store.content for store in rows.stores],
         "model": repr(sorted(model.items(), key=lambda item: item[0])),
-        "files": [[path.name, content_of(path, root)] for path in model_files(recipe.model)],
+        "files": [[path.name, content_of(path, root)] for path in files],
         "libraries": [torch.__version__, transformers.__version__],
         "seed": recipe.seed,
         "dtype": str(recipe.compute_dtype),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.parameter_patterns import any_matches, check_matched, check_syntax
@@ -14,10 +14,21 @@ from automodel_cli.config.value_checks import check_choice, check_range
 if TYPE_CHECKING:
     from torch import nn
 
-    from automodel_cli.training.optimizers.param_groups import TrainableParam
-
 Algorithm = Literal["muon", "adamw"]
 _EMBEDDINGS = ("embed", "wte", "wpe")
+
+
+class Item(Protocol):
+    """A parameter to optimize (`param_groups.TrainableParam`)."""
+
+    @property
+    def hub_name(self) -> str: ...
+    @property
+    def param(self) -> nn.Parameter: ...
+    @property
+    def is_matrix(self) -> bool: ...
+    @property
+    def is_front(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -116,30 +127,30 @@ class Rates:
     def is_empty(self) -> bool:
         return not self.groups and self.layer_decay is None
 
-    def group(self, item: TrainableParam) -> ParamGroup | None:
+    def group(self, item: Item) -> ParamGroup | None:
         """Return the first group that selects a parameter."""
         return next((group for group in self.groups if any_matches(group.params, item.hub_name)), None)
 
-    def lr(self, item: TrainableParam, peak: float) -> float:
+    def lr(self, item: Item, peak: float) -> float:
         """Return the peak learning rate of a parameter. `peak` is that of its algorithm."""
         group = self.group(item)
         if group is not None:
             peak = group.lr if group.lr is not None else peak * (group.lr_scale or 1.0)
         return peak if self.layer_decay is None else peak * self.layer_decay ** self._below_head(item)
 
-    def weight_decay(self, item: TrainableParam, usual: float) -> float:
+    def weight_decay(self, item: Item, usual: float) -> float:
         """Return the weight decay of a parameter. `usual` is that without groups."""
         group = self.group(item)
         if group is None or group.weight_decay is None:
             return usual
         return group.weight_decay if item.is_matrix else 0.0
 
-    def algorithm(self, item: TrainableParam) -> Algorithm | None:
+    def algorithm(self, item: Item) -> Algorithm | None:
         """Return the algorithm that a group selects."""
         group = self.group(item)
         return None if group is None else group.algorithm
 
-    def _below_head(self, item: TrainableParam) -> int:
+    def _below_head(self, item: Item) -> int:
         """Return the number of layers between a parameter and the head."""
         if item.is_front:
             return self.num_layers + 1
@@ -157,7 +168,7 @@ def _check_names(key: str, patterns: Sequence[str], names: set[str]) -> None:
         raise ConfigError(error.message, code=error.code, keys=error.keys, fix=fix) from None
 
 
-def check_groups(node: Any, params: Sequence[TrainableParam]) -> None:
+def check_groups(node: Any, params: Sequence[Item]) -> None:
     """Raise ConfigError for a group of an optimizer node that does not fit the parameters of the complete model."""
     groups: Sequence[ParamGroup] = getattr(node, "groups", ())
     rates = Rates(groups)

@@ -160,3 +160,11 @@ def test_settings_that_adapters_on_experts_do_not_support():
             lora=LoRAConfig(target_parameters="all-experts"),
             moe=MoEConfig(experts_implementation="eager"),
         )
+
+
+@pytest.mark.parametrize(
+    "other", [{"rank_pattern": {"q_proj": 4}}, {"modules_to_save": ["lm_head"]}, {"pretrained": "x"}]
+)
+def test_options_that_do_not_reach_experts_are_refused(other):
+    with raises(ConfigError, "unsupported_combination", keys=(next(iter(other)), "target_parameters")):
+        LoRAConfig(target_parameters="all-experts", **other)
