@@ -25,6 +25,7 @@ _RECIPES = (
     "automodel_cli.recipes.dpo.DPORecipe",
     "automodel_cli.recipes.rm.RMRecipe",
     "automodel_cli.recipes.classifier.ClassifierRecipe",
+    "automodel_cli.recipes.embedding.EmbeddingRecipe",
     "automodel_cli.recipes.kd.KDRecipe",
     "automodel_cli.recipes.grpo.GRPORecipe",
 )

@@ -86,6 +86,17 @@ def classifier(arguments: list[str], conf: str, overrides: tuple[str, ...], trus
     return _begin_kind("classifier", arguments, conf, overrides, trust)
 
 
+@finetune.command()
+@common.config_options
+@click.pass_obj
+def embedding(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
+    """Train an embedding model on queries and passages.
+
+    Same as `finetune llm`, but accepts only recipes of kind embedding.
+    """
+    return _begin_kind("embedding", arguments, conf, overrides, trust)
+
+
 def of_kind(kind: str, what: str) -> click.Group:
     """The group `automodel KIND` with its command `llm`, which insists on a recipe of that kind."""
 

@@ -25,6 +25,7 @@ RECIPES = (
     "automodel_cli.recipes.dpo.DPORecipe",
     "automodel_cli.recipes.rm.RMRecipe",
     "automodel_cli.recipes.classifier.ClassifierRecipe",
+    "automodel_cli.recipes.embedding.EmbeddingRecipe",
     "automodel_cli.recipes.kd.KDRecipe",
     "automodel_cli.recipes.grpo.GRPORecipe",
 )
@@ -36,6 +37,7 @@ _OPEN = {
         "automodel_cli.data.synthetic.picture_tasks.PictureTasks",
         "automodel_cli.data.synthetic.python_manual.PythonManual",
         "automodel_cli.data.synthetic.review_tasks.ReviewTasks",
+        "automodel_cli.data.synthetic.search_tasks.SearchTasks",
         "automodel_cli.rollout.rewards.reasoning.ReasoningTasks",
         "automodel_cli.rollout.environments.verifiers.VerifiersTasks",
     ),

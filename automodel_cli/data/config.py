@@ -38,6 +38,7 @@ _WORDS: dict[DataKind, str] = {
     "documents": "conversations and texts",
     "preferences": "preference data",
     "labeled": "labeled texts",
+    "groups": "queries with passages",
 }
 
 
@@ -289,12 +290,12 @@ class DataConfig:
                 keys=("data.packing", "data.truncation"),
                 fix="data.packing=best_fit data.truncation=truncate",
             )
-        if kind != "preferences":
+        if kind not in ("preferences", "groups"):
             return
         if self.packing == "wrapped" or self.truncation in ("split", "truncate"):
             raise ConfigError(
-                f"packing={self.packing} with truncation={self.truncation} is not supported for preference data, "
-                "because it splits responses",
+                f"packing={self.packing} with truncation={self.truncation} is not supported for {_WORDS[kind]}, "
+                "because it splits texts that are compared",
                 code="unsupported_combination",
                 keys=("data.packing", "data.truncation"),
                 fix="data.packing=best_fit data.truncation=drop",

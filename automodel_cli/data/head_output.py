@@ -31,6 +31,8 @@ class HeadRequest:
     with it."""
     scores: int = 0
     """Outputs per token of a classification head, `scores_BTL`. It takes the place of the value head."""
+    hidden: bool = False
+    """`hidden_BTD`."""
     logprobs: bool = True
     """Compute `logprobs_BT` and everything else that needs logits. false: they are 0 and cost nothing."""
     topk: int = 0
@@ -50,9 +52,9 @@ LOGPROBS = HeadRequest()
 class HeadOutput(NamedTuple):
     """Head output of one microbatch, from the full model or from the last pipeline stage.
 
-    All fields are fp32 except the ids. All except the values and scores are 0 where the label is ignored. All except
-    the ids are differentiable. With a `SamplingTransform`, they refer to the distribution that responses were sampled
-    from. Fields that were not requested are None.
+    All fields are fp32 except the ids and hidden states. All except values, scores and hidden states are 0 where the
+    label is ignored. All except the ids are differentiable. With a `SamplingTransform`, they refer to the distribution
+    that responses were sampled from. Fields that were not requested are None.
 
     A named tuple, so that FSDP, DDP and torch's pipeline find the tensors in it.
     """
@@ -65,6 +67,8 @@ class HeadOutput(NamedTuple):
     """Output of the value head on each token's last hidden state, also for ignored labels."""
     scores_BTL: Tensor | None = None
     """Output of the classification head on each token's last hidden state, also for ignored labels."""
+    hidden_BTD: Tensor | None = None
+    """Hidden state of each token after the last layer, in the compute dtype."""
     topk_logprobs_BTK: Tensor | None = None
     """Log-probs of the most likely tokens at the label's position, in descending order."""
     topk_ids_BTK: Tensor | None = None

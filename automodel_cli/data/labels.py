@@ -6,8 +6,9 @@ import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from automodel_cli.data.formats.base import DataKind
 from automodel_cli.data.row_errors import RowError
 
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -29,6 +30,8 @@ class LabelSpec:
     problem: Problem
     names: tuple[str, ...]
     of_tokens: bool = False
+
+    kind: ClassVar[DataKind] = "labeled"
 
     @property
     def is_class(self) -> bool:

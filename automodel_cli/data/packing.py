@@ -218,6 +218,26 @@ def _fill_group(
     return unplaced, placed
 
 
+def in_parts(packed: Packed, lengths: np.ndarray, counts: np.ndarray) -> Packed:
+    """Split every piece, which consists of the documents of a group, into its documents.
+
+    Args:
+        packed: rows of groups.
+        lengths: tokens of each document of all groups.
+        counts: number of documents of each group.
+    """
+    pieces, firsts = packed.pieces, np.cumsum(counts) - counts
+    of_piece = counts[pieces.document]
+    piece = np.repeat(np.arange(len(of_piece)), of_piece)
+    before = np.cumsum(of_piece) - of_piece  # parts before each piece
+    part = firsts[pieces.document][piece] + np.arange(len(piece)) - before[piece]
+    ends = np.cumsum(lengths[part])
+    begins = ends - lengths[part]
+    starts = pieces.start[piece] + begins - begins[before[piece]]
+    row_offsets = np.concatenate([[0], np.cumsum(of_piece)])[packed.row_offsets]
+    return Packed(Pieces(pieces.document[piece], starts, lengths[part]), row_offsets)
+
+
 def in_halves(packed: Packed, first_lengths: np.ndarray) -> Packed:
     """Split every piece, which consists of the two documents of a pair, into its documents.
 

@@ -21,6 +21,7 @@ class Encoded:
         judgement: 1 for a good, 0 for a bad response of a rated row.
         margin: margin of a pair.
         num_special: special tokens in the text of the row.
+        parts: length of each of the concatenated documents of a group.
         targets: of a labeled text (`data.labels.LabelSpec.target`).
         classes: class of each token of labeled words, int16. -1 for none.
         pictures: `data.pictures.content.Picture` of each run of placeholders, in order.
@@ -34,6 +35,7 @@ class Encoded:
     num_special: int = 0
     pictures: tuple[Any, ...] = ()
     targets: tuple[float, ...] = ()
+    parts: tuple[int, ...] = ()
     classes: np.ndarray | None = None
 
 

@@ -84,9 +84,10 @@ def microbatches(recipe: Any, documents: DocumentLengths, number: int) -> list[C
     `mask=all`: nothing needs more memory."""
     names = frozenset(getattr(recipe.objective, "columns", ()))
     outputs = request_of(recipe.objective).scores
+    width = hf_config(recipe.model).get_text_config().hidden_size
     compared = _tokens_of_a_teacher(recipe) if any(name.endswith("_BTN") for name in names) else 0
     taken = _unpacked(recipe, documents) if documents.rows else _packed(recipe, documents)
-    return [_microbatch(index, *next(taken), names, compared, outputs) for index in range(number)]
+    return [_microbatch(index, *next(taken), names, compared, outputs, width) for index in range(number)]
 
 
 Rows = list[list[int]]
@@ -125,7 +126,9 @@ def _tokens_of_a_teacher(recipe: Any) -> int:
     return recipe.objective.top_k or whole
 
 
-def _microbatch(index: int, rows: Rows, tokens: int, names: frozenset[str], compared: int, outputs: int) -> Columns:
+def _microbatch(
+    index: int, rows: Rows, tokens: int, names: frozenset[str], compared: int, outputs: int, width: int
+) -> Columns:
     lengths = [n for row in rows for n in row]
     padded = [[*row, *([tokens - sum(row)] if sum(row) < tokens else [])] for row in rows]
     sizes = torch.tensor([n for row in padded for n in row])
@@ -141,8 +144,9 @@ def _microbatch(index: int, rows: Rows, tokens: int, names: frozenset[str], comp
     known = {
         "pairs_P2": documents[torch.arange(2 * pairs) % len(documents)].view(-1, 2),
         "desirable_S": torch.arange(len(sizes)) % 2,
+        "roles_S": torch.where(is_padding, -1, torch.arange(len(sizes)) % 2),
     }
-    letters = {"B": len(rows), "T": tokens, "S": len(sizes), "P": pairs, "N": compared, "L": outputs}
+    letters = {"B": len(rows), "T": tokens, "S": len(sizes), "P": pairs, "N": compared, "L": outputs, "D": width}
     return Columns(
         tuple(lengths),
         ids,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -12,20 +12,31 @@ from torch import Tensor
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.data.preparation.dataloader import eval_batches
 from automodel_cli.evaluation.classification_metrics import classification_metrics
-from automodel_cli.training.callback import Callback, Run
+from automodel_cli.evaluation.held_out_metrics import HeldOutMetrics
+from automodel_cli.training.callback import Run
 
 if TYPE_CHECKING:
     from automodel_cli.objectives.classification import Classification
     from automodel_cli.run.trainer import Trainer
 
 
-class HeldOutScores(Callback):
+class HeldOutScores(HeldOutMetrics):
     """`val_loss` and the metrics of `classification_metrics` as `val_accuracy` and so on."""
 
+    shown: ClassVar[Mapping[str, str]] = {
+        "accuracy": "accuracy",
+        "f1": "F1",
+        "auroc": "AUROC",
+        "mae": "mean absolute error",
+        "pearson": "Pearson",
+        "spearman": "Spearman",
+    }
+    unit: ClassVar[tuple[str, str]] = ("num_examples", "held-out examples")
+
     def __init__(self, session: Trainer, objective: Classification):
-        self._session, self._objective = session, objective
+        super().__init__(session)
+        self._objective = objective
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Collective."""
@@ -39,18 +50,6 @@ class HeldOutScores(Callback):
         metrics = classification_metrics(self._objective.problem, scores_NL.numpy(), targets.numpy())
         counted = {"num_examples": float(len(scores_NL))}
         return {"val_loss": loss.item()} | {f"val_{name}": value for name, value in (metrics | counted).items()}
-
-    def show(self, when: str, step: int) -> None:
-        """Print the metrics on held-out rows. Validate first if this step has no result. Collective."""
-        if self._session.last_validation[0] != step:
-            self._session.validate(step)
-        measured = self._session.last_validation[1]
-        shown = [name for name in _SHOWN if f"val_{name}" in measured]
-        if shown:
-            numbers = ", ".join(f"{_SHOWN[name]} {measured[f'val_{name}']:.4g}" for name in shown)
-            self._session.meter.print(
-                f"{when} training, {measured['val_num_examples']:.0f} held-out examples: {numbers}"
-            )
 
     def about(self) -> list[tuple[str, str]]:
         """Return a row of the startup summary: how often each label occurs in the training rows."""
@@ -71,16 +70,8 @@ class HeldOutScores(Callback):
     def _gathered(self) -> tuple[Tensor, Tensor]:
         """Return scores and targets of the held-out rows of all ranks, on the CPU. Collective."""
         session, objective = self._session, self._objective
-        assert session.data.validation is not None
-        batches = eval_batches(
-            session.data.validation,
-            microbatch_size=session.recipe.train.microbatch_size,
-            dp_rank=session.mesh.dp_rank,
-            dp_size=session.mesh.dp_size,
-            num_batches=session.recipe.validation.num_batches,
-        )
         local: list[tuple[Tensor, Tensor]] = []
-        for batch in batches:  # one at a time: a validation set need not fit on the device
+        for batch in self.batches():  # one at a time: a validation set need not fit on the device
             on_device = batch.to(session.mesh.device)
             (scores_NL,) = session.model.stages.forward([on_device], self._scores, objective.needs)
             local.append(objective.labeled(scores_NL.cpu(), batch))
@@ -91,13 +82,3 @@ class HeldOutScores(Callback):
 
     def _scores(self, output: HeadOutput, batch: Batch) -> Tensor:
         return self._objective.scores(output, batch)
-
-
-_SHOWN = {
-    "accuracy": "accuracy",
-    "f1": "F1",
-    "auroc": "AUROC",
-    "mae": "mean absolute error",
-    "pearson": "Pearson",
-    "spearman": "Spearman",
-}

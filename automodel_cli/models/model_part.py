@@ -118,6 +118,8 @@ class ModelPart(nn.Module):
                 values_BT=scores_BTL[..., 0].clone() if request.values else None,
                 scores_BTL=scores_BTL if request.scores else None,
             )
+        if request.hidden:
+            output = output._replace(hidden_BTD=hidden_BTD)
         if request.further:
             further_BTM = self._further_logprobs(depths, full_labels, model_inputs["cu_seq_lens_q"], context)
             output = output._replace(further_logprobs_BTM=further_BTM)

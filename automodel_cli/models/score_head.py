@@ -1,9 +1,25 @@
-"""What a model with a value head scores, and how transformers names it. Torch-free."""
+"""What a model without a language head gives: scores or embeddings, as its export states them. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+
+@dataclass(frozen=True)
+class EmbeddingHead:
+    """Embeddings of texts, as the export states them for sentence-transformers.
+
+    Attributes:
+        pooling: `last` token, or `mean` over tokens.
+        query_prompt, passage_prompt: text before queries and passages.
+        max_tokens: most tokens of a text.
+    """
+
+    pooling: str = "last"
+    query_prompt: str = ""
+    passage_prompt: str = ""
+    max_tokens: int = 512
 
 
 @dataclass(frozen=True)

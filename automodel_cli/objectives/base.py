@@ -13,6 +13,10 @@ response. Tokens with an ignored label are not read.
 | `kl_baseline_1` | fp32 | KTO | reference point of the step, equal in all microbatches |
 | `class_ids_S`, `class_ids_BT` | int64 | SingleLabel | class of each document or token; -1 without a label |
 | `targets_SL` | fp32 | MultiLabel, Regression | targets of each document; NaN without a label |
+| `roles_S` | int64 | InfoNCE, CosineScore | 0 for a query, 1 for its passage, 2 for a negative, -1 for padding |
+| `scores_S` | fp32 | CosineScore | score of the pair of each document |
+| `query_losses_S` | fp32 | InfoNCE, CosineScore | loss of each query, 0 for other documents |
+| `pooled_gradients_SD` | fp32 | InfoNCE, CosineScore | gradient of the sum of losses of the step for each embedding |
 | `ref_logprobs_BT` | fp32 | DPO, KTO, GRPO | log-probs of the labels under the reference model |
 | `advantages_BT` | fp32 | GRPO | advantage of each label token |
 | `sampler_logprobs_BT` | fp32 | GRPO | log-probs under the sampling distribution |

@@ -31,3 +31,10 @@ def to_tokens(values_S: Tensor, batch: Batch) -> Tensor:
 def at_last_token(values_BT: Tensor, batch: Batch) -> Tensor:
     """Return the value of each document's last token, `[documents]`."""
     return values_BT.flatten()[batch.cu_seqlens[1:].long() - 1]
+
+
+def mean_by_document(values_TD: Tensor, batch: Batch) -> Tensor:
+    """Return the mean over each document's tokens, `[documents, D]`, of `[B*T, D]`."""
+    sums_SD = values_TD.new_zeros(batch.num_documents, values_TD.shape[1])
+    sums_SD = sums_SD.index_add(0, batch.document_ids_BT.flatten(), values_TD)
+    return sums_SD / batch.cu_seqlens.diff()[:, None]

@@ -31,6 +31,7 @@ from automodel_cli.models.checkpoint_io.export import (
 )
 from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure_export_error
 from automodel_cli.models.lora import adapters_off, save_adapters
+from automodel_cli.models.score_head import EmbeddingHead
 from automodel_cli.run.memory.host_memory import available_bytes
 
 if TYPE_CHECKING:
@@ -243,6 +244,8 @@ def _in_words(recipe: Recipe, checked: Checked) -> str:
 
 
 def _compared(recipe: Recipe) -> str:
+    if isinstance(recipe.score_head, EmbeddingHead):
+        return "embedding"
     return "score" if recipe.score_head is not None else "log-prob"
 
 

@@ -12,6 +12,7 @@ from automodel_cli.config.fix_syntax import word
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import Layout, MeshConfig
+from automodel_cli.models.score_head import EmbeddingHead
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.report.html_page import ShownSample
 from automodel_cli.run.checkpoint_selection import chosen_checkpoint
@@ -127,7 +128,9 @@ def _shown(after: Answer, before: Answer | None) -> str:
 def _next_commands(session: Trainer) -> str:
     use = f"automodel chat {word(session.run_dir)}    chat with the model (also: serve, eval, push)"
     head = session.recipe.score_head
-    if head is not None and head.labels:
+    if isinstance(head, EmbeddingHead):
+        use = f"sentence_transformers.SentenceTransformer({str(session.run_dir / 'export')!r})    embed texts in Python"
+    elif head is not None and head.labels:
         task = "token-classification" if head.of_tokens else "text-classification"
         use = f"transformers.pipeline({task!r}, {str(session.run_dir / 'export')!r})    classify texts in Python"
     elif head is not None:

@@ -21,6 +21,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention.packed import PACKED
 from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.embedding_model import embeddings
 from automodel_cli.models.checkpoint_io.front_io import fill_front
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
@@ -31,7 +32,7 @@ from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.moe.load_balancing import LoadBalancer
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
-from automodel_cli.models.score_head import ScoreHead
+from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import request_of
 from automodel_cli.pipelining.build_stages import build_stages
@@ -85,12 +86,18 @@ class Model:
         """Ranks that hold the other stages, or None without a pipeline."""
         return self.stages.pp_group
 
-    def values(self, head: ScoreHead, rows: list[list[int]]) -> list[Tensor]:
-        """Return the scores of each sequence's last token, or of all its tokens, flat on the CPU. Collective."""
+    def values(self, head: ScoreHead | EmbeddingHead, rows: list[list[int]]) -> list[Tensor]:
+        """Return the scores of each sequence's last token or of all its tokens, or its embedding, flat on the CPU.
+        Collective."""
         batches = [one_document(ids).to(self.mesh.device) for ids in rows]
-        request = HeadRequest(scores=head.num_outputs, logprobs=False)
+        request = HeadRequest(hidden=True, logprobs=False)
+        if isinstance(head, ScoreHead):
+            request = HeadRequest(scores=head.num_outputs, logprobs=False)
 
         def scores_of(output: HeadOutput, batch: Batch) -> Tensor:
+            if isinstance(head, EmbeddingHead):
+                assert output.hidden_BTD is not None, "requested"
+                return embeddings(output.hidden_BTD[0], head)
             assert output.scores_BTL is not None, "this model has no value head"
             return output.scores_BTL.flatten() if head.of_tokens else output.scores_BTL[0, -1]
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats.base import DataKind
+from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.labels import LabelSpec
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.score_head import ScoreHead
+from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 from automodel_cli.objectives.base import Objective
 from automodel_cli.objectives.mtp import WithMultiToken
 from automodel_cli.objectives.sources import with_source_losses
@@ -92,14 +93,14 @@ class Recipe(ConfigRoot):
     """Unit of the step counter."""
 
     @property
-    def label_spec(self) -> LabelSpec | None:
-        """How labels of rows are read. None: rows have no labels."""
+    def row_spec(self) -> LabelSpec | GroupSpec | None:
+        """How labels, or queries and passages, of rows are read. None: rows have another kind."""
         return None
 
     @property
-    def score_head(self) -> ScoreHead | None:
-        """Scores that the model trains, exports and compares in place of log-probs
-        (`models/checkpoint_io/sequence_classifier.py`)."""
+    def score_head(self) -> ScoreHead | EmbeddingHead | None:
+        """Scores or embeddings that the model trains, exports and compares in place of log-probs
+        (`models/checkpoint_io/sequence_classifier.py`, `embedding_model.py`)."""
         return None
 
     @property
@@ -238,7 +239,7 @@ class Recipe(ConfigRoot):
             seed=self.seed,
             preferences=self.data_kind == "preferences",
             stop_ids=stops,
-            labels=self.label_spec,
+            row_spec=self.row_spec,
         )
         check_prepared(data, tokenizer, self.model)
         return data

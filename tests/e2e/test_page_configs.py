@@ -151,7 +151,7 @@ def test_the_rows_of_every_line_of_a_tutorial_are_read(
                 tokenizer,
                 seed=0,
                 preferences=recipe.data_kind == "preferences",
-                labels=recipe.label_spec,
+                row_spec=recipe.row_spec,
                 progress=lambda _: None,
             )
 

@@ -104,6 +104,12 @@ def test_a_classifier(tmp_path: Path) -> None:
     assert before < 0.5 and after > 0.95
 
 
+def test_embeddings(tmp_path: Path) -> None:
+    pattern = r"\w+ training, 128 held-out queries: recall@1 ([\d.]+)"
+    before, after = before_and_after(tmp_path, pattern, "finetune", "embedding", "-c", "quickstart_embedding")
+    assert before < 0.1 and after > 0.7
+
+
 def test_a_reward_model(tmp_path: Path) -> None:
     pattern = r"preference accuracy \w+ training: ([\d.]+)%"
     _, after = before_and_after(tmp_path, pattern, "rm", "llm", "-c", "quickstart_rm")

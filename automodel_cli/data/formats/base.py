@@ -24,26 +24,29 @@ from automodel_cli.data.formats.examples import (
     LabeledText,
     Pair,
     PlainText,
+    TextGroup,
 )
 from automodel_cli.data.formats.row_accessor import Fields
 
-Makes = Literal["conversations", "texts", "pairs", "judged", "labeled"]
+Makes = Literal["conversations", "texts", "pairs", "judged", "labeled", "groups"]
 DOCUMENTS: dict[str, tuple[type, ...]] = {
     "conversations": (Conversation, AnsweredPrompt),
     "texts": (PlainText,),
     "pairs": (Pair,),
     "judged": (JudgedResponse,),
     "labeled": (LabeledText,),
+    "groups": (TextGroup,),
 }
 """Return type of `read` for each value of `makes`."""
 PREFERENCES = ("pairs", "judged")
 """Kinds for preference recipes."""
-DataKind = Literal["documents", "preferences", "labeled"]
+DataKind = Literal["documents", "preferences", "labeled", "groups"]
 """What a recipe trains on. Recipes of kind sft and grpo train on documents: conversations and texts."""
 KINDS: dict[DataKind, tuple[Makes, ...]] = {
     "documents": ("conversations", "texts"),
     "preferences": ("pairs", "judged"),
     "labeled": ("labeled",),
+    "groups": ("groups",),
 }
 
 
@@ -59,8 +62,8 @@ class Format(Protocol):
     @property
     @abstractmethod
     def makes(self) -> Makes:
-        """Kind of the documents: `conversations` (sft, grpo), `texts` (sft), `pairs` or `judged` (dpo), or `labeled`
-        (classifier)."""
+        """Kind of the documents: `conversations` (sft, grpo), `texts` (sft), `pairs` or `judged` (dpo), `labeled`
+        (classifier) or `groups` (embedding)."""
         ...
 
     @abstractmethod

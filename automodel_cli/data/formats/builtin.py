@@ -10,7 +10,8 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.formats.base import KINDS, DataKind, FirstRows, Format, KnownFormat, Makes
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, column_for, columns_fix
 from automodel_cli.data.formats.examples import Conversation, Document, PlainText
-from automodel_cli.data.formats.labeled import LabeledTexts, LabeledTokens, suggest_labeled
+from automodel_cli.data.formats.groups import Retrieval
+from automodel_cli.data.formats.labeled import LabeledTexts, LabeledTokens, suggest_columns
 from automodel_cli.data.formats.messages import NO_TEMPLATE_FIX, chat_or_text, messages_in, turn, with_system
 from automodel_cli.data.formats.preference import JudgedResponses, PreferencePairs
 from automodel_cli.data.formats.row_accessor import Fields
@@ -136,7 +137,7 @@ class Prompts:
 _TABLE: tuple[KnownFormat, ...] = (
     *(ShareGPT(), Chats(), PromptCompletion(), Alpaca(), Texts()),
     *(PreferencePairs(), JudgedResponses()),
-    *(LabeledTexts(), LabeledTokens()),
+    *(LabeledTexts(), LabeledTokens(), Retrieval()),
 )
 FORMATS: dict[str, KnownFormat] = {fmt.name: fmt for fmt in _TABLE}
 """By name, in the order in which they are looked for."""
@@ -181,12 +182,13 @@ def detect_format(
     if detected is not None:
         return detected
     names = ", ".join(sorted(sample.shared)) or "(no column that most rows share)"
-    if kind == "labeled":
+    if kind in ("labeled", "groups"):
+        what = "text and label, or tokens and tags" if kind == "labeled" else "query and positive"
         raise DataError(
-            f"{where}: the columns {names} contain no labeled texts: a row needs text and label, or tokens and tags",
+            f"{where}: the columns {names} do not fit the recipe: a row needs {what}",
             code="unknown_format",
             keys=("data.column_mapping",),
-            fix=columns_fix(suggest_labeled(sample)),
+            fix=columns_fix(suggest_columns(sample, ("text", "label") if kind == "labeled" else ("query", "positive"))),
         )
     if kind == "preferences":
         what = "a pair needs chosen and rejected, a judged response needs label"

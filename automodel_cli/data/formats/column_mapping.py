@@ -20,6 +20,8 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "chosen": ("chosen", "preferred", "accepted", "positive"),
     "rejected": ("rejected", "dispreferred", "refused", "negative"),
     "label": ("label", "labels", "class", "category", "sentiment", "score", "rating", "desirable", "preference"),
+    "query": ("query", "anchor", "question", "sentence1"),
+    "positive": ("positive", "pos", "passage", "answer", "document", "sentence2"),
     "tokens": ("tokens", "words"),
     "tags": ("tags", "ner_tags", "pos_tags", "labels"),
     "text_pair": ("text_pair", "text2", "sentence2", "passage", "document"),

@@ -49,6 +49,16 @@ class LabeledText:
 
 
 @dataclass(frozen=True)
+class TextGroup:
+    """A query, a passage that answers it, passages that do not, and the score of a scored pair."""
+
+    query: str
+    positive: str
+    negatives: tuple[str, ...] = ()
+    score: float | None = None
+
+
+@dataclass(frozen=True)
 class Pair:
     """One prompt with a better and a worse response. `margin`: difference of their scores."""
 

@@ -19,6 +19,7 @@ from automodel_cli.data.formats.examples import (
     Messages,
     Pair,
     PlainText,
+    TextGroup,
 )
 from automodel_cli.data.formats.messages import ROLES
 from automodel_cli.data.formats.row_accessor import Fields
@@ -114,6 +115,8 @@ class RowReader:
                 self._check_texts(document.text)
             case LabeledText():
                 self._check_texts(*((document.text,) if isinstance(document.text, str) else document.text))
+            case TextGroup():
+                self._check_texts(document.query, document.positive, *document.negatives)
             case _:
                 raise self._made(f"a pair of {type(document).__name__}")
 

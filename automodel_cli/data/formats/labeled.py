@@ -66,11 +66,14 @@ class LabeledTokens:
         return LabeledText(tuple(words), tags, row.column("tags"))
 
 
-def suggest_labeled(sample: FirstRows) -> dict[str, str]:
+def suggest_columns(sample: FirstRows, fields: tuple[str, str]) -> dict[str, str]:
     """Return the likeliest column of each field, for the fix of an error."""
     columns = [c for c in dict.fromkeys(column for row in sample.rows for column in row) if c in sample.shared]
-    fields = ("text", "label")
-    if any(isinstance(sample.first(column), list) for column in columns) and column_for("tokens", columns):
+    if (
+        fields[0] == "text"
+        and any(isinstance(sample.first(column), list) for column in columns)
+        and column_for("tokens", columns)
+    ):
         fields = ("tokens", "tags")
     found: dict[str, str] = {}
     for field in fields:

@@ -105,6 +105,9 @@ class PackedDataset:
         num_tokens = np.array([int(store.offsets[-1]) for store in self.stores])
         used = self.mixture.rows_per_epoch(num_rows, num_tokens)
         mean = float((used * num_pieces / np.maximum(num_rows, 1)).sum() / used.sum()) if used.sum() else 0.0
+        if self.kind == "groups":
+            queries = np.array([int((store.roles == 0).sum()) for store in self.stores])
+            return "queries", float((used * queries / np.maximum(num_rows, 1)).sum() / max(used.sum(), 1))
         if self.kind in ("documents", "labeled"):
             return ("texts" if self.kind == "labeled" else "documents"), mean
         return ("pairs" if self.kind == "pairs" else "responses"), mean / 2
@@ -259,6 +262,7 @@ class PackedDataset:
             extra={
                 **self._of_sources(row_indices),
                 **self._preferences(row_indices, [len(of_row) for of_row in starts]),
+                **self._groups(row_indices, [len(of_row) for of_row in starts]),
                 **self._targets(row_indices, [len(of_row) for of_row in starts], shape),
                 **{name: self._column(values, row_indices, shape) for name, values in self._columns.items()},
             },
@@ -304,6 +308,19 @@ class PackedDataset:
                 out_BT[i, : last - first] = values[first:last]
         return torch.from_numpy(out_BT)
 
+    def _groups(self, row_indices: Sequence[int], counts: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the columns of embedding objectives: role and score of each document."""
+        if self.kind != "groups":
+            return {}
+        roles_S, scores_S = np.full(sum(counts), -1, np.int64), np.zeros(sum(counts), np.float32)
+        first = np.cumsum([0, *counts])
+        for i, row in enumerate(row_indices):
+            if row != DUMMY_ROW:
+                roles = self.roles(int(row))
+                roles_S[first[i] : first[i] + len(roles)] = roles
+                scores_S[first[i] : first[i] + len(roles)] = self.margins(int(row))
+        return {"roles_S": torch.from_numpy(roles_S), "scores_S": torch.from_numpy(scores_S)}
+
     def targets(self, row: int) -> np.ndarray:
         """Return the target of each document of a row with labeled texts, (documents, outputs) or (documents, 1)."""
         store, local = self._locate(row)
@@ -320,7 +337,7 @@ class PackedDataset:
     @property
     def labels(self) -> dict[str, Any]:
         """`LabelSpec` of labeled rows, as a dict."""
-        found: dict[str, Any] = self.stores[0].meta["labels"]
+        found: dict[str, Any] = self.stores[0].meta["row_spec"]
         return found
 
     def _targets(

@@ -76,6 +76,8 @@ def print_row(console: Console, dataset: PackedDataset, tokenizer: Any, row: int
     console.print(Text(heading, "bold" if colour else ""))
     names = {1: "chosen", 0: "rejected"} if dataset.kind == "pairs" else {1: "good", 0: "bad", -1: "another's answer"}
     roles = [f" ({names[role]})" for role in dataset.roles(row).tolist()] if dataset.kind in PREFERENCES else []
+    if dataset.kind == "groups":
+        roles = [f" ({('query', 'passage', 'negative')[role]})" for role in dataset.roles(row).tolist()]
     if dataset.kind == "labeled":
         roles = [f" ({text})" for text in _target_texts(dataset, row, bounds)]
     for number, (name, line) in enumerate(dataset.documents(row)):

@@ -23,6 +23,7 @@ from automodel_cli.data.formats.base import PREFERENCES, DataKind
 from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
 from automodel_cli.data.formats.column_mapping import MissingColumnTracker, check_mapped
 from automodel_cli.data.formats.unused_columns import IgnoredNames, unused_columns
+from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.packing import Pieces, cut_long, pack
 from automodel_cli.data.pictures.reader import PictureSupport
@@ -72,7 +73,7 @@ def prepare_data(
     stop_ids: Sequence[int] = (),
     progress: Progress | None = None,
     pictures: PictureSupport | None = None,
-    labels: LabelSpec | None = None,
+    row_spec: LabelSpec | GroupSpec | None = None,
 ) -> PreparedData:
     """Tokenize, mask, pack and cache the data, or load it from the cache.
 
@@ -82,16 +83,16 @@ def prepare_data(
         stop_ids: tokens that stop generation, in addition to EOS.
         progress: called with a line every few seconds of a long tokenization. Default: standard error.
         pictures: reads the pictures of rows.
-        labels: rows are texts with labels, read in this way.
+        row_spec: rows are texts with labels, or queries with passages, read in this way.
 
     Raises:
         DataError: lists every unusable row, grouped by cause.
     """
     began = time.perf_counter()
-    kind: DataKind = "labeled" if labels is not None else "preferences" if preferences else "documents"
+    kind: DataKind = row_spec.kind if row_spec is not None else "preferences" if preferences else "documents"
     config.check_kind(kind)
     show = progress or (lambda line: print(line, file=sys.stderr))
-    builder = _Builder(config, tokenizer, kind, tuple(stop_ids), show, pictures, labels)
+    builder = _Builder(config, tokenizer, kind, tuple(stop_ids), show, pictures, row_spec)
     train, validation = builder.tokenised()
     check_names(config, [*train, *validation])
     check_rows(config, [*train, *validation])
@@ -116,6 +117,7 @@ _ANY_FORMAT: dict[DataKind, str] = {
     "documents": "text",
     "preferences": "unpaired_preference",
     "labeled": "labeled",
+    "groups": "retrieval",
 }
 
 
@@ -130,14 +132,15 @@ class _Builder:
         stop_ids: tuple[int, ...],
         progress: Progress,
         pictures: PictureSupport | None,
-        labels: LabelSpec | None,
+        row_spec: LabelSpec | GroupSpec | None,
     ):
         self.config, self.tokenizer, self.kind, self.progress = config, tokenizer, kind, progress
-        self.pictures, self.labels = pictures, labels
+        self.pictures, self.row_spec = pictures, row_spec
         self.stop_ids = stop_ids
         self.root = cache_root(config.cache_dir)
         self.template = choose_template(config.chat_template, tokenizer, config.multi_turn)
         self.preferences = kind == "preferences"
+        self.keeps_together = kind in ("preferences", "groups")
         self.tokenizer_key = tokenizer_fingerprint(tokenizer)
 
     def tokenised(self) -> tuple[list[Part], list[Part]]:
@@ -177,7 +180,7 @@ class _Builder:
             "add_bos": self.config.add_bos,
             "add_eos": self.config.add_eos,
             "preferences": self.preferences,
-            "labels": None if self.labels is None else vars(self.labels),
+            "row_spec": None if self.row_spec is None else [self.kind, vars(self.row_spec)],
         }
         if self.pictures is not None:
             rows = self.pictures.rows
@@ -211,7 +214,7 @@ class _Builder:
             stop_ids=self.stop_ids,
             add_bos=data.add_bos,
             add_eos=data.add_eos,
-            labels=self.labels,
+            row_spec=self.row_spec,
         )
         encoder = RowEncoder(self.tokenizer, spec, self.pictures)
         encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
@@ -227,8 +230,8 @@ class _Builder:
             meta={
                 "files": source.files,
                 "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
-                "kind": fmt.makes if fmt.makes in (*PREFERENCES, "labeled") else "documents",
-                "labels": None if self.labels is None else vars(self.labels),
+                "kind": fmt.makes if fmt.makes in (*PREFERENCES, "labeled", "groups") else "documents",
+                "row_spec": None if self.row_spec is None else vars(self.row_spec),
                 "is_text": fmt.makes == "texts",
                 "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
                 "masked_by": self._masked_by(fmt.makes),
@@ -260,8 +263,8 @@ class _Builder:
             yield batch
 
     def _masked_by(self, makes: str) -> str:
-        if makes == "labeled":
-            return "nothing: the label is the target"
+        if makes in ("labeled", "groups"):
+            return "nothing: texts are compared as a whole"
         if makes == "texts":
             return "nothing: every token is trained"
         if self.template.text is None:
@@ -280,7 +283,7 @@ class _Builder:
     def packed(self, part: Part) -> tuple[Store, SourceReport]:
         """The packed rows of one part, built or found, and its line in the report."""
         config = self.config
-        choice = config.long_choice(is_text=part.tokens.meta["is_text"], preferences=self.preferences)
+        choice = config.long_choice(is_text=part.tokens.meta["is_text"], preferences=self.keeps_together)
         key = entry_key(
             {
                 "kind": "packed",
@@ -318,7 +321,7 @@ class _Builder:
             masked_by=meta["masked_by"],
             special=SpecialReport(meta["special_choice"], meta["special_tokens"], meta["special_rows"]),
             unused=meta["unused"] if self.config.generator is None else [],
-            ends_trained=1.0 if joins or self.labels else meta["ends_trained"] / max(1, part.tokens.num_documents),
+            ends_trained=1.0 if joins or self.row_spec else meta["ends_trained"] / max(1, part.tokens.num_documents),
             packing=config.packing,
             seq_len=config.seq_len,
             num_packed_rows=store.num_rows,
@@ -338,7 +341,7 @@ class _Builder:
         if config.packing == "wrapped":
             pieces, long = Pieces(documents, np.zeros_like(documents), lengths), LongReport("split")
         else:
-            instead: LongDocuments = "drop" if self.preferences else "split"
+            instead: LongDocuments = "drop" if self.keeps_together else "split"
             pieces = cut_long(lengths, config.seq_len, choice, instead)
             pieces = replace(pieces, document=documents[pieces.document])
             if isinstance(tokens, IndexedTokens):

@@ -27,10 +27,12 @@ from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, Do
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.preference import judged_document
 from automodel_cli.data.formats.unused_columns import AllowedKeys
+from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.pictures.pixels import num_threads
 from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import with_pictures
+from automodel_cli.data.preparation.grouped import GroupEncoder
 from automodel_cli.data.preparation.labeled import LabeledEncoder
 from automodel_cli.data.preparation.pre_rendered import Added, refuse_rendered
 from automodel_cli.data.row_errors import RowError, attempt
@@ -61,7 +63,7 @@ class EncodeSpec:
     special_tokens_policy: SpecialTokensInText = "auto"
     add_bos: bool = True
     add_eos: bool = True
-    labels: LabelSpec | None = None
+    row_spec: LabelSpec | GroupSpec | None = None
 
     @property
     def special_choice(self) -> SpecialTokensInText:
@@ -80,9 +82,11 @@ class RowEncoder:
         keys = AllowedKeys.of(spec.template, spec.ignored_columns)
         self.reader = RowReader(spec.fmt, spec.columns, chat=spec.template is not None, keys=keys)
         self.special = SpecialText(tokenizer, spec.special_choice)
-        self.labeled = None
-        if spec.labels is not None:
-            self.labeled = LabeledEncoder(tokenizer, spec.labels, add_special_tokens=spec.add_bos)
+        self.own: LabeledEncoder | GroupEncoder | None = None
+        if isinstance(spec.row_spec, LabelSpec):
+            self.own = LabeledEncoder(tokenizer, spec.row_spec, add_special_tokens=spec.add_bos)
+        elif spec.row_spec is not None:
+            self.own = GroupEncoder(tokenizer, spec.row_spec, add_special_tokens=spec.add_bos)
         self.chat = None
         if spec.template is not None:
             options: dict[str, Any] = {"stop_ids": spec.stop_ids, "own_template": spec.own_template}
@@ -97,8 +101,8 @@ class RowEncoder:
         else:  # decoders release the interpreter's lock
             with ThreadPoolExecutor(num_threads(), "pictures") as threads:
                 read = list(threads.map(self._attempted, rows))
-        if self.labeled is not None:
-            return [*self.labeled.encode(read)]
+        if self.own is not None:
+            return [*self.own.encode(read)]
         return (self._encode_preferences if self.spec.fmt.makes in PREFERENCES else self._encode_documents)(read)
 
     def _attempted(self, row: Row | RowError) -> Any:
@@ -113,7 +117,7 @@ class RowEncoder:
 
     def refuse_rendered(self, rows: Sequence[Row], config: DataConfig, where: str) -> None:
         """Raise DataError if most rows contain BOS, EOS or a rendered template that would be added a second time."""
-        if self.labeled is not None:
+        if self.own is not None:
             return  # tokens are those of `tokenizer(text)`, whatever the text is
         documents = [attempt(self._read, row) for row in rows]
         templated = self.chat is not None and self.spec.fmt.makes != "texts"

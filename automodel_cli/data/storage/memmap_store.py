@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from automodel_cli.data.formats.base import PREFERENCES
-from automodel_cli.data.packing import Packed, Pieces, in_halves
+from automodel_cli.data.packing import Packed, Pieces, in_halves, in_parts
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter, of_pieces
 from automodel_cli.data.row_errors import Rejected, RowError, SourceRow, read_rejected, write_rejected
 from automodel_cli.data.storage.checksums import Checksum
@@ -54,6 +54,7 @@ class TokenStore:
         splits: length of the first of two concatenated documents. 0 for single documents.
         judgements: 1 for a good, 0 for a bad response, -1 if not rated.
         margins: margin of each pair.
+        parts, part_counts: tokens of each document of the groups, and number of documents of each group.
         targets: target of each labeled text, fp32, (documents, outputs), or the index of its class, (documents, 1).
         classes: class of each token of labeled words, int16, (tokens,). -1 for none.
     """
@@ -70,6 +71,8 @@ class TokenStore:
     splits: np.ndarray = field(default_factory=_none)
     judgements: np.ndarray = field(default_factory=_none)
     margins: np.ndarray = field(default_factory=_none)
+    parts: np.ndarray = field(default_factory=_none)
+    part_counts: np.ndarray = field(default_factory=_none)
     targets: np.ndarray = field(default_factory=_none)
     classes: np.ndarray = field(default_factory=_none)
 
@@ -77,13 +80,14 @@ class TokenStore:
     def open(cls, folder: Path) -> TokenStore:
         """Memory-map a complete entry."""
         meta = json.loads((folder / "meta.json").read_text())
-        names = ["offsets", "files", "lines", "rows", "shared", "splits", "judgements", "margins", "targets", "classes"]
+        names = ["offsets", "files", "lines", "rows", "shared", "splits", "judgements", "margins"]
+        names += ["parts", "part_counts", "targets", "classes"]
         arrays = [_load(folder, name) for name in names]
         return cls(folder, meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
 
     @property
     def kind(self) -> str:
-        """`documents`, `pairs`, `judged` or `labeled`."""
+        """`documents`, `pairs`, `judged`, `labeled` or `groups`."""
         return str(self.meta.get("kind", "documents"))
 
     @property
@@ -153,6 +157,7 @@ class PackedStore:
         lines: line of each piece in its file.
         num_label_tokens: number of trained tokens of each row, (rows,).
         roles: 1 for a chosen or good response, 0 for a rejected or bad one, -1 for one that is only scored.
+            Groups: 0 for the query, 1 for its passage, 2 for a negative.
         margins: margin of the pair of each piece. Empty if no pair of the dataset has a margin.
         targets, classes: as in `TokenStore`, for each piece and for each token.
         picture_offsets, picture_index: piece p shows `picture_index[picture_offsets[p]:...]` of `pictures`.
@@ -217,7 +222,7 @@ class PackedStore:
 
     @property
     def kind(self) -> str:
-        """`documents`, `pairs`, `judged` or `labeled`."""
+        """`documents`, `pairs`, `judged`, `labeled` or `groups`."""
         return str(self.meta.get("kind", "documents"))
 
     @property
@@ -314,6 +319,7 @@ class _Columns:
     def __init__(self, pictures: PictureWriter | None = None):
         self._lengths, self._pictures = array("q"), pictures
         integers = ("files", "lines", "rows", "shared", "splits", "judgements")
+        self._parts: list[tuple[int, ...]] = []
         self._targets: list[tuple[float, ...]] = []
         self._classes: list[np.ndarray] = []
         self._of: dict[str, array[Any]] = {**{name: array("q") for name in integers}, "margins": array("f")}
@@ -330,6 +336,7 @@ class _Columns:
         self._of["splits"].extend(item.split for item, _ in documents)
         self._of["judgements"].extend(item.judgement for item, _ in documents)
         self._of["margins"].extend(item.margin for item, _ in documents)
+        self._parts.extend(item.parts for item, _ in documents if item.parts)
         self._targets.extend(item.targets for item, _ in documents if item.targets)
         self._classes.extend(item.classes for item, _ in documents if item.classes is not None)
         if self._pictures is not None:
@@ -343,6 +350,8 @@ class _Columns:
         dtypes = {"files": np.int32, "judgements": np.int8, "margins": np.float32}
         for name, values in self._of.items():
             np.save(folder / f"{name}.npy", np.asarray(values, dtypes.get(name, np.int64)))
+        np.save(folder / "parts.npy", np.asarray([n for parts in self._parts for n in parts], np.int64))
+        np.save(folder / "part_counts.npy", np.asarray([len(parts) for parts in self._parts], np.int64))
         np.save(folder / "targets.npy", np.asarray(self._targets, np.float32))
         np.save(folder / "classes.npy", np.concatenate([np.zeros(0, np.int16), *self._classes]))
         if self._pictures is not None:
@@ -384,6 +393,8 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
     kind = source.kind
     if kind in PREFERENCES:
         packed = in_halves(packed, source.splits[packed.pieces.document])
+    if kind == "groups":
+        packed = in_parts(packed, source.parts, source.part_counts)
     pieces = packed.pieces
     offsets = np.concatenate([[0], np.cumsum(pieces.length)]).astype(np.int64)
     first = source.offsets[pieces.document] - source.shared[pieces.document] + pieces.start
@@ -409,7 +420,7 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
             content.update(mask.data)
             labels[a:b] = np.add.reduceat(mask, offsets[a:b] - offsets[a], dtype=np.int64)
     per_row = np.add.reduceat(labels, packed.row_offsets[:-1]) if packed.num_rows else labels
-    roles = _none() if kind not in PREFERENCES else _roles(kind, source.judgements[pieces.document])
+    roles = _roles(kind, pieces.document, source.judgements)
     margins = source.margins[pieces.document] if source.margins.any() else np.zeros(0, np.float32)
     targets = source.targets[pieces.document] if len(source.targets) else _none()
     classes = np.zeros(0, np.int16)
@@ -436,7 +447,7 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
         "files": source.meta["files"],
         "content": content.hexdigest(),
         "picture_table": table,
-        "labels": source.meta.get("labels"),
+        "row_spec": source.meta.get("row_spec"),
     }
     (folder / "meta.json").write_text(json.dumps({**meta, **header}))
 
@@ -460,9 +471,17 @@ def _gathered(source: TokenStore, pieces: Pieces, number: int) -> tuple[np.ndarr
     return ids[place], mask[place]
 
 
-def _roles(kind: str, judgements: np.ndarray) -> np.ndarray:
-    """Return `PackedStore.roles`."""
-    roles = judgements.astype(np.int8)
+def _roles(kind: str, document: np.ndarray, judgements: np.ndarray) -> np.ndarray:
+    """Return `PackedStore.roles`. `document`: number of the item of each piece."""
+    if kind == "groups":  # 0, 1, 2, 2, ... for the documents of a group
+        place = np.arange(len(document))
+        is_first = np.diff(document, prepend=-1) != 0
+        nth: np.ndarray = place - np.maximum.accumulate(np.where(is_first, place, 0))
+        of_groups: np.ndarray = np.minimum(nth, 2).astype(np.int8)
+        return of_groups
+    if kind not in PREFERENCES:
+        return _none()
+    roles: np.ndarray = judgements[document].astype(np.int8)
     if kind == "pairs":
         roles[::2], roles[1::2] = 1, 0
     else:

@@ -24,13 +24,13 @@ from torch import Tensor
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed.float8.linear import paused
 from automodel_cli.models import lora
-from automodel_cli.models.checkpoint_io import front_io, generation_config, sequence_classifier
+from automodel_cli.models.checkpoint_io import embedding_model, front_io, generation_config, sequence_classifier
 from automodel_cli.models.checkpoint_io.weight_stream import bucketed, iter_hf_weights, over_stages
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import passthrough_tensors, source
 from automodel_cli.models.lm_head import value_head
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.score_head import ScoreHead
+from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 from automodel_cli.models.vision.processor import load_processor
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def export_hf(
     summary: str = "",
     shard_bytes: int = _SHARD_BYTES,
     pp_group: dist.ProcessGroup | None = None,
-    score_head: ScoreHead | None = None,
+    score_head: ScoreHead | EmbeddingHead | None = None,
     stop_ids: Sequence[int] = (),
     trained: bool = False,
 ) -> None:
@@ -102,7 +102,14 @@ def export_hf(
     if writer:
         card = functools.partial(_write_card, folder, parts[0], config, title or folder.name, summary)
         if score_head is not None:
-            _finish_classifier(folder, shards, parts[0], values, tokenizer, score_head)
+            if isinstance(score_head, EmbeddingHead):
+                _write_index(folder, shards)
+                config_of_export = embedding_model.config_of(parts[0], tokenizer)
+                width = config_of_export.get_text_config().hidden_size
+                embedding_model.write_modules(folder, score_head, width)
+                _finish_headless(folder, parts[0], tokenizer, config_of_export)
+            else:
+                _finish_classifier(folder, shards, parts[0], values, tokenizer, score_head)
             card(score_head=score_head)
         else:
             _finish_model(folder, shards, parts[0], values, tokenizer, config, shard_bytes)
@@ -121,15 +128,18 @@ def _finish_classifier(
     tokenizer: PreTrainedTokenizerBase | None,
     head: ScoreHead,
 ) -> None:
-    """Write the value head as the score, the index, and the config of a classifier.
-
-    A tokenizer without a padding token gets that of the config, with which classifiers of plain text pad.
-    """
+    """Write the value head as the score, the index, and the config of a classifier."""
     ((_, score),) = values
     tensors = sequence_classifier.scores_of(head, score.to("cpu", part.hub_dtype))
     shards.append(_write_shard(folder, len(shards), tensors))
     _write_index(folder, shards)
-    config = sequence_classifier.config_of(part.source_config, tokenizer, head)
+    _finish_headless(folder, part, tokenizer, sequence_classifier.config_of(part.source_config, tokenizer, head))
+
+
+def _finish_headless(
+    folder: Path, part: ModelPart, tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig
+) -> None:
+    """Write the config, and the tokenizer, which pads with the padding token of the config if it has none."""
     _write_config(folder, part, config)
     if tokenizer is not None:
         if tokenizer.pad_token_id is None and config.pad_token_id is not None:
@@ -272,35 +282,47 @@ def _write_card(
     title: str,
     summary: str,
     *,
-    score_head: ScoreHead | None = None,
+    score_head: ScoreHead | EmbeddingHead | None = None,
 ) -> None:
     base = config.pretrained or config.gguf_file
     hub_id = base is not None and config.gguf_file is None and not Path(base).exists()
     reads_pictures = part.front is not None
-    task = "image-text-to-text" if reads_pictures else "text-generation"
-    kind = "AutoModelForImageTextToText" if reads_pictures else "AutoModelForCausalLM"
-    if score_head is not None:
-        task = "token-classification" if score_head.of_tokens else "text-classification"
-        kind = f"AutoModelFor{'Token' if score_head.of_tokens else 'Sequence'}Classification"
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}"]
+    task, kind, described = _described(score_head, reads_pictures=reads_pictures)
+    library = "sentence-transformers" if isinstance(score_head, EmbeddingHead) else "transformers"
+    lines = ["---", f"library_name: {library}", f"pipeline_tag: {task}"]
     lines += [f"base_model: {base}"] if hub_id else []
     lines += ["tags:", "- automodel", "---", "", f"# {title}", ""]
     origin = f"Fine-tuned from `{base}`" if base else "Trained from random weights"
     adapters = ", low-rank adapters merged in" if config.lora is not None else ""
     lines += [f"{origin} with `automodel`{adapters}. Architecture: `{type(part.model).__name__}`.", ""]
     lines += [summary.strip(), ""] if summary.strip() else []
-    if score_head is not None:
-        reward = "A reward model: `logits[0, 0]` is the score of the conversation."
-        lines += [f"Labels: {', '.join(score_head.labels)}." if score_head.labels else reward, ""]
-    lines += [
-        "```python",
+    lines += [described, ""] if described else []
+    code = [
         f"from transformers import {kind}, AutoTokenizer",
         "",
         f'model = {kind}.from_pretrained("<this folder>")',
         'tokenizer = AutoTokenizer.from_pretrained("<this folder>")',
-        "```",
     ]
+    if isinstance(score_head, EmbeddingHead):
+        code = [f"from sentence_transformers import {kind}", "", f'model = {kind}("<this folder>")']
+        code += ["queries, documents = model.encode_query([...]), model.encode_document([...])"]
+    lines += ["```python", *code, "```"]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _described(head: ScoreHead | EmbeddingHead | None, *, reads_pictures: bool) -> tuple[str, str, str]:
+    """Return the task of the hub, the class that loads the folder, and a sentence on its outputs ("" for none)."""
+    if isinstance(head, EmbeddingHead):
+        return "sentence-similarity", "SentenceTransformer", ""
+    if head is None and reads_pictures:
+        return "image-text-to-text", "AutoModelForImageTextToText", ""
+    if head is None:
+        return "text-generation", "AutoModelForCausalLM", ""
+    labels = f"Labels: {', '.join(head.labels)}."
+    if head.of_tokens:
+        return "token-classification", "AutoModelForTokenClassification", labels
+    reward = "A reward model: `logits[0, 0]` is the score of the conversation."
+    return "text-classification", "AutoModelForSequenceClassification", labels if head.labels else reward
 
 
 def trained_values(parts: Sequence[ModelPart], prompts: list[list[int]], score: Score | None = None) -> list[Tensor]:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.checkpoint_io import sequence_classifier
+from automodel_cli.models.checkpoint_io import embedding_model, sequence_classifier
 from automodel_cli.models.layerwise_casting import Cast, cast_layers, largest_forward
-from automodel_cli.models.score_head import ScoreHead
+from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 from automodel_cli.models.stochastic_rounding import moved_within_ulp
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ _TAIL = 0.99
 _MOST_SHARE = 1.5
 _CERTAIN = 8.0  # standard errors for independent tokens. Tokens of a row are correlated.
 _LOGITS_FACTOR = 3  # logits, their log-softmax, and a copy
+
+
+Head = ScoreHead | EmbeddingHead | None
+"""What an export gives. None: log-probs."""
 
 
 class Unfinished(Exception):
@@ -91,7 +95,7 @@ def measure_export_error(
     *,
     base: Sequence[Tensor] | None = None,
     trust_remote_code: bool = False,
-    score_head: ScoreHead | None = None,
+    score_head: Head = None,
     device: torch.device | str = "cpu",
     available_bytes: float | None = None,
     seconds: float | None = None,
@@ -125,7 +129,7 @@ def measure_export_error(
 def _yardstick(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    score_head: ScoreHead | None,
+    score_head: Head,
     device: torch.device,
     precision: Precision,
     deadline: float | None,
@@ -194,8 +198,10 @@ def _gap(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def _loaded(folder: Path, trust: bool, score_head: ScoreHead | None) -> PreTrainedModel:
+def _loaded(folder: Path, trust: bool, score_head: Head) -> PreTrainedModel:
     """Load the model with transformers in its stored dtype. Raises RunError."""
+    if isinstance(score_head, EmbeddingHead):
+        return embedding_model.load_embedding_model(folder)
     if score_head is not None:
         return sequence_classifier.load_classifier(folder, "auto", score_head)
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -222,7 +228,7 @@ def _loaded(folder: Path, trust: bool, score_head: ScoreHead | None) -> PreTrain
 def _values(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    score_head: ScoreHead | None,
+    score_head: Head,
     device: torch.device,
     cast: Cast,
     deadline: float | None,
@@ -236,6 +242,8 @@ def _values(
     with cast_layers(model, cast, device, tick):
         if score_head is not None:  # transformers reads the score at the last token, so no padding
             rows = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
+            if isinstance(score_head, EmbeddingHead):
+                return [embedding_model.values_of(model, row, score_head).cpu() for row in rows]
             return [model(input_ids=row, use_cache=False).logits[0].float().cpu().flatten() for row in rows]
         results = [torch.empty(0)] * len(prompts)
         for batch in _of_equal_length(prompts):

@@ -18,7 +18,7 @@ from automodel_cli.config import hub
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.preparation.labeled import padding_id
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.score_head import ScoreHead
+from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -57,6 +57,12 @@ def require_classifier(hf_config: PretrainedConfig, head: ScoreHead) -> type[Pre
         code="not_supported_by_model",
         keys=("model",),
     )
+
+
+def require_exportable(hf_config: PretrainedConfig, head: ScoreHead | EmbeddingHead) -> None:
+    """Raise ConfigError if transformers has no class for these scores. Every base model has embeddings."""
+    if isinstance(head, ScoreHead):
+        require_classifier(hf_config, head)
 
 
 def head_prefix(part: ModelPart) -> str:

@@ -16,6 +16,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.parameter_patterns import matches
 from automodel_cli.launch import fork_server
 from automodel_cli.launch.process_startup import disable_gc, enable_gc
+from automodel_cli.objectives.base import request_of
 from automodel_cli.parity import report as parity_report
 from automodel_cli.parity.case_selection import choose_cases, pick, small_attention
 from automodel_cli.parity.cases import Case
@@ -43,6 +44,12 @@ def run_verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], toler
     disable_gc()
     hf_config = _hf_config(recipe, source)
     enable_gc()
+    if request_of(recipe.objective).hidden:
+        raise ConfigError(
+            f"verify does not support {type(recipe.objective).__name__}, whose loss reads all texts of a step at once",
+            code="not_supported",
+            keys=("objective",),
+        )
     layouts = choose_cases(recipe.mesh, recipe.parallelizer, recipe.pipeline, recipe.objective)
     chosen = with_settings(recipe, layouts, hf_config.get_text_config().num_hidden_layers)
     rows = pick(chosen.rows, wanted)

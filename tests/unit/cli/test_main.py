@@ -177,6 +177,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "vlm",
         "dpo",
         "rm",
+        "embedding",
         "grpo",
         "qwen3_vl_8b",
         "qwen3_vl_8b_lora",

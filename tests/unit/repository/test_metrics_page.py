@@ -9,6 +9,7 @@ from automodel_cli.objectives.bradley_terry import BradleyTerry
 from automodel_cli.objectives.classification import Regression, SingleLabel
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.dpo import DPO
+from automodel_cli.objectives.embedding import InfoNCE
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.kto import KTO
 from automodel_cli.objectives.online_dpo import OnlineDPO
@@ -31,6 +32,7 @@ CORRECTED = {"sampler_correction": "truncate", "sampler_correction_clip_max": 2.
         BradleyTerry(),
         SingleLabel(labels=["a", "b"]),
         Regression(),
+        InfoNCE(),
         Distillation(),
     ],
     ids=lambda objective: type(objective).__name__,

@@ -34,7 +34,7 @@ def data(tmp_path, rows, **options) -> DataConfig:
 
 
 def prepared(tmp_path, rows, labels, **options):
-    return prepare_data(data(tmp_path, rows, **options), tiny_tokenizer(), seed=0, labels=labels).train
+    return prepare_data(data(tmp_path, rows, **options), tiny_tokenizer(), seed=0, row_spec=labels).train
 
 
 def targets_of(batch) -> list[object]:
@@ -154,7 +154,7 @@ def test_every_token_of_a_word_has_the_tag_of_the_word(tmp_path):
 
 def test_inspection_prints_the_labels(tmp_path, capsys):
     rows = [{"text": "yes", "label": ["blue", "red"]}, {"text": "no", "label": []}]
-    prepared_data = prepare_data(data(tmp_path, rows), tiny_tokenizer(), seed=0, labels=MULTI)
+    prepared_data = prepare_data(data(tmp_path, rows), tiny_tokenizer(), seed=0, row_spec=MULTI)
     show_rows(prepared_data, tiny_tokenizer(), rows=1, console=Console(width=200, highlight=False))
     text = capsys.readouterr().out
     assert "red, blue" in text and "no label" in text
