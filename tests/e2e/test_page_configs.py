@@ -19,12 +19,16 @@ from automodel_cli.config import bundled_recipes
 from automodel_cli.config.check import check_config
 from automodel_cli.config.compose import compose
 from automodel_cli.config.trust import Trust
+from automodel_cli.data.pictures.reader import PictureSupport
+from automodel_cli.data.pictures.rows import PictureRows
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.evaluation.config import EvalConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
+from automodel_cli.models.vision.processor import FamilyProcessor
 from tests.pages import PAGES, ROOT, Block, blocks, commands
+from tests.vision import config_of, processor_of
 
 MINE = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("# my_run.yaml"))
 YAML = [(page, block) for page in PAGES for block in blocks(page) if block.language == "yaml"]
@@ -143,7 +147,12 @@ def test_the_rows_of_every_line_of_a_tutorial_are_read(
         if recipe.data.generator is not None or local_files(recipe.data.path) is None:
             continue  # made in code, or on the hub
         tokenizer = ByteTokenizer().build()
-        if recipe.kind == "grpo":
+        if recipe.kind == "vlm":
+            library = processor_of("qwen3_vl")
+            rows = PictureRows(str(Path(recipe.data.path).parent), recipe.data.max_image_pixels)
+            support = PictureSupport(rows, FamilyProcessor(library, config_of("qwen3_vl")))
+            prepare_data(recipe.data, library.tokenizer, seed=0, pictures=support)
+        elif recipe.kind == "grpo":
             prepare_prompts(recipe.data, tokenizer, seed=0, max_tokens=64)
         else:
             prepare_data(

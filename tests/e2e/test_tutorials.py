@@ -16,7 +16,15 @@ from tests.pages import ROOT, blocks
 
 pytestmark = pytest.mark.slow
 
-PAGES = ["chat", "new_tokens", "lora", "preferences", "rewards", "cluster"]  # each goes on from the first one's run
+PAGES = [
+    "chat",
+    "new_tokens",
+    "lora",
+    "preferences",
+    "rewards",
+    "pictures",
+    "cluster",
+]  # each goes on from the first one's run
 
 
 def follow(page: str, folder: Path) -> str:
@@ -60,4 +68,5 @@ def test_every_page_can_be_followed_and_teaches_what_it_says(tmp_path: Path) -> 
     assert (tmp_path / "runs" / "complete" / "export" / "adapter").is_dir()
     assert last(tmp_path, "pairs", "val_accuracy") > 0.9
     assert last(tmp_path, "rewards", "val_reward") > 0.8
+    assert last(tmp_path, "pictures", "val_accuracy") > 0.9
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
