@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NextToken:
-    """Loss = -sum of label log-probs / label tokens of the step, both weighted as in `SFT`, plus `z_loss_coef` x the
-    mean of log(Z)^2.
+    """Loss = -sum of label log-probs / label tokens of the step, weighted as in `SFT`, plus z-loss.
 
-    Z is the sum of the exponentiated logits (z-loss: Chowdhery et al. 2022, arXiv:2204.02311, section 5). The value of
-    the loss is that of the log-probs alone, so that runs with and without z-loss are comparable. `z_loss` is the mean
-    of log(Z)^2.
+    Z-loss is `z_loss_coef` times the mean of log(Z)^2 of the label tokens. Z is the sum of the exponentiated logits
+    (z-loss: Chowdhery et al. 2022, arXiv:2204.02311, section 5). The value of the loss is that of the log-probs
+    alone, so that runs with and without z-loss are comparable. `z_loss` is the mean of log(Z)^2.
 
     Bits per byte = -sum of label log-probs / ln 2 / UTF-8 bytes of the label tokens. Unlike the loss, it does not
     depend on the tokenizer. The end of a document has no bytes, but its log-prob counts.

@@ -33,6 +33,7 @@ from automodel_cli.run.checks.cross_section_checks import (
     check_output_dir,
     check_packed_probe,
     check_profile,
+    check_ramp,
     check_run_name,
     check_transformer_engine,
     check_validation,
@@ -130,6 +131,7 @@ class Recipe(ConfigRoot):
         check_output_dir(self.output_dir)
         self.data.check_kind(self.data_kind)
         check_mixture(self.data, self.objective, self.train)
+        check_ramp(self.train, self.data, samples=self.row_name == "prompts")
         check_validation(self.validation, self.data, self.kind)
         self.parallelizer.check_mesh(self.mesh)
         check_packed_probe(self.parallelizer, self.model, self.data)
@@ -162,9 +164,10 @@ class Recipe(ConfigRoot):
         check_mesh_sizes(self.model, self.mesh, self.pipeline, has_own_plan=has_own_plan)
 
     def _check_batch(self, dp_size: int) -> None:
-        num_microbatches = self.train.num_microbatches(dp_size)
+        full = self.train.num_microbatches(dp_size)
         if self.pipeline is not None:
-            self.pipeline.check(self.mesh.pp_size or 1, num_microbatches)
+            for size in self.train.batch_sizes:
+                self.pipeline.check(self.mesh.pp_size or 1, full * size // self.train.global_batch_size)
 
     @property
     def validated_objective(self) -> Objective:
@@ -205,7 +208,7 @@ class Recipe(ConfigRoot):
                 self.data,
                 self.train,
                 self.lr_scheduler,
-                global_batch_size=self.rows_of_a_step()["global_batch_size"],
+                global_batch_size=min(self.rows_of_a_step()["global_batch_size"], *self.train.batch_sizes),
                 kind=self.data_kind,
                 prompts=self.row_name == "prompts",
             )
@@ -243,6 +246,15 @@ class Recipe(ConfigRoot):
         )
         check_prepared(data, tokenizer, self.model)
         return data
+
+    def prepare_shards(self, tokenizer: Any, index: int, count: int) -> int:
+        """Tokenize part `index` of `count` of the data. Return how many shards of other parts are incomplete."""
+        if self.data_kind != "documents" or self.model.vision is not None or self.row_name == "prompts":
+            return 0  # `prepared` reads these data as a whole
+        from automodel_cli.data.preparation.pipeline import build_shards
+        from automodel_cli.models.hub.source import stop_ids
+
+        return build_shards(self.data, tokenizer, index=index, count=count, stop_ids=stop_ids(self.model))
 
     def rows_of_a_step(self) -> dict[str, int]:
         """How many rows of the data a step reads over all ranks, and how many of them belong together."""

@@ -49,8 +49,7 @@ def _header_rows(session: Trainer) -> list[tuple[str, str]]:
     """Return the rows of the summary as (short label, text)."""
     recipe, model = session.recipe, session.model
     share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
-    num_rows = session.loader.global_batch_size
-    epochs = session.num_steps * num_rows / session.loader.stream.rows_per_epoch
+    epochs = session.loader.position_after(session.num_steps) / session.loader.stream.rows_per_epoch
     steps = f"{session.num_steps} = {epochs:.2f} epochs, by {recipe.train.limit(session.loader.steps_per_epoch)}"
     ranks = f"{_plural(dist.get_world_size(), 'rank')} on {session.mesh.device.type}"
     begin = f", from step {session.first_step}" if session.first_step else ""
@@ -77,14 +76,16 @@ def _header_rows(session: Trainer) -> list[tuple[str, str]]:
 def step_size(session: Trainer) -> str:
     """Return the size of one step as text: `8 rows (about 61.3 documents)`."""
     num_rows, row_name = session.loader.global_batch_size, session.recipe.row_name
+    ramp = session.recipe.train.batch_size_ramp
+    grows = "" if ramp is None else f", from {ramp.start} over the first {ramp.rows:,}"
     noun, per_row = session.data.train.units_per_row()
     number = num_rows * per_row
     if noun == row_name:
-        return f"{num_rows} {row_name}"
+        return f"{num_rows} {row_name}{grows}"
     if number.is_integer():
-        return f"{num_rows} {row_name} ({number:,.0f} {noun})"
+        return f"{num_rows} {row_name} ({number:,.0f} {noun}){grows}"
     digits = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-    return f"{num_rows} {row_name} (about {digits} {noun})"
+    return f"{num_rows} {row_name} (about {digits} {noun}){grows}"
 
 
 def _describe(session: Trainer, about: Mapping[str, str]) -> None:

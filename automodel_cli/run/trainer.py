@@ -114,6 +114,7 @@ class Trainer:
         self._callback_states: Mapping[str, Any] = {}
         self._begun_from = base_model_fingerprint(recipe.model)
         self._other_weights: str | None = None
+        self._new_data: str | None = None
         self.last_validation: tuple[int, dict[str, float]] = -1, {}
         self._owed_to: Path | None = None
         self.early_stop = EarlyStop(recipe.validation.goal, recipe.validation.patience)
@@ -128,8 +129,8 @@ class Trainer:
         self.slow_rank = SlowRank()
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
         self.callbacks = Callbacks(self, self._callback_states)
-        if self._other_weights:
-            self.print(self._other_weights)
+        for line in filter(None, (self._other_weights, self._new_data)):
+            self.print(line)
         if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
             self.print(passthrough_tensors.passthrough_summary(recipe.model, unclaimed))
 
@@ -143,6 +144,7 @@ class Trainer:
             shuffle=self.recipe.data.shuffle,
             prepare=prepared_for(self.mesh.device) or (_unchanged if self._has_pictures else None),
             row_costs=self.data.train.row_costs() if self._has_pictures else None,
+            batch_size=None if self.recipe.train.batch_size_ramp is None else self.recipe.train.batch_size,
         )
 
     @property
@@ -358,7 +360,9 @@ class Trainer:
         saved = resumed.extra.get("begun_from")
         self._other_weights = check_base_model_unchanged(self.recipe, self._begun_from, saved)
         self._begun_from = saved or self._begun_from
-        self.loader.load_state_dict(resumed.extra["loader"])
+        accepts = self.recipe.checkpoint.new_data == "restart"
+        if self.loader.load_state_dict(resumed.extra["loader"], accept_new_data=accepts):
+            self._new_data = "the data differ from those of the checkpoint and are read from their start"
         self._callback_states = resumed.extra.get("callbacks", {})
         if (counted := resumed.extra.get("early_stop")) is not None:
             self.early_stop.load_state_dict(counted)

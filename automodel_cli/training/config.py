@@ -21,6 +21,37 @@ def _positive(section: str, **fields: int | float | None) -> None:
 
 
 @dataclass(frozen=True)
+class BatchSizeRamp:
+    """Smaller batches at the start of a run, as in GPT-3 and Megatron-LM's `rampup_batch_size`.
+
+    The batch grows from `start` to `train.global_batch_size` in equal steps of `increment`, spread evenly over the
+    first `rows` sequences. The size depends on the number of sequences so far, so a resumed run continues the ramp.
+
+    Example: start 32, increment 32 and `rows` 96,000 with a `global_batch_size` of 128: 32 sequences a step for the
+    first 32,000, then 64, then 96, and 128 from sequence 96,000 on.
+    """
+
+    start: int
+    """Sequences of the first step."""
+    increment: int
+    """Growth of the batch. It divides the difference of `train.global_batch_size` and `start`."""
+    rows: int
+    """Sequences over which the batch grows."""
+
+    def __post_init__(self) -> None:
+        _positive("train.batch_size_ramp", start=self.start, increment=self.increment, rows=self.rows)
+
+    def sizes(self, full: int) -> list[int]:
+        """Return all sizes, in ascending order, up to `full`."""
+        return [*range(self.start, full, self.increment), full]
+
+    def size(self, position: int, full: int) -> int:
+        """Return the size of the step that begins after `position` sequences."""
+        below = self.sizes(full)[:-1]
+        return below[position * len(below) // self.rows] if position < self.rows else full
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length of the run and size of a step.
 
@@ -37,6 +68,8 @@ class TrainConfig:
     """Sequences per optimizer step over all ranks. In a recipe with rollouts: samples per update."""
     microbatch_size: int = 1
     """Sequences per forward pass on one data-parallel rank."""
+    batch_size_ramp: BatchSizeRamp | None = None
+    """Start with smaller batches: `{start: 32, increment: 32, rows: 96000}`. null: the same size at every step."""
     max_steps: int | None = None
     """Number of steps. null: `epochs` sets the length."""
     epochs: float | None = None
@@ -97,6 +130,7 @@ class TrainConfig:
                 keys=("global_batch_size", "microbatch_size"),
                 fix=f"train.microbatch_size={self._fitting_microbatch(1)}",
             )
+        self._check_ramp()
 
     @property
     def selection(self) -> Selection:
@@ -107,6 +141,49 @@ class TrainConfig:
     def selects(self) -> bool:
         """Whether some parameters are frozen by name."""
         return bool(self.freeze or self.trainable)
+
+    def _check_ramp(self) -> None:
+        ramp, full = self.batch_size_ramp, self.global_batch_size
+        if ramp is None:
+            return
+        if ramp.start >= full or (full - ramp.start) % ramp.increment:
+            raise ConfigError(
+                f"batch_size_ramp grows from start={ramp.start} by increment={ramp.increment}, which does not reach "
+                f"global_batch_size={full}",
+                code="out_of_range" if ramp.start >= full else "not_divisible",
+                keys=("batch_size_ramp", "global_batch_size"),
+                fix=f"train.batch_size_ramp.start={self.microbatch_size} "
+                f"train.batch_size_ramp.increment={full - self.microbatch_size}"
+                if full > self.microbatch_size
+                else "train.batch_size_ramp=null",
+            )
+        self._check_ramp_fits(1)
+
+    def _check_ramp_fits(self, dp_size: int) -> None:
+        """Raise ConfigError if a size of the ramp is not a multiple of the microbatches of all ranks."""
+        unit = self.microbatch_size * dp_size
+        odd = [size for size in self.batch_sizes if size % unit]
+        if odd and self.batch_size_ramp is not None:
+            raise ConfigError(
+                f"batch_size_ramp has steps of {odd[0]} sequences, not a multiple of microbatch_size="
+                f"{self.microbatch_size} x {dp_size} data-parallel ranks = {unit}",
+                code="not_divisible",
+                keys=("batch_size_ramp", "microbatch_size"),
+                fix=f"train.batch_size_ramp.start={unit} train.batch_size_ramp.increment={unit}"
+                if self.global_batch_size > unit
+                else "train.batch_size_ramp=null",
+            )
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """All sizes of a step, in ascending order."""
+        ramp = self.batch_size_ramp
+        return [self.global_batch_size] if ramp is None else ramp.sizes(self.global_batch_size)
+
+    def batch_size(self, position: int) -> int:
+        """Return the sequences of the step that begins after `position` sequences."""
+        ramp = self.batch_size_ramp
+        return self.global_batch_size if ramp is None else ramp.size(position, self.global_batch_size)
 
     def _fitting_microbatch(self, dp_size: int) -> int:
         """Return the largest valid size up to the configured one. Smaller microbatches do not change the training."""
@@ -129,6 +206,7 @@ class TrainConfig:
                 if self.global_batch_size % dp_size
                 else f"train.microbatch_size={self._fitting_microbatch(dp_size)}",
             )
+        self._check_ramp_fits(dp_size)
         return self.global_batch_size // rows
 
     def num_steps(self, steps_per_epoch: int) -> int:
@@ -228,6 +306,9 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep, in addition to the best one. null: all."""
     async_save: bool = False
     """Copy the state and write it during training."""
+    new_data: Literal["refuse", "restart"] = "refuse"
+    """Resuming with other data than those of the checkpoint: `refuse` is an error, `restart` reads the new data from
+    their start and keeps weights, optimizer and step."""
     resume: str | None = None
     """`auto` resumes from the newest complete checkpoint of the run folder. Another value is the folder of a
     checkpoint. null: start at step 0."""

@@ -77,6 +77,23 @@ def test_ranks_and_stages_train_as_one_process(folder: Path, run: Path, layout: 
         assert metrics(other)[0][name] == pytest.approx(metrics(run)[0][name], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_ramp_in_stages_and_new_data_after_it(folder: Path) -> None:
+    ramp = ("train.batch_size_ramp={start: 2, increment: 1, rows: 5}", "train.max_steps=4")
+    one = pretrain(folder, "ramp", *ramp)
+    stages = pretrain(folder, "ramp_pp2", *ramp, "mesh.pp_size=2", "pipeline=1f1b")
+    assert [row["num_tokens"] // SEQ_LEN for row in metrics(one)[:4]] == [2, 2, 3, 4]
+    assert curve(stages) == pytest.approx(curve(one), rel=1e-5)
+
+    other = ("run_name=other", "data.path=held_out.txt", "train.extend_schedule=restart", "train.max_steps=6")
+    resume = f"checkpoint.resume={one}/checkpoints/step-000004"
+    refused = automodel(folder, "pretrain", "llm", "-c", "tiny.yaml", *STEPS, *ramp, *other, resume)
+    assert refused.returncode != 0
+    assert_error(refused.stderr, "checkpoint_mismatch", fix="checkpoint.new_data=restart")
+    warm = pretrain(folder, "warm", *ramp, *other[1:], resume, "checkpoint.new_data=restart")
+    assert [row["step"] for row in metrics(warm) if "lr" in row] == [5, 6]
+
+
 def test_another_recipe_is_refused(folder: Path) -> None:
     done = automodel(folder, "pretrain", "llm", "-c", "quickstart")
     assert done.returncode == 2

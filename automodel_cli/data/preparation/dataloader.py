@@ -32,7 +32,8 @@ from automodel_cli.data.preparation.row_stream import row_stream
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 _OTHER_DATA = (
-    "resume with the data, packing and seed of the checkpoint, or start a new run from its weights: "
+    "resume with the data, packing and seed of the checkpoint, or read the new data from their start: "
+    "checkpoint.new_data=restart, or start a new run from its weights: "
     "automodel export RUN, then model.pretrained=RUN/export"
 )
 
@@ -70,11 +71,14 @@ class BatchLoader(Generic[T]):
         shuffle: bool = True,
         prepare: Callable[[T], T] | None = None,
         row_costs: np.ndarray | None = None,
+        batch_size: Callable[[int], int] | None = None,
     ):
         """Sizes count sequences. With `prepare` (for example pinning), a thread collates and prepares the microbatches
         of the next step while a step runs. `row_costs`: work of each sequence of the dataset, by which those of a step
         are dealt over ranks and microbatches. Raises ConfigError if the global batch size is not a multiple of the
         microbatch size times the number of ranks.
+
+        `batch_size`: the sequences of the step that begins at a position. None: always `global_batch_size`.
         """
         if global_batch_size < 1 or microbatch_size < 1 or global_batch_size % (microbatch_size * dp_size):
             unit = max(1, microbatch_size) * dp_size
@@ -88,6 +92,7 @@ class BatchLoader(Generic[T]):
             )
         self.dataset, self.microbatch_size, self.row_costs = dataset, microbatch_size, row_costs
         self.global_batch_size, self.dp_rank, self.dp_size = global_batch_size, dp_rank, dp_size
+        self._size_at = batch_size or (lambda position: global_batch_size)
         self.seed, self.shuffle = seed, shuffle
         self._lengths = dataset.row_lengths
         by_source = np.split(self._lengths, dataset.first_rows[1:-1])
@@ -104,7 +109,21 @@ class BatchLoader(Generic[T]):
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps that use every sequence of an epoch at least once. The last one may start the next epoch."""
-        return int(-(-self.stream.rows_per_epoch // self.global_batch_size))
+        end = self.stream.rows_per_epoch
+        steps, position = self._ramp(lambda steps, position: position >= end)
+        return int(steps + max(0, -(-(end - position) // self.global_batch_size)))
+
+    def position_after(self, num_steps: int) -> int:
+        """Return the number of sequences in the first `num_steps` steps."""
+        steps, position = self._ramp(lambda steps, position: steps >= num_steps)
+        return position + (num_steps - steps) * self.global_batch_size
+
+    def _ramp(self, is_end: Callable[[int, int], bool]) -> tuple[int, int]:
+        """Return steps and sequences before the first step that is an end or has the full size."""
+        steps = position = 0
+        while not is_end(steps, position) and (size := self._size_at(position)) < self.global_batch_size:
+            steps, position = steps + 1, position + size
+        return steps, position
 
     @property
     def epoch(self) -> float:
@@ -121,7 +140,10 @@ class BatchLoader(Generic[T]):
     def next_rows(self, ahead: int = 0) -> np.ndarray:
         """Return the indices of this rank's next step, or `ahead` steps later, `[microbatches, microbatch_size]`,
         without advancing."""
-        rows = self.stream.rows(self.position + ahead * self.global_batch_size, self.global_batch_size)
+        position = self.position
+        for _ in range(ahead):
+            position += self._size_at(position)
+        rows = self.stream.rows(position, self._size_at(position))
         if self.row_costs is not None:
             rows = rows[dealt(self.row_costs[rows], len(rows) // self.microbatch_size)]
         return rows.reshape(-1, self.dp_size, self.microbatch_size)[:, self.dp_rank]
@@ -135,10 +157,10 @@ class BatchLoader(Generic[T]):
     def next_step(self) -> list[T]:
         """Return this rank's microbatches of one optimizer step. The stream continues in the next epoch."""
         batches = self.peek_step()
-        rows = self.stream.rows(self.position, self.global_batch_size)
+        rows = self.stream.rows(self.position, self._size_at(self.position))
         sources = np.searchsorted(self.dataset.first_rows, rows, side="right") - 1
         np.add.at(self.tokens_drawn, sources, self._lengths[rows])
-        self.position += self.global_batch_size
+        self.position += len(rows)
         if self._thread is not None:  # read the stream in this thread: it is not thread-safe
             self._ahead = self.position, self._thread.submit(self._collated, self.next_rows())
         return batches
@@ -159,36 +181,38 @@ class BatchLoader(Generic[T]):
             "contents": [list(pair) for pair in self.dataset.contents],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises RunError if the sequences or their order differ from the saved run.
+    def load_state_dict(self, state: dict[str, Any], *, accept_new_data: bool = False) -> bool:
+        """Continue from `state`, or from the start of new data. Return whether the data are new.
 
-        Weights of a curriculum may change from the position of the state on.
+        Weights of a curriculum may change from the position of the state on. Raises RunError if the sequences or their
+        order differ from the saved run, unless `accept_new_data`.
         """
+        difference = self._difference(state)
+        if difference is not None and not accept_new_data:
+            raise RunError(difference, code="checkpoint_mismatch", keys=("data",), fix=_OTHER_DATA)
+        if difference is None:
+            self.position = int(state["position"])
+            self.tokens_drawn = np.array(state["tokens_drawn"], np.int64)
+        return difference is not None
+
+    def _difference(self, state: dict[str, Any]) -> str | None:
+        """Return how the sequences or their order differ from those of `state`, None if they are equal."""
         current = {**self.state_dict(), "mixture": self.stream.definition(int(state["position"]))}
         changed = [key for key in ("seed", "shuffle", "sizes", "mixture") if state[key] != current[key]]
         if changed:
             changes = ", ".join(f"{key} was {state[key]}, is {current[key]}" for key in changed)
-            raise RunError(
-                f"the data changed since the checkpoint, so the run cannot resume at its position: {changes}",
-                code="checkpoint_mismatch",
-                keys=("data",),
-                fix=_OTHER_DATA,
-            )
+            return f"the data changed since the checkpoint, so the run cannot resume at its position: {changes}"
         edited = [
             name
             for (name, content), (_, saved) in zip(self.dataset.contents, state["contents"], strict=True)
             if content != saved
         ]
-        if edited:
-            raise RunError(
-                f"the rows of {' and '.join(edited)} differ from those of the checkpoint: the files were edited, or "
-                "tokenization or packing changed. Resuming would repeat some rows and skip others",
-                code="checkpoint_mismatch",
-                keys=("data",),
-                fix=_OTHER_DATA,
-            )
-        self.position = int(state["position"])
-        self.tokens_drawn = np.array(state["tokens_drawn"], np.int64)
+        if not edited:
+            return None
+        return (
+            f"the rows of {' and '.join(edited)} differ from those of the checkpoint: the files were edited, or "
+            "tokenization or packing changed. Resuming would repeat some rows and skip others"
+        )
 
 
 def eval_batches(

@@ -5,27 +5,24 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeGuard
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import choose_template
 from automodel_cli.data.chat.encoder import GENERATION_TAG
-from automodel_cli.data.config import DataConfig, LongDocuments
+from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats.base import PREFERENCES, DataKind
 from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
-from automodel_cli.data.formats.column_mapping import MissingColumnTracker, check_mapped
-from automodel_cli.data.formats.unused_columns import IgnoredNames, unused_columns
+from automodel_cli.data.formats.column_mapping import check_mapped
+from automodel_cli.data.formats.unused_columns import unused_columns
 from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.labels import LabelSpec
-from automodel_cli.data.packing import Pieces, cut_long, pack
 from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter
@@ -33,25 +30,25 @@ from automodel_cli.data.preparation.dataset import PackedDataset, Store
 from automodel_cli.data.preparation.indexed import index_tokens
 from automodel_cli.data.preparation.parts import Part, check_names, check_rows, hold_out
 from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS
+from automodel_cli.data.preparation.preparation_progress import PreparationProgress
+from automodel_cli.data.preparation.row_packer import RowPacker
 from automodel_cli.data.preparation.statistics import (
-    KEEP_MOST,
     DataReport,
     LongReport,
     SourceReport,
     SpecialReport,
     UnrolledReport,
 )
-from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder, choose_workers, encode_all
-from automodel_cli.data.row_errors import Rejected, RowError, rows_error
+from automodel_cli.data.preparation.token_shards import TokenShards, remove_shards
+from automodel_cli.data.preparation.token_writer import TokenWriter
+from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder, choose_workers
 from automodel_cli.data.source_config import SourceConfig
-from automodel_cli.data.sources.sources import Source, TaskSource, TokenSource, first_rows, open_source
+from automodel_cli.data.sources.sources import FileSource, Source, TaskSource, TokenSource, first_rows, open_source
 from automodel_cli.data.storage.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
 from automodel_cli.data.storage.code_fingerprint import fingerprint
-from automodel_cli.data.storage.indexed_store import IndexedStore, IndexedTokens, write_indexed
-from automodel_cli.data.storage.memmap_store import PackedStore, TokenStore, write_packed, write_tokens
-from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
+from automodel_cli.data.storage.indexed_store import IndexedStore
+from automodel_cli.data.storage.memmap_store import PackedStore, TokenStore
 
-PROGRESS_SECONDS = 5.0
 Progress = Callable[[str], None]
 
 
@@ -113,6 +110,28 @@ def prepare_data(
     )
 
 
+def build_shards(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    index: int,
+    count: int,
+    stop_ids: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> int:
+    """Tokenize part `index` of `count` of the data, and return how many shards of the other parts are incomplete.
+
+    Call `prepare_data` afterwards. It joins the shards, and builds those that nobody builds.
+    """
+    config.check_kind("documents")
+    show = progress or (lambda line: print(line, file=sys.stderr))
+    every = _Builder(config, tokenizer, "documents", tuple(stop_ids), show, None, None).shards()
+    for shards in every:
+        workers = choose_workers(config.num_workers, shards.source.num_bytes // count)
+        shards.build([number for number in shards.missing() if number % count == index], workers, show)
+    return sum(len(shards.missing()) for shards in every)
+
+
 _ANY_FORMAT: dict[DataKind, str] = {
     "documents": "text",
     "preferences": "unpaired_preference",
@@ -160,11 +179,19 @@ class _Builder:
             self._tokens(open_source(s, self.root, whole=config.validation_path is not None), s) for s in extra
         ]
 
-    def _tokens(self, source: Source, config: SourceConfig) -> Part:
-        if isinstance(source, TokenSource):
-            if self.preferences or self.labels is not None or self.pictures is not None:
-                source.rows()  # raises
-            return Part(source, *index_tokens(source, self.tokenizer, self.tokenizer_key, self.config, self.root))
+    def shards(self) -> list[TokenShards]:
+        """Return the shards of every dataset that has some and is not tokenized yet."""
+        held_out = self.config.validation_source()
+        sources = [(s, False) for s in self.config.train_sources()]
+        sources += [] if held_out is None else [(held_out, self.config.validation_path is not None)]
+        found = []
+        for config, whole in sources:
+            source = open_source(config, self.root, whole=whole)
+            if self._is_sharded(source) and not (self.root / (key := self._key(source, config))).is_dir():
+                found.append(TokenShards(self.root, key, source, self._writer(source, config)))
+        return found
+
+    def _key(self, source: Source, config: SourceConfig, **more: Any) -> str:
         ingredients = {
             **source.ingredients(),
             "format": config.format if isinstance(config.format, str) else fingerprint(config.format),
@@ -181,18 +208,48 @@ class _Builder:
             "add_eos": self.config.add_eos,
             "preferences": self.preferences,
             "row_spec": None if self.row_spec is None else [self.kind, vars(self.row_spec)],
+            **more,
         }
         if self.pictures is not None:
             rows = self.pictures.rows
             ingredients["pictures"] = [self.pictures.processor.cache_key(), rows.folder, rows.max_pixels, "with grids"]
-        key = entry_key({"kind": "tokens", **ingredients})
-        folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
+        return entry_key({"kind": "tokens", **ingredients})
+
+    def _tokens(self, source: Source, config: SourceConfig) -> Part:
+        if isinstance(source, TokenSource):
+            if self.preferences or self.row_spec is not None or self.pictures is not None:
+                source.rows()  # raises
+            return Part(source, *index_tokens(source, self.tokenizer, self.tokenizer_key, self.config, self.root))
+        key = self._key(source, config)
+        folder, built = get_or_build(self.root, key, partial(self._write_tokens, source, config, key))
         if self.pictures is not None and (files := PictureTable.open(folder).changed()):
-            key = entry_key({"kind": "tokens", **ingredients, "picture_files": files})
-            folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
+            key = self._key(source, config, picture_files=files)
+            folder, built = get_or_build(self.root, key, partial(self._write_tokens, source, config, key))
+        if built:
+            remove_shards(self.root, key)
         return Part(source, TokenStore.open(folder), key, built)
 
-    def _write_tokens(self, folder: Path, source: Source, config: SourceConfig) -> None:
+    def _is_sharded(self, source: Source) -> TypeGuard[FileSource]:
+        """Return whether the dataset is tokenized in shards. Preferences are not, because KTO pairs neighboring
+        rows."""
+        if self.kind != "documents" or self.pictures is not None or not isinstance(source, FileSource):
+            return False
+        return len(source.shards()) > 1
+
+    def _write_tokens(self, source: Source, config: SourceConfig, key: str, folder: Path) -> None:
+        writer = self._writer(source, config)
+        workers = choose_workers(self.config.num_workers, source.num_bytes) if self.pictures is None else 0
+        if self._is_sharded(source):
+            shards = TokenShards(self.root, key, source, writer)
+            shards.build(shards.missing(), workers, self.progress)
+            unseen = shards.join(folder)
+        else:
+            progress = PreparationProgress(self.progress, source.name)
+            pictures = None if self.pictures is None else PictureWriter(folder)
+            unseen = writer.write(folder, source.rows(), num_workers=workers, count=progress.count, pictures=pictures)
+        unseen.check()
+
+    def _writer(self, source: Source, config: SourceConfig) -> TokenWriter:
         examples = first_rows(source)
         check_mapped(examples, config.column_mapping, source.name)
         if config.format != "auto":
@@ -218,49 +275,21 @@ class _Builder:
         )
         encoder = RowEncoder(self.tokenizer, spec, self.pictures)
         encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
-        unseen = MissingColumnTracker(config.column_mapping, source.name)
-        ignored = IgnoredNames(data.ignored_columns)
-        for_rows, for_origins = itertools.tee(ignored.watch(unseen.watch(source.rows())))
-        workers = choose_workers(self.config.num_workers, source.num_bytes) if self.pictures is None else 0
-        batches = encode_all(encoder, (origin.row for origin in for_rows), workers)
-        write_tokens(
-            folder,
-            self._counted(batches, source.name),
-            for_origins,
-            meta={
-                "files": source.files,
-                "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
-                "kind": fmt.makes if fmt.makes in (*PREFERENCES, "labeled", "groups") else "documents",
-                "row_spec": None if self.row_spec is None else vars(self.row_spec),
-                "is_text": fmt.makes == "texts",
-                "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
-                "masked_by": self._masked_by(fmt.makes),
-                "special_choice": spec.special_choice,
-                "unused": unused_columns(examples, self._columns_read(encoder)),
-                "not_ignored": ignored.missing,  # both lists change until the last row is written
-                "names": ignored.present,
-                "has_pictures": self.pictures is not None,
-            },
-            special_ids={*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder},
-            pictures=None if self.pictures is None else PictureWriter(folder),
-        )
-        unseen.check()
-
-    def _columns_read(self, encoder: RowEncoder) -> set[str]:
-        return encoder.reader.columns_read | set(PICTURE_COLUMNS if self.pictures is not None else ())
-
-    def _counted(
-        self, batches: Iterable[list[Encoded | Unrolled | RowError]], name: str
-    ) -> Iterator[list[Encoded | Unrolled | RowError]]:
-        shown = time.perf_counter()
-        rows = tokens = 0
-        for batch in batches:
-            rows += len(batch)
-            tokens += sum(len(d.ids) for item in batch if not isinstance(item, RowError) for d in split_documents(item))
-            if time.perf_counter() - shown > PROGRESS_SECONDS:
-                shown = time.perf_counter()
-                self.progress(f"tokenising {name}: {rows:,} rows, {tokens:,} tokens")
-            yield batch
+        read = encoder.reader.columns_read | set(PICTURE_COLUMNS if self.pictures is not None else ())
+        meta = {
+            "files": source.files,
+            "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
+            "kind": fmt.makes if fmt.makes in (*PREFERENCES, "labeled", "groups") else "documents",
+            "row_spec": None if self.row_spec is None else vars(self.row_spec),
+            "is_text": fmt.makes == "texts",
+            "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
+            "masked_by": self._masked_by(fmt.makes),
+            "special_choice": spec.special_choice,
+            "unused": unused_columns(examples, read),
+            "has_pictures": self.pictures is not None,
+        }
+        special_ids = frozenset({*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder})
+        return TokenWriter(encoder, source.name, config.column_mapping, tuple(data.ignored_columns), meta, special_ids)
 
     def _masked_by(self, makes: str) -> str:
         if makes in ("labeled", "groups"):
@@ -294,7 +323,8 @@ class _Builder:
                 "held_out": part.held_out,
             }
         )
-        folder, built = get_or_build(self.root, key, lambda folder: self._write_packed(folder, part, key, choice))
+        packer = RowPacker(config, self.tokenizer, self.keeps_together, choice)
+        folder, built = get_or_build(self.root, key, partial(packer.write, part.tokens, part.documents, key))
         store: Store
         if isinstance(part.source, TokenSource):
             store = IndexedStore.open(folder, part.source.paths)
@@ -334,65 +364,6 @@ class _Builder:
         )
         return store, report
 
-    def _write_packed(self, folder: Path, part: Part, key: str, choice: LongDocuments) -> None:
-        config, tokens = self.config, part.tokens
-        documents = np.arange(tokens.num_documents) if part.documents is None else part.documents
-        lengths = tokens.lengths[documents]
-        if config.packing == "wrapped":
-            pieces, long = Pieces(documents, np.zeros_like(documents), lengths), LongReport("split")
-        else:
-            instead: LongDocuments = "drop" if self.keeps_together else "split"
-            pieces = cut_long(lengths, config.seq_len, choice, instead)
-            pieces = replace(pieces, document=documents[pieces.document])
-            if isinstance(tokens, IndexedTokens):
-                kept = np.flatnonzero(pieces.length > 1)
-                long = _long_report(config.seq_len, choice, pieces, kept, lengths)
-                pieces = pieces.take(kept)
-            else:
-                pieces, long = self._without_labels(tokens, pieces, lengths, choice)
-        packed = pack(pieces, config.seq_len, config.packing)
-        meta = {
-            "key": key,
-            "num_documents": len(documents),
-            "num_tokens": int(lengths.sum()),
-            "fill": packed.fill(config.seq_len),
-            "long": vars(long),
-            "num_turns": tokens.meta["num_turns"],
-            "turn_ends": tokens.meta["turn_ends"],
-        }
-        if isinstance(tokens, IndexedTokens):
-            write_indexed(folder, tokens, packed, meta=meta)
-        else:
-            write_packed(folder, tokens, packed, meta=meta)
-
-    def _without_labels(
-        self, tokens: TokenStore, pieces: Pieces, lengths: np.ndarray, choice: LongDocuments
-    ) -> tuple[Pieces, LongReport]:
-        """Remove pieces of split documents without a trained token: they cost compute and have no gradient.
-
-        If an explicit `truncate` leaves a document without a trained token, it is rejected like a row without trained
-        tokens. Documents removed by `auto` are counted.
-        """
-        config = self.config
-        cut = np.flatnonzero(pieces.length < tokens.lengths[pieces.document])
-        ends = (pieces.start + pieces.length).tolist()
-        spans = [(i, int(pieces.document[i]), int(pieces.start[i]), ends[i]) for i in cut.tolist()]
-        empty = [piece for piece, document, start, stop in spans if not tokens.is_trained(document, start, stop)]
-        if empty and config.truncation == "truncate" and config.on_invalid_row == "fail":
-            reason = f"after truncation to seq_len={config.seq_len} no trained token is left"
-            raise rows_error(
-                [self._refused(tokens, int(pieces.document[i]), reason) for i in empty],
-                len(lengths),
-                fix="data.truncation=split (or drop), a larger data.seq_len, or data.on_invalid_row=drop",
-            )
-        kept = np.delete(np.arange(len(pieces.length)), empty)
-        return pieces.take(kept), _long_report(config.seq_len, choice, pieces, kept, lengths)
-
-    def _refused(self, tokens: TokenStore, document: int, reason: str) -> Rejected:
-        text = self.tokenizer.decode(tokens.document(document)[0][:60].tolist())
-        name = tokens.meta["files"][int(tokens.files[document])]
-        return Rejected(name, int(tokens.lines[document]), "truncated_away", reason, text)
-
     def dataset(self, parts: list[Part], stores: list[Store]) -> PackedDataset:
         """The rows as the loader reads them."""
         config, tokenizer = self.config, self.tokenizer
@@ -408,20 +379,3 @@ class _Builder:
             pictures=None if self.pictures is None else self.pictures.reader(),
             cross_documents=config.cross_documents,
         )
-
-
-def _long_report(
-    seq_len: int, choice: LongDocuments, pieces: Pieces, kept: np.ndarray, lengths: np.ndarray
-) -> LongReport:
-    """Return the report on long documents. `kept`: indices of the pieces with a label."""
-    is_long = lengths > seq_len
-    return LongReport(
-        choice,
-        seq_len=seq_len,
-        longest=int(lengths.max(initial=0)),
-        length_of_most=int(np.quantile(lengths, KEEP_MOST, method="higher")) if len(lengths) else 0,
-        num_documents=int(is_long.sum()),
-        num_tokens=int(lengths[is_long].sum()),
-        tokens_lost=int(lengths.sum() - (pieces.length - (pieces.start > 0))[kept].sum()),  # they overlap by one
-        pieces_without_labels=len(pieces.length) - len(kept),
-    )

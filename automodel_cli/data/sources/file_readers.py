@@ -38,7 +38,7 @@ def read_file(path: Path, text_unit: TxtRows = "file") -> Iterator[NumberedRow]:
         return _read_parquet(path)
     if name.endswith(".arrow"):
         return _read_arrow(path)
-    _refuse_wide_characters(path)
+    refuse_wide_characters(path)
     if name.endswith(".csv"):
         return _until_damaged(path, _read_csv(path))
     if name.endswith(".txt"):
@@ -46,7 +46,7 @@ def read_file(path: Path, text_unit: TxtRows = "file") -> Iterator[NumberedRow]:
     return _until_damaged(path, _from_binary(path, lambda file: _read_json(path, file)))
 
 
-def _refuse_wide_characters(path: Path) -> None:
+def refuse_wide_characters(path: Path) -> None:
     """Raise DataError for UTF-16 or UTF-32 text, detected by its byte order mark or by zero bytes at its start."""
     try:
         with open_file(path) as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,6 +15,7 @@ from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import left_out, local_files, remote_files
 from automodel_cli.data.sources.file_readers import load_hub, read_file, read_hub
 from automodel_cli.data.sources.remote_files import fetch, is_url
+from automodel_cli.data.sources.spans import Span, plan_shards, read_span
 from automodel_cli.data.storage.cache import file_hash
 from automodel_cli.data.token_files.megatron import INDEX_SUFFIX
 from automodel_cli.data.token_files.reader import are_token_files, has_index
@@ -80,6 +81,16 @@ class FileSource:
         """Includes file names, because messages about rows contain them."""
         hashes = [[path.name, file_hash(path, self.root)] for path in self.paths]
         return {"files": hashes, "text_unit": self.text_unit}
+
+    def shards(self) -> list[list[Span]]:
+        """Return the parts that processes read on their own."""
+        return plan_shards(self.paths, self.text_unit)
+
+    def rows_of(self, spans: Sequence[Span]) -> Iterator[SourceRow]:
+        """Rows of one part, numbered from the first line of each span."""
+        for span in spans:
+            for line, row in read_span(self.paths[span.file], self.text_unit, span):
+                yield SourceRow(span.file, line, row)
 
     def rows(self) -> Iterator[SourceRow]:
         """Rows of all files, numbered per file."""

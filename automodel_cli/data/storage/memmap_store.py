@@ -398,18 +398,18 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
     pieces = packed.pieces
     offsets = np.concatenate([[0], np.cumsum(pieces.length)]).astype(np.int64)
     first = source.offsets[pieces.document] - source.shared[pieces.document] + pieces.start
-    starts, stops = first.tolist(), (first + pieces.length).tolist()
-    apart = (source.shared[pieces.document] > pieces.start).tolist()
-    cuts = np.searchsorted(offsets, np.arange(0, offsets[-1] + WRITE_TOKENS, WRITE_TOKENS)).clip(max=len(starts))
+    last, apart = first + pieces.length, source.shared[pieces.document] > pieces.start
+    cuts = np.searchsorted(offsets, np.arange(0, offsets[-1] + WRITE_TOKENS, WRITE_TOKENS)).clip(max=len(first))
     # Plain arrays, because slicing a memmap is ten times as expensive.
     all_ids, all_mask = np.asarray(source.ids), np.asarray(source.label_mask)
-    labels = np.zeros(len(starts), np.int64)
+    labels = np.zeros(len(first), np.int64)
     content = Checksum()
     with (folder / "ids.bin").open("wb") as ids_file, (folder / "label_mask.bin").open("wb") as mask_file:
         for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
             if a == b:
                 continue
-            spans = zip(range(a, b), starts[a:b], stops[a:b], apart[a:b], strict=True)
+            columns = (values[a:b].tolist() for values in (first, last, apart))
+            spans = zip(range(a, b), *columns, strict=True)
             parts = [_gathered(source, pieces, n) if far else (all_ids[i:j], all_mask[i:j]) for n, i, j, far in spans]
             ids = np.concatenate([part[0] for part in parts])
             ids_file.write(ids.data)
@@ -425,7 +425,7 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
     targets = source.targets[pieces.document] if len(source.targets) else _none()
     classes = np.zeros(0, np.int16)
     if len(source.classes):
-        classes = np.concatenate([source.classes[i:j] for i, j in zip(starts, stops, strict=True)])
+        classes = np.concatenate([source.classes[i:j] for i, j in zip(first.tolist(), last.tolist(), strict=True)])
     for values in (offsets, packed.row_offsets, roles, margins, targets, classes):
         content.update(np.ascontiguousarray(values).view(np.uint8).data)
     for name, values in (

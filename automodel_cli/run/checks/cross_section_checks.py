@@ -76,6 +76,21 @@ def check_freezing(train: TrainConfig, model: ModelConfig) -> None:
     )
 
 
+def check_ramp(train: TrainConfig, data: DataConfig, *, samples: bool) -> None:
+    """Raise ConfigError for a batch-size ramp with rollouts, or with weights that change at given steps."""
+    if train.batch_size_ramp is None:
+        return
+    changes = data.mixture().changes
+    other = "rollouts" if samples else "data.datasets with sampling_weight by steps" if changes else None
+    if other is not None:
+        raise ConfigError(
+            f"batch_size_ramp is not supported with {other}, because their steps have a fixed number of sequences",
+            code="unsupported_combination",
+            keys=("train.batch_size_ramp",),
+            fix="train.batch_size_ramp=null",
+        )
+
+
 def check_validation(validation: ValidationConfig, data: DataConfig, kind: str = "sft") -> None:
     """Raise ConfigError if validation settings are set without validation data. Tasks bring their own questions."""
     has_rows = data.generator is not None or data.validation_size or data.validation_path or data.validation_split

@@ -54,7 +54,7 @@ class RowCache:
     def attach_all(self, column: str) -> None:
         """Add this column to the training and validation data. Collective."""
         recipe, loader, data = self.session.recipe, self.session.loader, self.session.data
-        num_rows = self.session.num_steps * loader.global_batch_size
+        num_rows = loader.position_after(self.session.num_steps)
         needed = np.unique(loader.stream.rows(0, num_rows))
         data.train.attach(column, self._values(data.train, needed, "training"))
         if data.validation is not None:

@@ -16,6 +16,7 @@ from automodel_cli.data.preparation.dataloader import BatchLoader, eval_batches
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.data.preparation.row_stream import shuffled
 from automodel_cli.data.storage.memmap_store import PackedStore
+from automodel_cli.training.config import BatchSizeRamp, TrainConfig
 from tests.errors import raises
 
 PAD = 99
@@ -238,3 +239,34 @@ def test_validation_sees_every_row_once_and_ranks_run_equally_many_batches(size,
     assert labels == 7
     assert all(batch.shape[0] == microbatch for batches in ranks for batch in batches)
     assert data.describe(-1) == "(padding)"
+
+
+def test_a_ramp_uses_the_same_sequences_on_any_number_of_ranks() -> None:
+    ramp = TrainConfig(8, 1, max_steps=1, batch_size_ramp=BatchSizeRamp(start=2, increment=2, rows=18))
+    sizes = [2, 2, 2, 4, 4, 6, 8, 8]  # Megatron-LM: 6 sequences with each of the three smaller sizes
+    options = {"global_batch_size": 8, "microbatch_size": 1, "seed": 3, "batch_size": ramp.batch_size}
+    rows = dataset(numbered(50))
+    one = BatchLoader(rows, **options)
+    two = [BatchLoader(rows, dp_rank=rank, dp_size=2, **options) for rank in range(2)]
+    assert one.steps_per_epoch == 10 and [one.position_after(n) for n in (0, 1, 4, 8)] == [0, 2, 10, 36]
+    ahead = [one.next_rows(n).ravel().tolist() for n in range(8)]
+    assert list(map(len, ahead)) == sizes
+    assert flat(ahead) == seen(BatchLoader(rows, global_batch_size=36, microbatch_size=1, seed=3), 1)[0]
+    assert seen(one, 4) == ahead[:4]
+    resumed = BatchLoader(rows, **options)
+    resumed.load_state_dict(one.state_dict())
+    assert seen(resumed, 4) == ahead[4:]
+    for a, b, step in zip(seen(two[0], 8), seen(two[1], 8), ahead, strict=True):
+        assert flat(zip(a, b, strict=True)) == step
+
+
+def test_new_data_are_read_from_their_start_on_request() -> None:
+    options = {"global_batch_size": 4, "microbatch_size": 1, "seed": 1}
+    old, new = (BatchLoader(dataset(numbered(size)), **options) for size in (20, 30))
+    old.next_step()
+    with raises(RunError, "checkpoint_mismatch", keys=("data",)):
+        new.load_state_dict(old.state_dict())
+    assert new.load_state_dict(old.state_dict(), accept_new_data=True) and new.position == 0
+    new.next_step()
+    again = BatchLoader(dataset(numbered(30)), **options)
+    assert not again.load_state_dict(new.state_dict(), accept_new_data=True) and again.position == 4

@@ -1,0 +1,212 @@
+"""Tokenize a large dataset in shards, and join them to one token entry.
+
+A shard is an entry of the cache of its own, so a killed process loses only the shard that it was building, and several
+processes or nodes build different shards. The joined entry has the bytes of one that was written in one go. The shards
+are removed when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import cached_property
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.data.formats.column_mapping import MissingColumnTracker
+from automodel_cli.data.preparation.preparation_progress import PreparationProgress
+from automodel_cli.data.preparation.token_writer import TokenWriter
+from automodel_cli.data.row_errors import read_rejected, write_rejected
+from automodel_cli.data.sources.sources import FileSource
+from automodel_cli.data.sources.spans import Span, num_lines, span_bytes
+from automodel_cli.data.storage.cache import get_or_build
+
+SHARD = "shard.json"
+"""File of a shard: mapped columns that no row had, columns of its rows, and lines of its spans."""
+_COUNTS = (
+    "num_rows",
+    "num_rejected",
+    "num_turns",
+    "num_label_tokens",
+    "special_tokens",
+    "special_rows",
+    "ends_trained",
+)
+_COLUMNS = ("files", "lines", "rows", "shared", "splits", "judgements", "margins")
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """The shards of one dataset. `root` and `key`: cache folder and key of the joined entry."""
+
+    root: Path
+    key: str
+    source: FileSource
+    writer: TokenWriter
+
+    @cached_property
+    def spans(self) -> list[list[Span]]:
+        """Spans of each shard."""
+        return self.source.shards()
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the shards."""
+        return self.root / f"{self.key}.shards"
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the shards that are not complete."""
+        return [n for n in range(len(self.spans)) if not (self.folder / _name(n)).is_dir()]
+
+    def build(self, numbers: Sequence[int], num_workers: int, show: Callable[[str], None]) -> None:
+        """Build these shards, in this process or in worker processes. `show` receives a line every few seconds."""
+        sizes = {number: span_bytes(self.source.paths, self.spans[number]) for number in numbers}
+        if numbers:
+            where = f"in {num_workers} processes" if num_workers else "in this process"
+            show(f"tokenizing {self.source.name}: {len(numbers)} of {len(self.spans)} shards {where}")
+        progress = PreparationProgress(show, self.source.name, sum(sizes.values()))
+        for number, num_tokens in self._built(numbers, min(num_workers, len(numbers))):
+            progress.add(sizes[number], num_tokens)
+
+    def _built(self, numbers: Sequence[int], num_workers: int) -> Iterator[tuple[int, int]]:
+        if num_workers == 0:
+            yield from ((number, self.build_one(number)) for number in numbers)
+            return
+        # Spawn, because a fork of a process whose tokenizer has started threads can deadlock.
+        with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (self,)) as pool:
+            try:
+                for done in as_completed([pool.submit(_build_in_worker, number) for number in numbers]):
+                    yield done.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def build_one(self, number: int) -> int:
+        """Build a shard, or wait for the process that builds it. Return its number of tokens."""
+        folder, _ = get_or_build(self.folder, _name(number), lambda folder: self._write(folder, self.spans[number]))
+        return int(np.load(folder / "offsets.npy", mmap_mode="r")[-1])
+
+    def _write(self, folder: Path, spans: Sequence[Span]) -> None:
+        unseen = self.writer.write(folder, self.source.rows_of(spans))
+        lines = {span.file: num_lines(self.source.paths[span.file], span) for span in spans}
+        seen = {"missing": sorted(unseen.missing), "present": list(unseen.present), "lines": list(lines.items())}
+        (folder / SHARD).write_text(json.dumps(seen))
+
+    def join(self, folder: Path) -> MissingColumnTracker:
+        """Write the joined entry into an empty folder. Every shard must be complete."""
+        shards = [self.folder / _name(number) for number in range(len(self.spans))]
+        metas = [json.loads((shard / "meta.json").read_text()) for shard in shards]
+        seen = [json.loads((shard / SHARD).read_text()) for shard in shards]
+        for name in ("ids.bin", "label_mask.bin"):
+            with (folder / name).open("wb") as joined:
+                for shard in shards:
+                    with (shard / name).open("rb") as part:
+                        shutil.copyfileobj(part, joined, 4 << 20)
+        line_shifts = list(_line_shifts([dict(of["lines"]) for of in seen], len(self.source.files)))
+        _join_columns(folder, shards, [meta["num_rows"] for meta in metas], line_shifts)
+        _join_rejected(folder, shards, {name: n for n, name in enumerate(self.source.files)}, line_shifts)
+        (folder / "meta.json").write_text(json.dumps(_joined_meta(metas)))
+        unseen = MissingColumnTracker(self.writer.columns, self.writer.name)
+        unseen.missing = set.intersection(*(set(of["missing"]) for of in seen))
+        unseen.present = dict.fromkeys(name for of in seen for name in of["present"])
+        return unseen
+
+
+def remove_shards(root: Path, key: str) -> None:
+    """Remove the shards of a complete entry."""
+    shutil.rmtree(root / f"{key}.shards", ignore_errors=True)
+
+
+def _name(number: int) -> str:
+    return f"{number:06d}"
+
+
+def _line_shifts(lines: Sequence[Mapping[int, int]], num_files: int) -> Iterator[np.ndarray]:
+    """Yield for each shard the number of lines of every file in the shards before, int64 (files,)."""
+    shifts = np.zeros(num_files, np.int64)
+    for of_shard in lines:
+        yield shifts.copy()
+        for file, number in of_shard.items():
+            shifts[file] += number
+
+
+def _join_columns(folder: Path, shards: Sequence[Path], num_rows: Sequence[int], shifts: Sequence[np.ndarray]) -> None:
+    """Join the columns of documents. They are memory-mapped, so that they need not fit into memory."""
+    counts = [len(_mapped(shard, "rows")) for shard in shards]
+    places = np.cumsum([0, *counts]).tolist()
+    first_rows = np.cumsum([0, *num_rows]).tolist()
+    joined = {name: _created(folder, name, _mapped(shards[0], name).dtype, places[-1]) for name in _COLUMNS}
+    offsets = _created(folder, "offsets", np.dtype(np.int64), places[-1] + 1)
+    num_tokens = 0
+    for number, shard in enumerate(shards):
+        place = slice(places[number], places[number + 1])
+        columns = {name: _mapped(shard, name) for name in _COLUMNS}
+        for name, values in columns.items():
+            joined[name][place] = values
+        joined["rows"][place] += first_rows[number]
+        joined["lines"][place] += shifts[number][columns["files"]]
+        of_shard = _mapped(shard, "offsets")
+        offsets[place] = of_shard[:-1] + num_tokens
+        num_tokens += int(of_shard[-1])
+    offsets[-1] = num_tokens
+    for name in ("targets", "classes"):  # of labeled rows, which are not tokenized in shards
+        shutil.copyfile(shards[0] / f"{name}.npy", folder / f"{name}.npy")
+
+
+def _mapped(shard: Path, name: str) -> np.ndarray:
+    values: np.ndarray = np.load(shard / f"{name}.npy", mmap_mode="r")
+    return values
+
+
+def _created(folder: Path, name: str, dtype: np.dtype[Any], length: int) -> np.ndarray:
+    if length == 0:  # an empty file cannot be mapped
+        np.save(folder / f"{name}.npy", np.zeros(0, dtype))
+        return np.zeros(0, dtype)
+    return np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(length,))
+
+
+def _join_rejected(
+    folder: Path, shards: Sequence[Path], file_numbers: Mapping[str, int], shifts: Sequence[np.ndarray]
+) -> None:
+    rejected = [
+        replace(row, line=row.line + int(shift[file_numbers[row.source]]))
+        for shard, shift in zip(shards, shifts, strict=True)
+        for row in read_rejected(shard / "rejected.jsonl")
+    ]
+    write_rejected(folder / "rejected.jsonl", rejected)
+
+
+def _joined_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    ends = Counter[int]()
+    for meta in metas:
+        ends.update(dict(meta["turn_ends"]))
+    return {
+        **metas[0],
+        **{name: sum(meta[name] for meta in metas) for name in _COUNTS},
+        "turn_ends": ends.most_common(),
+        "unrolled": {name: sum(meta["unrolled"][name] for meta in metas) for name in metas[0]["unrolled"]},
+        "not_ignored": [name for name in metas[0]["not_ignored"] if all(name in meta["not_ignored"] for meta in metas)],
+        "names": list(dict.fromkeys(name for meta in metas for name in meta["names"])),
+    }
+
+
+_worker_shards: TokenShards | None = None
+
+
+def _start_worker(shards: TokenShards) -> None:
+    global _worker_shards
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use the cores
+    _worker_shards = shards
+
+
+def _build_in_worker(number: int) -> tuple[int, int]:
+    assert _worker_shards is not None, "the worker was started without its dataset"
+    return number, _worker_shards.build_one(number)

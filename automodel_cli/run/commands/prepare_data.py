@@ -1,0 +1,18 @@
+"""Implementation of `automodel data prepare`: tokenize and pack data ahead of a run."""
+
+from __future__ import annotations
+
+from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.run.checks.cross_section_checks import check_exported
+from automodel_cli.run.recipe import Recipe
+
+
+def prepare_data(recipe: Recipe, *, index: int, count: int) -> None:
+    """Tokenize part `index` of `count`. The process after which nothing is left joins and packs the data."""
+    check_exported(recipe.model)
+    tokenizer = load_tokenizer(recipe.model)
+    left = recipe.prepare_shards(tokenizer, index, count)
+    if left:
+        print(f"part {index} of {count} is complete; {left} shards of other parts are not")
+        return
+    print("\n".join(recipe.prepared(tokenizer).report.lines()))
