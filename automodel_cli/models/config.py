@@ -308,6 +308,9 @@ class ModelConfig:
         default=False, metadata=trust.executes_code(trust.REMOTE_CODE, "runs Python code that comes with the model")
     )
     """Allow transformers to run Python code stored with the weights. Requires `--trust remote-code`."""
+    rope_scaling: dict[str, Any] | None = None
+    """Scaling of the rotary embeddings of `pretrained`, for longer contexts: `{rope_type: yarn, factor: 4.0}`. Other
+    fields are those of transformers' `rope_parameters`. It is exported. null: as the checkpoint sets."""
     dtype: DType = "float32"
     """Storage dtype of the parameters, which the optimizer updates. The parallelizer's `mp_policy` sets the compute
     dtype."""
@@ -347,6 +350,7 @@ class ModelConfig:
         self._check_fp8()
         self._check_mtp()
         self._check_expert_adapters()
+        self._check_rope()
         self._check_new_tokens()
         check_range("lm_head_chunk_size", self.lm_head_chunk_size, at_least=1, fix="model.lm_head_chunk_size=null")
         if self.attention_kernel != "auto" and (self.attn_implementation != "packed" or self._engine_attends):
@@ -438,6 +442,25 @@ class ModelConfig:
                 code="unsupported_combination",
                 keys=("moe.experts_implementation", "lora.target_parameters"),
                 fix="model.moe.experts_implementation=grouped_mm",
+            )
+
+    def _check_rope(self) -> None:
+        if self.rope_scaling is None:
+            return
+        if self.pretrained is None or self.gguf_file is not None:
+            raise ConfigError(
+                "rope_scaling requires a checkpoint in pretrained. Set config.rope_parameters for random weights; GGUF "
+                "files keep their own",
+                code="requires_setting",
+                keys=("rope_scaling", "pretrained"),
+                fix="model.rope_scaling=null",
+            )
+        if "rope_type" not in self.rope_scaling:
+            raise ConfigError(
+                f"rope_scaling={self.rope_scaling} requires rope_type",
+                code="missing_key",
+                keys=("rope_scaling",),
+                fix="model.rope_scaling.rope_type=yarn",
             )
 
     def _check_mtp(self) -> None:

@@ -15,7 +15,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import new_tokens
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.files import file_integrity
-from automodel_cli.models.hub import bundled_configs, dequantize, multimodal_backbone
+from automodel_cli.models.hub import bundled_configs, dequantize, multimodal_backbone, rope_scaling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,6 +51,7 @@ def composite_config(config: ModelConfig) -> PretrainedConfig:
     if fields is not None:
         known: PretrainedConfig = AutoConfig.for_model(**fields)
         new_tokens.grow_config(config, known)
+        rope_scaling.scale_rope(config, known)
         return known
     if not extra:
         file_integrity.check_json(folder)
@@ -64,6 +65,7 @@ def composite_config(config: ModelConfig) -> PretrainedConfig:
         # Weights are dequantized while reading. The rest of the program sees a plain model.
         dequantize.check_quantization(vars(loaded).pop("quantization_config", None), folder)
     new_tokens.grow_config(config, loaded)
+    rope_scaling.scale_rope(config, loaded)
     return loaded
 
 
