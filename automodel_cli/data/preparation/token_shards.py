@@ -157,7 +157,7 @@ def _join_columns(folder: Path, shards: Sequence[Path], num_rows: Sequence[int],
         offsets[place] = of_shard[:-1] + num_tokens
         num_tokens += int(of_shard[-1])
     offsets[-1] = num_tokens
-    for name in ("targets", "classes"):  # of labeled rows, which are not tokenized in shards
+    for name in ("parts", "part_counts", "targets", "classes"):  # of kinds that are not tokenized in shards
         shutil.copyfile(shards[0] / f"{name}.npy", folder / f"{name}.npy")
 
 

@@ -130,7 +130,7 @@ def test_a_folder_and_the_index_name_the_files(config, tmp_path):
 
 
 def test_what_does_not_fit_is_rejected(config, tmp_path):
-    for options in ({"preferences": True}, {"labels": LabelSpec("single_label_classification", ("good", "bad"))}):
+    for options in ({"preferences": True}, {"row_spec": LabelSpec("single_label_classification", ("good", "bad"))}):
         with raises(DataError, "wrong_data_kind"):
             prepared(config, **options)
     with raises(DataError, "no_effect", keys=("data.format",)):
