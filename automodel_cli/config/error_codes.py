@@ -225,6 +225,9 @@ _RUNS = {
     "callback_failed": ErrorCode(
         "A callback or experiment tracker raised an error or returned an invalid value.", "Correct or remove it."
     ),
+    "estimator_failed": ErrorCode(
+        "A custom advantage estimator raised an error or returned a wrong result.", "Correct the estimator."
+    ),
     "reward_failed": ErrorCode("A reward raised an error.", "Correct the reward function."),
     "environment_failed": ErrorCode(
         "An environment or tool server raised an error or returned an invalid conversation.", "Correct it."

@@ -54,6 +54,7 @@ _OPEN = {
         *(f"automodel_cli.rollout.engines.config.{name}" for name in ("SamplerConfig", "HFConfig", "VLLMConfig")),
         "automodel_cli.rollout.engines.servers.sglang_config.SGLangConfig",
     ),
+    "rollout.advantage_estimator": ("automodel_cli.rollout.advantages.base.FunctionEstimator",),
     "validation.tasks": (
         "automodel_cli.evaluation.config.Generation",
         "automodel_cli.evaluation.config.MultipleChoice",

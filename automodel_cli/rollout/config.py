@@ -11,6 +11,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_choice, check_minimums, check_range
 from automodel_cli.launch.generation_servers import GenerationServers
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.rollout.advantages.base import AdvantageNode
 from automodel_cli.rollout.engines.base import EngineConfig
 from automodel_cli.rollout.engines.config import LiveServerConfig, SamplerConfig
 from automodel_cli.rollout.engines.servers.managed_servers import ServerRequirements
@@ -126,8 +127,9 @@ class RolloutConfig:
     num_iterations: int = 1
     """Number of passes over the samples of a rollout. Each pass has prompts_per_step x group_size /
     train.global_batch_size updates."""
-    advantage_estimator: Literal["group", "batch", "critic"] = "group"
-    """Baseline of the advantages: the `group`, the `batch` (REINFORCE++), or a `critic` (PPO)."""
+    advantage_estimator: Literal["group", "batch", "critic"] | AdvantageNode = "group"
+    """Baseline of the advantages: the `group`, the `batch` (REINFORCE++), a `critic` (PPO), or a node of your own
+    (examples/own_advantages.py)."""
     leave_one_out: bool = False
     """Exclude the sample itself from its group's mean (RLOO, arXiv:2402.14740)."""
     normalize_advantages: bool = True
@@ -298,14 +300,22 @@ class RolloutConfig:
     def _check_baseline(self) -> None:
         def reject(code: str, key: str, reason: str, fix: str) -> None:
             value = getattr(self, key)
+            chosen = self.advantage_estimator
+            name = chosen if isinstance(chosen, str) else type(chosen).__name__
             raise ConfigError(
-                f"{key}={value} is not supported with advantage_estimator={self.advantage_estimator}: {reason}",
+                f"{key}={value} is not supported with advantage_estimator={name}: {reason}",
                 code=code,
                 keys=(key, "advantage_estimator"),
                 fix=fix,
             )
 
-        if self.advantage_estimator == "group":
+        if not isinstance(self.advantage_estimator, str):
+            defaults = {"leave_one_out": False, "normalize_advantages": True, "reward_scaling": "group", "gamma": 1.0}
+            for key, value in defaults.items():
+                if getattr(self, key) != value:
+                    fix = f"{key}={str(value).lower()}"
+                    reject("no_effect", key, "your estimator computes the advantages", fix)
+        elif self.advantage_estimator == "group":
             if self.group_size < 2:
                 reject("out_of_range", "group_size", "it must be at least 2 to compare responses", "group_size=2")
             if self.gamma != 1:

@@ -23,8 +23,8 @@ from automodel_cli.parity.cases import FP32, Case
 from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.rollout.advantages.token_advantages import TokenAdvantages
 from automodel_cli.rollout.minibatches.entropy_mask import add_entropy_mask
-from automodel_cli.rollout.minibatches.token_advantages import TokenAdvantages
 from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
 from tests import tiny

@@ -111,8 +111,9 @@ def test_own_engine_reward_and_environment_in_one_run(folder: Path) -> None:
         "rollout.engine={_target_: own_engine.WholeSequence, max_tokens: 6}",
         "+rewards.vowels={_target_: own_reward.Vowels, weight: 0.5}",
         "rollout.environment={_target_: own_environment.SayMore, max_turns: 2}",
+        "rollout.advantage_estimator={_target_: own_advantages.Ranks}",
     ]
-    trust = [f"--trust-package=own_{name}" for name in ("engine", "reward", "environment")]
+    trust = [f"--trust-package=own_{name}" for name in ("engine", "reward", "environment", "advantages")]
     few = ("train.max_steps=2", "train.global_batch_size=16", "logging.report=false", "data.seq_len=128")
     done = automodel(folder, "grpo", "llm", "-c", "turns.yaml", "run_name=turns", *few, *own, *trust)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -122,6 +123,7 @@ def test_own_engine_reward_and_environment_in_one_run(folder: Path) -> None:
         vowels = sum(letter in "aeiou" for letter in letters) / max(len(letters), 1)
         assert sample["parts"]["vowels"] == pytest.approx(vowels)
         assert sample["num_tokens"] <= 2 * 6
+        assert -1 <= sample["advantage"] <= 1
     assert any(sample["parts"]["environment"] > 0 for sample in samples)
     for error in curve(folder / "runs" / "turns", "token_mult_prob_error"):
         assert error == pytest.approx(1.0, abs=1e-5)  # the trainer's own forward agrees with the engine's log-probs

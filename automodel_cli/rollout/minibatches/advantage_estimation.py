@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from automodel_cli.objectives.advantages import Advantages, group_advantages
+from automodel_cli.objectives.advantages import Advantages
 from automodel_cli.objectives.base import PolicyObjective, selection_of
+from automodel_cli.rollout.advantages import batch, critic, group, own
+from automodel_cli.rollout.advantages.base import RewardedSamples
+from automodel_cli.rollout.advantages.token_advantages import TokenAdvantages
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
-from automodel_cli.rollout.minibatches.token_advantages import TokenAdvantages
 from automodel_cli.rollout.samples import Minibatch, PackingConfig, kl_sums, pack_minibatches
 from automodel_cli.rollout.timers import StepTimers
 from automodel_cli.rollout.types import Sample
@@ -108,22 +110,16 @@ class AdvantageEstimator:
         return torch.tensor([s.score.valid and not (cut and s.truncated) for s in samples])
 
     def _advantages(self, samples: Sequence[Sample], rewards_N: Tensor) -> Advantages:
-        return group_advantages(
-            rewards_N,
-            _groups(samples),
-            valid_N=self._valid(samples),
-            leave_one_out=self.config.leave_one_out,
-            normalize=self.config.normalize_advantages,
-            scale=self.config.reward_scaling,
-        )
+        rewarded = RewardedSamples(rewards_N, _groups(samples), self._valid(samples), samples)
+        chosen = self.config.advantage_estimator
+        return group.estimate(self.config, rewarded) if isinstance(chosen, str) else own.estimate(chosen, rewarded)
 
     def _token_advantages(self) -> TokenAdvantages | None:
-        """Return the estimator of advantages per token, or None if samples are compared within groups."""
-        config, critic = self.config, self.config.advantage_estimator == "critic"
-        if config.advantage_estimator == "group":
-            return None
-        lam = config.gae_lambda if critic else 1.0
-        return TokenAdvantages(config.gamma, lam, critic, config.normalize_advantages, self.objective.reward_kl)
+        """Return the estimator of advantages per token, or None if each sample has one advantage."""
+        chosen, kl = self.config.advantage_estimator, self.objective.reward_kl
+        if chosen == "critic":
+            return critic.estimator(self.config, kl)
+        return batch.estimator(self.config, kl) if chosen == "batch" else None
 
 
 def _groups(samples: Sequence[Sample]) -> Tensor:
