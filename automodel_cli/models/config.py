@@ -136,6 +136,15 @@ class LoRAConfig:
                 check_range(f"{key}.{pattern}", value, **lowest, fix=f"model.lora.{key}={{}}")  # type: ignore[arg-type]
         for layer in self.layers_to_transform:
             check_range("layers_to_transform", layer, at_least=0, fix="model.lora.layers_to_transform=[]")
+        apart = ("exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern", "modules_to_save")
+        for key in apart if self.target_parameters is not None else ():
+            if getattr(self, key):
+                raise ConfigError(
+                    f"{key} is not supported with target_parameters, because adapters on experts do not follow it",
+                    code="unsupported_combination",
+                    keys=(key, "target_parameters"),
+                    fix=f"model.lora.{key}={'{}' if key.endswith('pattern') else '[]'}",
+                )
         by_regex = isinstance(self.target_modules, str) and self.target_modules != "all-linear"
         for key in ("exclude_modules", "layers_to_transform"):
             if by_regex and getattr(self, key):
@@ -153,7 +162,7 @@ class LoRAConfig:
             return
         names = ("rank", "alpha", "target_modules", "use_rslora", "exclude_modules", "layers_to_transform")
         usual = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
-        for name in (*names, "rank_pattern", "alpha_pattern", "modules_to_save"):
+        for name in (*names, "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters"):
             if getattr(self, name) != usual[name]:
                 raise ConfigError(
                     f"{name} is not supported with pretrained={self.pretrained}, whose adapter_config.json sets it",

@@ -314,7 +314,9 @@ def save_adapters(
     peft_config = copy.deepcopy(_settings_of(parts[0]))
     if places:  # other parts of a composite have layers with the same names
         experts = {name.partition(".base_layer.lora_")[0] for name in state if ".base_layer.lora_" in name}
-        layers = {name.partition(".lora_")[0].removesuffix(".base_layer") for name in state} - experts
+        layers = {
+            name.partition(".lora_")[0].removesuffix(".base_layer") for name in state if ".lora_" in name
+        } - experts
         peft_config.target_modules = layers
         peft_config.target_parameters = expert_lora.full_names(experts) or None
         peft_config.exclude_modules = peft_config.layers_to_transform = None
