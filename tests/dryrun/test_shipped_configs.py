@@ -10,11 +10,14 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import bundled_configs
 from automodel_cli.models.hub.source import hf_config
+from automodel_cli.models.vision.config import VisionConfig
 
 PUBLISHED = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,  # the model card's safetensors count
     "Qwen/Qwen3-0.6B": 596_049_920,  # without the tied head; 0.44B without embeddings
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+    "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "moonshotai/Moonlight-16B-A3B-Instruct": 15_960_111_936,
@@ -38,7 +41,7 @@ def test_every_hub_model_of_a_bundled_recipe_has_its_config_here() -> None:
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_shipped_config_has_the_published_number_of_parameters(name: str) -> None:
     with bundled_configs.preferred():
-        part = build_part(ModelConfig(pretrained=name))
+        part = build_part(ModelConfig(pretrained=name, vision=VisionConfig() if "-VL-" in name else None))
     number = sum(p.numel() for p in {id(p): p for p in part.parameters()}.values())
     assert number == pytest.approx(PUBLISHED[name], rel=1e-4)
 
