@@ -35,7 +35,7 @@ def inspect(conf: str, overrides: tuple[str, ...], trust: Trust, rows: int) -> N
     inspect_data(recipe, rows=rows)
 
 
-class ShardType(click.ParamType):
+class ShardType(click.ParamType):  # type: ignore[type-arg]
     """A part of the data, as `I/N` with I from 0."""
 
     name = "shard"

@@ -129,8 +129,9 @@ class Trainer:
         self.slow_rank = SlowRank()
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
         self.callbacks = Callbacks(self, self._callback_states)
-        for line in filter(None, (self._other_weights, self._new_data)):
-            self.print(line)
+        for line in (self._other_weights, self._new_data):
+            if line:
+                self.print(line)
         if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
             self.print(passthrough_tensors.passthrough_summary(recipe.model, unclaimed))
 

@@ -157,8 +157,10 @@ def _join_columns(folder: Path, shards: Sequence[Path], num_rows: Sequence[int],
         offsets[place] = of_shard[:-1] + num_tokens
         num_tokens += int(of_shard[-1])
     offsets[-1] = num_tokens
-    for name in ("parts", "part_counts", "targets", "classes"):  # of kinds that are not tokenized in shards
-        shutil.copyfile(shards[0] / f"{name}.npy", folder / f"{name}.npy")
+    for path in shards[0].glob("*.npy"):  # of rows that are not tokenized in shards, so they are empty
+        if path.stem not in (*_COLUMNS, "offsets"):
+            assert not len(_mapped(shards[0], path.stem)), f"{path.name} must be joined"
+            shutil.copyfile(path, folder / path.name)
 
 
 def _mapped(shard: Path, name: str) -> np.ndarray:
