@@ -17,7 +17,7 @@ Kind = Literal["overrides", "command", "words"]
 
 _COMMANDS = (
     *("automodel", "pip", "export", "mv", "cp", "chmod", "for", "transformers", "vllm", "docker", "nvidia-smi", "uv"),
-    *("ulimit", "unset", "wandb", "hf", "python", "iconv", "gunzip"),
+    *("ulimit", "unset", "wandb", "hf", "python", "iconv", "gunzip", "gzip", "zstd"),
 )
 _SHELL_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 _KEY = re.compile(r"^('?~?)([A-Za-z_][\w.]*)(?==|$)")

@@ -84,7 +84,8 @@ def microbatches(recipe: Any, documents: DocumentLengths, number: int) -> list[C
     `mask=all`: nothing needs more memory."""
     names = frozenset(getattr(recipe.objective, "columns", ()))
     outputs = request_of(recipe.objective).scores
-    width = hf_config(recipe.model).get_text_config().hidden_size
+    has_width = any(name.endswith("D") for name in names)
+    width = hf_config(recipe.model).get_text_config().hidden_size if has_width else 0
     compared = _tokens_of_a_teacher(recipe) if any(name.endswith("_BTN") for name in names) else 0
     taken = _unpacked(recipe, documents) if documents.rows else _packed(recipe, documents)
     return [_microbatch(index, *next(taken), names, compared, outputs, width) for index in range(number)]

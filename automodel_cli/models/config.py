@@ -119,15 +119,6 @@ class LoRAConfig:
                 keys=("dropout", "target_parameters"),
                 fix="model.lora.dropout=0",
             )
-        empty: dict[str, object] = {name: [] for name in ("exclude_modules", "layers_to_transform", "modules_to_save")}
-        for name, unset in (empty | {"rank_pattern": {}, "alpha_pattern": {}, "pretrained": None}).items():
-            if getattr(self, name) != unset:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not supported with target_parameters",
-                    code="unsupported_combination",
-                    keys=(name, "target_parameters"),
-                    fix=f"model.lora.{name}={'null' if unset is None else unset}",
-                )
 
     def _check_patterns(self) -> None:
         for name in ("rank", "alpha"):

@@ -143,11 +143,12 @@ def _measured_loss(
     # Example: rank 0 has 300 label tokens and rank 1 has 100. Both divide their loss sums by 400. Gradients are then
     # summed, which gives the mean over all tokens, and not the mean of the ranks' means.
     seen = itertools.count(1)
+    divisor = weight.float() if weight.is_floating_point() else weight  # float64 would make the loss float64
 
     def loss_of(output: HeadOutput, batch: Batch) -> Tensor:
         progress(f"microbatch {next(seen)} of {num_batches}")
         tally.add(output, batch)
-        return objective(output, batch) / weight.float()
+        return objective(output, batch) / divisor
 
     return loss_of
 

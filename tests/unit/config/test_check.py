@@ -423,11 +423,11 @@ def test_a_mapping_or_a_switch_in_place_of_something_else(overrides: list[str], 
 
 
 def test_no_key_of_ours_takes_just_anything() -> None:
-    """Where an annotation is Any nothing is checked: only plans of tensor parallelism, which their node looks at."""
+    """Where an annotation is Any nothing is checked: plans of tensor parallelism, which their node reads, functions."""
     from automodel_cli.config import key_reference
 
     free = {key.name for node in key_reference.nodes() for key in node.keys if key.kind == "any node"}
-    assert free == {"parallelizer.tp_plan"}
+    assert free == {"parallelizer.tp_plan", "rollout.advantage_estimator.function"}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ ROOT = Path(automodel_cli.__file__).parent
 NO_DEVICE = {
     "distributed/device_threads.py": "the pools themselves",
     "data/chat/time_limit.py": "watches chat templates, without torch",
-    "data/pictures/reader.py": "decodes pictures with PIL",
+    "data/pictures/pixels.py": "decodes pictures with PIL",
+    "data/preparation/tokenize.py": "decodes pictures with PIL",
     "data/preparation/dataloader.py": "runs what the session prepares, which selects the device",
     "distributed/store_client.py": "talks to the store",
     "launch/cleanup_timeout.py": "ends processes, without torch",
@@ -101,6 +102,7 @@ def test_a_checkpoint_is_written_from_the_ranks_device(
 def test_rows_are_pinned_on_the_ranks_device(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     rows = SimpleNamespace(first_rows=torch.tensor([0, 8]).numpy(), weights=[1.0], contents=[], collate=list)
+    rows.row_lengths = torch.tensor([4] * 8).numpy()
     monkeypatch.setattr(trainer, "_pinned", lambda batch: seen.append(devices()))
     prepare = trainer.prepared_for(torch.device("cuda"))
     loader: Any = BatchLoader(rows, microbatch_size=1, global_batch_size=2, seed=0, shuffle=False, prepare=prepare)

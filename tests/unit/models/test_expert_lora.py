@@ -162,9 +162,7 @@ def test_settings_that_adapters_on_experts_do_not_support():
         )
 
 
-@pytest.mark.parametrize(
-    "other", [{"rank_pattern": {"q_proj": 4}}, {"modules_to_save": ["lm_head"]}, {"pretrained": "x"}]
-)
+@pytest.mark.parametrize("other", [{"rank_pattern": {"q_proj": 4}}, {"modules_to_save": ["lm_head"]}])
 def test_options_that_do_not_reach_experts_are_refused(other):
     with raises(ConfigError, "unsupported_combination", keys=(next(iter(other)), "target_parameters")):
         LoRAConfig(target_parameters="all-experts", **other)
