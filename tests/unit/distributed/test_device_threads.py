@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import automodel_cli
+from automodel_cli.data.mixture import Mixture
 from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.distributed.device_threads import on_this_device, threads_on_this_device
 from automodel_cli.models.attention import flex as attention_flex
@@ -101,7 +102,7 @@ def test_a_checkpoint_is_written_from_the_ranks_device(
 
 def test_rows_are_pinned_on_the_ranks_device(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    rows = SimpleNamespace(first_rows=torch.tensor([0, 8]).numpy(), weights=[1.0], contents=[], collate=list)
+    rows = SimpleNamespace(first_rows=torch.tensor([0, 8]).numpy(), mixture=Mixture.single(), contents=[], collate=list)
     rows.row_lengths = torch.tensor([4] * 8).numpy()
     monkeypatch.setattr(trainer, "_pinned", lambda batch: seen.append(devices()))
     prepare = trainer.prepared_for(torch.device("cuda"))
