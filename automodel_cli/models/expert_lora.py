@@ -27,7 +27,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.rng import generator_for
 
 if TYPE_CHECKING:
-    from automodel_cli.models.config import LoRAConfig
+    from automodel_cli.models.lora_config import LoRAConfig
 
 ALL_EXPERTS = "all-experts"
 _PEFT_LAYERS = {"gate_up_proj": "base_layer.", "down_proj": ""}

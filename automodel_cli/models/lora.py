@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import expert_lora, lora_options, lora_pretrained, lora_targets, nf4, transformers_compat
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.rng import generator_for
 from automodel_cli.models.stochastic_rounding import round_stochastically
 

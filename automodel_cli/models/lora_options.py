@@ -10,7 +10,7 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import NameList, check_entries, endings
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 
 

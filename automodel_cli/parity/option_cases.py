@@ -10,7 +10,7 @@ from typing import Any
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.compile_modes import FUSED_OPS
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.parity.case_selection import MAX_RANKS, small_attention, small_pipeline
 from automodel_cli.parity.cases import Case
 

@@ -10,7 +10,7 @@ import pytest
 
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.objectives.classification import MultiLabel, Regression, SingleLabel
 from automodel_cli.parity.cases import FP32, Case
 from automodel_cli.parity.compare import Errors, run_rows

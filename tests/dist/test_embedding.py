@@ -16,7 +16,7 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.embedding import CosineScore, EmbeddingObjective, InfoNCE
 from automodel_cli.parity import lora_reference

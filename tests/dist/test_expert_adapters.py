@@ -14,7 +14,7 @@ from automodel_cli.distributed.expert_parallel import low_rank
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models import lora, transformers_compat
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.rng import generator_for
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.cases import FP32, Case

@@ -28,7 +28,8 @@ from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.reference import Reference, exact_process

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from automodel_cli.distributed.config import DDPConfig, MegatronFSDPConfig
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.cases import Case
 from automodel_cli.parity.compare import Errors, Refused, run_rows

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig
-from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.run.frozen_models.reference_sync import ReferenceSync, check_reference_update
 from tests.dist.harness import launch
 from tests.dist.sessions import session, train

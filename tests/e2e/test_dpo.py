@@ -80,7 +80,7 @@ def test_same_losses(folder, losses, overrides):
 
 
 def test_adapters_off_are_the_loaded_model(folder):
-    lora = "model.lora={_target_: automodel_cli.models.config.LoRAConfig, rank: 4}"
+    lora = "model.lora={_target_: automodel_cli.models.lora_config.LoRAConfig, rank: 4}"
     off = train(folder, "off", lora, "optimizer.lr=1e-2")
     assert off[0] == pytest.approx(0.693147, abs=1e-6) and off[-1] != off[0]
     measured = train(folder, "measured", lora, "optimizer.lr=1e-2", "reference_mode=precomputed")

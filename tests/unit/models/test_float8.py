@@ -16,7 +16,8 @@ from automodel_cli.distributed.float8.linear import Fp8Linear
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
-from automodel_cli.models.config import Fp8Config, LoRAConfig, ModelConfig, MoEConfig, TransformerEngineConfig
+from automodel_cli.models.config import Fp8Config, ModelConfig, MoEConfig, TransformerEngineConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from tests import tiny
 from tests.errors import raises
 

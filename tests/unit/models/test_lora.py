@@ -15,7 +15,8 @@ from automodel_cli.models import lora, lora_targets
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import build_small, shrink
 from automodel_cli.models.transformers_compat import meta_model

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 from automodel_cli.models import lora, lora_fused
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from tests.tiny import build_hf
 
 IDS = torch.arange(24).view(2, 12) * 5 % 160

@@ -13,7 +13,8 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import BYTES_PER_WEIGHT, NF4Linear, num_packed, packed_layers
 from tests.exports import verify_export

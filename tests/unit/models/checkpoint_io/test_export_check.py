@@ -16,8 +16,9 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.layerwise_casting import Cast, cast_layers, largest_forward
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.stochastic_rounding import moved_within_ulp
 from automodel_cli.pipelining.cut.split_check import check_split

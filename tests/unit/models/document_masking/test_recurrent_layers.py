@@ -11,8 +11,9 @@ from transformers import CONFIG_MAPPING
 
 from automodel_cli.distributed.activation_checkpointing.apply import apply_activation_checkpointing
 from automodel_cli.models.builder import part_of
-from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.document_masking import recurrent_layers
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.packing_support import probe_context, probe_packing
 from automodel_cli.models.probes import token_mixing
 from tests.hybrids import (

@@ -7,7 +7,8 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.training.optimizers.nodes import AdamW, AdamW8bit, Muon
 from automodel_cli.training.optimizers.param_groups import trainable
