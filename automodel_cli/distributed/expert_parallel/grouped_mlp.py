@@ -308,16 +308,18 @@ class _Multiply(Function):
         rows_ND = save_or_replay(arrive)
         inner_NF = save_or_replay(multiply, SaveLevel.PRODUCTS)
         call.rows = rows
-        # Backward needs only `rows_ND` and `inner_NF`. When the layer is recomputed, the second GEMM and the all-to-all
-        # of results are skipped.
-        if not is_repeating():
+
+        def results() -> Tensor:
             gated_NI = experts.gate(inner_NF, *rows.bias(biases))
             result_ND = experts.product(gated_NI, second, rows.ends_L)
             if adapters:
                 result_ND += low_rank.update(gated_NI, adapters[2:], rows.ends_L, call.scale)
-            if biases:
-                result_ND = experts.add_bias(result_ND, biases[1], rows.expert_N)
-            call.results = rows.back(result_ND)
+            return experts.add_bias(result_ND, biases[1], rows.expert_N) if biases else result_ND
+
+        # Backward needs only `rows_ND` and `inner_NF`. When the layer is recomputed, the second GEMM and the all-to-all
+        # of results are skipped.
+        if not is_repeating():
+            call.results = rows.back(results())
         ctx.save_for_backward(rows_ND, inner_NF, weight_TK, *local)
         ctx.call, ctx.main_grads, ctx.parameters = call, main_grads, parameters
         # The values are in `call.results`. This tensor connects `_Sum` to this function in the graph. It stores one
@@ -353,12 +355,17 @@ class _Multiply(Function):
             )
             if adapters:
                 first_NR = low_rank.inner_gradient(grad_inner_NF, adapters[1], ends_L, call.scale)
-            if wants_tokens:
-                # 3. Token gradients travel back while weight gradients are computed.
+
+            def token_gradients() -> Tensor:
                 grad_rows_ND = experts.product(grad_inner_NF, first, ends_L, back=True)
                 if adapters:
                     grad_rows_ND += low_rank.row_gradient(first_NR, adapters[0], ends_L)
-                token_grads_arriving = rows.back(grad_rows_ND)
+                return grad_rows_ND
+
+            if wants_tokens:
+                # 3. Token gradients travel back while weight gradients are computed.
+                # No name keeps them in memory until the weight gradients are done.
+                token_grads_arriving = rows.back(token_gradients())
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
             if wants_weight:
                 if is_of_NL is not None:
