@@ -90,3 +90,9 @@ def test_inputs_of_actions_are_plain_values() -> None:
 def test_type_checkers_see_the_annotations() -> None:
     assert (ROOT / "automodel_cli/py.typed").is_file()
     assert "py.typed" in SETTINGS["package-data"]["automodel_cli"]
+
+
+def test_the_wheel_has_every_package() -> None:
+    """Checked at the end of CI by building it; this finds a forgotten folder earlier."""
+    found = {".".join(path.relative_to(ROOT).parent.parts) for path in (ROOT / "automodel_cli").rglob("__init__.py")}
+    assert found <= {*SETTINGS["packages"], "automodel_cli.recipes"}
