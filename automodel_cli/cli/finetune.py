@@ -64,37 +64,24 @@ def llm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trus
     return _begin(arguments, conf, overrides, trust)
 
 
-@finetune.command()
-@common.config_options
-@click.pass_obj
-def vlm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
-    """Train a vision-language model on text and pictures.
+def _command_of_kind(name: str, kind: str, what: str) -> click.Command:
+    """Return a command that accepts only recipes of a kind."""
 
-    Same as `finetune llm`, but accepts only recipes of kind vlm.
-    """
-    return _begin_kind("vlm", arguments, conf, overrides, trust)
+    @click.command(name=name, help=f"{what}\n\nSame as `finetune llm`, but accepts only recipes of kind {kind}.")
+    @common.config_options
+    @click.pass_obj
+    def begin(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
+        return _begin_kind(kind, arguments, conf, overrides, trust)
 
-
-@finetune.command()
-@common.config_options
-@click.pass_obj
-def classifier(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
-    """Train a classifier of texts or tokens on labels or numbers.
-
-    Same as `finetune llm`, but accepts only recipes of kind classifier.
-    """
-    return _begin_kind("classifier", arguments, conf, overrides, trust)
+    return begin
 
 
-@finetune.command()
-@common.config_options
-@click.pass_obj
-def embedding(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
-    """Train an embedding model on queries and passages.
-
-    Same as `finetune llm`, but accepts only recipes of kind embedding.
-    """
-    return _begin_kind("embedding", arguments, conf, overrides, trust)
+for _kind, _what in {
+    "vlm": "Train a vision-language model on text and pictures.",
+    "classifier": "Train a classifier of texts or tokens on labels or numbers.",
+    "embedding": "Train an embedding model on queries and passages.",
+}.items():
+    finetune.add_command(_command_of_kind(_kind, _kind, _what))
 
 
 def of_kind(kind: str, what: str) -> click.Group:
@@ -104,12 +91,7 @@ def of_kind(kind: str, what: str) -> click.Group:
     def group() -> None:
         pass
 
-    @group.command(name="llm", help=f"{what}\n\nSame as `finetune llm`, but accepts only recipes of kind {kind}.")
-    @common.config_options
-    @click.pass_obj
-    def llm_of_kind(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
-        return _begin_kind(kind, arguments, conf, overrides, trust)
-
+    group.add_command(_command_of_kind("llm", kind, what))
     return group
 
 
