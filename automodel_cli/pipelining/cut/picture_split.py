@@ -17,7 +17,7 @@ from automodel_cli.models.vision import probe, shares
 from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.models.vision.small import build_composite, small_composite
 from automodel_cli.pipelining.cut.model_structure import SplitError
-from automodel_cli.pipelining.cut.split_check import TOLERANCE, check_split
+from automodel_cli.pipelining.cut.split_check import TOLERANCE, check_split, forward_backward, take_gradients
 from automodel_cli.pipelining.cut.stage_module import cut_stage
 
 if TYPE_CHECKING:
@@ -77,23 +77,5 @@ def _stages(part: ModelPart, first: int) -> list[ModelPart]:
 
 def _results(parts: list[ModelPart], inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return log-probs and all gradients of their sum."""
-    boundaries: list[tuple[Tensor, Tensor]] = []
-    output: Any = parts[0](None, **inputs)
-    for part in parts[1:]:
-        received = output.detach().requires_grad_()
-        boundaries.append((output, received))
-        output = part(received, **inputs)
-    output.logprobs_BT.sum().backward()
-    for sent, received in reversed(boundaries):
-        sent.backward(received.grad)
-    results: dict[str, Tensor] = {"the log-prob": output.logprobs_BT.detach()}
-    seen: set[int] = set()
-    for part in parts:
-        for name, param in part.named_parameters():
-            if param.grad is not None and id(param) not in seen:
-                seen.add(id(param))
-                key = f"the gradient of {part.hub_name(name)}"
-                results[key] = results[key] + param.grad if key in results else param.grad
-    for part in parts:
-        part.zero_grad()
-    return results
+    logprobs_BT = forward_backward(parts, inputs)
+    return {"the log-prob": logprobs_BT, **take_gradients(parts)}

@@ -6,7 +6,7 @@ gradients must agree. Otherwise the error reports the first layer that differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -131,17 +131,11 @@ def _run(parts: Sequence[ModelPart], anatomy: ModelStructure) -> dict[str, Tenso
         if not isinstance(layer, StandIn)
     ]
     try:
-        results["the log-prob"] = _forward_backward(parts)
+        results["the log-prob"] = forward_backward(parts, _fixed_inputs())
     finally:
         for handle in handles:
             handle.remove()
-    for part in parts:
-        for name, param in part.named_parameters():
-            if param.grad is not None:
-                key = f"the gradient of {part.hub_name(name)}"
-                results[key] = results[key] + param.grad if key in results else param.grad
-                param.grad = None
-    return results
+    return results | take_gradients(parts)
 
 
 def _keeper(results: dict[str, Tensor], name: str) -> Callable[..., None]:
@@ -151,10 +145,14 @@ def _keeper(results: dict[str, Tensor], name: str) -> Callable[..., None]:
     return keep
 
 
-def _forward_backward(parts: Sequence[ModelPart]) -> Tensor:
-    """Return the log-probs of a fixed random sequence. Gradients of their sum are left on the parts."""
+def _fixed_inputs() -> dict[str, Tensor]:
+    """Return a fixed random sequence."""
     ids_BT = torch.randint(3, 100, (1, _TOKENS), generator=torch.Generator().manual_seed(7))
-    inputs = {"labels": ids_BT.roll(-1, 1), "input_ids": ids_BT, "position_ids": torch.arange(_TOKENS)[None]}
+    return {"labels": ids_BT.roll(-1, 1), "input_ids": ids_BT, "position_ids": torch.arange(_TOKENS)[None]}
+
+
+def forward_backward(parts: Sequence[ModelPart], inputs: Mapping[str, Any]) -> Tensor:
+    """Run consecutive parts. Return the log-probs, and leave the gradients of their sum on the parts."""
     boundaries: list[tuple[Tensor, Tensor]] = []
     output = parts[0](None, **inputs)
     for part in parts[1:]:
@@ -166,3 +164,15 @@ def _forward_backward(parts: Sequence[ModelPart]) -> Tensor:
         sent.backward(received.grad)
     logprobs_BT: Tensor = output.logprobs_BT.detach()
     return logprobs_BT
+
+
+def take_gradients(parts: Sequence[ModelPart]) -> dict[str, Tensor]:
+    """Return the gradients by name (summed over tied copies), and remove them from the parts."""
+    gradients: dict[str, Tensor] = {}
+    for part in parts:
+        for name, param in part.named_parameters():
+            if param.grad is not None:
+                key = f"the gradient of {part.hub_name(name)}"
+                gradients[key] = gradients[key] + param.grad if key in gradients else param.grad
+                param.grad = None
+    return gradients
