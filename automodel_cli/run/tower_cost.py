@@ -37,14 +37,14 @@ def tower_flops_per_token(recipe: Recipe, part: ModelPart, data: PackedDataset) 
     return flops / max(1, data.num_tokens)
 
 
-def image_token_cost(whole_config: PretrainedConfig, vision: VisionConfig, processor: PictureProcessor) -> float:
+def image_token_cost(composite_config: PretrainedConfig, vision: VisionConfig, processor: PictureProcessor) -> float:
     """Return the training work of tower and projector for an image token, in units of a token of the text model."""
-    work = meta_work(whole_config)
+    work = meta_work(composite_config)
     load = load_of_blank(work, processor)
     trained = {"tower_trained": vision.tower == "trained", "projector_trained": vision.projector == "trained"}
-    of_token = training_flops_per_token(whole_config, 0.0, frozen_base=vision.text == "frozen")
+    of_token = training_flops_per_token(composite_config, 0.0, frozen_base=vision.text == "frozen")
     if of_token is None:  # linear attention and state spaces, whose matrices are all weights
-        composite = composite_on_meta(whole_config, torch.float32)
+        composite = composite_on_meta(composite_config, torch.float32)
         text = composite.get_submodule(str(composite_text.text_module(composite)))
         of_token = 6.0 * sum(param.numel() for param in text.parameters())
     return work.training_flops(load, **trained) / max(1.0, load.tokens) / of_token

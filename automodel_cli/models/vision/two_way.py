@@ -26,13 +26,13 @@ _IS_SHOWN = (False, False, *[True] * 14, False, *[True] * 9, *[False] * 3)
 _measured: dict[tuple[type, str], TwoWay | None] = {}
 
 
-def two_way_of(whole_config: PretrainedConfig) -> TwoWay | None:
+def two_way_of(composite_config: PretrainedConfig) -> TwoWay | None:
     """Return the rules of the layers, None if all are causal. Cached."""
-    key = (type(whole_config), whole_config.to_json_string())
+    key = (type(composite_config), composite_config.to_json_string())
     if key not in _measured:
         try:
             with transformers_compat.quiet():
-                _measured[key] = rules_of(build_composite(small_composite(whole_config)))
+                _measured[key] = rules_of(build_composite(small_composite(composite_config)))
         except Exception:  # the picture probe reports a small copy that does not run
             _measured[key] = None
     return _measured[key]

@@ -79,9 +79,9 @@ class FrontWork:
         return tower * (3 if tower_trained else 1) + projector * of_projector
 
 
-def meta_work(whole_config: PretrainedConfig) -> FrontWork:
+def meta_work(composite_config: PretrainedConfig) -> FrontWork:
     """Return the sizes of the front end of a config, without memory."""
-    composite = composite_on_meta(whole_config, torch.float32)
+    composite = composite_on_meta(composite_config, torch.float32)
     name = composite_text.text_module(composite)
     assert name is not None, "`composite_on_meta` checks it"
     return FrontWork.of(Front(composite, composite.get_submodule(name)))

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 _measured: dict[tuple[type, str, str], int] = {}
 
 
-def layers_of_first_stage(whole_config: PretrainedConfig, processor: FamilyProcessor) -> int:
+def layers_of_first_stage(composite_config: PretrainedConfig, processor: FamilyProcessor) -> int:
     """Return how many decoder layers the first stage must contain. Cached. Takes a second.
 
     The small copy runs packed documents with pictures unsplit and as three stages. Raises SplitError if log-probs or
     gradients differ.
     """
-    key = (type(whole_config), whole_config.to_json_string(), processor.cache_key())
+    key = (type(composite_config), composite_config.to_json_string(), processor.cache_key())
     if key not in _measured:
         with transformers_compat.quiet():
-            small = small_composite(whole_config)
+            small = small_composite(composite_config)
             whole = build_composite(small)
             _measured[key] = measure(probe.small_part(whole).eval(), processor.resized(small))
-    text = whole_config.get_text_config()
+    text = composite_config.get_text_config()
     if _measured[key] >= text.num_hidden_layers:
-        raise SplitError(str(whole_config.model_type), "all its layers add features of pictures")
+        raise SplitError(str(composite_config.model_type), "all its layers add features of pictures")
     return _measured[key]
 
 
