@@ -61,6 +61,11 @@ def endings(names: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[2] for name in names}
 
 
+def ends_in(name: str, ending: str) -> bool:
+    """Return whether the last parts of a dotted name are those of `ending`."""
+    return f".{name}".endswith(f".{ending}")
+
+
 def _fix(listed: NameList, meant: Mapping[str, str | None]) -> str:
     kept = {name: entry for entry in listed.entries if (name := meant.get(entry, entry)) is not None}
     if not kept:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.name_patterns import NameList, check_entries, endings
+from automodel_cli.config.name_patterns import NameList, check_entries, endings, ends_in
 from automodel_cli.distributed.expert_parallel.apply import is_experts, sorted_forward
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS, MATRICES, SCALING, WEIGHTS, has_adapters
@@ -53,8 +53,8 @@ def inject(model: nn.Module, config: LoRAConfig, scale: float) -> None:
     chosen = set(names)
     if isinstance(targets, list):
         listed = NameList("model.lora.target_parameters", targets, "no weight of experts ends in", empty=ALL_EXPERTS)
-        check_entries(listed, lambda entry: any(f".{name}".endswith(f".{entry}") for name in names), endings(names))
-        chosen = {name for name in names if any(f".{name}".endswith(f".{entry}") for entry in targets)}
+        check_entries(listed, lambda entry: any(ends_in(name, entry) for name in names), endings(names))
+        chosen = {name for name in names if any(ends_in(name, entry) for entry in targets)}
     for name in dict.fromkeys(names[full][0] for full in names if full in chosen):
         if missing := [weight for weight in WEIGHTS if f"{name}.{weight}" not in chosen]:
             raise ConfigError(

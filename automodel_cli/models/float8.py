@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.name_patterns import NameList, check_entries, endings
+from automodel_cli.config.name_patterns import NameList, check_entries, endings, ends_in
 from automodel_cli.distributed.expert_parallel.apply import experts_modules, is_experts
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.float8 import grouped_gemm
@@ -95,13 +95,13 @@ def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arit
 def _check_skipped(config: Fp8Config, linear: dict[str, nn.Module]) -> None:
     if linear:
         listed = NameList("model.fp8.exclude_modules", config.exclude_modules, "no linear layer's name ends in")
-        check_entries(listed, lambda ending: any(_ends(name, ending) for name in linear), endings(linear))
+        check_entries(listed, lambda ending: any(ends_in(name, ending) for name in linear), endings(linear))
 
 
 def _why_not(model: nn.Module, name: str, module: nn.Module, config: Fp8Config) -> str:
     """Empty for a layer that is converted."""
     assert isinstance(module, nn.Linear)
-    if any(_ends(name, ending) for ending in config.exclude_modules):
+    if any(ends_in(name, ending) for ending in config.exclude_modules):
         return "skipped"
     siblings = model.get_submodule(name.rpartition(".")[0]).children()
     counts = [child.num_experts for child in siblings if is_experts(child)]
@@ -111,7 +111,3 @@ def _why_not(model: nn.Module, name: str, module: nn.Module, config: Fp8Config) 
     if any(size % multiple for size in (module.in_features, module.out_features)):
         return f"of {module.in_features} x {module.out_features}, no multiples of {multiple}"
     return ""
-
-
-def _ends(name: str, ending: str) -> bool:
-    return f".{name}".endswith(f".{ending}")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.name_patterns import NameList, check_entries, endings
+from automodel_cli.config.name_patterns import NameList, check_entries, endings, ends_in
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 
@@ -27,7 +27,7 @@ def peft_options(config: LoRAConfig) -> dict[str, Any]:
 def check_excluded(config: LoRAConfig, targeted: list[str]) -> None:
     """Raise ConfigError for an entry of `exclude_modules` that no targeted layer's name ends in."""
     listed = NameList("model.lora.exclude_modules", config.exclude_modules, "is the ending of no targeted layer")
-    check_entries(listed, lambda entry: any(_ends(name, entry) for name in targeted), endings(targeted))
+    check_entries(listed, lambda entry: any(ends_in(name, entry) for name in targeted), endings(targeted))
 
 
 def check_layers(config: LoRAConfig, num_layers: int) -> None:
@@ -58,8 +58,8 @@ def train_saved_modules(model: nn.Module, names: list[str], adapted: list[str]) 
     have = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     listed = NameList("model.lora.modules_to_save", names, "is the ending of no module with parameters")
     known = {word for word in endings(n for n in have if ".lora_" not in n) - {"base_layer"} if not word.isdigit()}
-    check_entries(listed, lambda entry: any(_ends(name, entry) for name in have), known)
-    chosen = {name for name in have if any(_ends(name, entry) for entry in names)}
+    check_entries(listed, lambda entry: any(ends_in(name, entry) for name in have), known)
+    chosen = {name for name in have if any(ends_in(name, entry) for entry in names)}
     inside = next((a for a in adapted if any(f"{a}.".startswith(f"{name}.") for name in chosen)), None)
     if inside is not None:
         raise ConfigError(
@@ -94,13 +94,13 @@ def _check_ties(model: nn.Module, names: list[str], chosen: set[str]) -> None:
 def saved_parameters(part: ModelPart, names: list[str]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that `modules_to_save` trains on this rank, by each of their names."""
     for name, param in part.model.named_parameters(remove_duplicate=False):
-        if param.requires_grad and any(_ends(module, entry) for module in _prefixes(name) for entry in names):
+        if param.requires_grad and any(ends_in(module, entry) for module in _prefixes(name) for entry in names):
             yield name, param
 
 
 def ends_in_any(name: str, entries: Collection[str]) -> bool:
     """Return whether the name of a module ends in one of the entries."""
-    return any(_ends(name, entry) for entry in entries)
+    return any(ends_in(name, entry) for entry in entries)
 
 
 def _is_saved(name: str, chosen: set[str]) -> bool:
@@ -110,7 +110,3 @@ def _is_saved(name: str, chosen: set[str]) -> bool:
 def _prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
-
-
-def _ends(name: str, ending: str) -> bool:
-    return f".{name}".endswith(f".{ending}")

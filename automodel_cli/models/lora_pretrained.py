@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.name_patterns import ends_in
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.model_part import ModelPart
 
@@ -89,8 +90,8 @@ def check_matrices(name: str, adapted: list[str], saved: list[str]) -> None:
     """
     keys = _keys(name)
     wanted = [f"{layer}.{matrix}.weight" for layer in adapted for matrix in ("lora_A", "lora_B")]
-    missing = [want for want in (*wanted, *saved) if not any(_ends(key, want) for key in keys)]
-    unread = [key for key in keys if not any(_ends(key, want) for want in (*wanted, *saved))]
+    missing = [want for want in (*wanted, *saved) if not any(ends_in(key, want) for key in keys)]
+    unread = [key for key in keys if not any(ends_in(key, want) for want in (*wanted, *saved))]
     if missing or unread:
         what = f"has no {missing[0]}" if missing else f"has {unread[0]}, which no layer reads"
         raise ConfigError(
@@ -118,7 +119,7 @@ def fill(part: ModelPart, name: str, adapted: Mapping[str, Any], saved: Mapping[
     with safe_open(adapter_folder(name) / _FILE, "pt") as file:
 
         def read(target: nn.Parameter, wanted: str) -> None:
-            key = next(key for key in _keys(name) if _ends(key, wanted))
+            key = next(key for key in _keys(name) if ends_in(key, wanted))
             full: Tensor = file.get_tensor(_PREFIX + key)
             if full.shape != target.shape:
                 raise ConfigError(
@@ -136,7 +137,3 @@ def fill(part: ModelPart, name: str, adapted: Mapping[str, Any], saved: Mapping[
                 read(getattr(wrapper, matrix)["default"].weight, f"{layer}.{matrix}.weight")
         for param_name, param in saved.items():
             read(param, param_name)
-
-
-def _ends(key: str, ending: str) -> bool:
-    return f".{key}".endswith(f".{ending}")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from automodel_cli.config.name_patterns import NameList, check_entries, endings
+from automodel_cli.config.name_patterns import NameList, check_entries, endings, ends_in
 from automodel_cli.models import transformers_compat
 
 # Before transformers 5, experts were linear layers of these names. peft reads them as the fused parameters of today.
@@ -40,7 +40,7 @@ def check_targets(model: nn.Module, targets: list[str]) -> None:
     names = {name for name, _ in model.named_modules() if name}
     linear = endings(name for name, module in model.named_modules() if is_linear(module))
     listed = NameList("model.lora.target_modules", targets, "no layer's name ends in", empty="all-linear")
-    check_entries(listed, lambda entry: any(f".{name}".endswith(f".{entry}") for name in names), linear)
+    check_entries(listed, lambda entry: any(ends_in(name, entry) for name in names), linear)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -127,7 +127,7 @@ def _shortest_ending(name: str, others: Collection[str]) -> str:
     parts = name.split(".")
     for count in range(1, len(parts)):
         ending = ".".join(parts[-count:])
-        if not any(f".{other}".endswith(f".{ending}") for other in others):
+        if not any(ends_in(other, ending) for other in others):
             return ending
     return name
 
