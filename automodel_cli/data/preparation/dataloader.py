@@ -100,6 +100,7 @@ class BatchLoader(Generic[T]):
             by_source, dataset.mixture, seed=seed, shuffle=shuffle, rows_per_step=global_batch_size
         )
         self.position = 0
+        self._latest: tuple[int, np.ndarray] = -1, np.zeros(0, np.int64)
         self.tokens_drawn = np.zeros(len(by_source), np.int64)
         """Tokens of each dataset in the steps so far, over all ranks."""
         self._prepare = prepare
@@ -143,7 +144,7 @@ class BatchLoader(Generic[T]):
         position = self.position
         for _ in range(ahead):
             position += self._size_at(position)
-        rows = self.stream.rows(position, self._size_at(position))
+        rows = self._rows_at(position)
         if self.row_costs is not None:
             rows = rows[dealt(self.row_costs[rows], len(rows) // self.microbatch_size)]
         return rows.reshape(-1, self.dp_size, self.microbatch_size)[:, self.dp_rank]
@@ -157,13 +158,19 @@ class BatchLoader(Generic[T]):
     def next_step(self) -> list[T]:
         """Return this rank's microbatches of one optimizer step. The stream continues in the next epoch."""
         batches = self.peek_step()
-        rows = self.stream.rows(self.position, self._size_at(self.position))
+        rows = self._rows_at(self.position)
         sources = np.searchsorted(self.dataset.first_rows, rows, side="right") - 1
         np.add.at(self.tokens_drawn, sources, self._lengths[rows])
         self.position += len(rows)
         if self._thread is not None:  # read the stream in this thread: it is not thread-safe
             self._ahead = self.position, self._thread.submit(self._collated, self.next_rows())
         return batches
+
+    def _rows_at(self, position: int) -> np.ndarray:
+        """Return the sequences of the step at a position. They are read twice: to collate, and to count tokens."""
+        if self._latest[0] != position:
+            self._latest = position, self.stream.rows(position, self._size_at(position))
+        return self._latest[1]
 
     def _collated(self, rows: np.ndarray) -> list[T]:
         batches = [self.dataset.collate(of_batch) for of_batch in rows]
