@@ -41,7 +41,7 @@ class HeldOutRetrieval(HeldOutMetrics):
         session, objective = self._session, self._objective
         if session.data.validation is None:
             return {}
-        _, documents, _ = embed(session.model.stages, self.batches(), objective, session.mesh)
+        documents = embed(session.model.stages, self.batches(), objective, session.mesh).documents
         losses_N, _ = objective.global_loss(documents)
         number = int((documents.roles_N == 0).sum())
         found = _of_scores(documents) if objective.scored else _of_retrieval(documents)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,23 +21,36 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class Embedded(NamedTuple):
+    """Embeddings of a step.
+
+    Attributes:
+        batches: batches of this rank, on its device.
+        sizes: number of documents of each batch.
+        documents: documents of all data-parallel ranks.
+        first: index of the first document of this rank among them.
+    """
+
+    batches: list[Batch]
+    sizes: list[int]
+    documents: Documents
+    first: int
+
+
 def with_gradients(stages: Stages, batches: list[Batch], objective: EmbeddingObjective, mesh: Mesh) -> list[Batch]:
     """Return the batches with the losses of their queries and the gradients of their embeddings. Collective."""
-    own, everywhere, first = embed(stages, batches, objective, mesh)
+    on_device, sizes, everywhere, first = embed(stages, batches, objective, mesh)
     losses_N, gradients_ND = objective.global_loss(everywhere)
-    of_rank = slice(first, first + sum(own))
-    parts = zip(batches, losses_N[of_rank].split(own), gradients_ND[of_rank].split(own), strict=True)
+    of_rank = slice(first, first + sum(sizes))
+    parts = zip(on_device, losses_N[of_rank].split(sizes), gradients_ND[of_rank].split(sizes), strict=True)
     return [
-        batch.to(mesh.device).with_columns(query_losses_S=losses_S, pooled_gradients_SD=gradients_SD)
+        batch.with_columns(query_losses_S=losses_S, pooled_gradients_SD=gradients_SD)
         for batch, losses_S, gradients_SD in parts
     ]
 
 
-def embed(
-    stages: Stages, batches: Sequence[Batch], objective: EmbeddingObjective, mesh: Mesh
-) -> tuple[list[int], Documents, int]:
-    """Return the number of documents of each batch, the documents of all data-parallel ranks, and the index of the
-    first one of this rank among them. Runs a forward without gradients. Collective."""
+def embed(stages: Stages, batches: Sequence[Batch], objective: EmbeddingObjective, mesh: Mesh) -> Embedded:
+    """Run a forward without gradients, and gather the embeddings of all data-parallel ranks. Collective."""
 
     def pooled(output: HeadOutput, batch: Batch) -> Tensor:
         return objective.pooled(output, batch)
@@ -52,11 +65,11 @@ def embed(
         torch.cat([document_hashes(batch) for batch in batches]).to(mesh.device),
     )
     if mesh.dp_size == 1:
-        return own, local, 0
+        return Embedded(on_device, own, local, 0)
     group = mesh.dp.get_group()
     sizes = _sizes(len(local.pooled_ND), mesh, group)
     everywhere = Documents(*(_gathered(column, sizes, group) for column in local))
-    return own, everywhere, sum(sizes[: mesh.dp_rank])
+    return Embedded(on_device, own, everywhere, sum(sizes[: mesh.dp_rank]))
 
 
 def document_hashes(batch: Batch) -> Tensor:
