@@ -122,7 +122,7 @@ def _documents(
 ) -> tuple[Iterable[np.ndarray], np.dtype | None]:
     """Return the tokens of each document, and the dtype of token files."""
     if isinstance(source, TokenSource):
-        delimiters = [] if tokenizer is None else _delimiters(tokenizer)
+        delimiters = [] if tokenizer is None else nanogpt.delimiters_of(tokenizer)
         files = [open_token_file(path, delimiters) for path in source.paths]
         dtype = np.result_type(*(file.ids.dtype for file in files))
         return (file.document(i) for file in files for i in range(len(file.lengths))), dtype
@@ -146,17 +146,13 @@ def _encoded(
             yield ids if has_end else np.append(ids, end).astype(ids.dtype)
 
 
-def _delimiters(tokenizer: Any) -> list[int]:
-    return [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None]
-
-
 def _write_tokens(
     path: Path, documents: Iterable[np.ndarray], layout: str, tokenizer: Any, dtype: np.dtype | None
 ) -> tuple[int, int]:
     fits = len(tokenizer) <= 2**16 if dtype is None else dtype.itemsize <= 2
     if layout == "megatron":
         return megatron.write(path, documents, np.dtype("uint16" if fits else "int32"))
-    between = _delimiters(tokenizer)
+    between = nanogpt.delimiters_of(tokenizer)
     if not between:
         raise DataError(
             "nanoGPT files separate documents by the BOS or EOS token, but the tokenizer has neither",
@@ -171,7 +167,7 @@ def _rows(source: Source, tokenizer: Any, column: str) -> Iterator[dict[str, Any
         yield from _checked(source)
         return
     for path in source.paths:
-        file = open_token_file(path, _delimiters(tokenizer))
+        file = open_token_file(path, nanogpt.delimiters_of(tokenizer))
         for i in range(len(file.lengths)):
             yield {column: tokenizer.decode(file.document(i).tolist(), skip_special_tokens=True)}
 

@@ -10,6 +10,7 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.data.sources.sources import TokenSource
 from automodel_cli.data.storage.cache import entry_key, get_or_build
 from automodel_cli.data.storage.indexed_store import IndexedTokens, write_index
+from automodel_cli.data.token_files import nanogpt
 
 
 def index_tokens(
@@ -19,7 +20,6 @@ def index_tokens(
 
     Raises DataError for files without documents, and for ids that the tokenizer does not have.
     """
-    delimiters = [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None]
     key = entry_key({"kind": "indexed", "tokenizer": tokenizer_key, **source.ingredients()})
     folder, built = get_or_build(
         root,
@@ -27,7 +27,7 @@ def index_tokens(
         lambda folder: write_index(
             folder,
             source.paths,
-            delimiters=delimiters,
+            delimiters=nanogpt.delimiters_of(tokenizer),
             special_ids={*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder},
             meta={"files": source.files},
         ),

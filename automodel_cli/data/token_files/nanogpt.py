@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,11 @@ def token_ids(path: Path) -> np.ndarray:
     if len(ids) != int(header[2]):
         raise damaged(path, f"has {len(ids):,} tokens, but its header requires {int(header[2]):,}")
     return ids
+
+
+def delimiters_of(tokenizer: Any) -> list[int]:
+    """Return the tokens that may separate documents, most likely first: BOS and EOS."""
+    return [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None]
 
 
 def _starts(ids: np.ndarray, delimiters: Sequence[int]) -> np.ndarray:
