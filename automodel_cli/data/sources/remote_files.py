@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.config.file_systems import package_for
 from automodel_cli.config.fix_syntax import override
 from automodel_cli.data.storage.cache import entry_key, get_or_build
 from automodel_cli.data.token_files.megatron import INDEX_SUFFIX
@@ -35,7 +36,7 @@ def check_url(url: str) -> None:
     try:
         fsspec.get_filesystem_class(match[1])
     except ImportError as error:
-        package = "'automodel-cli[s3]'" if match[1] in ("s3", "s3a") else "<the package that the message names>"
+        package = package_for(match[1], error)
         raise DataError(
             f"{url} requires a package that is not installed: {error}",
             code="missing_package",

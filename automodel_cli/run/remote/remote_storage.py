@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.file_systems import package_for
 from automodel_cli.config.safe_files import open_own, replace
 from automodel_cli.runs.lock import is_held
 from automodel_cli.training.checkpoint.directory import META, CheckpointDir, step_of
@@ -49,7 +50,7 @@ def check_url(url: str) -> None:
     try:
         fsspec.get_filesystem_class(protocol[1])
     except ImportError as error:
-        extra = "'automodel-cli[s3]'" if protocol[1] in ("s3", "s3a") else _package_of(str(error))
+        extra = package_for(protocol[1], error)
         raise ConfigError(
             f"output_dir={url} requires a package that is not installed: {error}",
             code="missing_package",
@@ -63,11 +64,6 @@ def check_url(url: str) -> None:
             keys=("output_dir",),
             fix="output_dir=runs",
         ) from error
-
-
-def _package_of(reason: str) -> str:
-    match = re.search(r"[Ii]nstall (?:the )?`?([\w-]+)", reason)
-    return match[1] if match else "the package"
 
 
 def local_root(url: str) -> Path:
