@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests.e2e.command import automodel, curve, start, write_config
 from tests.errors import assert_error
+from tests.object_storage import s3_bucket
 
 MORE = ["train.max_steps=16", "checkpoint.every=2", "logging.report=false", "data.generator.num_train=40"]
 TRAIN = ["finetune", "llm", "-c", "tiny.yaml", *MORE]
@@ -23,21 +23,8 @@ TRAIN = ["finetune", "llm", "-c", "tiny.yaml", *MORE]
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server with a bucket; it takes any credentials."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    forget = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
-    urllib.request.urlopen(forget).close()  # what it stores outlives a server: it is the process's
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    fs.mkdir("bucket")
-    yield "s3://bucket/runs"
-    server.stop()
+    with s3_bucket(monkeypatch) as bucket:
+        yield f"{bucket}/runs"
 
 
 def _wait_for_whole_checkpoint(process, url: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 
 import fsspec
@@ -19,6 +18,7 @@ from automodel_cli.data.sources.remote_files import is_url
 from automodel_cli.data.sources.sources import TokenSource, open_source
 from automodel_cli.data.token_files import megatron
 from tests.errors import raises
+from tests.object_storage import s3_bucket
 
 ROWS = [{"text": f"row {i}"} for i in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -26,21 +26,8 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server with a bucket; it takes any credentials."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    forget = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
-    urllib.request.urlopen(forget).close()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    fsspec.filesystem("s3").clear_instance_cache()
-    fsspec.filesystem("s3").mkdir("bucket")
-    yield "s3://bucket/data"
-    server.stop()
+    with s3_bucket(monkeypatch) as bucket:
+        yield f"{bucket}/data"
 
 
 @pytest.fixture
