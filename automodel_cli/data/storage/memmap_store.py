@@ -420,25 +420,11 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
             content.update(mask.data)
             labels[a:b] = np.add.reduceat(mask, offsets[a:b] - offsets[a], dtype=np.int64)
     per_row = np.add.reduceat(labels, packed.row_offsets[:-1]) if packed.num_rows else labels
-    roles = _roles(kind, pieces.document, source.judgements)
-    margins = source.margins[pieces.document] if source.margins.any() else np.zeros(0, np.float32)
-    targets = source.targets[pieces.document] if len(source.targets) else _none()
-    classes = np.zeros(0, np.int16)
-    if len(source.classes):
-        classes = np.concatenate([source.classes[i:j] for i, j in zip(first.tolist(), last.tolist(), strict=True)])
-    for values in (offsets, packed.row_offsets, roles, margins, targets, classes):
+    trained = {"offsets": offsets, "row_offsets": packed.row_offsets, **_of_pieces(source, pieces, first, last)}
+    for values in trained.values():
         content.update(np.ascontiguousarray(values).view(np.uint8).data)
-    for name, values in (
-        ("offsets", offsets),
-        ("row_offsets", packed.row_offsets),
-        ("files", source.files[pieces.document]),
-        ("lines", source.lines[pieces.document]),
-        ("num_label_tokens", per_row),
-        ("roles", roles),
-        ("margins", margins),
-        ("targets", targets),
-        ("classes", classes),
-    ):
+    origins = {"files": source.files[pieces.document], "lines": source.lines[pieces.document]}
+    for name, values in (trained | origins | {"num_label_tokens": per_row}).items():
         np.save(folder / f"{name}.npy", values)
     table = _write_pictures(folder, source, pieces, content) if source.meta.get("has_pictures") else None
     header = {
@@ -450,6 +436,23 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
         "row_spec": source.meta.get("row_spec"),
     }
     (folder / "meta.json").write_text(json.dumps({**meta, **header}))
+
+
+def _of_pieces(source: TokenStore, pieces: Pieces, first: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns of pieces that objectives read. Empty if the dataset has none.
+
+    Args:
+        first, last: bounds of each piece in the tokens of the dataset.
+    """
+    classes = np.zeros(0, np.int16)
+    if len(source.classes):
+        classes = np.concatenate([source.classes[i:j] for i, j in zip(first.tolist(), last.tolist(), strict=True)])
+    return {
+        "roles": _roles(source.kind, pieces.document, source.judgements),
+        "margins": source.margins[pieces.document] if source.margins.any() else np.zeros(0, np.float32),
+        "targets": source.targets[pieces.document] if len(source.targets) else _none(),
+        "classes": classes,
+    }
 
 
 def _write_pictures(folder: Path, source: TokenStore, pieces: Pieces, content: Checksum) -> str:

@@ -355,39 +355,26 @@ class _Multiply(Function):
             )
             if adapters:
                 first_NR = low_rank.inner_gradient(grad_inner_NF, adapters[1], ends_L, call.scale)
-
-            def token_gradients() -> Tensor:
-                grad_rows_ND = experts.product(grad_inner_NF, first, ends_L, back=True)
-                if adapters:
-                    grad_rows_ND += low_rank.row_gradient(first_NR, adapters[0], ends_L)
-                return grad_rows_ND
-
             if wants_tokens:
                 # 3. Token gradients travel back while weight gradients are computed.
                 # No name keeps them in memory until the weight gradients are done.
-                token_grads_arriving = rows.back(token_gradients())
+                inner_a = (first_NR, adapters[0]) if adapters else None
+                token_grads_arriving = rows.back(_row_gradients(experts, grad_inner_NF, first, ends_L, inner_a))
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
             if wants_weight:
                 if is_of_NL is not None:
                     grad_weight_N += ((grad_ND @ biases[1].t()) * is_of_NL).sum(-1, dtype=weight_TK.dtype)
                 weight_grads_arriving = rows.back(grad_weight_N)
-            # 4. Weight gradients, one GEMM per expert: (rows of the expert)^T x (gradients of its outputs).
-            param_grads: list[Tensor | None] = []
-            for i, factors in enumerate(((rows_ND, grad_inner_NF), (weighted_NI, grad_ND))):
-                is_added = (
-                    wants[i]
-                    and ctx.main_grads
-                    and experts.add_weight_gradient(*factors, rows.count_L, ctx.main_grads[i])
-                )
-                param_grads.append(experts.weight_gradient(*factors, ends_L) if wants[i] and not is_added else None)
+            # 4. Weight gradients.
+            pairs = (rows_ND, grad_inner_NF), (weighted_NI, grad_ND)
+            param_grads = _weight_gradients(experts, rows, pairs, wants, ctx.main_grads)
             if is_of_NL is not None:
                 param_grads.append(is_of_NL.t() @ grad_inner_NF if wants[2] else None)
                 param_grads.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
             if adapters and any(wants[-len(adapters) :]):
                 rank = matrices[0].shape[1]
-                inner_pair, outer_pair = (rows_ND, grad_inner_NF, first_NR), (weighted_NI, grad_ND, second_NR)
-                param_grads += low_rank.matrix_gradients(*inner_pair, adapters[0], ends_L, call.scale, rank)
-                param_grads += low_rank.matrix_gradients(*outer_pair, adapters[2], ends_L, call.scale, rank)
+                for pair, inner_NR, a_LRI in zip(pairs, (first_NR, second_NR), adapters[::2], strict=True):
+                    param_grads += low_rank.matrix_gradients(*pair, inner_NR, a_LRI, ends_L, call.scale, rank)
             else:
                 param_grads += [None] * len(adapters)
             grad_TD, grad_weight_TK = None, None
@@ -402,6 +389,38 @@ class _Multiply(Function):
             for grad, param in zip(param_grads, ctx.parameters, strict=True)
         ]
         return None, None, None, grad_TD, grad_weight_TK, *converted
+
+
+def _row_gradients(
+    experts: GatedExperts,
+    grad_inner_NF: Tensor,
+    first: Tensor,
+    ends_L: Tensor,
+    inner_a: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return the gradients of the rows of tokens. `inner_a`: gradient of `x A^T` and A, with adapters."""
+    grad_rows_ND = experts.product(grad_inner_NF, first, ends_L, back=True)
+    if inner_a is not None:
+        grad_rows_ND += low_rank.row_gradient(*inner_a, ends_L)
+    return grad_rows_ND
+
+
+def _weight_gradients(
+    experts: GatedExperts,
+    rows: _Sorted,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    wants: Sequence[bool],
+    main_grads: Sequence[MainGrad],
+) -> list[Tensor | None]:
+    """Return the gradients of both weights. None if it is not wanted, or was added to the main gradient.
+
+    One GEMM per expert: (rows of the expert)^T x (gradients of its outputs), which are `pairs`.
+    """
+    grads: list[Tensor | None] = []
+    for i, factors in enumerate(pairs):
+        is_added = wants[i] and main_grads and experts.add_weight_gradient(*factors, rows.count_L, main_grads[i])
+        grads.append(experts.weight_gradient(*factors, rows.ends_L) if wants[i] and not is_added else None)
+    return grads
 
 
 def _split(local: Sequence[Tensor], biased: bool) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:

@@ -101,15 +101,11 @@ def export_hf(
     values = list(local_values if pp_group is None else over_stages(local_values, pp_group, parts[0], "cpu"))
     if writer:
         card = functools.partial(_write_card, folder, parts[0], config, title or folder.name, summary)
-        if score_head is not None:
-            if isinstance(score_head, EmbeddingHead):
-                _write_index(folder, shards)
-                config_of_export = embedding_model.config_of(parts[0], tokenizer)
-                width = config_of_export.get_text_config().hidden_size
-                embedding_model.write_modules(folder, score_head, width)
-                _finish_headless(folder, parts[0], tokenizer, config_of_export)
-            else:
-                _finish_classifier(folder, shards, parts[0], values, tokenizer, score_head)
+        if isinstance(score_head, EmbeddingHead):
+            _finish_embedding(folder, shards, parts[0], tokenizer, score_head)
+            card(score_head=score_head)
+        elif score_head is not None:
+            _finish_classifier(folder, shards, parts[0], values, tokenizer, score_head)
             card(score_head=score_head)
         else:
             _finish_model(folder, shards, parts[0], values, tokenizer, config, shard_bytes)
@@ -118,6 +114,20 @@ def export_hf(
                 card()
     if dist.is_initialized():
         dist.barrier()
+
+
+def _finish_embedding(
+    folder: Path,
+    shards: list[tuple[list[str], int]],
+    part: ModelPart,
+    tokenizer: PreTrainedTokenizerBase | None,
+    head: EmbeddingHead,
+) -> None:
+    """Write the index, the modules of sentence-transformers, and the config."""
+    _write_index(folder, shards)
+    config = embedding_model.config_of(part, tokenizer)
+    embedding_model.write_modules(folder, head, config.get_text_config().hidden_size)
+    _finish_headless(folder, part, tokenizer, config)
 
 
 def _finish_classifier(
