@@ -1,6 +1,6 @@
 """Low-rank adapters through `peft`: injected in place, saved in its file format, merged for export.
 
-Only linear layers of plain LoRA are used, so a merge is `W + scale * B @ A` and needs no code of the adapter library.
+A merge is `W + scale * B @ A`, with rescaled rows in DoRA, and needs no code of the adapter library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import expert_lora, lora_options, lora_pretrained, lora_targets, nf4, transformers_compat
+from automodel_cli.models import (
+    expert_lora,
+    lora_dora,
+    lora_options,
+    lora_pretrained,
+    lora_targets,
+    nf4,
+    transformers_compat,
+)
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.rng import generator_for
 from automodel_cli.models.stochastic_rounding import round_stochastically
@@ -69,10 +77,12 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
     settings.modules_to_save = saved or None  # of the file
     if config.pretrained is not None:
         trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
-        lora_pretrained.check_matrices(config.pretrained, adapted, [n for n in trained if ".lora_" not in n])
+        matrices = [file_name for name, layer in wrappers(model) for file_name, _ in matrices_of(name, layer)]
+        lora_pretrained.check_matrices(config.pretrained, [*matrices, *(n for n in trained if ".lora_" not in n)])
     if config.quantization == "nf4":
         _check_4bit_heads(model, config)
         _pack_bases(model)
+    lora_dora.use_own_forward(model)
     expert_lora.inject(model, config, config.scale)
 
 
@@ -148,6 +158,7 @@ def _peft_config(model: nn.Module, config: LoRAConfig) -> Any:
         target_modules=lora_targets.all_linear(model) if every else config.target_modules,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         task_type="CAUSAL_LM",
         modules_to_save=config.modules_to_save or None,
         **lora_options.peft_options(config),
@@ -167,6 +178,14 @@ def _need(what: str, package: str, *, key: str, fix: str) -> None:
 def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
     """(name, adapter layer) of every wrapped layer. Empty without adapters, and then peft is never imported."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+
+
+def matrices_of(name: str, layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the trained parameters of a wrapped layer, with their names in files of peft."""
+    for matrix in ("lora_A", "lora_B"):
+        yield f"{name}.{matrix}.weight", getattr(layer, matrix)[_ADAPTER].weight
+    if lora_dora.has_magnitude(layer):
+        yield f"{name}.lora_magnitude_vector", lora_dora.magnitude(layer)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -220,13 +239,16 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator_for(seed, f"{name}.lora_A"))
         transformers_compat.local(a).copy_(transformers_compat.local_part(a, full))
         transformers_compat.local(b).zero_()
+        if lora_dora.has_magnitude(layer):
+            lora_dora.start(layer)
     expert_lora.init_adapters(model, seed)
 
 
 def fill_pretrained(part: ModelPart, name: str) -> None:
     """Read the adapters of this rank, and the modules trained with them, from an adapter of peft."""
     modules = _settings_of(part).modules_to_save or []
-    lora_pretrained.fill(part, name, dict(wrappers(part.model)), dict(lora_options.saved_parameters(part, modules)))
+    matrices = {file_name: param for at, layer in wrappers(part.model) for file_name, param in matrices_of(at, layer)}
+    lora_pretrained.fill(name, matrices | dict(lora_options.saved_parameters(part, modules)))
 
 
 def _settings_of(part: ModelPart) -> Any:
@@ -251,8 +273,9 @@ def delta(layer: Any) -> Tensor:
 
 
 def merged_weight(weight: Tensor, layer: Any) -> Tensor:
-    """Return a layer's full `weight` plus `delta`, in fp32. Collective if adapters are sharded."""
-    return weight.float() + delta(layer)
+    """Return a layer's full `weight` with its adapter, in fp32. Collective if adapters are sharded."""
+    merged = weight.float() + delta(layer)
+    return lora_dora.rescaled(merged, layer) if lora_dora.has_magnitude(layer) else merged
 
 
 def rounded(name: str, merge: Tensor, dtype: torch.dtype) -> Tensor:
@@ -292,9 +315,8 @@ def save_adapters(
     local = {}
     for part in parts:
         for name, layer in wrappers(part.model):
-            for matrix in ("lora_A", "lora_B"):
-                weight = transformers_compat.full_tensor(getattr(layer, matrix)[_ADAPTER].weight)
-                local[f"{name}.{matrix}.weight"] = weight.cpu().contiguous()
+            for file_name, param in matrices_of(name, layer):
+                local[file_name] = transformers_compat.full_tensor(param).cpu().contiguous()
         local |= {name: weight.cpu().contiguous() for name, weight in expert_lora.in_files(part.model)}
         for name, param in lora_options.saved_parameters(part, _settings_of(part).modules_to_save or []):
             local[name] = transformers_compat.full_tensor(param.detach()).cpu().contiguous().clone()

@@ -42,6 +42,8 @@ class LoRAConfig:
     as `[experts.gate_up_proj, experts.down_proj]`. null: none. With them, `target_modules` may be `[]`."""
     use_rslora: bool = False
     """Scale the update by `alpha / sqrt(rank)` instead."""
+    use_dora: bool = False
+    """Train the norm of each output beside the adapters (DoRA, Liu et al. 2024)."""
     exclude_modules: list[str] = field(default_factory=list)
     """Layers without adapters, as name endings. Each must match a layer that `target_modules` selects."""
     layers_to_transform: list[int] = field(default_factory=list)
@@ -93,13 +95,14 @@ class LoRAConfig:
                 keys=("target_parameters",),
                 fix="model.lora.target_parameters=all-experts",
             )
-        if self.dropout:
-            raise ConfigError(
-                f"dropout={self.dropout} is not supported with target_parameters: peft has no dropout on experts",
-                code="unsupported_combination",
-                keys=("dropout", "target_parameters"),
-                fix="model.lora.dropout=0",
-            )
+        for key, fix in (("dropout", "0"), ("use_dora", "false")):
+            if getattr(self, key):
+                raise ConfigError(
+                    f"{key}={getattr(self, key)} is not supported with target_parameters: peft has none on experts",
+                    code="unsupported_combination",
+                    keys=(key, "target_parameters"),
+                    fix=f"model.lora.{key}={fix}",
+                )
 
     def _check_patterns(self) -> None:
         for name in ("rank", "alpha"):
@@ -132,7 +135,7 @@ class LoRAConfig:
         """The adapter on disk determines its structure."""
         if self.pretrained is None:
             return
-        names = ("rank", "alpha", "target_modules", "use_rslora", "exclude_modules", "layers_to_transform")
+        names = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "exclude_modules", "layers_to_transform")
         usual = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
         for name in (*names, "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters"):
             if getattr(self, name) != usual[name]:

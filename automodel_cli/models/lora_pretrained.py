@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import ends_in
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.model_part import ModelPart
 
 _PREFIX = "base_model.model."
 _FILE = "adapter_model.safetensors"
 _UNSUPPORTED = {
-    "use_dora": False,
     "lora_bias": False,
     "bias": "none",
     "target_parameters": None,
@@ -83,15 +81,14 @@ def read_peft_config(name: str) -> Any:
     return config
 
 
-def check_matrices(name: str, adapted: list[str], saved: list[str]) -> None:
-    """Raise ConfigError unless every matrix of the file belongs to a layer, and every layer has its matrices.
+def check_matrices(name: str, wanted: list[str]) -> None:
+    """Raise ConfigError unless the file has a matrix of each wanted name, and no others.
 
     Names of composite models have another prefix, so they are compared by their endings.
     """
     keys = _keys(name)
-    wanted = [f"{layer}.{matrix}.weight" for layer in adapted for matrix in ("lora_A", "lora_B")]
-    missing = [want for want in (*wanted, *saved) if not any(ends_in(key, want) for key in keys)]
-    unread = [key for key in keys if not any(ends_in(key, want) for want in (*wanted, *saved))]
+    missing = [want for want in wanted if not any(ends_in(key, want) for key in keys)]
+    unread = [key for key in keys if not any(ends_in(key, want) for want in wanted)]
     if missing or unread:
         what = f"has no {missing[0]}" if missing else f"has {unread[0]}, which no layer reads"
         raise ConfigError(
@@ -112,13 +109,12 @@ def _keys(name: str) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def fill(part: ModelPart, name: str, adapted: Mapping[str, Any], saved: Mapping[str, nn.Parameter]) -> None:
-    """Read the adapters and trained modules of this rank. Raises ConfigError for a matrix of another shape."""
+def fill(name: str, targets: Mapping[str, nn.Parameter]) -> None:
+    """Read this rank's parameters, by their names in the file. Raises ConfigError for a matrix of another shape."""
     from safetensors import safe_open
 
     with safe_open(adapter_folder(name) / _FILE, "pt") as file:
-
-        def read(target: nn.Parameter, wanted: str) -> None:
+        for wanted, target in targets.items():
             key = next(key for key in _keys(name) if ends_in(key, wanted))
             full: Tensor = file.get_tensor(_PREFIX + key)
             if full.shape != target.shape:
@@ -131,9 +127,3 @@ def fill(part: ModelPart, name: str, adapted: Mapping[str, Any], saved: Mapping[
                 )
             local = transformers_compat.local(target)
             local.copy_(transformers_compat.local_part(target, full.to(local.dtype)))
-
-        for layer, wrapper in adapted.items():
-            for matrix in ("lora_A", "lora_B"):
-                read(getattr(wrapper, matrix)["default"].weight, f"{layer}.{matrix}.weight")
-        for param_name, param in saved.items():
-            read(param, param_name)

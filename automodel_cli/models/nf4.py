@@ -34,6 +34,11 @@ class NF4Linear(nn.Module):
     def num_weights(self) -> int:
         return self.in_features * self.out_features
 
+    @property
+    def is_unloaded(self) -> bool:
+        """Whether there is no packed weight yet, as in a plan."""
+        return self._packed is None
+
     def unloaded(self) -> Tensor:
         """Weight as in the checkpoint: its shape and dtype, on the meta device."""
         return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")

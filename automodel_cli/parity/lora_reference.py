@@ -3,25 +3,38 @@
 The tested layers get a random B. Training starts with B = 0, for which the gradient of A is always zero. The base is
 set to W - s B A, so that the layer computes the same as in the reference. Then dL/dB = s dL/dW A^T and dL/dA = s B^T
 dL/dW, independent of the adapter library.
+
+With DoRA, W = f (W0 + s B A) with a factor f = m / n of each row, and n is a constant in backward. The reference has a
+random f and the base W / f - s B A, so m = |W|. Then the gradients are those of f dL/dW, and dL/dm = <dL/dW, W> / |W|.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.distributed.expert_parallel.low_rank import MATRICES
-from automodel_cli.models import expert_lora, lora, transformers_compat
+from automodel_cli.models import expert_lora, lora, lora_dora, transformers_compat
 from automodel_cli.models.lora_targets import is_transposed
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.rng import generator_for
 from automodel_cli.parity import value_head
 from automodel_cli.parity.reference import Reference
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Factor `[out]` and weight `[out, in]` of a DoRA layer, and the name of its trained norms."""
+
+    factor: Tensor
+    weight: Tensor
+    name: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,8 @@ class Adapter:
     names: tuple[str, str, str]
     transposed: bool = False
     """Whether the layer's weight is `[in, out]`."""
+    rows: Rows | None = None
+    """Of DoRA."""
 
 
 @torch.no_grad()
@@ -51,7 +66,8 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
             names = (f"{name}.weight", f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight")
             matrices = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
             form = (lora.scale(layer), names, is_transposed(layer))
-            local_adapters[name] = _put_in(layer.get_base_layer().weight, matrices, *form)
+            rows = _put_factor(name, layer) if lora_dora.has_magnitude(layer) else None
+            local_adapters[name] = replace(_put_in(layer.get_base_layer().weight, matrices, *form), rows=rows)
         for name, (experts, leaf) in expert_lora.weights(part.model).items():
             own = [f"{leaf}_{matrix}" for matrix in MATRICES]
             of_a, of_b = (f"{name.rpartition('.')[0]}.{matrix}" for matrix in own)
@@ -61,6 +77,18 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
     all_adapters: list[dict[str, Adapter]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_adapters, local_adapters)
     return {name: adapter for adapters_of_rank in all_adapters for name, adapter in adapters_of_rank.items()}
+
+
+def _put_factor(name: str, layer: Any) -> Rows:
+    """Divide the base weight by a random factor of each row."""
+    weight, transposed = layer.get_base_layer().weight, is_transposed(layer)
+    full = transformers_compat.full_tensor(weight).float().clone()
+    rows = full.T if transposed else full
+    factor = torch.rand(len(rows), generator=generator_for(1, name)) + 0.5
+    divided = rows / factor[:, None]
+    divided = divided.T if transposed else divided
+    transformers_compat.local(weight).copy_(transformers_compat.local_part(weight, divided.contiguous()))
+    return Rows(factor, rows, f"{name}.lora_magnitude_vector.default.weight")
 
 
 def _put_in(
@@ -88,6 +116,10 @@ def reference_of(expected: Reference, adapters: dict[str, Adapter], saved: Colle
             continue
         grad = expected.gradients[weight].double()
         grad = grad.mT if adapter.transposed else grad
+        if adapter.rows is not None:
+            along = (grad * adapter.rows.weight).sum(1) / adapter.rows.weight.double().norm(dim=1)
+            gradients[adapter.rows.name] = along
+            grad = grad * adapter.rows.factor[:, None]
         of_a, of_b = adapter.b.double().mT @ grad, grad @ adapter.a.double().mT
         gradients |= {names[0]: adapter.scale * of_a, names[1]: adapter.scale * of_b}
     norm = math.sqrt(sum(grad.square().sum().item() for grad in gradients.values()))

@@ -3,6 +3,8 @@ in the last place, compiled layers, stages as described."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from automodel_cli.data.batch import Batch
@@ -36,6 +38,16 @@ MORE = [
     Case(MeshConfig(dp_size=1, tp_size=2), lora=CHOSEN),
     Case(MeshConfig(dp_size=1, cp_size=2), lora=CHOSEN),
 ]
+DORA = LoRAConfig(rank=4, use_dora=True)
+OF_DORA = [
+    Case(MeshConfig(dp_size=1, tp_size=2), lora=DORA),
+    Case(DP, lora=replace(DORA, target_modules=["q_proj", "down_proj", "lm_head"])),
+    Case(PP, pipeline=PipelineConfig(schedule="zb_h1"), lora=DORA),
+    Case(DP, DDPConfig(), lora=DORA),
+    Case(MeshConfig(dp_size=1, cp_size=2), lora=DORA),
+    Case(MeshConfig(dp_size=1, tp_size=2), FSDP2Config(mp_policy=FP32, sequence_parallel=True), lora=DORA),
+    Case(DP, FSDP2Config(mp_policy=FP32, activation_checkpointing="full"), lora=DORA),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +63,14 @@ def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(or
             assert "lora_" in outcome.name
 
 
-@pytest.mark.parametrize("rows", [MORE[:1], pytest.param(MORE[1:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        MORE[:1] + OF_DORA[:1],
+        pytest.param(MORE[1:], marks=pytest.mark.slow),
+        pytest.param(OF_DORA[1:], marks=pytest.mark.slow),
+    ],
+)
 def test_chosen_layers_and_ranks_with_modules_trained_completely(original: Original, rows: list[Case]):
     for row, outcome in zip(rows, launch(run_rows, 2, original, rows), strict=True):
         assert isinstance(outcome, Errors) and outcome.within_rounding(), (row, outcome)

@@ -317,11 +317,12 @@ def test_experts_multiply_in_8_bits_without_waiting_for_sizes() -> None:
     "overrides",
     [
         ("model.lora={rank: 4}", *_PLAIN),
+        ("model.lora={rank: 4, use_dora: true}", *_PLAIN),
         ("mesh.pp_size=2", "pipeline=zb_h1", "parallelizer.activation_checkpointing=false", *_PLAIN),
         ("mesh.dp_replicate_size=2", *_PLAIN),
         ("parallelizer.offload_policy={_target_: automodel_cli.distributed.config.CPUOffload}", *_PLAIN),
     ],
-    ids=["lora", "zero bubble", "hybrid sharding", "offload"],
+    ids=["lora", "dora", "zero bubble", "hybrid sharding", "offload"],
 )
 def test_the_step_goes_through(overrides: tuple[str, ...]) -> None:
     found = traced("llama3_8b_tp2cp2_tiny", 8, 0, *overrides)

@@ -185,6 +185,7 @@ TABLE = Table(
         "lora_target_modules": to("model.lora.target_modules"),
         "lora_target_parameters": to("model.lora.target_parameters"),
         "peft_use_rslora": to("model.lora.use_rslora"),
+        "peft_use_dora": to("model.lora.use_dora"),
         "lora_model_dir": none("model.lora.pretrained, without rank, alpha and layers, which its files have"),
         "lora_modules_to_save": to("model.lora.modules_to_save"),
         "peft_layers_to_transform": to("model.lora.layers_to_transform"),

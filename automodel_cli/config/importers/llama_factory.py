@@ -135,7 +135,7 @@ TABLE = Table(
         "freeze_*": none("train.freeze and train.trainable take patterns of parameter names"),
         "lora_dropout": to("model.lora.dropout"),
         "use_rslora": to("model.lora.use_rslora"),
-        "use_dora": none("no DoRA"),
+        "use_dora": to("model.lora.use_dora"),
         "loraplus_*": none("optimizer.groups takes patterns of parameter names and their rates"),
         "pissa_*": none("adapters begin at random times zero"),
         "quantization_*": none("model.lora.quantization is none or nf4"),

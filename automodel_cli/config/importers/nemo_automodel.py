@@ -290,6 +290,7 @@ TABLE = Table(
         "checkpoint.is_async": to("checkpoint.async_save"),
         "checkpoint.*": none("checkpoints hold everything; the export is what transformers loads"),
         "peft.dropout": to("model.lora.dropout"),
+        "peft.use_dora": to("model.lora.use_dora"),
         "peft.*": none("not in our adapters: see model.lora in docs/config/model.md"),
         "distributed._target_": none("parallelizer says what shards"),
         "distributed.strategy": KeyMapping("parallelizer", values=_STRATEGIES),

@@ -21,7 +21,6 @@ _LOSSES = (
     *("apo_zero", "apo_down", "discopop", "aot", "aot_unpaired"),
 )
 _ALWAYS: dict[str, tuple[Any, str]] = {
-    "use_dora": (False, "no DoRA: model.lora has rank, alpha, dropout, target_modules, use_rslora"),
     "dataset_streaming": (False, "rows are prepared before the first step, and cached"),
     "use_bnb_nested_quant": (False, "model.lora.quantization is none or nf4"),
     "ignore_bias_buffers": (False, "buffers are not reduced over ranks"),
@@ -279,6 +278,7 @@ TABLE = Table(
         "attn_implementation": hf.ATTENTION,
         "use_peft": none("without adapters all parameters are trained"),
         "use_rslora": to("model.lora.use_rslora"),
+        "use_dora": to("model.lora.use_dora"),
         "lora_*": none("without use_peft nothing there; model.lora has rank, alpha, dropout, target_modules"),
         "load_in_*": none("model.lora.quantization is none or nf4, with adapters"),
         "bnb_*": none("model.lora.quantization is none or nf4"),

@@ -248,7 +248,7 @@ def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: Devic
     """Shard the wrapped layer as planned, and one matrix of its adapter `B @ A`.
 
     A column-parallel layer shards B over outputs, a row-parallel layer shards A over inputs. The other matrix and the
-    activations of rank r between them are replicated.
+    activations of rank r between them are replicated. DoRA's norms are sharded like the outputs.
     """
     base = wrapper.get_base_layer()
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in wrapper.modules()):
@@ -276,6 +276,9 @@ def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: Devic
         matrices = wrapper.lora_A.values() if style.input_layouts == (Shard(-1),) else ()
     for matrix in matrices:
         parallelize_module(matrix, mesh, style, src_data_rank=None)
+    for vector in getattr(wrapper, "lora_magnitude_vector", {}).values():  # DoRA: one norm for each local output
+        if _is_local_colwise(style):
+            shard_parameter(vector, "weight", mesh, Shard(0))
 
 
 def _check_features(name: str, module: nn.Module, style: ParallelStyle, tp_size: int) -> None:

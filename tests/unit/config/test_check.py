@@ -435,7 +435,6 @@ def test_no_key_of_ours_takes_just_anything() -> None:
     [
         "train.precision=bf16",
         "checkpoint.best=true",
-        "model.lora.use_dora=true",
         "objective.value_coef=1",
         "train.steps=4",
     ],

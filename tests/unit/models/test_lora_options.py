@@ -126,7 +126,7 @@ def test_an_adapter_of_another_model_or_kind_is_refused(tmp_path: Path):
         _part(tmp_path / "other", LoRAConfig(pretrained=str(tmp_path / "a")))
     assert refusal.value.code == "not_supported_by_model"
     settings = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
-    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(settings | {"lora_bias": True}))
     with pytest.raises(ConfigError) as refusal:
         _part(tmp_path / "base", LoRAConfig(pretrained=str(tmp_path / "a")))
-    assert refusal.value.code == "not_supported" and "use_dora" in refusal.value.message
+    assert refusal.value.code == "not_supported" and "lora_bias" in refusal.value.message

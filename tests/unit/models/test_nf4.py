@@ -63,13 +63,14 @@ def three_steps(part: ModelPart) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2's projections have biases
-def test_it_trains_as_adapters_on_the_rounded_weights(family: str, tmp_path: Path):
+@pytest.mark.parametrize(("family", "dora"), [("llama", False), ("qwen2", True)])  # qwen2's projections have biases
+def test_it_trains_as_adapters_on_the_rounded_weights(family: str, dora: bool, tmp_path: Path):
+    packed = replace(LORA, use_dora=dora)
     build_hf(family).save_pretrained(tmp_path / "base")
     write_rounded(tmp_path / "base", tmp_path / "rounded")
-    part, _ = built(tmp_path / "base")
-    plain, _ = built(tmp_path / "rounded", replace(LORA, quantization="none"))
-    precise, _ = built(tmp_path / "base", replace(LORA, quantization="none"))
+    part, _ = built(tmp_path / "base", packed)
+    plain, _ = built(tmp_path / "rounded", replace(packed, quantization="none"))
+    precise, _ = built(tmp_path / "base", replace(packed, quantization="none"))
     got, want, other = three_steps(part), three_steps(plain), three_steps(precise)
     for ours, theirs in zip(got, want, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=2e-5)
@@ -80,10 +81,10 @@ def test_it_trains_as_adapters_on_the_rounded_weights(family: str, tmp_path: Pat
     assert all(torch.allclose(param, of_plain[name], rtol=1e-4, atol=1e-6) for name, param in trained.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_export_is_the_model_that_was_trained(dtype: torch.dtype, tmp_path: Path):
+@pytest.mark.parametrize(("dtype", "dora"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_its_export_is_the_model_that_was_trained(dtype: torch.dtype, dora: bool, tmp_path: Path):
     build_hf("llama").to(dtype).save_pretrained(tmp_path / "base")
-    part, config = built(tmp_path / "base")
+    part, config = built(tmp_path / "base", replace(LORA, use_dora=dora))
     three_steps(part)
     batch = packed_batch(ROWS)
     before = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT

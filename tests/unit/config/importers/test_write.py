@@ -494,7 +494,7 @@ def test_the_command_writes_a_file_and_never_over_another(tmp_path: Path, capsys
         ("trl_grpo.yaml", "loss_type: dr_grpo", "use_adaptive_entropy: true", "use_adaptive_entropy=true", {}),
         ("trl_grpo.yaml", "loss_type: dr_grpo", "repetition_penalty: 1.1", "repetition_penalty=1.1", {}),
         ("trl_sft.yaml", "learning_rate: 2.0e-4", "loss_type: dft", "loss_type=dft", {}),
-        ("trl_sft.yaml", "learning_rate: 2.0e-4", "use_dora: true", "use_dora=true", {}),
+        ("trl_sft.yaml", "learning_rate: 2.0e-4", "use_bnb_nested_quant: true", "use_bnb_nested_quant=true", {}),
         (
             "verl_grpo.yaml",
             "\ntrainer:\n",

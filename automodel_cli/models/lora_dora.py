@@ -1,0 +1,152 @@
+"""DoRA (Liu et al. 2024, arXiv:2402.09353): adapters of the direction of a weight, and a trained norm of each output.
+
+    W' = m / n * (W + s B A)        n: norm of each row of W + s B A, [O]. m: trained, [O], at first the norm of W
+    y  = m / n * (x W^T + s (x A^T) B^T) + b
+
+As in `peft`, n is a constant in backward. `peft` forms B A by a product with an identity matrix and computes in the
+compute dtype. Here rows are added in chunks, in float32 or wider, so the memory does not depend on the layer.
+
+Under tensor parallelism each rank adds the squares of its shard. A row-parallel layer, whose inputs are sharded, sums
+them over the ranks, and a column-parallel layer has the rows of its outputs only.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.lora_targets import is_transposed
+from automodel_cli.models.nf4 import NF4Linear
+
+_ADAPTER = "default"
+_CHUNK = 2**24  # elements of a weight that are added to its update at a time
+
+
+def has_magnitude(layer: Any) -> bool:
+    """Return whether a wrapped layer trains the norm of its rows."""
+    return bool(len(getattr(layer, "lora_magnitude_vector", ())))
+
+
+def magnitude(layer: Any) -> nn.Parameter:
+    """Return the trained norm of each output, `[O]`."""
+    found: nn.Parameter = layer.lora_magnitude_vector[_ADAPTER].weight
+    return found
+
+
+def use_own_forward(model: nn.Module) -> None:
+    """Convert the DoRA layers of `peft` in place. Works on the meta device, before sharding."""
+    for module in model.modules():
+        if has_magnitude(module):
+            module.__class__ = _own_class()
+
+
+@cache
+def _own_class() -> Any:
+    from peft.tuners.lora.layer import Linear
+
+    return type("DoRALinear", (_DoRA, Linear), {})
+
+
+class _DoRA:
+    """Forward of a converted layer, mixed into the class of `peft`."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        base, scale = self.base_layer, self.scaling[_ADAPTER]
+        plain: Tensor = base(x, *args, **kwargs)
+        if scale == 0.0:  # `lora.adapters_off`
+            return plain
+        down, up = self.lora_A[_ADAPTER], self.lora_B[_ADAPTER]
+        factor_O = self._factor(x).to(plain.dtype)
+        dropout = self.lora_dropout[_ADAPTER]
+        dropped = dropout(x)
+        update = up(down(dropped.to(down.weight.dtype))) * scale
+        if dropped is x:  # also in evaluation
+            y = factor_O * (plain + update.to(plain.dtype))
+            return y if base.bias is None else y + (1 - factor_O) * _local(base.bias)
+        of_dropped = base(dropped)
+        of_dropped = of_dropped if base.bias is None else of_dropped - _local(base.bias)
+        return plain + (factor_O - 1) * of_dropped + factor_O * update.to(plain.dtype)
+
+    def _factor(self: Any, x: Tensor) -> Tensor:
+        """Return `m / n` of the outputs that this rank computes. The norm is rounded to the dtype of m, so that the
+        first step computes with a factor of 1."""
+        own = magnitude(self)
+        matrices = self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight
+        squares = _row_squares(_weight(self.base_layer), *matrices, self.scaling[_ADAPTER], is_transposed(self))
+        if transformers_compat.is_dtensor(own):
+            norm_O = squares.redistribute(placements=own.placements).to_local().sqrt()  # type: ignore[attr-defined]
+        else:
+            norm_O = transformers_compat.full_tensor(squares).sqrt()
+        return _local(own) / norm_O.to(own.dtype)
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if transformers_compat.is_dtensor(tensor) else tensor
+
+
+def _weight(base: Any) -> Tensor:
+    if not isinstance(base, NF4Linear):
+        weight: Tensor = base.weight
+        return weight
+    if base.instead is not None:
+        return base.instead()
+    return base.unloaded() if base.is_unloaded else base.dequantized()
+
+
+@torch.no_grad()
+def _row_squares(weight: Any, a: Any, b: Any, scale: float, transposed: bool) -> Any:
+    """Return the squared norms `[O]` of the rows of `W + scale B A`, a DTensor if W is one.
+
+    Args:
+        weight: `[O, I]`, or `[I, O]` if `transposed`, whole or sharded over one mesh dimension.
+        a, b: `[R, I]` and `[O, R]`, whole, or sharded like W.
+    """
+    if not transformers_compat.is_dtensor(weight):
+        return _squares(weight.t() if transposed else weight, a, b, scale)
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    (placement,), mesh = weight.placements, weight.device_mesh
+    over_outputs = placement.is_shard(int(transposed))
+    own = [_local(tensor) for tensor in (weight, a, b)]
+    own[0] = own[0].t() if transposed else own[0]
+    if placement.is_shard() and not over_outputs and not transformers_compat.is_dtensor(a):
+        own[1] = a.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+    if over_outputs and not transformers_compat.is_dtensor(b):
+        own[2] = b.chunk(mesh.size(), 0)[mesh.get_local_rank()]
+    squares_O = _squares(*own, scale)
+    if not placement.is_shard():
+        return DTensor.from_local(squares_O, mesh, [placement], run_check=False)
+    return DTensor.from_local(squares_O, mesh, [Shard(0) if over_outputs else Partial()], run_check=False)
+
+
+def _squares(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    wide = torch.promote_types(weight_OI.dtype, torch.float32)
+    a_RI = a_RI.to(wide) * scale
+    rows = max(1, _CHUNK // max(weight_OI.shape[1], 1))
+    chunks = zip(weight_OI.split(rows), b_OR.split(rows), strict=True)
+    return torch.cat([torch.addmm(own.to(wide), of_b.to(wide), a_RI).square_().sum(1) for own, of_b in chunks])
+
+
+@torch.no_grad()
+def start(layer: Any) -> None:
+    """Set m to the norms of the base weight, as a new adapter has B = 0. Collective if the weight is sharded."""
+    base = layer.get_base_layer()
+    weight = _weight(base) if isinstance(base, NF4Linear) else transformers_compat.full_tensor(base.weight)
+    weight = weight.t() if is_transposed(layer) else weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    norms_O = torch.cat([rows.to(wide).square().sum(1).sqrt() for rows in weight.split(1024)])
+    own = transformers_compat.local(magnitude(layer))
+    own.copy_(transformers_compat.local_part(magnitude(layer), norms_O.to(own.dtype)))
+
+
+@torch.no_grad()
+def rescaled(merged: Tensor, layer: Any) -> Tensor:
+    """Return `m / n * (W + s B A)` of the full fp32 sum. Collective if m is sharded."""
+    rows = merged.t() if is_transposed(layer) else merged
+    factor_O = transformers_compat.full_tensor(magnitude(layer)).to(rows.dtype) / rows.norm(dim=1)
+    scaled = rows * factor_O[:, None].to(rows.device)
+    return scaled.t() if is_transposed(layer) else scaled
