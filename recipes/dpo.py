@@ -33,6 +33,7 @@ class DPORecipe(PreferenceRecipe):
     """Let the reference model follow the policy. null: it stays as loaded."""
 
     kind: ClassVar[str] = "dpo"
+    reads_pictures: ClassVar[bool] = True
 
     @property
     def _copies(self) -> bool:

@@ -29,8 +29,11 @@ class PreferenceRecipe(Recipe):
         check_tasks(self)
 
     def about(self, rows: PackedDataset) -> list[tuple[str, str]]:
-        """Rows of the startup summary: columns that this loss does not use, or lacks."""
+        """Rows of the startup summary: columns that this loss does not use, or lacks, and how pictures are read."""
         found = []
+        if rows.pictures is not None:
+            each = "microbatch" if rows.pictures.shares else "response, because its features cannot be repeated"
+            found.append(("pictures", f"the tower reads a picture once for each {each}"))
         if rows.has_margins and "margins_P" not in self.objective.columns:
             reads = ": objective.margin=true does" if hasattr(self.objective, "margin") else ""
             found.append(("margins", f"the pairs have them, and this loss does not read them{reads}"))
@@ -41,6 +44,7 @@ class PreferenceRecipe(Recipe):
 
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
+        from automodel_cli.run.picture_answers import PictureAnswers
         from automodel_cli.run.startup_summary import show_header
         from automodel_cli.run.trainer import build_trainer
         from automodel_cli.run.validation_loss import HeldOutLoss, print_accuracy
@@ -49,16 +53,19 @@ class PreferenceRecipe(Recipe):
             session.callbacks.add(HeldOutLoss(session))
             add_tasks(session)
             show_header(session, self.about(session.data.train))
+            answers = PictureAnswers(session)
             if session.first_step == 0:
                 print_accuracy(session, "before", 0)
+                answers.ask("before")
             for step, batches in session.steps():
                 session.train(step, batches)
             if session.stopped_by:
                 return session.exit_code()
             print_accuracy(session, "after", session.last_step)
+            answers.ask("after")
 
             from automodel_cli.run.finalize import (
                 finalize_run,  # later: the first step should not wait for the last page
             )
 
-            return finalize_run(session)
+            return finalize_run(session, answers.accuracy)

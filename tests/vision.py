@@ -195,3 +195,16 @@ def rows(folder: Path, number: int, *, share: float = 0.6) -> Path:
     path = folder / "rows.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def pairs(folder: Path, number: int, *, share: float = 0.6) -> Path:
+    """A file of preference pairs, some of whose prompts show one or two pictures."""
+    path = rows(folder, number, share=share)
+    lines = []
+    for index, row in enumerate(map(json.loads, path.read_text().splitlines())):
+        rng = random.Random(index)
+        responses = [" ".join(rng.choices(WORDS, k=rng.randint(2, 5))) for _ in range(2)]
+        pair = {"prompt": row["messages"][0]["content"], "chosen": responses[0], "rejected": responses[1]}
+        lines.append(json.dumps(pair | {"images": row["images"]}))
+    path.write_text("\n".join(lines) + "\n")
+    return path

@@ -99,13 +99,16 @@ class Pictures:
     `inputs`: outputs of the image processor for all pictures in the order of their placeholders. Usually
     `data.pictures.pixels.LazyInputs`, of which nothing is kept after use. `placeholder`: token
     id. `positions_3BT`: rotary positions of time, height and width, of families that have them. `blank_ids_T`: set if
-    the microbatch has no picture. `inputs` then belong to one blank picture with these placeholders.
+    the microbatch has no picture. `inputs` then belong to one blank picture with these placeholders. `shared_P`: set if
+    several runs of placeholders show one picture. `inputs` then have each picture once, in the order of first use. The
+    value of each of the P placeholders is its index among the placeholders of these pictures, int64.
     """
 
     inputs: Mapping[str, Tensor]
     placeholder: int
     positions_3BT: Tensor | None = None
     blank_ids_T: Tensor | None = None
+    shared_P: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class Encoded:
         targets: of a labeled text (`data.labels.LabelSpec.target`).
         classes: class of each token of labeled words, int16. -1 for none.
         pictures: `data.pictures.content.Picture` of each run of placeholders, in order.
+        num_first_pictures: how many of them belong to the first of two concatenated documents.
     """
 
     ids: np.ndarray
@@ -34,6 +35,7 @@ class Encoded:
     margin: float = 0.0
     num_special: int = 0
     pictures: tuple[Any, ...] = ()
+    num_first_pictures: int = 0
     targets: tuple[float, ...] = ()
     parts: tuple[int, ...] = ()
     classes: np.ndarray | None = None

@@ -20,7 +20,6 @@ from torch import Tensor
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.data.pictures.content import rgb
-from automodel_cli.data.pictures.reader import PictureProcessor
 from automodel_cli.data.pictures.storage import PictureTable
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.models.hub.source import stop_ids
@@ -50,7 +49,7 @@ class PictureAnswers:
         self._session = session
         self.accuracy: dict[str, Accuracy] = {}
         rows = session.data.validation
-        self._questions = [] if rows is None else _chosen(rows)
+        self._questions = [] if rows is None or rows.pictures is None else _chosen(rows)
 
     def ask(self, when: str) -> None:
         """Answer all questions. No effect without validation rows with pictures. Collective."""
@@ -134,7 +133,7 @@ def _chosen(rows: PackedDataset) -> list[_Question]:
         ids, mask, bounds = rows.tokens(row)
         shown = rows.shown(row, len(bounds) - 1)
         for start, stop, pictures in zip(bounds[:-1], bounds[1:], shown, strict=True):
-            lengths = [_num_placeholders(rows.pictures.processor, table.size(number)) for table, number in pictures]
+            lengths = [rows.pictures.num_placeholders(table.size(number)) for table, number in pictures]
             question = _question(ids[start:stop], mask[start:stop], pictures, lengths, placeholder)
             key = tuple(number for _, number in pictures)
             if question is not None and key not in seen:
@@ -143,10 +142,6 @@ def _chosen(rows: PackedDataset) -> list[_Question]:
             if len(chosen) == _NUM_ROWS:
                 return chosen
     return chosen
-
-
-def _num_placeholders(processor: PictureProcessor, size: tuple[int, int]) -> int:
-    return int((processor.replacement(*size) == processor.placeholder).sum())
 
 
 def _question(

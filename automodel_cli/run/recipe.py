@@ -39,7 +39,7 @@ from automodel_cli.run.checks.cross_section_checks import (
     check_validation,
 )
 from automodel_cli.run.checks.mesh_checks import check_mesh_sizes
-from automodel_cli.run.checks.vision_checks import refuse_vision
+from automodel_cli.run.checks.vision_checks import check_vision, refuse_vision
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.training.callback import Callback
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
@@ -90,6 +90,8 @@ class Recipe(ConfigRoot):
 
     data_kind: ClassVar[DataKind] = "documents"
     """What rows are: documents, preferences (pairs or rated responses) or labeled texts."""
+    reads_pictures: ClassVar[bool] = False
+    """Whether rows may have pictures (`model.vision`)."""
     row_name: ClassVar[str] = "rows"
     """Unit of the step counter."""
 
@@ -141,8 +143,10 @@ class Recipe(ConfigRoot):
         check_float16(self.model, self.optimizer)
         check_multi_token(self.parallelizer, self.model, self.kind)
         check_freezing(self.train, self.model)
-        if self.kind != "vlm":
-            refuse_vision(self.kind, self.model, self.data)
+        if self.kind == "vlm" or (self.reads_pictures and self.model.vision is not None):
+            check_vision(self.kind, self.model, self.data, self.validation, self.parallelizer)
+        else:
+            refuse_vision(self.kind, self.model, self.data, may_read=self.reads_pictures)
         pp_size = self.mesh.pp_size or 1
         if pp_size > 1 and self.pipeline is None:
             raise ConfigError(
@@ -234,16 +238,19 @@ class Recipe(ConfigRoot):
         from automodel_cli.data.preparation.pipeline import prepare_data
         from automodel_cli.models.hub.source import stop_ids
         from automodel_cli.run.checks.token_ids import check_prepared
+        from automodel_cli.run.picture_data import prepare_with_pictures
 
-        stops = stop_ids(self.model)
-        data = prepare_data(
-            self.data,
-            tokenizer,
-            seed=self.seed,
-            preferences=self.data_kind == "preferences",
-            stop_ids=stops,
-            row_spec=self.row_spec,
-        )
+        if self.model.vision is not None:
+            data = prepare_with_pictures(self, tokenizer)
+        else:
+            data = prepare_data(
+                self.data,
+                tokenizer,
+                seed=self.seed,
+                preferences=self.data_kind == "preferences",
+                stop_ids=stop_ids(self.model),
+                row_spec=self.row_spec,
+            )
         check_prepared(data, tokenizer, self.model)
         return data
 

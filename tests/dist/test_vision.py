@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.parity.cases import FP32
 from automodel_cli.pipelining.config import PipelineConfig
+from tests.dist import vision_pair_cases
 from tests.dist.harness import launch
 from tests.dist.vision_cases import Case, compare
 
@@ -61,3 +64,24 @@ def test_all_layouts_give_the_numbers_of_one_process(kind: str, world: int, case
 def test_eight_ranks():
     mesh = MeshConfig(dp_size=2, pp_size=2, tp_size=2)
     _check("llava", 8, {"dp pp tp": Case(mesh, SP, PipelineConfig())})
+
+
+PAIRS = {"fsdp2": Case(), "tp sp": TWO["tp sp"], "pp": TWO["pp"]}
+
+
+def test_pairs_with_pictures_and_a_reference_model_on_two_ranks():
+    """A rank has a microbatch without pictures, and others show a picture in both responses and in several pairs."""
+    for name, errors in zip(PAIRS, launch(vision_pair_cases.compare, 2, "qwen3_vl", list(PAIRS.values())), strict=True):
+        assert errors.within_rounding(), (name, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False], ids=["tower once a picture", "tower once a response"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava", "qwen3_vl_moe", "gemma3"])
+def test_pairs_with_pictures_under_all_layouts(kind: str, shared: bool):
+    absent = [] if kind.endswith("moe") else ["ep"]
+    absent += ["cp"] if kind == "gemma3" else []
+    cases = {name: case for name, case in TWO.items() if not any(axis in name for axis in absent)}
+    found = launch(partial(vision_pair_cases.compare, shared=shared), 2, kind, list(cases.values()))
+    for name, errors in zip(cases, found, strict=True):
+        assert errors.within_rounding(), (name, errors)

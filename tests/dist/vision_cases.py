@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.distributed.config import FSDP2Config
@@ -14,6 +15,7 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.attention.packed import register_packed_attention
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision.front import TYPE_IDS
 from automodel_cli.models.vision.probe import packed_rows, small_part
 from automodel_cli.models.vision.processor import FamilyProcessor
@@ -91,8 +93,6 @@ def _errors(kind: str, case: Case, expected: Reference, world: int) -> Errors:
     whole = model_of(kind)
     processor = FamilyProcessor(processor_of(kind), config_of(kind))
     part = small_part(whole)
-    front = part.front
-    assert front is not None
     mesh = build_mesh(case.mesh.resolve(world), "cpu")
     # Routers count the padding of sequence parallelism, so their tokens must divide.
     batches = microbatches(processor, 2 if kind.endswith("moe") else 1)
@@ -108,10 +108,16 @@ def _errors(kind: str, case: Case, expected: Reference, world: int) -> Errors:
     )
     recorder = GradientRecorder(*stages.parts)
     result = train_step(stages, mine, SFT(), recorder, mesh, max_grad_norm=None)
+    return step_errors(expected, result, by_composite_names(recorder.gradients, part, expected))
+
+
+def by_composite_names(gradients: dict[str, Tensor], part: ModelPart, expected: Reference) -> dict[str, Tensor]:
+    """Return gradients by the names of the composite. `part`: of the complete model."""
+    front = part.front
+    assert front is not None
     names = {"model.": f"{front.text_name}.", "lm_head.": f"{front.head_name}."}
     got = {}
-    for name, grad in recorder.gradients.items():
+    for name, grad in gradients.items():
         prefix = next((p for p in names if name.startswith(p) and name not in expected.gradients), None)
         got[name if prefix is None else names[prefix] + name.removeprefix(prefix)] = grad
-    known = {name: grad for name, grad in got.items() if name in expected.gradients or bool(grad.any())}
-    return step_errors(expected, result, known)
+    return {name: grad for name, grad in got.items() if name in expected.gradients or bool(grad.any())}

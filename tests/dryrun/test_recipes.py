@@ -81,7 +81,9 @@ PLANNED = [
     Case("smollm2_135m", 1, 0),
 ]
 EVERY = [*DEFAULT, *SLOW, *PLANNED]
-_NOT_OF_REAL_SIZE = re.compile(r"quickstart.*|.*_tiny|sft|dpo|grpo|kd|rm|vlm|classifier|embedding|pretrain|qwen3_vl_.*")
+_NOT_OF_REAL_SIZE = re.compile(
+    r"quickstart.*|.*_tiny|sft|dpo|dpo_vlm|grpo|kd|rm|vlm|classifier|embedding|pretrain|qwen3_vl_.*"
+)
 """Toys, what recipes begin with, and recipes with pictures, which `dryrun` refuses."""
 
 

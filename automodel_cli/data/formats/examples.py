@@ -79,3 +79,5 @@ class JudgedResponse:
     system: str
     tools: list[dict[str, Any]] | None
     desirable: bool
+    pictures: tuple[Any, ...] = ()
+    """Pictures of the prompt, as in `Conversation`."""

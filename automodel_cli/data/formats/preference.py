@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from automodel_cli.data.formats.base import FirstRows, Makes
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
-from automodel_cli.data.formats.examples import Document, JudgedResponse, Messages, Pair
+from automodel_cli.data.formats.examples import Conversation, Document, JudgedResponse, Messages, Pair
 from automodel_cli.data.formats.messages import chat_or_text
 from automodel_cli.data.formats.row_accessor import Fields
 from automodel_cli.data.row_errors import RowError
@@ -72,7 +72,8 @@ class JudgedResponses:
 def judged_document(row: JudgedResponse, answered: JudgedResponse, *, chat: bool) -> Document:
     """The prompt of `row` with the response of `answered`."""
     trained = [False] * len(row.prompt) + answered.trained
-    return chat_or_text(row.prompt + answered.response, trained, row.system, row.tools, chat=chat)
+    document = chat_or_text(row.prompt + answered.response, trained, row.system, row.tools, chat=chat)
+    return replace(document, pictures=row.pictures) if isinstance(document, Conversation) else document
 
 
 def _margin(row: Fields) -> float:

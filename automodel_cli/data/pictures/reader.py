@@ -6,7 +6,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -62,16 +62,19 @@ class PictureSupport:
         processor: their tokens and pixels.
         max_bytes: largest memory of pixels that were read ahead (`data.picture_memory_gib`).
         image_token_cost: work of tower and projector for an image token, in units of a token of the text model.
+        shares: measures whether the tower may read a picture once that a microbatch shows several times.
     """
 
     rows: PictureRows
     processor: PictureProcessor
     max_bytes: float = 4 << 30
     image_token_cost: float = 0.0
+    shares: Callable[[], bool] = lambda: False
 
-    def reader(self) -> PictureReader:
-        """Return what adds pictures to the batches of a dataset."""
-        return PictureReader(self.processor, self.max_bytes, image_token_cost=self.image_token_cost)
+    def reader(self, *, repeated: bool) -> PictureReader:
+        """Return what adds pictures to the batches of a dataset. `repeated`: rows show a picture several times."""
+        cost, shares = self.image_token_cost, repeated and self.shares()
+        return PictureReader(self.processor, self.max_bytes, image_token_cost=cost, shares=shares)
 
     def expanded(self, document: Any, result: Any) -> Any:
         """Return the encoded conversation with a run of placeholders for each picture, which is not trained."""
@@ -111,16 +114,23 @@ class PictureReader:
     """Adds pictures to batches."""
 
     def __init__(
-        self, processor: PictureProcessor, max_bytes: float, *, blank: bool = False, image_token_cost: float = 0.0
+        self,
+        processor: PictureProcessor,
+        max_bytes: float,
+        *,
+        blank: bool = False,
+        image_token_cost: float = 0.0,
+        shares: bool = False,
     ):
-        """`blank`: replace every picture by a white one of its size, to measure what a model knows without looking."""
+        """`blank`: replace every picture by a white one of its size, to measure what a model knows without looking.
+        `shares`: a picture that a microbatch shows several times is read once."""
         self.processor, self.max_bytes, self.is_blank = processor, max_bytes, blank
-        self.image_token_cost = image_token_cost
+        self.image_token_cost, self.shares = image_token_cost, shares
         self._pixels = PixelQueue(num_threads(), max_bytes)
 
     def blanked(self) -> PictureReader:
         """Return a reader that replaces every picture by a white one."""
-        return PictureReader(self.processor, self.max_bytes, blank=True)
+        return PictureReader(self.processor, self.max_bytes, blank=True, shares=self.shares)
 
     def with_pictures(self, batch: Batch, shown: Sequence[Sequence[tuple[PictureTable, int]]]) -> Batch:
         """Return the batch with the pictures of its documents. `shown`: those of each document, in order.
@@ -130,10 +140,28 @@ class PictureReader:
         flat = [picture for of_document in shown for picture in of_document]
         placeholder, positions = self.processor.placeholder, self._positions(batch, shown)
         if flat:
-            inputs = self._pixels.add(lambda: self.processor.inputs([self._image(picture) for picture in flat]))
-            return replace(batch, pictures=Pictures(inputs, placeholder, positions))
+            once, shared_P = self._distinct(flat)
+            inputs = self._pixels.add(lambda: self.processor.inputs([self._image(picture) for picture in once]))
+            return replace(batch, pictures=Pictures(inputs, placeholder, positions, shared_P=shared_P))
         ids_T, blank = self.processor.blank()
         return replace(batch, pictures=Pictures(blank, placeholder, positions, ids_T))
+
+    def _distinct(
+        self, shown: Sequence[tuple[PictureTable, int]]
+    ) -> tuple[Sequence[tuple[PictureTable, int]], Tensor | None]:
+        """Return the distinct pictures, and `Pictures.shared_P` if there are fewer."""
+        distinct = {(table.folder, number): (table, number) for table, number in shown}
+        if not self.shares or len(distinct) == len(shown):
+            return shown, None
+        lengths = [self.num_placeholders(table.size(number)) for table, number in distinct.values()]
+        ranges = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+        of_picture = dict(zip(distinct, ranges, strict=True))
+        places = np.concatenate([of_picture[table.folder, number] for table, number in shown])
+        return list(distinct.values()), torch.from_numpy(places)
+
+    def num_placeholders(self, size: tuple[int, int]) -> int:
+        """Return the number of placeholders of a picture of this height and width."""
+        return int((self.processor.replacement(*size) == self.processor.placeholder).sum())
 
     def _image(self, picture: tuple[PictureTable, int]) -> Any:
         table, number = picture

@@ -6,12 +6,13 @@ own for pictures. The chat encoder turns the marks of a message into image parts
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from automodel_cli.data.formats.examples import Conversation
+from automodel_cli.data.formats.examples import Conversation, Document, JudgedResponse, Pair
 from automodel_cli.data.pictures.content import VALUE_KEYS, Picture, read_picture
 from automodel_cli.data.row_errors import RowError
 
@@ -55,11 +56,15 @@ class PictureRows:
     folder: str
     max_pixels: int
 
-    def marked(self, row: Mapping[str, Any], fields: Sequence[str]) -> tuple[dict[str, Any], list[Picture]]:
+    def marked(
+        self, row: Mapping[str, Any], fields: Sequence[str], sides: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], list[Picture]]:
         """Return the row with marks in the place of its pictures, and the pictures by number of the mark.
 
         Args:
             fields: columns in the order in which a format renders them.
+            sides: columns of which each follows the others (the two responses of a pair, with or without the prompt).
+                Equal pictures at the same place get the same mark.
 
         Raises:
             RowError: a picture cannot be read, or tags and pictures differ in number.
@@ -69,7 +74,10 @@ class PictureRows:
         walk = _Walk(list(listed) if isinstance(listed, (list, tuple)) else [listed], column)
         rest = {name: value for name, value in row.items() if name not in COLUMNS}
         names = [*(name for name in fields if name in rest), *(name for name in rest if name not in fields)]
-        marked = {name: walk.value(rest[name]) for name in names}
+        marked = {name: walk.value(rest[name]) for name in names if name not in sides}
+        branches = {name: walk.branch() for name in sides if name in rest}
+        marked |= {name: branch.value(rest[name]) for name, branch in branches.items()}
+        walk.num_taken = max([walk.num_taken, *(branch.num_taken for branch in branches.values())])
         walk.check()
         return {name: marked[name] for name in rest}, [
             self._read(value, f"{column or 'picture'}[{number}]") for number, value in enumerate(walk.found)
@@ -90,13 +98,23 @@ class _Walk:
     def __init__(self, listed: list[Any], column: str | None):
         self.listed, self.column = listed, column
         self.found: list[Any] = []
-        self.num_taken = 0
+        self.num_taken = self.num_marked = 0
+
+    def branch(self) -> _Walk:
+        """Return a walk that continues here. Branches share the numbers of equal pictures."""
+        other = copy.copy(self)
+        other.num_marked = len(self.found)
+        return other
 
     def _mark(self, value: Any) -> str:
-        if len(self.found) == MOST_PICTURES:
+        number = self.num_marked
+        if number == len(self.found) or self.found[number] != value:
+            number = len(self.found)
+            self.found.append(value)
+        if number == MOST_PICTURES:
             raise RowError("image_count", f"the row has more than {MOST_PICTURES} pictures")
-        self.found.append(value)
-        return chr(FIRST_MARK + len(self.found) - 1)
+        self.num_marked = number + 1
+        return chr(FIRST_MARK + number)
 
     def _next(self) -> Any:
         if self.num_taken == len(self.listed):
@@ -149,23 +167,41 @@ class _Walk:
 
 
 def with_pictures(document: Any, pictures: Sequence[Picture]) -> Any:
-    """Return the document with its pictures in the order of its marks. Raises RowError if it is no conversation."""
+    """Return the document, pair or judged response with its pictures in the order of its marks.
+
+    Raises RowError if it is no conversation.
+    """
     if not pictures:
         return document
-    if not isinstance(document, Conversation):
-        raise RowError(
-            "no_template",
-            "pictures require a conversation and a chat template",
-            fix="data.chat_template=<a .jinja file with image parts>",
-        )
-    for number, (message, is_trained) in enumerate(zip(document.messages, document.trained, strict=True)):
-        if is_trained and _MARK.search(message["content"]):
+    if isinstance(document, JudgedResponse):
+        messages = Conversation(document.prompt + document.response, [False] * len(document.prompt) + document.trained)
+        return replace(document, pictures=_in_order([messages], pictures)[0])
+    sides = [document.chosen, document.rejected] if isinstance(document, Pair) else [document]
+    of_sides = _in_order(sides, pictures)
+    shown = [replace(side, pictures=found) for side, found in zip(sides, of_sides, strict=True)]
+    return replace(document, chosen=shown[0], rejected=shown[1]) if isinstance(document, Pair) else shown[0]
+
+
+def _in_order(documents: Sequence[Document], pictures: Sequence[Picture]) -> list[tuple[Picture, ...]]:
+    """Return the pictures of each document of a row, in the order of its marks."""
+    orders = []
+    for document in documents:
+        if not isinstance(document, Conversation):
             raise RowError(
-                "picture_in_answer",
-                f"message {number} is trained and contains a picture, but the model writes text only",
-                fix="train: false in this message",
+                "no_template",
+                "pictures require a conversation and a chat template",
+                fix="data.chat_template=<a .jinja file with image parts>",
             )
-    order = [ord(mark) - FIRST_MARK for message in document.messages for mark in _MARK.findall(message["content"])]
-    if sorted(order) != list(range(len(pictures))):
+        for number, (message, is_trained) in enumerate(zip(document.messages, document.trained, strict=True)):
+            if is_trained and _MARK.search(message["content"]):
+                raise RowError(
+                    "picture_in_answer",
+                    f"message {number} is trained and contains a picture, but the model writes text only",
+                    fix="train: false in this message",
+                )
+        marks = [mark for message in document.messages for mark in _MARK.findall(message["content"])]
+        orders.append([ord(mark) - FIRST_MARK for mark in marks])
+    is_repeated = any(len(order) != len(set(order)) for order in orders)
+    if is_repeated or {number for order in orders for number in order} != set(range(len(pictures))):
         raise RowError("image_count", "a picture of the row belongs to no message that is rendered")
-    return replace(document, pictures=tuple(pictures[number] for number in order))
+    return [tuple(pictures[number] for number in order) for order in orders]

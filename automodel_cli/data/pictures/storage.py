@@ -35,12 +35,13 @@ class PictureWriter:
         self._rows: list[tuple[object, ...]] = []
         self._numbers: dict[bytes, int] = {}
         self._paths: list[list[object]] = []
-        self._counts, self._index = array("q"), array("q")
+        self._counts, self._splits, self._index = array("q"), array("q"), array("q")
         self._file = (folder / _BYTES).open("wb")
 
-    def add(self, pictures: Sequence[Picture]) -> None:
-        """Append the pictures of the next document."""
+    def add(self, pictures: Sequence[Picture], num_first: int) -> None:
+        """Append the pictures of the next document. `num_first`: of the first of two concatenated documents."""
         self._counts.append(len(pictures))
+        self._splits.append(num_first)
         self._index.extend(self._number(picture) for picture in pictures)
 
     def _number(self, picture: Picture) -> int:
@@ -63,6 +64,7 @@ class PictureWriter:
         self._file.close()
         np.save(self._folder / _TABLE, np.array(self._rows, _ROW))
         np.save(self._folder / "picture_offsets.npy", np.concatenate([[0], np.cumsum(self._counts)]).astype(np.int64))
+        np.save(self._folder / "picture_splits.npy", np.asarray(self._splits, np.int64))
         np.save(self._folder / "picture_index.npy", np.asarray(self._index, np.int64))
         (self._folder / _PATHS).write_text(json.dumps(self._paths))
 
@@ -75,20 +77,22 @@ class PictureTable:
         rows: one record per content.
         paths: path, size and modification time of contents in files.
         offsets: document d shows the pictures `index[offsets[d]:offsets[d + 1]]`.
+        splits: how many of them belong to the first of two concatenated documents.
     """
 
     folder: Path
     rows: np.ndarray
     paths: list[tuple[str, int, int]]
     offsets: np.ndarray
+    splits: np.ndarray
     index: np.ndarray
 
     @classmethod
     def open(cls, folder: Path) -> PictureTable:
         """Read the table of a token entry."""
-        names = ("pictures", "picture_offsets", "picture_index")
-        rows, offsets, index = (np.load(folder / f"{name}.npy") for name in names)
-        return cls(folder, rows, json.loads((folder / _PATHS).read_text()), offsets, index)
+        names = ("pictures", "picture_offsets", "picture_splits", "picture_index")
+        rows, *arrays = (np.load(folder / f"{name}.npy") for name in names)
+        return cls(folder, rows, json.loads((folder / _PATHS).read_text()), *arrays)
 
     def changed(self) -> list[list[int]]:
         """Return size and modification time of all files, if any differs from what was read; else an empty list."""
@@ -133,9 +137,18 @@ def _status(path: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def of_pieces(table: PictureTable, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return offsets and index of the pictures of pieces, each of which is a whole document."""
-    counts = np.diff(table.offsets)[documents]
+def of_pieces(table: PictureTable, documents: np.ndarray, *, halves: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return offsets and index of the pictures of pieces.
+
+    Args:
+        documents: number of the document of each piece.
+        halves: two pieces in a row are the two documents that one document concatenates. Else a piece is a document.
+    """
+    starts, counts = table.offsets[documents], np.diff(table.offsets)[documents]
+    if halves:
+        firsts = table.splits[documents]
+        starts[1::2] += firsts[1::2]
+        counts[::2], counts[1::2] = firsts[::2], counts[1::2] - firsts[1::2]
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    shift = np.repeat(table.offsets[documents] - offsets[:-1], counts)
+    shift = np.repeat(starts - offsets[:-1], counts)
     return offsets, table.index[shift + np.arange(int(offsets[-1]))]

@@ -220,12 +220,17 @@ class PackedDataset:
         return np.concatenate(costs)
 
     def picture_load(self, example: PictureLoad) -> PictureLoad:
-        """Return patches and tokens of all pictures. `example`: the load of one picture, whose ratios hold for pictures
-        without a grid."""
+        """Return patches and tokens of all pictures, those that a row shows several times once if the tower reads them
+        once. `example`: the load of one picture, whose ratios hold for pictures without a grid."""
         assert self.pictures is not None, "the dataset has pictures"
         stores, placeholder = self._with_pictures(), self.pictures.processor.placeholder
         tokens = sum(int(np.count_nonzero(store.ids == placeholder)) for store in stores)
         patches_P = np.concatenate([store.patches_of_pictures() for store in stores]).astype(np.float64)
+        if self.pictures.shares:
+            shown = [store.distinct_pictures() for store in stores]
+            tokens = round(tokens * sum(map(len, shown)) / max(1, len(patches_P)))
+            patches_P = np.concatenate([s.patches_of_pictures()[kept] for s, kept in zip(stores, shown, strict=True)])
+            patches_P = patches_P.astype(np.float64)
         if patches_P.sum():
             return PictureLoad(float(patches_P.sum()), tokens, float((patches_P**2).sum()))
         share = tokens / max(1, example.tokens)

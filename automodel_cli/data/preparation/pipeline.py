@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import choose_template
 from automodel_cli.data.chat.encoder import GENERATION_TAG
@@ -138,6 +140,12 @@ _ANY_FORMAT: dict[DataKind, str] = {
     "labeled": "labeled",
     "groups": "retrieval",
 }
+
+
+def _repeats_pictures(stores: Sequence[Store]) -> bool:
+    """Return whether a picture is shown more than once, so that a microbatch may show it several times."""
+    packed = [store for store in stores if isinstance(store, PackedStore)]
+    return any(len(np.unique(store.picture_index)) < len(store.picture_index) for store in packed)
 
 
 class _Builder:
@@ -376,6 +384,6 @@ class _Builder:
             pad_id=pad,
             row_len=config.seq_len if fixed else None,
             pad_to_multiple_of=config.pad_to_multiple_of,
-            pictures=None if self.pictures is None else self.pictures.reader(),
+            pictures=None if self.pictures is None else self.pictures.reader(repeated=_repeats_pictures(stores)),
             cross_documents=config.cross_documents,
         )

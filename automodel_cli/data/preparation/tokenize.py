@@ -112,7 +112,9 @@ class RowEncoder:
         """Return the row as a document with its pictures. Raises RowError."""
         if self.pictures is None:
             return self.reader.read(row)
-        marked, found = self.pictures.rows.marked(row, self.reader.ordered_columns(row))
+        names = ("chosen", "rejected") if self.spec.fmt.makes == "pairs" else ()
+        sides = [self.spec.columns.get(name, name) for name in names]
+        marked, found = self.pictures.rows.marked(row, self.reader.ordered_columns(row), sides)
         return with_pictures(self.reader.read(marked), found)
 
     def refuse_rendered(self, rows: Sequence[Row], config: DataConfig, where: str) -> None:
@@ -286,6 +288,8 @@ def _together(row: Pair | JudgedResponse | RowError, first: Any, second: Any) ->
         judgement=int(row.desirable) if isinstance(row, JudgedResponse) else -1,
         margin=row.margin if isinstance(row, Pair) else 0.0,
         num_special=first.num_special + (second.num_special if isinstance(row, Pair) else 0),
+        pictures=first.pictures + second.pictures,
+        num_first_pictures=len(first.pictures),
     )
 
 

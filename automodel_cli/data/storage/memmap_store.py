@@ -213,6 +213,14 @@ class PackedStore:
         places = slice(*self.picture_offsets[piece : piece + 2].tolist())
         return [(self.pictures, int(number)) for number in self.picture_index[places]]
 
+    def distinct_pictures(self) -> np.ndarray:
+        """Return indices into `picture_index` such that each row shows each of its pictures once."""
+        of_piece = np.repeat(np.arange(self.num_rows), np.diff(self.row_offsets))
+        rows = np.repeat(of_piece, np.diff(self.picture_offsets))
+        _, first = np.unique(np.stack([rows, self.picture_index]), axis=1, return_index=True)
+        distinct: np.ndarray = np.sort(first)
+        return distinct
+
     def patches_of_pictures(self) -> np.ndarray:
         """Return the number of patches of each picture of each piece, int64. 0: no grid, so unknown."""
         if self.pictures is None:
@@ -341,7 +349,7 @@ class _Columns:
         self._classes.extend(item.classes for item, _ in documents if item.classes is not None)
         if self._pictures is not None:
             for item, _ in documents:
-                self._pictures.add(item.pictures)
+                self._pictures.add(item.pictures, item.num_first_pictures)
 
     def save(self, folder: Path) -> None:
         np.save(
@@ -458,7 +466,7 @@ def _of_pieces(source: TokenStore, pieces: Pieces, first: np.ndarray, last: np.n
 def _write_pictures(folder: Path, source: TokenStore, pieces: Pieces, content: Checksum) -> str:
     """Write which pictures the pieces show, and return the name of the entry with their table."""
     table = PictureTable.open(source.folder)
-    offsets, index = of_pieces(table, pieces.document)
+    offsets, index = of_pieces(table, pieces.document, halves=source.kind in PREFERENCES)
     np.save(folder / "picture_offsets.npy", offsets)
     np.save(folder / "picture_index.npy", index)
     keys = np.ascontiguousarray(table.rows["key"][index])

@@ -94,7 +94,9 @@ class Front(nn.Module):
         dtype: torch.dtype = table.weight.dtype
         inputs = {name: _moved(value, ids_BT.device, dtype) for name, value in pictures.inputs.items()}
         positions = None if pictures.positions_3BT is None else pictures.positions_3BT.to(ids_BT.device)
-        if pictures.blank_ids_T is None:
+        if pictures.shared_P is not None:
+            caught = self._shared(ids_BT, positions, pictures.shared_P, pictures.placeholder, inputs)
+        elif pictures.blank_ids_T is None:
             caught = self._inputs_of_text(ids_BT, positions, pictures.placeholder, inputs)
         else:
             caught = self._inputs_of_text(ids_BT, positions, pictures.placeholder, {})
@@ -107,6 +109,21 @@ class Front(nn.Module):
         else:
             caught.pop("position_ids", None)
         return caught
+
+    def _shared(
+        self, ids_BT: Tensor, positions: Tensor | None, shared_P: Tensor, placeholder: int, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the keywords if the tower reads each of several pictures once, and its features are repeated."""
+        caught = self._inputs_of_text(ids_BT, positions, placeholder, {})
+        once_1P = ids_BT.new_full((1, int(shared_P.max()) + 1), placeholder)
+        positions_31P = None if positions is None else positions.new_zeros(3, *once_1P.shape)
+        once = self._inputs_of_text(once_1P, positions_31P, placeholder, inputs)
+        index_P, is_shown_BT = shared_P.to(ids_BT.device, non_blocking=True), ids_BT == placeholder
+        seen_PD = once.pop("inputs_embeds")[0].index_select(0, index_P)
+        caught["inputs_embeds"] = caught["inputs_embeds"].masked_scatter(is_shown_BT[..., None], seen_PD)
+        return caught | {
+            name: _repeated(value, index_P, is_shown_BT) for name, value in once.items() if name not in caught
+        }
 
     def _inputs_of_text(
         self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: Mapping[str, Tensor]
@@ -213,6 +230,13 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
 
 def _moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+
+
+def _repeated(value: Any, index_P: Tensor, is_shown_BT: Tensor) -> Any:
+    """Return features of distinct placeholders for all placeholders. A mask of tokens becomes that of the batch."""
+    if isinstance(value, (list, tuple)):
+        return [_repeated(item, index_P, is_shown_BT) for item in value]
+    return is_shown_BT if value.dtype == torch.bool else value.index_select(0, index_P)
 
 
 def _empty_sum(value: Any) -> Any:

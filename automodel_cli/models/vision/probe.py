@@ -71,7 +71,7 @@ def _difference(small: PretrainedConfig, processor: FamilyProcessor) -> str:
     part = small_part(whole).eval()
     if recurrent_layers.runs_by_document(part.model):
         return "its attention runs document by document"
-    documents = _documents(processor)
+    documents = documents_with_pictures(processor)
     if reason := _why_other_mask(whole, documents[-1], processor, part.two_way):
         return reason
     batch = probe_rows(processor)
@@ -97,7 +97,7 @@ def _difference(small: PretrainedConfig, processor: FamilyProcessor) -> str:
 
 def probe_rows(processor: FamilyProcessor) -> Batch:
     """Return two packed rows with pictures, for a small copy."""
-    documents = _documents(processor)
+    documents = documents_with_pictures(processor)
     return packed_rows([documents[:2], documents[2:]], processor)
 
 
@@ -115,7 +115,8 @@ def small_part(whole: Any, attention: str = "packed") -> ModelPart:
     return part
 
 
-def _documents(processor: FamilyProcessor) -> list[tuple[Tensor, list[Any]]]:
+def documents_with_pictures(processor: FamilyProcessor) -> list[tuple[Tensor, list[Any]]]:
+    """Return documents (ids, pictures) with 1, 0 and 2 pictures."""
     return [_document(processor, sizes, seed) for seed, sizes in enumerate(_PICTURES)]
 
 

@@ -11,8 +11,8 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.training.config import ValidationConfig
 
 
-def refuse_vision(kind: str, model: ModelConfig, data: DataConfig) -> None:
-    """Raise ConfigError if a recipe without pictures has settings for them."""
+def refuse_vision(kind: str, model: ModelConfig, data: DataConfig, *, may_read: bool) -> None:
+    """Raise ConfigError if a recipe without pictures has settings for them. `may_read`: model.vision is supported."""
     if model.vision is not None:
         raise ConfigError(
             f"model.vision is not supported by recipes of kind {kind}, which read text only",
@@ -26,11 +26,13 @@ def refuse_vision(kind: str, model: ModelConfig, data: DataConfig) -> None:
         ("picture_memory_gib", type(data).picture_memory_gib),
     ):
         if getattr(data, name) != default:
+            remove = f"data.{name}={'null' if default is None else default}"
             raise ConfigError(
-                f"data.{name} has no effect in recipes of kind {kind}, which read text only",
+                f"data.{name} has no effect in recipes of kind {kind}"
+                + (", unless model.vision is set" if may_read else ", which read text only"),
                 code="no_effect",
                 keys=(f"data.{name}",),
-                fix=f"data.{name}={'null' if default is None else default}",
+                fix=f"model.vision={{}}, or {remove}" if may_read else remove,
             )
 
 
@@ -45,12 +47,14 @@ def refuse_command(kind: str, model: ModelConfig, command: str) -> None:
         )
 
 
-def check_vision(model: ModelConfig, data: DataConfig, validation: ValidationConfig, parallelizer: Strategy) -> None:
+def check_vision(
+    kind: str, model: ModelConfig, data: DataConfig, validation: ValidationConfig, parallelizer: Strategy
+) -> None:
     """Raise ConfigError if a recipe with pictures has settings that do not support them."""
     vision = model.vision
     if vision is None:
         raise ConfigError(
-            "recipes of kind vlm read pictures, but model.vision is null",
+            f"recipes of kind {kind} read pictures, but model.vision is null",
             code="requires_setting",
             keys=("model.vision",),
             fix="model.vision={}",

@@ -87,6 +87,7 @@ def _key(recipe: Recipe, rows: PackedDataset, root: Path) -> str:
         "model": repr(sorted(model.items(), key=lambda item: item[0])),
         "files": [[path.name, content_of(path, root)] for path in files],
         "libraries": [torch.__version__, transformers.__version__],
+        "pictures": None if rows.pictures is None else rows.pictures.processor.cache_key(),
         "seed": recipe.seed,
         "dtype": str(recipe.compute_dtype),
     }

@@ -176,6 +176,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "pretrain",
         "vlm",
         "dpo",
+        "dpo_vlm",
         "rm",
         "embedding",
         "grpo",

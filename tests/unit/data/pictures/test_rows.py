@@ -139,3 +139,61 @@ def test_wrong_rows_are_refused(row: dict, code: str):
 def test_the_error_names_the_picture():
     with pytest.raises(RowError, match=r"images\[1\]"):
         encode({"messages": chat("<image><image>", "one"), "images": [{"bytes": FILES[0]}, "missing.png"]})
+
+
+PROMPT = [{"role": "user", "content": [image(0), text("and"), image(1), text("what")]}]
+ONE, TWO = ({"role": "assistant", "content": word} for word in ("one", "two"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": PROMPT, "chosen": [ONE], "rejected": [TWO]},
+        {"prompt": PROMPT, "chosen": "one", "rejected": "two"},
+        {"chosen": [*PROMPT, ONE], "rejected": [*PROMPT, TWO]},
+        {"prompt": "<image>and<image>what", "chosen": "one", "rejected": "two", "images": FILES[:2]},
+        {
+            "chosen": [{"role": "user", "content": "<image>and<image>what"}, ONE],
+            "rejected": [{"role": "user", "content": "<image>and<image>what"}, TWO],
+            "images": FILES[:2],
+        },
+    ],
+    ids=["messages", "texts", "two conversations", "tags", "two conversations with tags"],
+)
+def test_both_responses_of_a_pair_show_the_pictures_of_the_prompt(row: dict):
+    result = encode(row, "preference")
+    wanted = [encode({"messages": [*PROMPT, answer]}) for answer in (ONE, TWO)]
+    assert result.ids.tolist() == [token for of in wanted for token in of.ids.tolist()]
+    assert result.trained.tolist() == [flag for of in wanted for flag in of.trained.tolist()]
+    assert result.split == len(wanted[0].ids)
+    assert [picture.key for picture in result.pictures] == [picture.key for of in wanted for picture in of.pictures]
+    assert result.num_first_pictures == 2
+
+
+def test_the_prompt_of_a_judged_response_keeps_its_pictures():
+    result = encode({"prompt": PROMPT, "completion": [ONE], "label": True}, "unpaired_preference")
+    assert (len(result.pictures), result.num_first_pictures) == (4, 2)  # the reference point shows the prompt too
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        (
+            {"prompt": "what", "chosen": [{"role": "assistant", "content": [image(0)]}], "rejected": "two"},
+            "picture_in_answer",
+        ),
+        ({"prompt": "<image>what", "chosen": "one", "rejected": "two", "images": FILES[:2]}, "image_count"),
+        ({"prompt": "<image>what", "chosen": "one", "rejected": "<image>", "images": FILES[:1]}, "image_count"),
+        (
+            {
+                "chosen": [{"role": "user", "content": [image(0)]}, ONE],
+                "rejected": [{"role": "user", "content": [image(1)]}, TWO],
+            },
+            "no_prompt",
+        ),
+    ],
+    ids=["picture as answer", "picture without tag", "tag without picture", "other pictures"],
+)
+def test_pairs_whose_pictures_are_not_in_the_prompt_are_refused(row: dict, code: str):
+    with raises(RowError, code):
+        encode(row, "preference")
