@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 
@@ -57,6 +58,12 @@ class Sharded:
 
     def step_taken(self) -> None:
         """Update internal copies after an optimizer step. Collective."""
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module before FSDP2 replaced it by a subclass."""
+    kind = type(module)
+    return next(c for c in kind.__mro__[1:] if c is not FSDPModule) if isinstance(module, FSDPModule) else kind
 
 
 def register_handle(handle: Sharded, *modules: nn.Module) -> None:

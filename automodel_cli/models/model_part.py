@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,8 @@ class ModelPart(nn.Module):
     """A model (or pipeline stage) with its head. One forward for every objective: batch in, `HeadOutput` out.
 
     The child `model` is the transformers object, so that a parameter's name is "model." + its hub name (`hub_name`
-    removes the prefix and adapter wrapping). Wrap the full part for data parallelism, and keep the output embeddings in
-    its root FSDP unit, because the head reads their weight directly.
+    removes the prefix and adapter wrapping). Wrap the full part for data parallelism. Besides the layers, only
+    `units_around_layers` can be FSDP units of their own.
 
     Attributes:
         hub_dtype: dtype of the checkpoint, the default dtype of exports.
@@ -201,6 +202,24 @@ class ModelPart(nn.Module):
         if self.two_way is not None:
             found["picture_runs"] = PictureRuns.of(is_shown_BT, self.two_way)
         return found if self._token_shards is None else shares.of_layers(found, is_shown_BT, self._token_shards)
+
+    def units_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Return the modules before and after the layers that can be FSDP units of their own: embedding and head, each
+        called once per forward.
+
+        A table that both use stays in the root unit: it is gathered before the first layer and its gradient is complete
+        after the last one. Depths of multi-token prediction call both again, and pictures read the dtype of the table.
+        """
+        if self.multi_token is not None:
+            return [], []
+        owners = Counter(id(p) for m in self.modules() for p in m.parameters(recurse=False))
+
+        def units(module: nn.Module | None) -> list[nn.Module]:
+            params = [] if module is None else list(module.parameters())
+            return [module] if module is not None and params and all(owners[id(p)] == 1 for p in params) else []
+
+        table = None if self.front is not None else self.model.get_input_embeddings()
+        return units(table if isinstance(table, nn.Embedding) else None), units(self.head.own_unit())
 
     def share_tokens(self, shards: shares.TokenShards) -> None:
         """Give layers only the features of pictures of their own tokens (sequence parallelism)."""

@@ -93,9 +93,9 @@ _sums: weakref.WeakKeyDictionary[nn.Module, dict[str, MainGrad]] = weakref.WeakK
 
 def weight_sum_of(linear: nn.Module) -> MainGrad | None:
     """Return the main gradient of a layer whose computation is replaced, if its weight is not sharded."""
-    if not _is_single or not isinstance(linear, WgradFusedLinear) or isinstance(linear.weight, DTensor):
+    if not _is_single or isinstance(linear.weight, DTensor):
         return None
-    return linear.weight_sum
+    return linear.weight_sum if isinstance(linear, WgradFusedLinear) else _sums.get(linear, {}).get("weight")
 
 
 _is_single = False  # A global and not thread-local, because backward recomputes layers in other threads.

@@ -23,17 +23,20 @@ top-k tokens.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
+from automodel_cli.distributed.sharded_module import class_of
 from automodel_cli.distributed.wgrad_fusion.linear import WgradFusedLinear, weight_sum_of
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
@@ -67,8 +70,9 @@ class Head:
     `shaping` selects the distribution that completions were sampled from (temperature, top-k, top-p). None is the plain
     softmax. Set it while scoring completions or training on them.
 
-    The weight is read in forward and must be unsharded then. Keep the output embeddings in the root FSDP unit of the
-    part, not in a unit of their own.
+    The weight is read in forward and must be unsharded then. If the output embeddings are an FSDP unit of their own
+    (`own_unit`), the head runs as their forward, so that FSDP's hooks gather the weight and reduce its gradient.
+    Otherwise keep them in the root unit of the part.
     """
 
     def __init__(self, model: PreTrainedModel, kind: HeadKind, chunk_size: int | None = None):
@@ -118,20 +122,42 @@ class Head:
             lse_BT=whole(scores.lse_S),
         )
 
+    def own_unit(self) -> nn.Module | None:
+        """Return the output embeddings if they can be an FSDP unit of their own: this class alone reads their weight,
+        once per forward, and calls them without other hooks (tensor parallelism). Otherwise None.
+        """
+        linear = self.model.get_output_embeddings()
+        if self.kind.name == "generic" or not _is_plain_linear(linear):
+            return None
+        return None if linear._forward_pre_hooks or linear._forward_hooks else linear
+
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the unshaped fp32 logits `[S, V]`. For sampling, not for full batches."""
         linear = self.model.get_output_embeddings()
         if self.kind.name == "generic" or not _is_plain_linear(linear):
             return head_logits(self.model, hidden_SD[None])[0].float()
-        weight_VD, vocabulary = vocabulary_of(linear.weight)
-        settings = self._settings(LOGPROBS, len(weight_VD), hidden_SD, vocabulary)
-        return vocabulary.gather(settings.logits(_narrowed(hidden_SD, weight_VD), weight_VD))
+
+        def compute(hidden_SD: Tensor) -> Tensor:
+            weight_VD, vocabulary = vocabulary_of(linear.weight)
+            settings = self._settings(LOGPROBS, len(weight_VD), hidden_SD, vocabulary)
+            return vocabulary.gather(settings.logits(_narrowed(hidden_SD, weight_VD), weight_VD))
+
+        logits_SV: Tensor = _as_forward_of(linear, compute, hidden_SD)
+        return logits_SV
 
     def _scores(self, hidden_SD: Tensor, ids_SN: Tensor, request: HeadRequest) -> Scores:
         linear = self.model.get_output_embeddings()
         if self.kind.name == "generic" or not _is_plain_linear(linear):
             vocab = self.model.config.get_text_config().vocab_size
             return self._generic(hidden_SD, ids_SN, self._settings(request, vocab, hidden_SD))
+
+        def compute(hidden_SD: Tensor) -> Scores:
+            return self._fused(linear, hidden_SD, ids_SN, request)
+
+        scores: Scores = _as_forward_of(linear, compute, hidden_SD)
+        return scores
+
+    def _fused(self, linear: nn.Linear, hidden_SD: Tensor, ids_SN: Tensor, request: HeadRequest) -> Scores:
         weight_VD, vocabulary = vocabulary_of(linear.weight)
         settings = self._settings(request, len(weight_VD), hidden_SD, vocabulary)
         filters = self.shaping is not None and self.shaping.filters
@@ -196,7 +222,18 @@ def _narrowed(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
 
 def _is_plain_linear(module: nn.Module | None) -> bool:
     """Return whether this is torch's Linear without bias. A subclass or adapter may compute something else."""
-    return module is not None and type(module) in (nn.Linear, WgradFusedLinear) and module.bias is None
+    return module is not None and class_of(module) in (nn.Linear, WgradFusedLinear) and module.bias is None
+
+
+def _as_forward_of(linear: nn.Linear, compute: Callable[[Tensor], Any], hidden_SD: Tensor) -> Any:
+    """Return `compute(hidden_SD)`. If `linear` is an FSDP unit, compute in its forward, inside FSDP's hooks."""
+    if not isinstance(linear, FSDPModule):
+        return compute(hidden_SD)
+    linear.forward = compute  # type: ignore[method-assign, assignment]
+    try:
+        return linear(hidden_SD)
+    finally:
+        del linear.__dict__["forward"]
 
 
 class _BaseStub(nn.Module):

@@ -1,4 +1,4 @@
-"""Apply FSDP2 to one part: one unit per layer, experts on their own mesh, gradients as sums."""
+"""Apply FSDP2 to one part: units for layers, embedding and head, experts on their own mesh, gradients as sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layer_wrapping import prepare_layers
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
 from automodel_cli.distributed.mesh_config import AXES
-from automodel_cli.distributed.sharded_module import Sharded, register_handle
+from automodel_cli.distributed.sharded_module import Sharded, class_of, register_handle
 from automodel_cli.distributed.strategies.fsdp2 import torch_compat
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
@@ -156,7 +156,7 @@ def enable_wgrad_fusion(module: nn.Module) -> None:
     for owner, sums in of_owners.items():
         if type(owner) is nn.Linear:
             wgrad_fusion_linear.fuse_wgrad(owner, sums.get("weight"))
-        elif is_experts(owner):
+        elif is_experts(owner) or class_of(owner) is nn.Linear:  # a head that is a unit, computed by `Head`
             wgrad_fusion_linear.set_main_grad(owner, sums)
 
 
@@ -188,6 +188,19 @@ def _shard_experts_of(
     return units
 
 
+def _shard_around_layers(
+    model: nn.Module, *, mp_policy: MixedPrecisionPolicy, **shard: Any
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Shard embedding and head, and return those that are units of their own (`ModelPart.units_around_layers`)."""
+    find: Any = getattr(model, "units_around_layers", None)
+    embedding, head = ([], []) if find is None else find()
+    for module in (*embedding, *head):
+        # The embedding receives tokens, and the head casts hidden states itself.
+        policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)
+        fully_shard(module, mp_policy=policy, reshard_after_forward=False, **shard)
+    return embedding, head
+
+
 def fsdp2_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
@@ -199,11 +212,14 @@ def fsdp2_strategy_parallelize(
     pp_size: int = 1,
     expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Shard `model` in place. Every layer is one FSDP2 unit. Embedding, last norm and head belong to the root.
+    """Shard `model` in place. Every layer is one FSDP2 unit. So are embedding and head, if they have different weights
+    (`ModelPart.units_around_layers`): layers then do not wait for the head to be gathered, and its gradient is reduced
+    during their backward. The rest belongs to the root.
 
-    Parameters are resharded after forward, with two exceptions. The last layer and the root stay gathered, because
-    backward needs them first. Under a pipeline all stay gathered: otherwise every microbatch would gather them again,
-    and zero-bubble schedules would compute wrong gradients.
+    Parameters are resharded after forward, with these exceptions. The last layer, the head and the root stay gathered,
+    because backward needs them first, and the embedding, whose backward does not read it. Under a pipeline all stay
+    gathered: otherwise every microbatch would gather them again, and zero-bubble schedules would compute wrong
+    gradients.
 
     Args:
         device_mesh: `(shard,)`, `(replicate, shard)`, or the root mesh with its five axes. With the root mesh, layers
@@ -236,15 +252,17 @@ def fsdp2_strategy_parallelize(
             wide.append(module)
         fully_shard(unit, mp_policy=layer_policy, reshard_after_forward=reshard, **shard)
     modules_in_other_dtype(model, [model], separate=False)
+    embedding, head = _shard_around_layers(model, mp_policy=layer_policy, **shard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **shard)
     if mesh.size() == 1:
-        _alone.update(unit for unit in (*wide, *layers, model) if isinstance(unit, FSDPModule))
+        _alone.update(unit for unit in (*wide, *layers, *embedding, *head, model) if isinstance(unit, FSDPModule))
     sum_gradients(model)
     if config.adds_in_products:
         enable_wgrad_fusion(model)
     register_handle(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch, kept=kept), model)
     if config.enable_fsdp2_prefetch:
-        chain_prefetch(model, layers, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+        run_in_order = [*embedding, *layers, *head]
+        chain_prefetch(model, run_in_order, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
     logger.info("fsdp2: %d layers over %s ranks, %s", len(layers), tuple(mesh.shape), policy)
     return model
 
