@@ -1,4 +1,4 @@
-"""`data inspect`: rows as the model will see them. `data prepare`: tokenize ahead of a run."""
+"""`automodel data`: `inspect` shows rows as the model will see them, `prepare` tokenizes ahead of a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import click
 
 from automodel_cli.cli import common
 from automodel_cli.cli.convert_data import convert
+from automodel_cli.cli.data_quality import quality
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Trust
 
 
 @click.group()
 def data() -> None:
-    """Inspect, prepare or convert data."""
+    """Inspect, prepare, convert or check data."""
 
 
 @data.command()
@@ -84,3 +85,4 @@ def _array_task() -> tuple[int, int]:
 
 
 data.add_command(convert)
+data.add_command(quality)

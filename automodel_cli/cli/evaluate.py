@@ -88,7 +88,7 @@ def evaluate(
     if harness is not None:
         return _by_harness(target, checkpoint, harness, include, harness_python, overrides, against, out)
     assert conf is not None
-    composed, config = _config(conf, overrides, trust)
+    composed, config = load_evaluation(conf, overrides, trust)
     folder = _folder(target)
     if folder is None:
         _check_rows(target, config, conf)
@@ -155,8 +155,8 @@ def _exported(name: str, checkpoint: str | None = None) -> str:
     return str(export)
 
 
-def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Composed, EvalConfig]:
-    """The evaluation, from a file or the bundled ones. Raises ConfigError."""
+def load_evaluation(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Composed, EvalConfig]:
+    """Return an evaluation from a file or the bundled ones. Raises ConfigError."""
     from automodel_cli.config import bundled_recipes
     from automodel_cli.config.check import check_config
     from automodel_cli.config.compose import compose

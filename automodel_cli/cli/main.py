@@ -59,7 +59,7 @@ COMMANDS = {
     "dryrun": Entry("Inspect", "dryrun", "dryrun", "Measure memory and time of the real step without a GPU."),
     "verify": Entry("Inspect", "verify", "verify", "Compare every layout of a recipe with one process."),
     "bench": Entry("Inspect", "bench", "bench", "Time the steps of one config, or of two alternately."),
-    "data": Entry("Inspect", "data", "data", "Print or prepare the data of a config."),
+    "data": Entry("Inspect", "data", "data", "Print, prepare, convert or check data."),
     "options": Entry("Inspect", "options", "options", "List config keys with type, default and meaning."),
     "recipes": Entry("Inspect", "recipes", "recipes", "List, print and copy bundled recipes."),
     "eval": Entry("Evaluate", "evaluate", "evaluate", "Evaluate a run or a model on held-out questions."),

@@ -175,7 +175,7 @@ def _rows(source: Source, tokenizer: Any, column: str) -> Iterator[dict[str, Any
 def _write_rows(path: Path, target: Path, rows: Iterator[dict[str, Any]]) -> int:
     if plain_name(target).endswith(".jsonl"):
         number = 0
-        with _create(path, target) as file:
+        with create_file(path, target) as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
                 number += 1
@@ -217,7 +217,8 @@ def _write_table(path: Path, rows: Iterator[dict[str, Any]], *, parquet: bool) -
     return number
 
 
-def _create(path: Path, target: Path) -> IO[bytes]:
+def create_file(path: Path, target: Path) -> IO[bytes]:
+    """Open `path` for writing, compressed as the suffix of `target` tells."""
     if target.suffix not in (".gz", ".zst"):
         return path.open("wb")
     import pyarrow

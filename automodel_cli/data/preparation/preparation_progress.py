@@ -1,4 +1,4 @@
-"""Progress of a long tokenization: lines with the rate and the time left."""
+"""Progress of a long preparation: lines with the rate and the time left."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ class PreparationProgress:
     Args:
         show: receives each line.
         name: the dataset.
-        total: bytes of its files that this process tokenizes, 0 if unknown.
+        total: bytes of its files that this process reads, 0 if unknown.
+        doing, unit: the work, and what it counts.
     """
 
-    def __init__(self, show: Callable[[str], None], name: str, total: int = 0):
-        self._show, self._name, self._total = show, name, total
+    def __init__(
+        self,
+        show: Callable[[str], None],
+        name: str,
+        total: int = 0,
+        *,
+        doing: str = "tokenizing",
+        unit: str = "tokens",
+    ):
+        self._show, self._name, self._total, self._unit = show, f"{doing} {name}", total, unit
         self._begin = self._shown = time.perf_counter()
         self._bytes = self._rows = self.tokens = 0
 
@@ -33,7 +42,7 @@ class PreparationProgress:
         self._rows += rows
         self.tokens += tokens
         if self._is_due():
-            self._show(f"tokenizing {self._name}: {self._rows:,} rows, {self.tokens:,} tokens")
+            self._show(f"{self._name}: {self._rows:,} rows, {self.tokens:,} {self._unit}")
 
     def add(self, num_bytes: int, tokens: int) -> None:
         """Add a part of the files."""
@@ -43,7 +52,7 @@ class PreparationProgress:
             rate, share = self.tokens / self.seconds, self._bytes / max(1, self._total)
             left = self.seconds * (1 - share) / max(share, 1e-9)
             self._show(
-                f"tokenizing {self._name}: {share:.0%}, {self.tokens:,} tokens, {rate:,.0f} tokens/s, "
+                f"{self._name}: {share:.0%}, {self.tokens:,} {self._unit}, {rate:,.0f} {self._unit}/s, "
                 f"{_duration(left)} left"
             )
 

@@ -1,0 +1,1 @@
+"""Duplicates, overlap with evaluations, languages and lengths of training data."""

@@ -1,0 +1,32 @@
+"""Rows of the questions of an evaluation, without a model."""
+
+from __future__ import annotations
+
+from automodel_cli.data.source_config import SourceConfig
+from automodel_cli.data.sources.sources import Source, TaskSource, open_source
+from automodel_cli.data.storage.cache import cache_root
+from automodel_cli.evaluation.config import EvalConfig
+from automodel_cli.evaluation.settings import GenerationSettings, MultipleChoiceSettings
+
+
+def question_sources(config: EvalConfig) -> tuple[list[Source], list[str]]:
+    """Return the datasets of all tasks, and the names of tasks without one: they use the rows of a run, or are custom.
+
+    `limit` of a task does not apply. Raises DataError for files that cannot be read.
+    """
+    sources: list[Source] = []
+    without = []
+    root = cache_root(None)
+    for name, task in config.tasks.items():
+        if isinstance(task, MultipleChoiceSettings):
+            sources.append(open_source(SourceConfig(task.path), root))
+        elif isinstance(task, GenerationSettings) and task.data is not None:
+            if task.data.generator is not None:
+                sources.append(TaskSource(task.data.generator, "validation"))
+                continue
+            held_out = task.data.validation_source()
+            configs = [held_out] if held_out is not None else task.data.train_sources()
+            sources += [open_source(each, root, whole=task.data.validation_path is not None) for each in configs]
+        else:
+            without.append(name)
+    return sources, without
