@@ -78,7 +78,7 @@ class Quality:
         options = self.options
         if check == "overlap":
             coverage_R = self.column("coverage")
-            found_R: np.ndarray = (coverage_R > 0) & (coverage_R >= np.float32(options.overlap))
+            found_R = (coverage_R > 0) & (coverage_R >= np.float32(options.overlap))
         elif check == "language":
             found_R = ~np.isin(self.column("language"), np.array(options.languages, "S8"))
         else:
@@ -89,8 +89,9 @@ class Quality:
     def repeats(self, check: str) -> np.ndarray:
         """Return the rows that repeat an earlier one. `near`: that are similar and not equal."""
         rows = np.arange(len(self.exact_R))
-        exact_R = self.exact_R != rows
-        return exact_R if check == "exact" else (self.near_R != rows) & ~exact_R
+        exact_R: np.ndarray = self.exact_R != rows
+        similar_R: np.ndarray = (self.near_R != rows) & ~exact_R
+        return exact_R if check == "exact" else similar_R
 
     def removals(self) -> dict[str, np.ndarray]:
         """Return for each reason the rows to remove. Of a cluster, the first row that no other reason removes stays."""
