@@ -40,6 +40,9 @@ _DRY = (*_AUTOMODEL, "dryrun", "--gpus", "1", "--changes", "0", "--json", "{out}
 _NCCL_ON_CPU = ("scripts/gpu_suite_nccl.py", "--cpu")
 _BENCH = (*_AUTOMODEL, "bench", "--warmup", "5", "--steps", "12", "--json", "{out}", "-c")
 
+_OLD_TORCH = "SKIPPED.* it requires torch "
+"""A kernel of a later version of torch."""
+
 _ROWS = """
 defaults: [sft, _self_]
 model:
@@ -101,8 +104,8 @@ class Piece:
         return None
 
 
-def _test(name: str, file: str, seconds: float = 90.0) -> Piece:
-    return Piece(name, (*_PYTEST, file), seconds, fake=(*_PYTEST, "--collect-only", file))
+def _test(name: str, file: str, seconds: float = 90.0, **fields: Any) -> Piece:
+    return Piece(name, (*_PYTEST, file), seconds, fake=(*_PYTEST, "--collect-only", file), **fields)
 
 
 def _bench(name: str, *words: str, seconds: float = 90.0, fake: str = "dryrun", **fields: Any) -> Piece:
@@ -118,7 +121,9 @@ def gpu_type(device_name: str) -> str:
 def pieces(gpu: str = "h100") -> list[Piece]:
     """In the order of what is worth most. `gpu`: type of the GPU, for dry runs."""
     found = [
-        _test("attention kernels against the dense definition", "tests/gpu/test_attention_cuda.py"),
+        _test(
+            "attention kernels against the dense definition", "tests/gpu/test_attention_cuda.py", expected=(_OLD_TORCH,)
+        ),
         Piece("nccl", (sys.executable, "scripts/gpu_suite_nccl.py"), 60, fake=(sys.executable, *_NCCL_ON_CPU)),
         *(_comparison(name) for name in COMPARISONS),
         _test("attention that torch compiles", "tests/gpu/test_flex_cuda.py", 150),

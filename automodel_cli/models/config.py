@@ -151,10 +151,12 @@ class ModelConfig:
       transformers ("eager", "sdpa", "flash_attention_2", ...). Packing then requires that they isolate documents, which
       the packing probe tests.
     - `attention_kernel=auto` selects, on CUDA in bfloat16 or float16: FlashAttention-3 (compute capability 9) or 4 (9,
-      10) if the package is installed and agrees with the definition, otherwise torch's FlashAttention-2. FlexAttention
-      computes all cases without a flash kernel (soft caps, float32, unusual head sizes). On a CPU: torch's flash
-      kernel, and the dense definition for soft caps. Dense attention logs a warning with its memory.
-    - `flash` (torch's), `fa3`, `fa4` and `flex` are rejected for unsupported cases. `dense` is the definition, tokens x
+      10) if the package is installed and agrees with the definition, then cuDNN's attention (9, 10; torch 2.15) if it
+      agrees, otherwise torch's FlashAttention-2. FlexAttention computes all cases without a flash kernel (soft caps,
+      float32, unusual head sizes). On a CPU: torch's flash kernel, and the dense definition for soft caps. Dense
+      attention logs a warning with its memory.
+    - `flash` (torch's), `fa3`, `fa4` and `flex` are rejected for unsupported cases. `cudnn` leaves layers with windows,
+      sinks or heads above 128 to `flash`. `dense` is the definition, tokens x
       tokens. `flex` on a CPU computes the definition slowly, for all documents at once.
     - `trust_remote_code` also needs `--trust remote-code` on the command line.
     - `lm_head_chunk_size=null` keeps one chunk of fp32 logits in the caches of a CPU (1 MiB per thread, up to 24 MiB
@@ -188,7 +190,7 @@ class ModelConfig:
     )
     """`packed` isolates the documents of a packed sequence. Other names (`eager`, `sdpa`, ...) select transformers'
     attention, which the packing probe checks."""
-    attention_kernel: Literal["auto", "flash", "fa3", "fa4", "flex", "dense"] = "auto"
+    attention_kernel: Literal["auto", "flash", "fa3", "fa4", "cudnn", "flex", "dense"] = "auto"
     """Kernel of packed attention. `auto` selects FlashAttention if it is exact, otherwise FlexAttention. `dense` is
     the definition. Other names require that kernel."""
     tokenizer: str | PretrainedTokenizer | TokenizerNode | None = None

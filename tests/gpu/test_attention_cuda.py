@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from automodel_cli.data.batch import SeenKeys
+from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention.kernels import dense, visible_mask
 from automodel_cli.models.attention.packed import packed_attention
 
@@ -81,3 +82,13 @@ def test_documents_that_share_a_prefix_equal_whole_ones(window: int | None):
     got, want = (torch.autograd.grad((x.float() * weights).sum(), leaves) for x in (out, expected))
     for ours, theirs in zip(got, want, strict=True):
         assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
+
+
+def test_attention_of_cudnn_equals_dense_in_many_shapes():
+    """Each shape has a plan of its own. The choice at the start of a run compares one of them."""
+    device = torch.device("cuda")
+    if reason := kernel_selection._why_not_cudnn(device):
+        pytest.skip(reason)
+    for lengths in ((300,), (1000, 24), (129, 64, 7, 3, 500), (4096, 4096)):
+        for width in (64, 128):
+            assert kernel_selection.cudnn_error(device, lengths, width) < 2e-2, (lengths, width)

@@ -43,6 +43,7 @@ KEPT_RESULTS = frozenset(
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._flash_attention_forward.default,
+        _aten._cudnn_attention_forward.default,
     }
 )
 

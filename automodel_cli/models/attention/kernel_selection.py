@@ -1,11 +1,11 @@
 """Selection of the attention kernel, once per process, from the GPU and the installed packages.
 
 All CUDA flash kernels implement one operator, aten's variable-length flash attention. torch contains FlashAttention-2.
-Packages register FlashAttention-3 and -4 as other implementations. A newer kernel is used only if its outputs and
-gradients on this GPU agree with the dense definition.
+Packages register FlashAttention-3 and -4 as other implementations. cuDNN has an operator of its own (`cudnn.py`). A
+newer kernel is used only if its outputs and gradients on this GPU agree with the dense definition.
 
-Order of preference on CUDA: flash, then FlexAttention, then dense with a warning. On a CPU: flash, then dense. Never
-run on a GPU.
+Order of preference on CUDA: FlashAttention-3 or -4, cuDNN, FlashAttention-2, then FlexAttention, then dense with a
+warning. On a CPU: flash, then dense. Never run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import copy
 import functools
 import importlib.util
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import attention as torch_attention
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.attention import cudnn
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernels as kernels
 
@@ -29,6 +31,8 @@ _logger = logging.getLogger(__name__)
 
 Way = Literal["flash", "flex", "dense"]
 _PROBE_ERROR = 2e-2  # relative error of bf16 outputs and gradients against fp32
+_LENGTHS = (48, 80)
+_LENGTHS_CUDNN = (200, 312, 64)  # documents of at most 128 tokens alone are not computed by all versions
 _LATENT_WIDTHS = (192, 128)  # head widths of keys and values in DeepSeek models
 _KERNEL_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
 
@@ -57,7 +61,7 @@ _PACKAGES = {
 class KernelChoice:
     """The selected kernel.
 
-    kernel: "flash", "fa3", "fa4", "flex" or "dense".
+    kernel: "flash", "fa3", "fa4", "cudnn", "flex" or "dense".
     reason: shown in the startup summary.
     forced: the config names the kernel, so there is no fallback.
     """
@@ -74,6 +78,10 @@ class KernelChoice:
         return f"{self.kernel} ({self.reason})"
 
 
+_SCALE = 0.125
+_Attention = Callable[[Tensor, Tensor, Tensor, kernels.VarlenPlan], Tensor]
+"""Causal attention on flat tokens."""
+_CUDNN_REST = "; layers with windows or sinks, other keys than queries, or heads above 128: FlashAttention-2"
 _RECORDING = "asked_not_computed"
 _chosen = KernelChoice()
 
@@ -86,8 +94,8 @@ def chosen_kernel() -> KernelChoice:
 def choose_kernel(requested: str, device: torch.device) -> KernelChoice:
     """Select the kernel for `model.attention_kernel`. Call it before the first forward.
 
-    `auto` selects a newer kernel than FlashAttention-2 if the GPU, torch and an installed package support it and it
-    agrees with the definition. Raises ConfigError if a named kernel is not available.
+    `auto` selects a newer kernel than FlashAttention-2 if the GPU, torch and an installed package or cuDNN support it
+    and it agrees with the definition. Raises ConfigError if a named kernel is not available.
     """
     global _chosen
     if _chosen.kernel in _PACKAGES:
@@ -101,6 +109,8 @@ def _select_named(requested: str, device: torch.device) -> KernelChoice:
     reason, pads = "", True
     if requested in _PACKAGES:
         reason, pads = _activate(requested, device)
+    elif requested == "cudnn":
+        reason = _why_not_cudnn(device)
     elif requested == "flex" and device.type != "cpu":
         reason = attention_flex.why_unavailable(device)
     if reason:
@@ -111,6 +121,7 @@ def _select_named(requested: str, device: torch.device) -> KernelChoice:
             fix="model.attention_kernel=auto",
         )
     note = ", dense definition on a CPU" if requested == "flex" and device.type == "cpu" else _widths_note(pads)
+    note = _CUDNN_REST if requested == "cudnn" else note
     return KernelChoice(requested, f"as configured{note}", forced=True, pads=pads)
 
 
@@ -124,7 +135,26 @@ def _select_auto(device: torch.device) -> KernelChoice:
             agrees = "supported by the GPU and an installed package; agrees with the definition"
             return KernelChoice(name, agrees + _widths_note(pads), pads=pads)
         reasons.append(f"{name}: {reason}")
+    reason = _why_not_cudnn(device)
+    if not reason:
+        return KernelChoice("cudnn", f"cuDNN's, agrees with the definition{_CUDNN_REST}; {'; '.join(reasons)}")
+    reasons.append(f"cudnn: {reason}")
     return KernelChoice("flash", f"torch's FlashAttention-2; {'; '.join(reasons)}")
+
+
+def _why_not_cudnn(device: torch.device) -> str:
+    """Return the reason why cuDNN's attention is not available or not trusted, or an empty string."""
+    if reason := cudnn.why_unavailable(_capability(device)):
+        return reason
+    try:
+        error = cudnn_error(device)
+    except _KERNEL_ERRORS as failure:
+        return _first_line(failure)
+    return f"it differs from the definition by {error:.1e}" if error > _PROBE_ERROR else ""
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _widths_note(pads: bool) -> str:
@@ -182,8 +212,7 @@ def _activate(name: str, device: torch.device) -> tuple[str, bool]:
     Returns the reason why it is not available (nothing is changed then), and whether values narrower than keys must be
     padded.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    package = _PACKAGES[name]
+    capability, package = _capability(device), _PACKAGES[name]
     if reason := why_kernel_unsupported(package.label, package.capabilities, package.module, capability):
         return reason, True
     try:
@@ -250,18 +279,38 @@ def kernel_error(device: torch.device, widths: tuple[int, int] = (64, 64)) -> fl
 
     Measured on two documents with grouped heads, with and without a window. `widths` of keys and values are not padded.
     """
-    return max(_disagreement(device, window, *widths) for window in (None, 16))
+
+    def attend(window: int | None) -> _Attention:
+        return lambda q, k, v, plan: kernels.varlen_cuda(q, k, v, plan, None, _SCALE, window, pads=False)
+
+    return max(_disagreement(device, attend(window), window, _LENGTHS, *widths) for window in (None, 16))
 
 
-def _disagreement(device: torch.device, window: int | None, width: int, value_width: int) -> float:
-    lengths, scale = (48, 80), 0.125
+def cudnn_error(device: torch.device, lengths: Sequence[int] = _LENGTHS_CUDNN, width: int = 64) -> float:
+    """Return the same of cuDNN's attention, which has no windows."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, plan: kernels.VarlenPlan) -> Tensor:
+        return cudnn.varlen_cudnn(q, k, v, plan, _SCALE)
+
+    return _disagreement(device, attend, None, lengths, width, width)
+
+
+def _disagreement(
+    device: torch.device,
+    attend: _Attention,
+    window: int | None,
+    lengths: Sequence[int],
+    width: int,
+    value_width: int,
+) -> float:
+    scale, tokens = _SCALE, sum(lengths)
     generator = torch.Generator().manual_seed(0)
-    shapes = ((128, 4, width), (128, 2, width), (128, 2, value_width))
+    shapes = ((tokens, 4, width), (tokens, 2, width), (tokens, 2, value_width))
     flat = [torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
-    bounds = torch.tensor([0, 48, 128], dtype=torch.int32, device=device)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     plan = kernels.VarlenPlan(bounds, bounds, max(lengths), max(lengths), None)
     query, key, value = flat
-    got = kernels.varlen_cuda(query, key, value, plan, None, scale, window, pads=False)
+    got = attend(query, key, value, plan)
     rows = [x.detach().float().requires_grad_() for x in flat]
     parts = []
     for piece in zip(*(x.split(lengths) for x in rows), strict=True):

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.data.batch import SeenKeys
+from automodel_cli.models.attention import cudnn, kernel_selection
 from automodel_cli.models.attention import flex as attention_flex
-from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import varlen_segments as segments
 from automodel_cli.models.attention.picture_runs import PictureRuns
@@ -191,7 +191,10 @@ def _in_one_kernel(
             q_NHD, k_MKD, v_MKV, sink_H, layout, setting.window, setting.scale, setting.softcap
         )
     plan = segments.batch_varlen(*batch) if context is None else segments.context_varlen(context, setting.window)
-    pads = kernel_selection.chosen_kernel().pads
+    chosen = kernel_selection.chosen_kernel()
+    if chosen.kernel == "cudnn" and cudnn.supports(q_NHD, v_MKV, plan, sink_H, setting.window):
+        return cudnn.varlen_cudnn(q_NHD, k_MKD, v_MKV, plan, setting.scale)
+    pads = chosen.pads
     return kernels.varlen_cuda(q_NHD, k_MKD, v_MKV, plan, sink_H, setting.scale, setting.window, pads=pads)
 
 

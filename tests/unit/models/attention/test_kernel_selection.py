@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention import cudnn, kernel_selection, packed
 from automodel_cli.models.attention import kernels as attention_kernels
 from automodel_cli.models.attention.packed import packed_attention
+from automodel_cli.models.attention.ring import Setting
 from automodel_cli.models.config import ModelConfig
 from tests.errors import raises
 
@@ -87,7 +89,7 @@ def test_a_flash_kernel_by_name_is_never_silently_dense():
 
 def _documents(cu, left, *flat):
     """Of each document: its tokens of every tensor as [1, heads, tokens, width] in float32, and its mask."""
-    for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+    for a, b in ((a, b) for a, b in pairwise(cu.tolist()) if a < b):
         parts = [attention_kernels.per_query_head(x[a:b].transpose(0, 1)[None].float(), 4) for x in flat]
         window = None if left is None else left + 1
         yield slice(a, b), parts, attention_kernels.visible_mask(b - a, (b - a,), (0,), window, torch.float32, CPU)
@@ -131,6 +133,117 @@ def test_an_implementation_is_compared_with_the_definition_before_it_is_trusted(
     assert error > 0
     assert (error > kernel_selection._PROBE_ERROR) == ignores_windows
     assert pads == ignores_windows, "values narrower than keys, as they are"
+
+
+def _cudnn_operator(seen: list[tuple[list[int], int, int]], *, grouped: bool = True) -> torch.library.Library:
+    """aten's cuDNN attention for the CPU, by the definition, with log-sum-exps as [N, H, 1]; or without grouped heads.
+    `seen` receives the bounds and the two lengths of each call."""
+
+    def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, stats, dropout, causal, debug=False, *, scale):
+        assert (bias, stats, dropout, causal, debug) == (None, True, 0.0, True, False)
+        assert cu_q.tolist() == cu_k.tolist()
+        seen.append((cu_q.tolist(), max_q, max_k))
+        out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(*q.shape[:2], 1)
+        k, v = (x if grouped else x.flip(1) for x in (k, v))
+        for tokens, parts, mask in _documents(cu_q, None, q, k, v):
+            one, one_lse = attention_kernels.dense_forward(*parts, mask, scale, None)
+            out[tokens], lse[tokens, :, 0] = one[0].transpose(0, 1).to(q.dtype), one_lse[0].t()
+        number = torch.zeros((), dtype=torch.int64)
+        return out, lse, cu_q.clone(), cu_k.clone(), max_q, max_k, number, number.clone(), torch.empty(0)
+
+    def backward(grad, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal, *, scale):
+        assert (bias, dropout, causal, lse.shape) == (None, 0.0, True, (*q.shape[:2], 1))
+        seen.append((cu_q.tolist(), max_q, max_k))
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        for tokens, (dout, *qkv, one), mask in _documents(cu_q, None, grad, q, k, v, out):
+            found = attention_kernels.dense_backward(dout, *qkv, mask, one, lse[tokens, :, 0].t()[None], scale, None)
+            for whole, of_heads in zip(grads, found, strict=True):
+                of_kv = of_heads[0].unflatten(0, (whole.shape[1], -1)).sum(1)
+                whole[tokens] = of_kv.transpose(0, 1).to(whole.dtype)
+        return tuple(grads)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_cudnn_attention_forward", forward, "CPU")
+    library.impl("_cudnn_attention_backward", backward, "CPU")
+    return library
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_attention_of_cudnn_is_compared_with_the_definition_before_it_is_trusted(grouped: bool):
+    seen: list[tuple[list[int], int, int]] = []
+    library = _cudnn_operator(seen, grouped=grouped)
+    try:
+        error = kernel_selection.cudnn_error(CPU)
+    finally:
+        library._destroy()
+    assert error > 0
+    assert (error <= kernel_selection._PROBE_ERROR) == grouped
+    assert seen == 2 * [([0, 200, 512, 576, 576], 512, 512)], "four documents of at most 512, forward and backward"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cudnn_version", "capability", "reason"),
+    [
+        ("2.15.0", 92400, (9, 0), ""),
+        ("2.16.1+cu130", 92400, (10, 0), ""),
+        ("2.15.0", 92400, None, "CUDA"),
+        ("2.13.0+cu130", 92400, (9, 0), "2.13.0"),
+        ("2.15.0", 92400, (8, 0), "8.0"),
+        ("2.15.0", 91700, (9, 0), "91700"),
+        ("2.15.0", None, (9, 0), "None"),
+    ],
+)
+def test_attention_of_cudnn_is_left_alone_for_a_reason(torch_version, cudnn_version, capability, reason, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn_version)
+    said = cudnn.why_unavailable(capability)
+    assert (reason in said) if reason else not said
+
+
+def test_cudnn_computes_whole_causal_documents_and_leaves_the_rest_to_flash(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91800)
+    query, bounds = torch.zeros(300, 4, 64), torch.tensor([0, 140, 300], dtype=torch.int32)
+    plan = attention_kernels.VarlenPlan(bounds, bounds, 160, 160, None)
+    assert cudnn.supports(query, query, plan, None, None)
+    assert cudnn.supports(query, query, plan, None, 160), "a window that hides nothing"
+    assert not cudnn.supports(query, query, plan, None, 159)
+    assert not cudnn.supports(query, query, plan, torch.zeros(4), None)
+    assert not cudnn.supports(torch.zeros(300, 4, 192), query, plan, None, None)
+    assert not cudnn.supports(query, query, plan._replace(max_q=128), None, None)
+    assert not cudnn.supports(query, query, plan._replace(key_index=torch.arange(300)), None, None)
+    assert not cudnn.supports(query, query, plan._replace(cu_k=bounds + 3), None, None)
+    with raises(ConfigError, "kernel_unavailable", keys=("model.attention_kernel",), values=("cudnn", "CUDA")):
+        kernel_selection.choose_kernel("cudnn", CPU)
+
+
+def test_packed_attention_passes_each_layer_to_the_operator_that_computes_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92400)
+    monkeypatch.setattr(kernel_selection, "_chosen", kernel_selection.KernelChoice("cudnn", device_type="cuda"))
+    generator, bounds = torch.Generator().manual_seed(1), torch.tensor([0, 7, 24], dtype=torch.int32)
+    flat = [torch.randn(24, heads, 16, generator=generator) for heads in (4, 2, 2)]
+    seen: list[tuple[list[int], int, int]] = []
+    libraries = _cudnn_operator(seen), _operator(ignores_windows=False)
+    found = {}
+    try:
+        for window in (None, 5):
+            setting = Setting(0.25, window, None, "flash")
+            found[window] = packed._in_one_kernel(*flat, None, setting, (bounds, 17, 1, 24, CPU, None), None)
+    finally:
+        for library in libraries:
+            library._destroy()
+    assert seen == [([0, 7, 24], 32, 32)], "the layer without a window"
+    for window, out in found.items():
+        for tokens, parts, mask in _documents(bounds, None if window is None else window - 1, *flat):
+            want = attention_kernels.dense(*parts, mask, scale=0.25)[0].transpose(0, 1)
+            torch.testing.assert_close(out[tokens], want, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_share_the_rounded_bounds_of_a_microbatch():
+    bounds = torch.tensor([0, 140, 290, 300], dtype=torch.int32)
+    plan = attention_kernels.VarlenPlan(bounds, bounds, 150, 150, None)
+    (first, longest), (second, _) = cudnn._rounded_up(plan), cudnn._rounded_up(plan)
+    assert first is second
+    assert (first.tolist(), longest) == ([0, 140, 290, 300, 300], 256)
 
 
 def test_a_run_on_gpus_probes_small_copies_by_the_cpus_kernels(monkeypatch: pytest.MonkeyPatch):
