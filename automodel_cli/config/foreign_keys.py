@@ -155,6 +155,7 @@ FOREIGN: dict[str, Foreign] = {
     "lora_rank": Foreign("model.lora.rank"),
     "lora_alpha": Foreign("model.lora.alpha"),
     "lora_dropout": Foreign("model.lora.dropout"),
+    "peft_init_lora_weights": Foreign("model.lora.init_lora_weights"),
     "use_dora": Foreign("model.lora.use_dora"),
     "peft_use_dora": Foreign("model.lora.use_dora"),
     "lora_target": Foreign("model.lora.target_modules", values=_ALL_LINEAR, is_list=True),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import (
     expert_lora,
     lora_dora,
+    lora_init,
     lora_options,
     lora_pretrained,
     lora_targets,
@@ -29,7 +29,6 @@ from automodel_cli.models import (
     transformers_compat,
 )
 from automodel_cli.models.lora_config import LoRAConfig
-from automodel_cli.models.rng import generator_for
 from automodel_cli.models.stochastic_rounding import round_stochastically
 
 if TYPE_CHECKING:
@@ -82,6 +81,7 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
     if config.quantization == "nf4":
         _check_4bit_heads(model, config)
         _pack_bases(model)
+    lora_init.add_initial(dict(wrappers(model)), config)
     lora_dora.use_own_forward(model)
     expert_lora.inject(model, config, config.scale)
 
@@ -231,16 +231,9 @@ def adapters_off(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def init_adapters(model: nn.Module, seed: int) -> None:
-    """A is uniform as in a linear layer's default, B is zero: the step-0 model is the base, under any layout."""
-    for name, layer in wrappers(model):
-        a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-        full = torch.empty(a.shape, dtype=torch.float32)
-        nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator_for(seed, f"{name}.lora_A"))
-        transformers_compat.local(a).copy_(transformers_compat.local_part(a, full))
-        transformers_compat.local(b).zero_()
-        if lora_dora.has_magnitude(layer):
-            lora_dora.start(layer)
+def init_adapters(model: nn.Module, config: LoRAConfig | None, seed: int) -> None:
+    """Fill new adapters. The step-0 model is the base, under any layout."""
+    lora_init.start(dict(wrappers(model)), config, seed)
     expert_lora.init_adapters(model, seed)
 
 
@@ -264,11 +257,8 @@ def scale(layer: Any) -> float:
 
 def delta(layer: Any) -> Tensor:
     """Return the full fp32 update of a wrapped layer. Collective if adapters are sharded."""
-    a, b = (
-        transformers_compat.full_tensor(layer.lora_A[_ADAPTER].weight).float(),
-        transformers_compat.full_tensor(layer.lora_B[_ADAPTER].weight).float(),
-    )
-    update = (b @ a) * scale(layer)
+    a, b = lora_init.joined(layer)
+    update = (b.float() @ a.float()) * scale(layer)
     return update.T if lora_targets.is_transposed(layer) else update
 
 
@@ -317,6 +307,9 @@ def save_adapters(
         for name, layer in wrappers(part.model):
             for file_name, param in matrices_of(name, layer):
                 local[file_name] = transformers_compat.full_tensor(param).cpu().contiguous()
+            if lora_init.has_initial(layer):
+                for matrix, full in zip(("lora_A", "lora_B"), lora_init.joined(layer), strict=True):
+                    local[f"{name}.{matrix}.weight"] = full.cpu().contiguous()
         local |= {name: weight.cpu().contiguous() for name, weight in expert_lora.in_files(part.model)}
         for name, param in lora_options.saved_parameters(part, _settings_of(part).modules_to_save or []):
             local[name] = transformers_compat.full_tensor(param.detach()).cpu().contiguous().clone()
@@ -342,6 +335,8 @@ def save_adapters(
         peft_config.target_modules = layers
         peft_config.target_parameters = expert_lora.full_names(experts) or None
         peft_config.exclude_modules = peft_config.layers_to_transform = None
+    if config.starts_at_weights:
+        lora_init.convert(peft_config)
     peft_config.base_model_name_or_path = base_model
     peft_config.inference_mode = True
     peft_config.save_pretrained(folder)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_range
+
+_INITIAL = ("default", "gaussian", "orthogonal", "pissa", "olora")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class LoRAConfig:
     """Scale the update by `alpha / sqrt(rank)` instead."""
     use_dora: bool = False
     """Train the norm of each output beside the adapters (DoRA, Liu et al. 2024)."""
+    init_lora_weights: str = "default"
+    """First values of the adapters. `default`: A is uniform and B is zero. `gaussian`: A is normal and B is zero.
+    `orthogonal`, `pissa`, `pissa_niter_16` (PiSSA by a fast decomposition of 16 iterations) and `olora` are those of
+    peft."""
     exclude_modules: list[str] = field(default_factory=list)
     """Layers without adapters, as name endings. Each must match a layer that `target_modules` selects."""
     layers_to_transform: list[int] = field(default_factory=list)
@@ -64,7 +71,13 @@ class LoRAConfig:
         """Whether the model without its adapters is the model that training started from."""
         return self.pretrained is None and not self.modules_to_save
 
+    @property
+    def starts_at_weights(self) -> bool:
+        """Whether the first B A is a part of the weight, which the layer subtracts."""
+        return self.init_lora_weights.startswith(("pissa", "olora"))
+
     def __post_init__(self) -> None:
+        self._check_init()
         self._check_patterns()
         self._check_pretrained()
         check_range("rank", self.rank, at_least=1, fix="model.lora.rank=16")
@@ -95,14 +108,32 @@ class LoRAConfig:
                 keys=("target_parameters",),
                 fix="model.lora.target_parameters=all-experts",
             )
-        for key, fix in (("dropout", "0"), ("use_dora", "false")):
-            if getattr(self, key):
+        for key, usual in (("dropout", 0), ("use_dora", False), ("init_lora_weights", "default")):
+            if getattr(self, key) != usual:
                 raise ConfigError(
                     f"{key}={getattr(self, key)} is not supported with target_parameters: peft has none on experts",
                     code="unsupported_combination",
                     keys=(key, "target_parameters"),
-                    fix=f"model.lora.{key}={fix}",
+                    fix=f"model.lora.{key}={str(usual).lower()}",
                 )
+
+    def _check_init(self) -> None:
+        method = self.init_lora_weights
+        if method not in _INITIAL and not re.fullmatch(r"pissa_niter_[1-9]\d*", method):
+            raise ConfigError(
+                f"init_lora_weights={method} must be one of {', '.join(_INITIAL)}, or pissa_niter_N",
+                code="invalid_value",
+                keys=("init_lora_weights",),
+                fix="model.lora.init_lora_weights=default",
+            )
+        if self.use_dora and self.starts_at_weights:
+            raise ConfigError(
+                f"init_lora_weights={method} is not supported with use_dora, because peft cannot convert such adapters "
+                "to adapters of the base",
+                code="unsupported_combination",
+                keys=("init_lora_weights", "use_dora"),
+                fix="model.lora.init_lora_weights=default",
+            )
 
     def _check_patterns(self) -> None:
         for name in ("rank", "alpha"):
@@ -135,9 +166,18 @@ class LoRAConfig:
         """The adapter on disk determines its structure."""
         if self.pretrained is None:
             return
-        names = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "exclude_modules", "layers_to_transform")
+        names: tuple[str, ...] = (
+            "rank",
+            "alpha",
+            "target_modules",
+            "use_rslora",
+            "use_dora",
+            "init_lora_weights",
+            "exclude_modules",
+        )
+        names += ("layers_to_transform", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
         usual = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
-        for name in (*names, "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters"):
+        for name in names:
             if getattr(self, name) != usual[name]:
                 raise ConfigError(
                     f"{name} is not supported with pretrained={self.pretrained}, whose adapter_config.json sets it",

@@ -65,11 +65,12 @@ class _DoRA:
         dropped = dropout(x)
         update = up(down(dropped.to(down.weight.dtype))) * scale
         if dropped is x:  # also in evaluation
-            y = factor_O * (plain + update.to(plain.dtype))
+            y: Tensor = factor_O * (plain + update.to(plain.dtype))
             return y if base.bias is None else y + (1 - factor_O) * _local(base.bias)
         of_dropped = base(dropped)
         of_dropped = of_dropped if base.bias is None else of_dropped - _local(base.bias)
-        return plain + (factor_O - 1) * of_dropped + factor_O * update.to(plain.dtype)
+        z: Tensor = plain + (factor_O - 1) * of_dropped + factor_O * update.to(plain.dtype)
+        return z
 
     def _factor(self: Any, x: Tensor) -> Tensor:
         """Return `m / n` of the outputs that this rank computes. The norm is rounded to the dtype of m, so that the
@@ -81,11 +82,13 @@ class _DoRA:
             norm_O = squares.redistribute(placements=own.placements).to_local().sqrt()  # type: ignore[attr-defined]
         else:
             norm_O = transformers_compat.full_tensor(squares).sqrt()
-        return _local(own) / norm_O.to(own.dtype)
+        factor_O: Tensor = _local(own) / norm_O.to(own.dtype)
+        return factor_O
 
 
 def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if transformers_compat.is_dtensor(tensor) else tensor
+    local: Tensor = tensor.to_local() if transformers_compat.is_dtensor(tensor) else tensor
+    return local
 
 
 def _weight(base: Any) -> Tensor:
@@ -111,13 +114,13 @@ def _row_squares(weight: Any, a: Any, b: Any, scale: float, transposed: bool) ->
 
     (placement,), mesh = weight.placements, weight.device_mesh
     over_outputs = placement.is_shard(int(transposed))
-    own = [_local(tensor) for tensor in (weight, a, b)]
-    own[0] = own[0].t() if transposed else own[0]
+    own_OI, own_RI, own_OR = _local(weight), _local(a), _local(b)
+    own_OI = own_OI.t() if transposed else own_OI
     if placement.is_shard() and not over_outputs and not transformers_compat.is_dtensor(a):
-        own[1] = a.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+        own_RI = a.chunk(mesh.size(), 1)[mesh.get_local_rank()]
     if over_outputs and not transformers_compat.is_dtensor(b):
-        own[2] = b.chunk(mesh.size(), 0)[mesh.get_local_rank()]
-    squares_O = _squares(*own, scale)
+        own_OR = b.chunk(mesh.size(), 0)[mesh.get_local_rank()]
+    squares_O = _squares(own_OI, own_RI, own_OR, scale)
     if not placement.is_shard():
         return DTensor.from_local(squares_O, mesh, [placement], run_check=False)
     return DTensor.from_local(squares_O, mesh, [Shard(0) if over_outputs else Partial()], run_check=False)
@@ -131,12 +134,16 @@ def _squares(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Ten
     return torch.cat([torch.addmm(own.to(wide), of_b.to(wide), a_RI).square_().sum(1) for own, of_b in chunks])
 
 
+def full_weight(layer: Any) -> Tensor:
+    """Return the base weight `[O, I]` of a wrapped layer. Collective if it is sharded."""
+    weight = transformers_compat.full_tensor(_weight(layer.get_base_layer()))
+    return weight.t() if is_transposed(layer) else weight
+
+
 @torch.no_grad()
 def start(layer: Any) -> None:
-    """Set m to the norms of the base weight, as a new adapter has B = 0. Collective if the weight is sharded."""
-    base = layer.get_base_layer()
-    weight = _weight(base) if isinstance(base, NF4Linear) else transformers_compat.full_tensor(base.weight)
-    weight = weight.t() if is_transposed(layer) else weight
+    """Set m to the norms of the base weight, as a new adapter has B A = 0. Collective if the weight is sharded."""
+    weight = full_weight(layer)
     wide = torch.promote_types(weight.dtype, torch.float32)
     norms_O = torch.cat([rows.to(wide).square().sum(1).sqrt() for rows in weight.split(1024)])
     own = transformers_compat.local(magnitude(layer))
@@ -148,5 +155,5 @@ def rescaled(merged: Tensor, layer: Any) -> Tensor:
     """Return `m / n * (W + s B A)` of the full fp32 sum. Collective if m is sharded."""
     rows = merged.t() if is_transposed(layer) else merged
     factor_O = transformers_compat.full_tensor(magnitude(layer)).to(rows.dtype) / rows.norm(dim=1)
-    scaled = rows * factor_O[:, None].to(rows.device)
+    scaled: Tensor = rows * factor_O[:, None].to(rows.device)
     return scaled.t() if is_transposed(layer) else scaled

@@ -54,6 +54,7 @@ class NF4Linear(nn.Module):
         """The weight that this layer computes with, in the storage dtype."""
         from bitsandbytes.functional import dequantize_4bit
 
+        assert self._packed is not None, "weights come by load_weights"
         weight: Tensor = dequantize_4bit(self._packed, self._state)
         return weight
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.distributed.expert_parallel.low_rank import MATRICES
-from automodel_cli.models import expert_lora, lora, lora_dora, transformers_compat
+from automodel_cli.models import expert_lora, lora, lora_dora, lora_init, transformers_compat
 from automodel_cli.models.lora_targets import is_transposed
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.rng import generator_for
@@ -67,7 +67,10 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
             matrices = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
             form = (lora.scale(layer), names, is_transposed(layer))
             rows = _put_factor(name, layer) if lora_dora.has_magnitude(layer) else None
-            local_adapters[name] = replace(_put_in(layer.get_base_layer().weight, matrices, *form), rows=rows)
+            weight = layer.get_base_layer().weight
+            local_adapters[name] = replace(_put_in(weight, matrices, *form), rows=rows)
+            if (constant := lora_init.constant(layer)) is not None:  # the layer subtracts it
+                transformers_compat.local(weight).add_(transformers_compat.local_part(weight, constant.contiguous()))
         for name, (experts, leaf) in expert_lora.weights(part.model).items():
             own = [f"{leaf}_{matrix}" for matrix in MATRICES]
             of_a, of_b = (f"{name.rpartition('.')[0]}.{matrix}" for matrix in own)

@@ -39,6 +39,14 @@ MORE = [
     Case(MeshConfig(dp_size=1, cp_size=2), lora=CHOSEN),
 ]
 DORA = LoRAConfig(rank=4, use_dora=True)
+PISSA = LoRAConfig(rank=4, init_lora_weights="pissa")
+OF_PISSA = [
+    Case(DP, lora=PISSA),
+    Case(MeshConfig(dp_size=1, tp_size=2), lora=replace(PISSA, init_lora_weights="olora")),
+    Case(PP, pipeline=PipelineConfig(schedule="1f1b"), lora=PISSA),
+    Case(DP, DDPConfig(), lora=replace(PISSA, init_lora_weights="orthogonal")),
+    Case(MeshConfig(dp_size=1, cp_size=2), lora=PISSA),
+]
 OF_DORA = [
     Case(MeshConfig(dp_size=1, tp_size=2), lora=DORA),
     Case(DP, lora=replace(DORA, target_modules=["q_proj", "down_proj", "lm_head"])),
@@ -66,8 +74,9 @@ def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(or
 @pytest.mark.parametrize(
     "rows",
     [
-        MORE[:1] + OF_DORA[:1],
+        MORE[:1] + OF_DORA[:1] + OF_PISSA[:1],
         pytest.param(MORE[1:], marks=pytest.mark.slow),
+        pytest.param(OF_PISSA[1:], marks=pytest.mark.slow),
         pytest.param(OF_DORA[1:], marks=pytest.mark.slow),
     ],
 )

@@ -22,6 +22,10 @@ _RL: dict[str, Kind] = {
 _KERNEL = none("a kernel of theirs; ours has its own")
 _SOURCE = {"path": "path", "name": "name", "revision": "revision", "split": "split"}
 
+_INIT = {"true": "default", "pissa_niter_16": "pissa_niter_16"} | {
+    name: name for name in ("gaussian", "orthogonal", "olora", "pissa")
+}
+
 
 def _kind(draft: Draft) -> Kind:
     kind = _RL.get(str(draft.get("rl")), "sft")
@@ -186,6 +190,7 @@ TABLE = Table(
         "lora_target_parameters": to("model.lora.target_parameters"),
         "peft_use_rslora": to("model.lora.use_rslora"),
         "peft_use_dora": to("model.lora.use_dora"),
+        "peft_init_lora_weights": to("model.lora.init_lora_weights", **_INIT),
         "lora_model_dir": none("model.lora.pretrained, without rank, alpha and layers, which its files have"),
         "lora_modules_to_save": to("model.lora.modules_to_save"),
         "peft_layers_to_transform": to("model.lora.layers_to_transform"),

@@ -103,6 +103,10 @@ def _lora(draft: Draft) -> None:
     if draft.get("additional_target"):
         names = [name.strip() for name in str(draft.get("additional_target")).split(",")]
         draft.put("model.lora.modules_to_save", names, "additional_target")
+    if draft.get("pissa_init"):
+        count = int(draft.get("pissa_iter", 16))
+        method = "pissa" if count < 0 else f"pissa_niter_{count}"
+        draft.put("model.lora.init_lora_weights", method, "pissa_init", "pissa_iter", "pissa_convert")
     if draft.get("loraplus_lr_ratio"):
         group = {"params": ["lora_B"], "lr_scale": float(draft.get("loraplus_lr_ratio"))}
         draft.put("optimizer.groups", [group], "loraplus_lr_ratio")
@@ -137,7 +141,7 @@ TABLE = Table(
         "use_rslora": to("model.lora.use_rslora"),
         "use_dora": to("model.lora.use_dora"),
         "loraplus_*": none("optimizer.groups takes patterns of parameter names and their rates"),
-        "pissa_*": none("adapters begin at random times zero"),
+        "pissa_*": none("model.lora.init_lora_weights=pissa, which is always exported as plain LoRA"),
         "quantization_*": none("model.lora.quantization is none or nf4"),
         "double_quantization": none("nf4 scales are not quantised again"),
         "new_special_tokens_config": none("the text of the description: model.tokenizer.init_new_tokens has two ways"),

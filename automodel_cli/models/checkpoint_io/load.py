@@ -90,7 +90,7 @@ def load_weights(
             keys=("lora.target_modules",),
             fix="model.lora.target_modules=all-linear",
         )
-    lora.init_adapters(part.model, seed)
+    lora.init_adapters(part.model, config.lora, seed)
     if config.lora is not None and config.lora.pretrained is not None:
         lora.fill_pretrained(part, config.lora.pretrained)
     if part.value_head is not None:

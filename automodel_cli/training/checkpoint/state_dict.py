@@ -1,6 +1,6 @@
 """State dict of a checkpoint: model and optimizer as one flat dictionary of tensors, keyed by parameter name.
 
-    model.<name>              a trainable parameter or a persistent buffer
+    model.<name>              a trainable parameter, a persistent buffer, or an initial matrix of an adapter (PiSSA)
     reference.model.<name>    the same tensor of an updated reference model
     optim.<name>#<key>        optimizer state of the parameter (`#<key>:int` for a Python number)
 
@@ -45,14 +45,25 @@ def named_trainable(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parame
 def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return `model.<name>`: the live tensors of trainable parameters and persistent buffers."""
     state: dict[str, Tensor] = {f"model.{name}": _cut(param.detach(), param) for name, param in named_trainable(parts)}
-    return {**state, **_buffers(parts)}
+    return {**state, **_initial_matrices(parts), **_buffers(parts)}
+
+
+def _initial_matrices(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Frozen matrices that depend on the processor that decomposed a weight (`models/lora_init.py`)."""
+    named = ((bare_name(name), param) for part in parts for name, param in _bare(part).named_parameters())
+    return {f"model.{name}": _cut(param.detach(), param) for name, param in named if _is_initial(name)}
+
+
+def _is_initial(name: str) -> bool:
+    return ".lora_A.initial." in name or ".lora_B.initial." in name
 
 
 def copy_state(copies: Sequence[nn.Module], parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the entries of `model_state(parts)`, with the tensors of frozen copies of the parts."""
     of_copy = {bare_name(name): p for copy in copies for name, p in _bare(copy).named_parameters()}
     trained = {name: of_copy[name] for name, _ in named_trainable(parts)}
-    return {**{f"model.{name}": _cut(param.detach(), param) for name, param in trained.items()}, **_buffers(copies)}
+    state = {f"model.{name}": _cut(param.detach(), param) for name, param in trained.items()}
+    return {**state, **_initial_matrices(copies), **_buffers(copies)}
 
 
 def _buffers(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -126,7 +137,8 @@ def check_same_model(state: Mapping[str, Tensor], metadata: Metadata) -> None:
 def check_same_frozen(parts: Sequence[nn.Module], metadata: Metadata) -> None:
     """Raise RunError if the checkpoint has trained a parameter that is frozen now: it would keep its first value."""
     params = [(name, param) for part in parts for name, param in _bare(part).named_parameters()]
-    frozen = {f"model.{bare_name(name)}" for name, param in params if not param.requires_grad}
+    names = {bare_name(name) for name, param in params if not param.requires_grad}
+    frozen = {f"model.{name}" for name in names if not _is_initial(name)}
     saved = sorted(frozen & metadata.state_dict_metadata.keys())
     _refuse([f"{key} is trained in the checkpoint and frozen in this run" for key in saved])
 

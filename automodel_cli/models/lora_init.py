@@ -1,0 +1,193 @@
+"""First values of adapters: `peft`'s own initializations, on weights of any sharding.
+
+PiSSA (Meng et al. 2024) and OLoRA start at the largest directions of the weight, B0 A0. `peft` subtracts them from the
+base, W - s B0 A0. Here the base stays as it is, and the layer subtracts their output:
+
+    y = x W^T + b + s (x A^T B^T - x A0^T B0^T)
+
+A0 and B0 are frozen parameters in the layer's `peft` modules under the name "initial". They are sharded like A and B
+and stored in checkpoints. So the model without adapters is the base, 4-bit weights stay, and no resume repeats a
+decomposition. In files, `peft`'s conversion to plain LoRA applies: rank 2 r, A = [A; A0] and B = [B, -B0].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import lora_dora, transformers_compat
+from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.lora_targets import is_transposed
+from automodel_cli.models.rng import generator_for, seed_for
+
+_ADAPTER, _INITIAL = "default", "initial"
+_MATRICES = ("lora_A", "lora_B")
+
+
+def has_initial(layer: Any) -> bool:
+    """Return whether a wrapped layer subtracts the output of its initial matrices."""
+    return _INITIAL in layer.lora_A
+
+
+def add_initial(layers: Mapping[str, Any], config: LoRAConfig) -> None:
+    """Add the frozen matrices A0 and B0 to wrapped layers. Works on the meta device, before sharding.
+
+    Raises ConfigError if a rank is too large or odd for the initialization.
+    """
+    for name, layer in layers.items():
+        _check_rank(name, layer, config)
+        if not config.starts_at_weights:
+            continue
+        for matrix in _MATRICES:
+            trained = getattr(layer, matrix)[_ADAPTER]
+            sizes = trained.in_features, trained.out_features
+            like = trained.weight
+            frozen = nn.Linear(*sizes, bias=False, device=like.device, dtype=like.dtype).requires_grad_(False)
+            getattr(layer, matrix)[_INITIAL] = frozen
+        layer.__class__ = _own_class()
+
+
+def _check_rank(name: str, layer: Any, config: LoRAConfig) -> None:
+    rank, most = layer.r[_ADAPTER], min(layer.in_features, layer.out_features)
+    if config.starts_at_weights and rank > most:
+        raise ConfigError(
+            f"lora.init_lora_weights={config.init_lora_weights} requires a rank of at most {most}, the smaller side of "
+            f"{name}, but its rank is {rank}",
+            code="out_of_range",
+            keys=("lora.rank", "lora.init_lora_weights"),
+            fix=f"model.lora.rank={most}",
+        )
+    if config.init_lora_weights == "orthogonal" and rank % 2:
+        raise ConfigError(
+            f"lora.init_lora_weights=orthogonal requires an even rank, but the rank of {name} is {rank}",
+            code="not_divisible",
+            keys=("lora.rank", "lora.init_lora_weights"),
+            fix=f"model.lora.rank={rank + 1}",
+        )
+
+
+@cache
+def _own_class() -> Any:
+    from peft.tuners.lora.layer import Linear
+
+    return type("CenteredLoRALinear", (_Centered, Linear), {})
+
+
+class _Centered:
+    """Forward of a layer with initial matrices, mixed into the class of `peft`."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = self.base_layer(x, *args, **kwargs)
+        dropped = self.lora_dropout[_ADAPTER](x).to(self.lora_A[_ADAPTER].weight.dtype)
+        trained, initial = (self.lora_B[of](self.lora_A[of](dropped)) for of in (_ADAPTER, _INITIAL))
+        update: Tensor = self.scaling[_ADAPTER] * (trained - initial)
+        return y + update.to(y.dtype)
+
+
+@torch.no_grad()
+def start(layers: Mapping[str, Any], config: LoRAConfig | None, seed: int) -> None:
+    """Fill the adapters of wrapped layers with their first values, equal under every layout.
+
+    A decomposition runs on the full weight, on the first rank that holds the layer, which sends the matrices to the
+    others. Collective over all ranks then.
+    """
+    method = "default" if config is None else config.init_lora_weights
+    if method in ("default", "gaussian"):
+        for name, layer in layers.items():
+            full = torch.empty(layer.lora_A[_ADAPTER].weight.shape, dtype=torch.float32)
+            generator = generator_for(seed, f"{name}.lora_A")
+            if method == "gaussian":
+                full.normal_(std=1 / layer.r[_ADAPTER], generator=generator)
+            else:
+                nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+            _fill(layer, _ADAPTER, (full, torch.zeros(layer.lora_B[_ADAPTER].weight.shape)))
+    else:
+        for name, matrices in _decomposed(layers, method, seed):
+            for adapter in layers[name].lora_A:
+                _fill(layers[name], adapter, matrices)
+    for layer in layers.values():
+        if lora_dora.has_magnitude(layer):
+            lora_dora.start(layer)
+
+
+def _fill(layer: Any, adapter: str, matrices: tuple[Tensor, Tensor]) -> None:
+    for matrix, full in zip(_MATRICES, matrices, strict=True):
+        param = getattr(layer, matrix)[adapter].weight
+        local = transformers_compat.local(param)
+        local.copy_(transformers_compat.local_part(param, full.to(local.dtype)))
+
+
+def _decomposed(layers: Mapping[str, Any], method: str, seed: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Yield name, A and B of this rank's layers."""
+    held = [list(layers)]
+    if dist.is_initialized():
+        held = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(held, list(layers))
+    owners = {name: rank for rank, names in reversed(list(enumerate(held))) for name in names}
+    for name in dict.fromkeys(name for names in held for name in names):
+        is_owner = not dist.is_initialized() or owners[name] == dist.get_rank()
+        weight = lora_dora.full_weight(layers[name]) if name in layers else None
+        matrices = [None]
+        if is_owner and weight is not None:
+            matrices = [_of_peft(weight, layers[name], method, seed_for(seed, name))]  # type: ignore[list-item]
+        if dist.is_initialized():
+            dist.broadcast_object_list(matrices, src=owners[name])
+        if name in layers:
+            yield name, matrices[0]  # type: ignore[misc]  # the owner has sent them
+
+
+def _of_peft(weight_OI: Tensor, layer: Any, method: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Return A and B on the CPU, as `peft` initializes a layer with this weight."""
+    import peft
+    from peft.tuners.lora.layer import Linear
+
+    outputs, inputs = weight_OI.shape
+    base = nn.Linear(inputs, outputs, bias=False, device="meta")
+    base.weight = nn.Parameter(weight_OI.float().clone(), requires_grad=False)
+    rank, alpha = layer.r[_ADAPTER], layer.lora_alpha[_ADAPTER]
+    of_layer = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        use_rslora=layer.use_rslora[_ADAPTER],
+        init_lora_weights=method,  # type: ignore[arg-type]  # a name that the config has checked
+    )
+    devices = [weight_OI.device] if weight_OI.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        torch.manual_seed(seed)
+        made: Any = Linear(base, _ADAPTER, config=of_layer, r=rank, lora_alpha=alpha)
+    a, b = (getattr(made, matrix)[_ADAPTER].weight.detach().float().cpu() for matrix in _MATRICES)
+    return a, b
+
+
+def joined(layer: Any, adapter: str = _ADAPTER) -> tuple[Tensor, Tensor]:
+    """Return full A and B whose product is the update: of rank 2 r with initial matrices. Collective if sharded."""
+    a, b = (transformers_compat.full_tensor(getattr(layer, matrix)[adapter].weight) for matrix in _MATRICES)
+    if adapter == _INITIAL or not has_initial(layer):
+        return a, b
+    a0, b0 = joined(layer, _INITIAL)
+    return torch.cat([a, a0]), torch.cat([b, -b0], 1)
+
+
+def constant(layer: Any) -> Tensor | None:
+    """Return the frozen part `s B0 A0` of a layer in float32, like its weight. None without. Collective if sharded."""
+    if not has_initial(layer):
+        return None
+    a0, b0 = joined(layer, _INITIAL)
+    update: Tensor = b0.float() @ a0.float() * layer.scaling[_ADAPTER]
+    return update.T if is_transposed(layer) else update
+
+
+def convert(settings: Any) -> None:
+    """Change a `peft.LoraConfig` to that of the joined matrices: twice the rank, the same scale."""
+    factor = math.sqrt(2) if settings.use_rslora else 2
+    settings.r *= 2
+    settings.lora_alpha *= factor
+    settings.rank_pattern = {name: 2 * rank for name, rank in settings.rank_pattern.items()}
+    settings.alpha_pattern = {name: factor * alpha for name, alpha in settings.alpha_pattern.items()}
