@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ _TAIL = 25
 _AUTOMODEL = (sys.executable, "-m", "automodel_cli")
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-rs", "-x", "-m", "gpu", "--no-header", "-p", "no:cacheprovider")
 _DRY = (*_AUTOMODEL, "dryrun", "--gpus", "1", "--changes", "0", "--json", "{out}")
+_DOUBLE = "tests/e2e/test_grpo_server.py::test_a_run_starts_its_servers_and_takes_turns_with_them"
 _NCCL_ON_CPU = ("scripts/gpu_suite_nccl.py", "--cpu")
 _BENCH = (*_AUTOMODEL, "bench", "--warmup", "5", "--steps", "12", "--json", "{out}", "-c")
 
@@ -85,6 +87,7 @@ class Piece:
         expected: fall-backs that are no failure (regular expressions of output lines).
         gpus: number of GPUs that it needs.
         package: optional package that it needs.
+        program: program on PATH that it needs.
     """
 
     name: str
@@ -94,6 +97,7 @@ class Piece:
     expected: tuple[str, ...] = ()
     gpus: int = 1
     package: str | None = None
+    program: str | None = None
 
     def missing(self, num_gpus: int) -> str | None:
         """Return what this machine lacks, or None."""
@@ -101,11 +105,19 @@ class Piece:
             return f"needs {self.gpus} GPUs"
         if self.package is not None and importlib.util.find_spec(self.package) is None:
             return f"needs the package {self.package}"
+        if self.program is not None and shutil.which(self.program) is None:
+            return f"needs the program {self.program}"
         return None
 
 
 def _test(name: str, file: str, seconds: float = 90.0, **fields: Any) -> Piece:
     return Piece(name, (*_PYTEST, file), seconds, fake=(*_PYTEST, "--collect-only", file), **fields)
+
+
+def _served(name: str, transport: str, gpus: int) -> Piece:
+    """A run that starts vLLM. Without a GPU, the double of vLLM stands in its place."""
+    command = (*_PYTEST, "tests/gpu/test_servers_cuda.py", "-k", transport)
+    return Piece(name, command, 300, fake=(*_PYTEST[:4], _DOUBLE), gpus=gpus, program="vllm")
 
 
 def _bench(name: str, *words: str, seconds: float = 90.0, fake: str = "dryrun", **fields: Any) -> Piece:
@@ -130,7 +142,10 @@ def pieces(gpu: str = "h100") -> list[Piece]:
         _test("the head's products", "tests/gpu/test_head_cuda.py"),
         _test("float8 GEMMs", "tests/gpu/test_fp8_cuda.py", 120),
         _test("parallel axes, two ranks on this GPU over gloo", "tests/gpu/test_axes_cuda.py", 150),
+        _test("two pipeline stages on this GPU", "tests/gpu/test_pipeline_cuda.py", 150),
         _bench("a run of one rank over nccl", "quickstart"),
+        _served("vLLM that a run starts on the GPU that trains", "ipc", 1),
+        _served("vLLM that a run starts on another GPU", "nccl", 2),
         _test("compiled fused operations", "tests/gpu/test_fused_operations_cuda.py", 120),
         _bench("compiled layers", "quickstart", "parallelizer.enable_compile=true", seconds=150),
         _bench("parameters in host memory", "{folder}/dense.yaml", _OFFLOAD),
@@ -168,7 +183,7 @@ def main(output: Path, *, fake: bool = False, names: Sequence[str] = ()) -> int:
     for piece in chosen:
         if results.get(piece.name, {}).get("status") == "ok" or (fake and piece.fake is None):
             continue
-        lacking = piece.missing(piece.gpus if fake else torch.cuda.device_count())
+        lacking = None if fake and piece.program else piece.missing(piece.gpus if fake else torch.cuda.device_count())
         left = budget - (time.monotonic() - began)
         if lacking is None and left < 10:
             print(f"gpu_suite: {budget:.0f} s are over; the same command goes on with: {piece.name}")

@@ -44,6 +44,18 @@ _MODELS = {
     "dense": "model_type: llama",
     "experts": "model_type: qwen3_moe, moe_intermediate_size: 128, num_experts: 64, num_experts_per_tok: 2",
 }
+_GREEDY = """
+import torch
+import torch.distributed as dist
+from automodel_cli.training.callback import Callback
+
+class Greedy(Callback):
+    def on_step(self, run, step, values):
+        if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            torch.empty(1 << 60, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+"""
+_IN_GREEDY = ("--trust-package", "gpu_suite_greedy", "callbacks=[{_target_: gpu_suite_greedy.Greedy}]")
+"""The last rank runs out of memory after step 3, while the others go on."""
 _BF16 = ("model.dtype=bfloat16", "parallelizer.mp_policy.param_dtype=bfloat16")
 
 
@@ -56,7 +68,10 @@ class Comparison:
         package: optional package that the piece needs.
         resumes: stop after step 3 with an asynchronous checkpoint, and resume. The reference does not stop.
         fails_with: error code that the run must end with, instead of a comparison.
-        traced: whether a dry run supports it.
+        traced: whether a dry run supports it. A run that fails and that no dry run supports is run on the CPU if it
+            needs several ranks, and checked otherwise.
+        said: text that the output of a failed run must have.
+        options: more words of the command of a run that fails.
     """
 
     settings: tuple[str, ...] = ()
@@ -68,6 +83,8 @@ class Comparison:
     resumes: bool = False
     fails_with: str | None = None
     traced: bool = True
+    said: str = ""
+    options: tuple[str, ...] = ()
 
 
 COMPARISONS = {
@@ -93,6 +110,10 @@ COMPARISONS = {
         fails_with="out_of_memory", traced=False,
     ),
     "FSDP2 on 2 GPUs": Comparison(gpus=2),
+    "out of memory on one of 2 GPUs": Comparison(
+        layout=("mesh.dp_size=2",), options=_IN_GREEDY, gpus=2, fails_with="out_of_memory", traced=False,
+        said="rank 1 of 2 ran out",
+    ),
     "Muon on 2 GPUs": Comparison(("optimizer=muon", "optimizer.lr=1e-3", "optimizer.ns_dtype=float32"), gpus=2),
     "Megatron-FSDP on 2 GPUs": Comparison(
         layout=("parallelizer=megatron_fsdp", "~parallelizer.mp_policy"), gpus=2, package="megatron_fsdp", traced=False
@@ -112,6 +133,7 @@ def config_file(comparison: Comparison, folder: Path) -> Path:
     """Write the config of a comparison, and return its path."""
     path = folder / f"small_{comparison.model}.yaml"
     path.write_text(_CONFIG % _MODELS[comparison.model], encoding="utf-8")
+    (folder / "gpu_suite_greedy.py").write_text(_GREEDY, encoding="utf-8")
     return path
 
 
@@ -154,8 +176,8 @@ def _automodel(words: tuple[str, ...], devices: str) -> None:
         sys.exit(f"{' '.join(words)} ended with {done.returncode}")
 
 
-def _run(words: tuple[str, ...], devices: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": devices}
+def _run(words: tuple[str, ...], devices: str, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": devices} | more
     return subprocess.run((*_AUTOMODEL, *words), capture_output=True, text=True, env=environment, check=False)
 
 
@@ -163,11 +185,14 @@ def _failure(comparison: Comparison, folder: Path, devices: str) -> dict[str, An
     output = folder / "gpu"
     output.mkdir()
     conf = config_file(comparison, output)
-    words = ("finetune", "llm", "-c", str(conf), *comparison.settings, f"output_dir={output}")
-    done = _run(words, devices)
-    if done.returncode == 0 or f"[{comparison.fails_with}]" not in done.stdout + done.stderr:
-        print(done.stdout + done.stderr)
-        sys.exit(f"must fail with [{comparison.fails_with}], but ended with {done.returncode}")
+    settings = (*comparison.settings, *comparison.layout)
+    words = ("finetune", "llm", "-c", str(conf), *comparison.options, *settings, f"output_dir={output}")
+    done = _run(words, devices, PYTHONPATH=os.pathsep.join(filter(None, [str(output), os.environ.get("PYTHONPATH")])))
+    told = done.stdout + done.stderr
+    if done.returncode == 0 or f"[{comparison.fails_with}]" not in told or comparison.said not in told:
+        print(told)
+        wanted = f"[{comparison.fails_with}] {comparison.said}".strip()
+        sys.exit(f"must fail with {wanted}, but ended with {done.returncode}")
     return {"failed_with": comparison.fails_with}
 
 
@@ -178,11 +203,13 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def trace(comparison: Comparison, folder: Path, out: Path) -> None:
-    """Run the step on fake CUDA tensors, or check the config."""
+    """Run the step on fake CUDA tensors, run a failure on the CPU, or check the config."""
     conf, settings = config_file(comparison, folder), (*comparison.settings, *comparison.layout)
     if comparison.traced:
         dry = ("dryrun", "--gpus", str(comparison.gpus), "--changes", "0", "--json", str(out), "-c", str(conf))
         _automodel((*dry, *settings), "0")
+    elif comparison.fails_with is not None and comparison.gpus > 1:
+        _failure(comparison, folder, "")
     else:
         _automodel(("check", "-c", str(conf), *settings), "0")
 

@@ -96,14 +96,16 @@ def loss_over(weight: float) -> Callable[[Tensor, Batch], Tensor]:
     return lambda output, batch: -output.logprobs_BT.sum() / weight
 
 
-def run_cases(rank: int, world: int, cases: Sequence[Case], sabotage: str | None = None) -> list[Errors]:
+def run_cases(
+    rank: int, world: int, cases: Sequence[Case], sabotage: str | None = None, device: str = "cpu"
+) -> list[Errors]:
     """Every case on this mesh, one after another in the same processes."""
     meshes: dict[int, Mesh] = {}
     results = []
     for case in cases:
         if case.dp not in meshes:
             config = MeshConfig(pp_size=world // case.dp, dp_size=case.dp)
-            meshes[case.dp] = build_mesh(config.resolve(world), "cpu")
+            meshes[case.dp] = build_mesh(config.resolve(world), device)
         results.append(run_case(case, meshes[case.dp], sabotage))
     return results
 
@@ -113,13 +115,14 @@ def run_case(case: Case, mesh: Mesh, sabotage: str | None = None) -> Errors:
     pp, count = mesh.layout.pp, case.num_microbatches or 2 * mesh.layout.pp
     pipeline = make_pipeline(case, mesh, count, sabotage)
     dp_rank = mesh.dp_rank
-    steps = [make_batches(case, count, step, dp_rank) for step in range(2)]
+    steps = [[b.to(mesh.device) for b in make_batches(case, count, step, dp_rank)] for step in range(2)]
     everyone = [[make_batches(case, count, step, d) for d in range(case.dp)] for step in range(2)]
     weight = float(sum(b.num_label_tokens for step in everyone for batches in step for b in batches))
     loss_fn = loss_over(weight)
 
     losses = [pipeline.forward_backward(steps[0], loss_fn)]
     values = pipeline.forward(steps[1][:3], lambda output, batch: output.logprobs_BT.detach())
+    values = [value.cpu() for value in values]
     losses.append(pipeline.forward_backward(steps[1], loss_fn))
     loss = mesh.sum_over(mesh.loss, torch.stack(losses).sum())
     norm = grad_norm(pipeline.parts, mesh)
@@ -182,7 +185,8 @@ def make_pipeline(case: Case, mesh: Mesh, count: int, sabotage: str | None = Non
         single = case.schedule in ("GPipe", "1F1B", "ZB-H1")
         options["layout"] = EMPTY_LAYOUTS[mesh.layout.pp * (1 if single else 2), layers]
     pipeline = AutoPipeline(world_mesh=mesh, pp_schedule=case.schedule, pp_batch_size=count, **options)
-    pipeline.build(whole_part(case, layers), parallelize_fn=PARALLELIZERS[parallelize](mesh) if parallelize else None)
+    part = whole_part(case, layers).to(mesh.device)
+    pipeline.build(part, parallelize_fn=PARALLELIZERS[parallelize](mesh) if parallelize else None)
     if sabotage:
         SABOTAGES[sabotage](pipeline)
     return pipeline
@@ -193,7 +197,7 @@ def gather_gradients(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     own: dict[str, Tensor] = {}
     for part in parts:
         for name, grad in gradients(part).items():
-            _merge(own, name, grad)
+            _merge(own, name, grad.cpu())
     everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, own)
     merged: dict[str, Tensor] = {}

@@ -16,6 +16,7 @@ from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch
 from tests.dist.parity import FSDP2, Case, reference, step_batches, tiny_part
+from tests.gpu.staged import messages_through_the_host
 
 CASES = {
     "fsdp2": Case("qwen3"),
@@ -37,7 +38,8 @@ def one_step(rank: int, world: int, case: Case, device: str) -> Errors:
     part = tiny_part(case.family).to(device)
     assert case.config is not None
     stages, recorder = SingleStage(parallelize(part, mesh, case.config)), GradientRecorder(part)
-    result = train_step(stages, of_ranks[mesh.dp_rank], SFT(), recorder, mesh, max_grad_norm=None)
+    with messages_through_the_host():
+        result = train_step(stages, of_ranks[mesh.dp_rank], SFT(), recorder, mesh, max_grad_norm=None)
     return step_errors(want, result, {name: grad.cpu() for name, grad in recorder.gradients.items()})
 
 
