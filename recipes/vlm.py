@@ -19,6 +19,7 @@ class VLMRecipe(SFTRecipe):
     reads_pictures: ClassVar[bool] = True
 
     def run(self, source: Composed) -> int:
+        from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.run.picture_accuracy import PictureAccuracy
         from automodel_cli.run.picture_answers import PictureAnswers
         from automodel_cli.run.startup_summary import show_header
@@ -29,6 +30,7 @@ class VLMRecipe(SFTRecipe):
             accuracy = PictureAccuracy(session)
             session.callbacks.add(HeldOutLoss(session))
             session.callbacks.add(accuracy)
+            add_tasks(session)
             show_header(session)
             answers = PictureAnswers(session)
             if session.first_step == 0:

@@ -208,7 +208,10 @@ def _recipe(target: str, folder: Path | None, config: EvalConfig, trust: Trust) 
             raise ConfigError(message, code="wrong_model_kind")
         return recipe
     length = [f"data.seq_len={config.longest()}"] if config.longest() else []
-    return common.load_recipe("sft", [f"model.pretrained={target}", "data.path=none", *length], trust)[1]
+    shows = any(getattr(task, "pictures", False) for task in config.tasks.values())
+    return common.load_recipe(
+        "vlm" if shows else "sft", [f"model.pretrained={target}", "data.path=none", *length], trust
+    )[1]
 
 
 def _other(name: str, recipe: Recipe, folder: Path | None, trust: Trust) -> Target:

@@ -45,7 +45,8 @@ class Generation(GenerationSettings):
         from automodel_cli.evaluation.generation import read_questions
 
         read_questions(self, candidate)
-        _ = candidate.sampler
+        if candidate.pictures is None:
+            _ = candidate.sampler
 
     def run(self, candidate: EvalModel) -> TaskScores:
         from automodel_cli.evaluation.generation import ask

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.engines.base import Engine
@@ -19,6 +20,7 @@ from automodel_cli.rollout.engines.context import EngineHost
 from automodel_cli.rollout.engines.policy_engine import check_decoding, check_lengths
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.run.model_builder import Model
+from automodel_cli.run.picture_data import picture_support
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.trainer import Trainer
 from automodel_cli.training.checkpoint.checkpointer import Checkpointer
@@ -74,6 +76,13 @@ class EvalModel:
                 f"{error.message}; multiple-choice tasks need no sampler", code=error.code, keys=error.keys
             ) from error
         return EngineHost(self).sampler(max_num_seqs=None, max_num_batched_tokens=8192, refill_threshold=0.125)
+
+    @cached_property
+    def pictures(self) -> PictureSupport | None:
+        """What reads the pictures of questions, None if the model reads text only. Raises ConfigError."""
+        if self.recipe.model.vision is None:
+            return None
+        return picture_support(self.recipe.model, self.recipe.data, self.tokenizer)
 
     @property
     def plays(self) -> RolloutConfig | None:

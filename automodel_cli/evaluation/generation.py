@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.preparation.prompts import Prompt, no_tools, prepare_prompts
+from automodel_cli.evaluation.picture_questions import answers_with_pictures
 from automodel_cli.evaluation.scores import REWARD, TaskScores, pass_at_k
+from automodel_cli.evaluation.settings import GenerationSettings, refuse_samples
 from automodel_cli.rollout.collection.multi_turn import play_episodes, scored_samples
 from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.environments.episode import Episode
 from automodel_cli.rollout.rewards.aggregate import RewardSum, check_reward_rows
 from automodel_cli.rollout.types import Completion, SamplingParams
 from automodel_cli.run.checks.token_ids import check_tokens
+from automodel_cli.run.picture_data import picture_rows
 
 if TYPE_CHECKING:
     from automodel_cli.evaluation.eval_model import EvalModel
-    from automodel_cli.evaluation.settings import GenerationSettings
 
 _SHOWN = 4
 """Responses to a question that the results keep."""
@@ -36,7 +39,9 @@ def ask(task: GenerationSettings, candidate: EvalModel) -> TaskScores:
     seeds = [sample_seed(task.seed, number, index) for number, index in places]
     answers: Sequence[Completion | Episode]
     pool = candidate.pool if task.data is None else None
-    if pool is None:
+    if candidate.pictures is not None:
+        answers = answers_with_pictures(candidate, [prompt for _, _, prompt in requests], task.max_new_tokens)
+    elif pool is None:
         answers = candidate.sampler.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
     else:
         answers = play_episodes(candidate, pool, candidate.sampler, requests, params, seeds)
@@ -100,7 +105,13 @@ def _prompts(task: GenerationSettings, candidate: EvalModel) -> list[Prompt]:
         )
     room = data.seq_len - task.max_new_tokens
     tools_of = candidate.plays.tools_of if task.data is None and candidate.plays is not None else no_tools
-    prepared = prepare_prompts(data, candidate.tokenizer, seed=recipe.seed, max_tokens=room, tools_of=tools_of)
+    pictures = candidate.pictures
+    if pictures is not None:
+        refuse_samples(task)
+        pictures = replace(pictures, rows=picture_rows(data))
+    prepared = prepare_prompts(
+        data, candidate.tokenizer, seed=recipe.seed, max_tokens=room, tools_of=tools_of, pictures=pictures
+    )
     if task.data is None and prepared.validation is None:
         raise DataError(
             "the task has no data, and the run has no validation rows",

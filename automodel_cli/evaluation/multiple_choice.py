@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
 from automodel_cli.evaluation.scores import TaskScores
 from automodel_cli.run.checks.token_ids import check_tokens
 
@@ -105,6 +106,14 @@ def _question(row: Any, where: str, tokenizer: Any) -> _Question:
     choices = row.get("choices") if isinstance(row, dict) else None
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
         raise DataError(f"{where}: choices must be a list of at least two texts", code="bad_rows")
+    for column in PICTURE_COLUMNS:
+        if row.get(column):
+            raise DataError(
+                f"{where}: the column {column!r} has pictures, but choices are compared as text",
+                code="bad_rows",
+                keys=("path",),
+                fix="a task of the class Generation, which reads pictures",
+            )
     messages = row.get("messages") or [{"role": "user", "content": row.get("question")}]
     if not isinstance(messages[-1].get("content"), str):
         raise DataError(f"{where}: question must be a text, or messages a list of messages", code="bad_rows")

@@ -20,6 +20,8 @@ class GenerationSettings:
     """Questions, with the columns that the rewards read (`answer`). If the data have a validation split, only it is
     used, and each question gets one message. null: the validation rows of the run, as conversations if the run has
     environments; rewards score the last message."""
+    pictures: bool = False
+    """Read pictures of the questions with a model that is given by name. Runs of vision-language models always do."""
     rewards: dict[str, RewardFunction] = field(default_factory=lambda: {"exact": ExactAnswer()})
     """Rewards that score a response, by name. Default: the response must equal `answer`."""
     threshold: float = 1.0
@@ -73,3 +75,15 @@ class MultipleChoiceSettings:
 
     def __post_init__(self) -> None:
         check_minimums(self, limit=1)
+
+
+def refuse_samples(task: GenerationSettings, key: str = "tasks.NAME") -> None:
+    """Raise ConfigError for sampled answers of a model that reads pictures."""
+    if task.temperature == 0:
+        return
+    raise ConfigError(
+        f"{key}.temperature={task.temperature} is not supported with pictures, whose questions are answered greedily",
+        code="unsupported_combination",
+        keys=(f"{key}.temperature", "model.vision"),
+        fix=f"{key}.temperature=0 {key}.num_samples=1 {key}.pass_at=[1]",
+    )

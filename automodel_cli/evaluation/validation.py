@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation.config import Generation, Prepared
+from automodel_cli.evaluation.settings import refuse_samples
 from automodel_cli.training.callback import Callback, Run
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ def check_tasks(recipe: Recipe) -> None:
 
 def _check_generation(recipe: Recipe, task: Generation, key: str) -> None:
     longest = recipe.data.seq_len
-    if "sampler" not in recipe.parallelizer.supports:
+    if recipe.model.vision is not None:
+        refuse_samples(task, key)
+    elif "sampler" not in recipe.parallelizer.supports:
         raise ConfigError(
             f"{key} is not supported with parallelizer={recipe.parallelizer.name}, because the sampler cannot read its "
             "sharded weights",

@@ -1,29 +1,21 @@
-"""Answers to held-out rows with pictures before and after training, for the report.
-
-Greedy decoding runs through `Stages.forward`, so it needs no second copy of the model and works under every layout.
-Each new token costs one forward of a few short rows, which is cheap for a handful of rows.
-
-Shapes: B rows, T tokens.
-"""
+"""Answers to held-out rows with pictures before and after training, for the report."""
 
 from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from automodel_cli.data.batch import IGNORE_INDEX, Batch
-from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.data.pictures.content import rgb
-from automodel_cli.data.pictures.storage import PictureTable
+from automodel_cli.data.pictures.reader import Shown
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.models.hub.source import stop_ids
 from automodel_cli.run.heldout_accuracy import Accuracy, Answer
+from automodel_cli.run.picture_decoding import Asked, PictureDecoder
 
 if TYPE_CHECKING:
     from automodel_cli.run.trainer import Trainer
@@ -34,12 +26,10 @@ _THUMBNAIL = 160  # pixels of the longer side
 
 
 @dataclass(frozen=True)
-class _Question:
-    """A held-out document: tokens before its first answer, the answer, and its pictures."""
+class _Question(Asked):
+    """A held-out document: tokens before its first answer, its pictures, and the answer."""
 
-    prompt: np.ndarray
     answer: np.ndarray
-    pictures: list[tuple[PictureTable, int]]
 
 
 class PictureAnswers:
@@ -77,46 +67,19 @@ class PictureAnswers:
     def _completions(self) -> list[list[int]]:
         """Return the new tokens of every question without the stop token."""
         session = self._session
+        rows = session.data.validation
+        assert rows.pictures is not None, "there are questions"
         stops = {session.tokenizer.eos_token_id, *stop_ids(session.recipe.model), *session.data.train.taught_stops()}
-        size, num_new = session.recipe.train.microbatch_size, _num_new(self._questions)
-        batches = [
-            _batch(self._questions[first : first + size], session.data.validation, size, num_new)
-            for first in range(0, len(self._questions), size)
-        ]
-        found: list[list[int]] = [[] for _ in self._questions]
-        is_open = [True] * len(found)
-        for nth in range(num_new):
-            ids = [
-                token
-                for number, batch in enumerate(batches)
-                for token in self._next(batch, self._questions[number * size :][:size], nth).tolist()
-            ]
-            for number, question in enumerate(self._questions):
-                is_open[number] &= ids[number] not in stops
-                if is_open[number]:
-                    found[number].append(ids[number])
-                batches[number // size].input_ids_BT[number % size, len(question.prompt) + nth] = ids[number]
-            if not any(is_open):
-                break
-        return found
-
-    def _next(self, batch: Batch, questions: list[_Question], nth: int) -> Tensor:
-        """Return the likeliest token after the prompt and `nth` new tokens of each question, int64 `[questions]`.
-
-        Image tokens are excluded, because no picture belongs to them.
-        """
-        placeholder = self._session.data.validation.pictures.processor.placeholder
-        places = torch.tensor([len(question.prompt) + nth - 1 for question in questions])
-        labels_BT = torch.full_like(batch.input_ids_BT, IGNORE_INDEX)
-        labels_BT[torch.arange(len(questions)), places] = 0  # any label: the head then reads this position
-        asked = replace(batch, labels_BT=labels_BT).to(self._session.mesh.device)
-
-        def likeliest(output: HeadOutput, batch: Batch) -> Tensor:
-            assert output.topk_ids_BTK is not None
-            first_N, second_N = output.topk_ids_BTK[torch.arange(len(questions)), places].unbind(1)
-            return torch.where(first_N == placeholder, second_N, first_N)
-
-        return self._session.model.stages.forward([asked], likeliest, HeadRequest(topk=2))[0].cpu()
+        decoder = PictureDecoder(
+            session.model.stages,
+            session.mesh,
+            rows.pictures,
+            stops=stops,
+            rows=session.recipe.train.microbatch_size,
+            pad_id=rows.pad_id,
+            multiple_of=rows.pad_to_multiple_of,
+        )
+        return [tokens for tokens, _ in decoder.complete(self._questions, _num_new(self._questions))]
 
 
 def _num_new(questions: list[_Question]) -> int:
@@ -147,7 +110,7 @@ def _chosen(rows: PackedDataset) -> list[_Question]:
 def _question(
     ids: np.ndarray,
     mask: np.ndarray,
-    pictures: list[tuple[PictureTable, int]],
+    pictures: Sequence[Shown],
     lengths: list[int],
     placeholder: int,
 ) -> _Question | None:
@@ -163,46 +126,7 @@ def _question(
     first = int(labels[0]) + 1
     last = first + int(np.argmax(np.append(mask[first:] == 0, True))) if first < len(mask) else first
     num_shown = int(np.searchsorted(np.cumsum(lengths), np.sum(ids[:first] == placeholder), side="right"))
-    return _Question(ids[:first], ids[first : last + 1], pictures[:num_shown]) if num_shown else None
-
-
-def _batch(questions: list[_Question], rows: PackedDataset, size: int, num_new: int) -> Batch:
-    """Return one row per question with room for `num_new` tokens, and empty rows up to `size`.
-
-    The tokens of the answer are padding until they are generated. They do not change the tokens before them, because
-    attention is causal.
-    """
-    length = max(len(question.prompt) for question in questions) + num_new
-    length = -(-length // rows.pad_to_multiple_of) * rows.pad_to_multiple_of
-    ids_BT = np.full((size, length), rows.pad_id, np.int64)
-    bounds, shown = [0], []
-    for number in range(size):
-        question = questions[number] if number < len(questions) else None
-        if question is not None:
-            stop = len(question.prompt) + num_new
-            ids_BT[number, : len(question.prompt)] = question.prompt
-            shown.append(question.pictures)
-            if stop < length:
-                bounds.append(number * length + stop)
-        if question is None or stop < length:
-            shown.append([])
-        bounds.append((number + 1) * length)
-    lengths = np.diff(bounds)
-    positions = np.arange(size * length) - np.repeat(bounds[:-1], lengths)
-    ids = torch.from_numpy(ids_BT)
-    batch = Batch(
-        input_ids_BT=ids,
-        labels_BT=torch.full_like(ids, IGNORE_INDEX),
-        position_ids_BT=torch.from_numpy(positions.reshape(size, length)),
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-        max_seqlen=int(lengths.max()),
-        row_ids_B=torch.full((size,), -1),
-    )
-    assert rows.pictures is not None, "a recipe of kind vlm reads pictures"
-    batch = rows.pictures.with_pictures(batch, shown)
-    assert batch.pictures is not None
-    held = dict(batch.pictures.inputs.items())  # one read for all tokens
-    return replace(batch, pictures=replace(batch.pictures, inputs=held))
+    return _Question(ids[:first], pictures[:num_shown], ids[first : last + 1]) if num_shown else None
 
 
 def _thumbnail(content: bytes) -> str:

@@ -6,42 +6,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from automodel_cli.data.preparation.pipeline import PreparedData
-    from automodel_cli.run.recipe import Recipe
-
-
-def prepare_with_pictures(recipe: Recipe, tokenizer: Any) -> PreparedData:
-    """Prepare rows with pictures for a recipe with `model.vision`. Raises ConfigError for unsupported models."""
+    from automodel_cli.data.config import DataConfig
     from automodel_cli.data.pictures.reader import PictureSupport
     from automodel_cli.data.pictures.rows import PictureRows
-    from automodel_cli.data.preparation.pipeline import prepare_data
-    from automodel_cli.models.hub.source import composite_config, stop_ids
+    from automodel_cli.models.config import ModelConfig
+
+
+def picture_support(model: ModelConfig, data: DataConfig, tokenizer: Any) -> PictureSupport:
+    """Return what reads pictures of rows for a model with `model.vision`. The tokenizer gets the chat template of the
+    processor if it has none. Raises ConfigError for unsupported models."""
+    from automodel_cli.data.pictures.reader import PictureSupport
+    from automodel_cli.models.hub.source import composite_config
     from automodel_cli.models.vision.probe import probe_pictures
     from automodel_cli.models.vision.processor import picture_processor
     from automodel_cli.models.vision.sharing import shares_pictures
     from automodel_cli.run.tower_cost import image_token_cost
 
-    model, data = recipe.model, recipe.data
     processor, whole_config = picture_processor(model, tokenizer), composite_config(model)
     if tokenizer.chat_template is None:  # repositories may store it with the processor only
         tokenizer.chat_template = getattr(processor.processor, "chat_template", None)
     probe_pictures(whole_config, processor)
     assert model.vision is not None, "`check_vision` requires it"
-    support = PictureSupport(
-        PictureRows(data.media_dir or _folder_of(data.path), data.max_image_pixels),
+    return PictureSupport(
+        picture_rows(data),
         processor,
         data.picture_memory_gib * 2**30,
         image_token_cost(whole_config, model.vision, processor),
         lambda: shares_pictures(whole_config, processor),
     )
-    return prepare_data(
-        data,
-        tokenizer,
-        seed=recipe.seed,
-        preferences=recipe.data_kind == "preferences",
-        stop_ids=stop_ids(model),
-        pictures=support,
-    )
+
+
+def picture_rows(data: DataConfig) -> PictureRows:
+    """Return what finds the pictures of the rows of a data section."""
+    from automodel_cli.data.pictures.rows import PictureRows
+
+    return PictureRows(data.media_dir or _folder_of(data.path), data.max_image_pixels)
 
 
 def _folder_of(path: str | None) -> str:

@@ -144,7 +144,7 @@ class Recipe(ConfigRoot):
         check_multi_token(self.parallelizer, self.model, self.kind)
         check_freezing(self.train, self.model)
         if self.kind == "vlm" or (self.reads_pictures and self.model.vision is not None):
-            check_vision(self.kind, self.model, self.data, self.validation, self.parallelizer)
+            check_vision(self.kind, self.model, self.data, self.parallelizer)
         else:
             refuse_vision(self.kind, self.model, self.data, may_read=self.reads_pictures)
         pp_size = self.mesh.pp_size or 1
@@ -238,19 +238,17 @@ class Recipe(ConfigRoot):
         from automodel_cli.data.preparation.pipeline import prepare_data
         from automodel_cli.models.hub.source import stop_ids
         from automodel_cli.run.checks.token_ids import check_prepared
-        from automodel_cli.run.picture_data import prepare_with_pictures
+        from automodel_cli.run.picture_data import picture_support
 
-        if self.model.vision is not None:
-            data = prepare_with_pictures(self, tokenizer)
-        else:
-            data = prepare_data(
-                self.data,
-                tokenizer,
-                seed=self.seed,
-                preferences=self.data_kind == "preferences",
-                stop_ids=stop_ids(self.model),
-                row_spec=self.row_spec,
-            )
+        data = prepare_data(
+            self.data,
+            tokenizer,
+            seed=self.seed,
+            preferences=self.data_kind == "preferences",
+            stop_ids=stop_ids(self.model),
+            pictures=None if self.model.vision is None else picture_support(self.model, self.data, tokenizer),
+            row_spec=self.row_spec,
+        )
         check_prepared(data, tokenizer, self.model)
         return data
 

@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from automodel_cli.data.preparation.dataset import PackedDataset
     from automodel_cli.models.model_part import ModelPart
     from automodel_cli.models.vision.config import VisionConfig
-    from automodel_cli.run.recipe import Recipe
 
 
-def tower_flops_per_token(recipe: Recipe, part: ModelPart, data: PackedDataset) -> float | None:
+def tower_flops_per_token(vision: VisionConfig | None, part: ModelPart, data: PackedDataset) -> float | None:
     """Return the training FLOPs of tower and projector, averaged over all tokens of the data. 0 without pictures, None
     on a stage without them."""
-    vision = recipe.model.vision
     if vision is None or data.pictures is None:
         return 0.0
     if part.front is None:

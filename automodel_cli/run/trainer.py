@@ -384,7 +384,7 @@ class Trainer:
     def _machine(self) -> Machine:
         model, length = self.model, self.data.train.mean_context()
         flops = flops_per_token(self.recipe, model.parts[0], length, model.num_trained)
-        of_tower = tower_flops_per_token(self.recipe, model.parts[0], self.data.train)
+        of_tower = tower_flops_per_token(self.recipe.model.vision, model.parts[0], self.data.train)
         flops = None if flops is None or of_tower is None else flops + of_tower
         on_gpu = self.mesh.device.type == "cuda"
         peak = device_peak_flops(torch.cuda.get_device_name(self.mesh.device)) if on_gpu else None

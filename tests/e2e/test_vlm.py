@@ -31,7 +31,6 @@ train: {global_batch_size: 4, microbatch_size: 1, max_steps: 4, epochs: null}
 lr_scheduler: {warmup_steps: 1}
 checkpoint: {every: 2}
 """
-CHOICES = "{_target_: automodel_cli.evaluation.config.MultipleChoice, path: tiny.yaml}"
 
 
 def _project(folder: Path, kind: str = "qwen3_vl") -> Path:
@@ -231,7 +230,6 @@ def test_a_resumed_run_ends_with_the_weights_of_one_run_and_refuses_an_edited_pi
         (("data.truncation=split",), "unsupported_combination", "data.truncation"),
         (("model.vision=null",), "requires_setting", "model.vision"),
         (("data.loss_mask=all",), "unsupported_combination", "data.loss_mask"),
-        ((f"validation.tasks={{choices: {CHOICES}}}",), "unsupported_combination", "validation.tasks"),
         (("model.lora={}",), "requires_setting", "model.lora"),
         (("model.attn_implementation=sdpa",), "unsupported_combination", "model.attn_implementation"),
         (("_target_=automodel_cli.recipes.sft.SFTRecipe",), "unsupported_combination", "model.vision"),

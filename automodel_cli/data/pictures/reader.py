@@ -18,9 +18,12 @@ from automodel_cli.data.batch import Batch, Pictures
 from automodel_cli.data.pictures.content import rgb
 from automodel_cli.data.pictures.pixels import PixelQueue, num_threads
 from automodel_cli.data.pictures.rows import PictureRows
-from automodel_cli.data.pictures.storage import PictureTable
+from automodel_cli.data.pictures.storage import PictureList, PictureTable
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import Encoded, Unrolled
+
+Shown = tuple[PictureTable | PictureList, int]
+"""A picture by its number in a table."""
 
 
 class PictureProcessor(Protocol):
@@ -75,6 +78,12 @@ class PictureSupport:
         """Return what adds pictures to the batches of a dataset. `repeated`: rows show a picture several times."""
         cost, shares = self.image_token_cost, repeated and self.shares()
         return PictureReader(self.processor, self.max_bytes, image_token_cost=cost, shares=shares)
+
+    def expanded_prompt(self, document: Any, ids: Any) -> np.ndarray:
+        """Return the token ids of a prompt with a run of placeholders for each picture. Raises RowError."""
+        if isinstance(ids, RowError):
+            raise ids
+        return self._expanded(document, Encoded(ids, np.zeros(len(ids), np.uint8)), whole=True).ids
 
     def expanded(self, document: Any, result: Any) -> Any:
         """Return the encoded conversation with a run of placeholders for each picture, which is not trained."""
@@ -132,7 +141,7 @@ class PictureReader:
         """Return a reader that replaces every picture by a white one."""
         return PictureReader(self.processor, self.max_bytes, blank=True, shares=self.shares)
 
-    def with_pictures(self, batch: Batch, shown: Sequence[Sequence[tuple[PictureTable, int]]]) -> Batch:
+    def with_pictures(self, batch: Batch, shown: Sequence[Sequence[Shown]]) -> Batch:
         """Return the batch with the pictures of its documents. `shown`: those of each document, in order.
 
         Pixels are read when the model asks for them.
@@ -146,9 +155,7 @@ class PictureReader:
         ids_T, blank = self.processor.blank()
         return replace(batch, pictures=Pictures(blank, placeholder, positions, ids_T))
 
-    def _distinct(
-        self, shown: Sequence[tuple[PictureTable, int]]
-    ) -> tuple[Sequence[tuple[PictureTable, int]], Tensor | None]:
+    def _distinct(self, shown: Sequence[Shown]) -> tuple[Sequence[Shown], Tensor | None]:
         """Return the distinct pictures, and `Pictures.shared_P` if there are fewer."""
         distinct = {(table.folder, number): (table, number) for table, number in shown}
         if not self.shares or len(distinct) == len(shown):
@@ -163,7 +170,7 @@ class PictureReader:
         """Return the number of placeholders of a picture of this height and width."""
         return int((self.processor.replacement(*size) == self.processor.placeholder).sum())
 
-    def _image(self, picture: tuple[PictureTable, int]) -> Any:
+    def _image(self, picture: Shown) -> Any:
         table, number = picture
         if self.is_blank:
             from PIL import Image
@@ -172,7 +179,7 @@ class PictureReader:
             return Image.new("RGB", (width, height), (255, 255, 255))
         return rgb(table.content(number))
 
-    def _positions(self, batch: Batch, shown: Sequence[Sequence[tuple[PictureTable, int]]]) -> Tensor | None:
+    def _positions(self, batch: Batch, shown: Sequence[Sequence[Shown]]) -> Tensor | None:
         if not self.processor.has_grid:
             return None
         ids_N, plain_N = batch.input_ids_BT.flatten(), batch.position_ids_BT.flatten()

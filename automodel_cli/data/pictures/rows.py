@@ -44,6 +44,11 @@ def content_parts(text: str) -> list[dict[str, str]] | str:
     return [part for part in parts if part["type"] == "image" or part["text"]]
 
 
+def with_tags(text: Any) -> Any:
+    """Return a text with tags in the place of marks, for display."""
+    return _MARK.sub("<image>", text) if isinstance(text, str) else text
+
+
 @dataclass(frozen=True)
 class PictureRows:
     """Reads the pictures of rows.

@@ -129,6 +129,36 @@ class PictureTable:
         return data
 
 
+@dataclass(frozen=True)
+class PictureList:
+    """Pictures outside a token entry, read as those of a `PictureTable`.
+
+    Attributes:
+        folder: any value that differs from those of other tables.
+        grids: patches of each picture in time, height and width.
+    """
+
+    folder: Path
+    pictures: tuple[Picture, ...]
+    grids: tuple[tuple[int, int, int], ...]
+
+    def size(self, number: int) -> tuple[int, int]:
+        """Return height and width of a picture."""
+        return self.pictures[number].height, self.pictures[number].width
+
+    def grid(self, number: int) -> list[int]:
+        """Return the patches of a picture in time, height and width."""
+        return list(self.grids[number])
+
+    def content(self, number: int) -> bytes:
+        """Return the bytes of a picture. Raises RunError if its file cannot be read."""
+        picture = self.pictures[number]
+        try:
+            return picture.content()
+        except OSError as error:
+            raise RunError(f"the picture {picture.path} cannot be read: {error}", code="picture_changed") from error
+
+
 def _status(path: str) -> tuple[int, int]:
     try:
         status = os.stat(path)

@@ -21,6 +21,9 @@ from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.unused_columns import MEDIA, AllowedKeys, IgnoredNames, check_ignored
 from automodel_cli.data.mixture import Mixture
+from automodel_cli.data.pictures.content import Picture
+from automodel_cli.data.pictures.reader import PictureSupport
+from automodel_cli.data.pictures.rows import with_pictures, with_tags
 from automodel_cli.data.preparation.dataset import length_histogram
 from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS, Added, refuse_rendered
 from automodel_cli.data.preparation.row_stream import shuffled
@@ -39,7 +42,7 @@ BATCH_ROWS = 256
 @dataclass(frozen=True)
 class Prompt:
     """One prompt. `number`: index in the dataset. `tokens`: ids up to the start of the response. `row`: the row that
-    rewards read. `tools`: tool descriptions that the chat template renders."""
+    rewards read. `tools`: tool descriptions that the chat template renders. `pictures`: of each run of placeholders."""
 
     number: int
     tokens: list[int]
@@ -47,6 +50,7 @@ class Prompt:
     row: dict[str, Any]
     origin: str
     tools: list[dict[str, Any]] | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 ToolsOf = Callable[[Mapping[str, Any]], Sequence[dict[str, Any]]]
@@ -166,14 +170,16 @@ def prepare_prompts(
     max_tokens: int,
     tools_of: ToolsOf = no_tools,
     samples_per_row: int = 1,
+    pictures: PictureSupport | None = None,
 ) -> PreparedPrompts:
     """Read, render and tokenize all prompts.
 
     Prompts longer than `max_tokens` are dropped or rejected, depending on `data.truncation`. `samples_per_row` is the
     number of samples that share a packed row. `tools_of` returns the environment tools of a row, which the template
-    renders. Raises DataError that lists all rejected rows.
+    renders. `pictures` reads the pictures of rows, which are rejected without it. Raises DataError that lists all
+    rejected rows.
     """
-    reader = _Reader(config, tokenizer, max_tokens, tools_of, samples_per_row)
+    reader = _Reader(config, tokenizer, max_tokens, tools_of, samples_per_row, pictures)
     root = cache_root(config.cache_dir)
     described = SourceConfig("task", format="messages")
     if config.generator is not None:
@@ -255,9 +261,15 @@ class _Reader:
     """Converts rows to prompts and counts unusable rows."""
 
     def __init__(
-        self, config: DataConfig, tokenizer: Any, max_tokens: int, tools_of: ToolsOf, samples_per_row: int = 1
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        max_tokens: int,
+        tools_of: ToolsOf,
+        samples_per_row: int = 1,
+        pictures: PictureSupport | None = None,
     ):
-        self._tools_of, self._samples_per_row = tools_of, samples_per_row
+        self._tools_of, self._samples_per_row, self._pictures = tools_of, samples_per_row, pictures
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.template = resolve_chat_template(config.chat_template, tokenizer)
         self.keys = AllowedKeys.of(self.template, config.ignored_columns)
@@ -268,7 +280,8 @@ class _Reader:
         self.special = SpecialText(tokenizer, choice)
         self.chats, self._adds_eos = None, around(tokenizer)[1] == [tokenizer.eos_token_id]
         if self.template is not None:
-            self.chats = SpecialChats(ChatEncoder(tokenizer, self.template, "all"), self.special)
+            encoder = ChatEncoder(tokenizer, self.template, "all", pictures=pictures is not None)
+            self.chats = SpecialChats(encoder, self.special)
         self.num_dropped = self.longest_dropped = self.num_rows = self._number = 0
         self._special_counts: list[int] = []
         self._rejected: list[Rejected] = []
@@ -280,7 +293,7 @@ class _Reader:
         fmt = prompt_format(node.format)
         refused = (*MEDIA, "functions")  # rewards may read other columns
         reader = RowReader(fmt, node.column_mapping, chat=True, keys=self.keys, refused=refused)
-        self._refuse_rendered([attempt(_asked, reader, row) for row in sample], source.name)
+        self._refuse_rendered([attempt(self._without_answer, reader, row) for row in sample], source.name)
         prompts: list[Prompt] = []
         rows = self.ignored.watch(source.rows())
         while batch := list(itertools.islice(rows, BATCH_ROWS)):
@@ -315,9 +328,9 @@ class _Reader:
                 self._rejected.append(Rejected(name, origin.line, ids.code, ids.message, row, ids.fix))
                 continue
             number, self._number = self._number, self._number + 1
-            prompt = Prompt(
-                number, [int(i) for i in ids], chat.messages, origin.row, f"{name}:{origin.line}", chat.tools
-            )
+            where = f"{name}:{origin.line}"
+            messages = [{**message, "content": with_tags(message["content"])} for message in chat.messages]
+            prompt = Prompt(number, [int(i) for i in ids], messages, origin.row, where, chat.tools, chat.pictures)
             if len(prompt.tokens) <= self.max_tokens:
                 yield prompt
             elif self.config.truncation != "error":
@@ -332,8 +345,16 @@ class _Reader:
                     fix="data.truncation=drop, or a larger data.seq_len",
                 )
 
+    def _without_answer(self, reader: RowReader, row: Any) -> Conversation:
+        if self._pictures is None or isinstance(row, RowError):
+            return _asked(reader, row)
+        marked, found = self._pictures.rows.marked(row, reader.ordered_columns(row))
+        chat = _asked(reader, marked)
+        shown: Conversation = with_pictures(chat, found)
+        return shown
+
     def _asked(self, reader: RowReader, row: Any) -> Conversation:
-        chat = _asked(reader, row)
+        chat = self._without_answer(reader, row)
         tools = list(self._tools_of(row))
         if not tools:
             return chat
@@ -372,6 +393,9 @@ class _Reader:
         """Return the prompt ids of each conversation, up to the start of the response."""
         if self.chats is not None:
             encoded = self.chats.prompt_ids(chats)
+            if self._pictures is not None:
+                expand = self._pictures.expanded_prompt
+                encoded = [(attempt(expand, chat, ids), n) for chat, (ids, n) in zip(chats, encoded, strict=True)]
         else:
             encoded = self._encode_texts([attempt(_only_text, chat) for chat in chats])
         self._special_counts += [count for ids, count in encoded if not isinstance(ids, RowError)]

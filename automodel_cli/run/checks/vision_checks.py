@@ -8,7 +8,6 @@ from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.strategies.ddp.config import DDPConfig
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.training.config import ValidationConfig
 
 
 def refuse_vision(kind: str, model: ModelConfig, data: DataConfig, *, may_read: bool) -> None:
@@ -47,9 +46,7 @@ def refuse_command(kind: str, model: ModelConfig, command: str) -> None:
         )
 
 
-def check_vision(
-    kind: str, model: ModelConfig, data: DataConfig, validation: ValidationConfig, parallelizer: Strategy
-) -> None:
+def check_vision(kind: str, model: ModelConfig, data: DataConfig, parallelizer: Strategy) -> None:
     """Raise ConfigError if a recipe with pictures has settings that do not support them."""
     vision = model.vision
     if vision is None:
@@ -67,13 +64,6 @@ def check_vision(
             code="nothing_to_train",
             keys=("model.vision.tower", "model.vision.projector", "model.vision.text"),
             fix="model.vision.projector=trained",
-        )
-    if validation.tasks:
-        raise ConfigError(
-            "validation.tasks is not supported with pictures, because tasks run the text model only",
-            code="unsupported_combination",
-            keys=("validation.tasks", "model.vision"),
-            fix="remove validation.tasks",
         )
     if data.loss_mask == "all":
         raise ConfigError(
