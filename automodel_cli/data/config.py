@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_range
+from automodel_cli.data.fill_in_the_middle import FillInTheMiddle
 from automodel_cli.data.formats.base import KINDS, DataKind, Format
 from automodel_cli.data.formats.builtin import find_format, format_name
 from automodel_cli.data.mixture import Mixture
@@ -108,6 +109,9 @@ class DataConfig:
     cross_documents: bool = False
     """Documents of a sequence see each other, and the first token of each is a label, as in nanoGPT and in Megatron by
     default. Requires `packing=wrapped` and plain text or tokens. false: documents are separate."""
+    fill_in_the_middle: FillInTheMiddle | None = None
+    """Move the middle of a share of the documents to their ends, for code completion: `{rate: 0.5, mode: psm}`.
+    Requires plain text; a dataset of `datasets` is excluded by its own `fill_in_the_middle=false`."""
     truncation: LongChoice = "auto"
     """Treatment of documents longer than `seq_len`: `split`, `truncate`, `drop` or `error`. `auto` splits text,
     truncates chats, and drops pairs and prompts."""
@@ -156,6 +160,7 @@ class DataConfig:
         self._check_validation()
         self._check_numbers()
         self._check_turns()
+        self._check_infill()
         check_format(self.format, self.column_mapping)
         self.mixture()  # raises for weights that do not fit together
 
@@ -227,6 +232,24 @@ class DataConfig:
                 fix="data.multi_turn=single, or data.loss_mask=assistant",
             )
 
+    def _check_infill(self) -> None:
+        if self.fill_in_the_middle is not None and not (self.add_bos and self.add_eos):
+            name = "add_eos" if self.add_bos else "add_bos"
+            raise ConfigError(
+                f"{name}=false is not supported with fill_in_the_middle, because the token in the text of a row would "
+                "be moved with its part",
+                code="unsupported_combination",
+                keys=(name, "fill_in_the_middle"),
+                fix=f"data.{name}=true, or data.fill_in_the_middle=null",
+            )
+        if self.datasets and not self.fill_in_the_middle and not all(s.fill_in_the_middle for s in self.datasets):
+            raise ConfigError(
+                "fill_in_the_middle=false of a dataset has no effect without data.fill_in_the_middle",
+                code="no_effect",
+                keys=("datasets",),
+                fix="data.fill_in_the_middle='{rate: 0.5}'",
+            )
+
     def _check_numbers(self) -> None:
         check_range("seq_len", self.seq_len, at_least=2, fix="data.seq_len=2048")
         check_range("pad_to_multiple_of", self.pad_to_multiple_of, at_least=1)
@@ -282,6 +305,13 @@ class DataConfig:
                     keys=("data.format",),
                     fix="data.format=auto, or a recipe of the other kind",
                 )
+        if kind != "documents" and self.fill_in_the_middle is not None:
+            raise ConfigError(
+                f"fill_in_the_middle is not supported for {_WORDS[kind]}, because it applies to plain text",
+                code="wrong_data_kind",
+                keys=("data.fill_in_the_middle",),
+                fix="data.fill_in_the_middle=null",
+            )
         if kind == "labeled" and (self.packing == "wrapped" or self.truncation == "split"):
             raise ConfigError(
                 f"packing={self.packing} with truncation={self.truncation} is not supported for labeled texts, because "

@@ -80,6 +80,8 @@ class SourceConfig:
     """Factor of the loss of each label token. The denominator is the weighted number of label tokens of the step."""
     epochs: float = 1.0
     """Passes over this dataset in each epoch of the run: 2 is twice, 0.5 is every second epoch."""
+    fill_in_the_middle: bool = True
+    """Whether `data.fill_in_the_middle` applies to this dataset. Set false for chats and for text that is no code."""
     label: str | None = None
     """Name of this dataset in metrics (`loss_LABEL`). null: from the path."""
 

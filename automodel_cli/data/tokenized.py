@@ -24,6 +24,7 @@ class Encoded:
         parts: length of each of the concatenated documents of a group.
         targets: of a labeled text (`data.labels.LabelSpec.target`).
         classes: class of each token of labeled words, int16. -1 for none.
+        infill: `UNCHANGED`, `MOVED` or `TOO_LONG` of `data.fill_in_the_middle`.
         pictures: `data.pictures.content.Picture` of each run of placeholders, in order.
         num_first_pictures: how many of them belong to the first of two concatenated documents.
     """
@@ -34,6 +35,7 @@ class Encoded:
     judgement: int = -1
     margin: float = 0.0
     num_special: int = 0
+    infill: int = 0
     pictures: tuple[Any, ...] = ()
     num_first_pictures: int = 0
     targets: tuple[float, ...] = ()

@@ -140,6 +140,13 @@ def check_prompt_data(data: DataConfig) -> None:
             keys=("data.loss_mask",),
             fix="data.loss_mask=assistant",
         )
+    if data.fill_in_the_middle is not None:
+        raise ConfigError(
+            "data.fill_in_the_middle is not supported for prompts, because it applies to plain text",
+            code="wrong_data_kind",
+            keys=("data.fill_in_the_middle",),
+            fix="data.fill_in_the_middle=null",
+        )
     if data.packing == "wrapped" or data.truncation in ("split", "truncate"):
         raise ConfigError(
             f"data.packing={data.packing} with data.truncation={data.truncation} is not supported, "

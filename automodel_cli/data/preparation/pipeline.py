@@ -19,6 +19,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import choose_template
 from automodel_cli.data.chat.encoder import GENERATION_TAG
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.fill_in_the_middle import InfillSpec, anchored, infill_policy_error, refuse_infill
 from automodel_cli.data.formats.base import PREFERENCES, DataKind
 from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
 from automodel_cli.data.formats.column_mapping import check_mapped
@@ -36,6 +37,7 @@ from automodel_cli.data.preparation.preparation_progress import PreparationProgr
 from automodel_cli.data.preparation.row_packer import RowPacker
 from automodel_cli.data.preparation.statistics import (
     DataReport,
+    InfillReport,
     LongReport,
     SourceReport,
     SpecialReport,
@@ -216,6 +218,7 @@ class _Builder:
             "add_eos": self.config.add_eos,
             "preferences": self.preferences,
             "row_spec": None if self.row_spec is None else [self.kind, vars(self.row_spec)],
+            "infill": None if (infill := self._infill(config)) is None else vars(infill),
             **more,
         }
         if self.pictures is not None:
@@ -223,8 +226,17 @@ class _Builder:
             ingredients["pictures"] = [self.pictures.processor.cache_key(), rows.folder, rows.max_pixels, "with grids"]
         return entry_key({"kind": "tokens", **ingredients})
 
+    def _infill(self, source: SourceConfig) -> InfillSpec | None:
+        """Return the fill-in-the-middle of a dataset. Longer documents than a row are cut, unless all are."""
+        config = self.config.fill_in_the_middle
+        if config is None or not source.fill_in_the_middle:
+            return None
+        return config.resolve(self.tokenizer, None if self.config.packing == "wrapped" else self.config.seq_len)
+
     def _tokens(self, source: Source, config: SourceConfig) -> Part:
         if isinstance(source, TokenSource):
+            if self._infill(config) is not None:
+                raise refuse_infill(source.name, "tokens instead of text")
             if self.preferences or self.row_spec is not None or self.pictures is not None:
                 source.rows()  # raises
             return Part(source, *index_tokens(source, self.tokenizer, self.tokenizer_key, self.config, self.root))
@@ -267,6 +279,9 @@ class _Builder:
         else:  # no readable row: any format works, since every row is rejected by its own error
             fmt = FORMATS[_ANY_FORMAT[self.kind]]
         template, data = self.template, self.config
+        infill = self._infill(config)
+        if infill is not None and fmt.makes != "texts":
+            raise refuse_infill(source.name, f"the format {format_name(fmt)}")
         spec = EncodeSpec(
             fmt,
             config.column_mapping,
@@ -280,7 +295,14 @@ class _Builder:
             add_bos=data.add_bos,
             add_eos=data.add_eos,
             row_spec=self.row_spec,
+            infill=infill,
         )
+        if (
+            infill is not None
+            and anchored(self.tokenizer, infill)
+            and data.special_tokens_policy not in ("auto", "keep")
+        ):
+            raise infill_policy_error(self.tokenizer, data.special_tokens_policy)
         encoder = RowEncoder(self.tokenizer, spec, self.pictures)
         encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
         read = encoder.reader.columns_read | set(PICTURE_COLUMNS if self.pictures is not None else ())
@@ -368,6 +390,7 @@ class _Builder:
             use=config.mixture().describe(part.number) if part.number >= 0 else "",
             built=part.built or built,
             unrolled=UnrolledReport(**meta["unrolled"]),
+            infill=InfillReport(meta.get("infilled", 0), meta.get("infill_too_long", 0)),
             note=part.source.note,
         )
         return store, report

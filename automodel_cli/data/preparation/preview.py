@@ -10,8 +10,9 @@ from typing import Any
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.formats.base import DataKind
-from automodel_cli.data.formats.builtin import detect_format
+from automodel_cli.data.fill_in_the_middle import refuse_infill
+from automodel_cli.data.formats.base import DataKind, Format
+from automodel_cli.data.formats.builtin import detect_format, find_format, format_name
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, check_mapped
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.source_config import SourceConfig
@@ -38,25 +39,34 @@ def head_problems(config: DataConfig, *, kind: DataKind, prompts: bool) -> Itera
         places.append(("data.validation_path", held_out))
     for key, source in places:
         try:
-            _check_head(source, whole=key == "data.validation_path", kind=kind, prompts=prompts)
+            infill = config.fill_in_the_middle is not None and source.fill_in_the_middle
+            _check_head(source, whole=key == "data.validation_path", kind=kind, prompts=prompts, infill=infill)
         except DataError as error:
             yield DataError(error.message, code=error.code, keys=(key,), fix=error.fix)
 
 
-def _check_head(source: SourceConfig, *, whole: bool, kind: DataKind, prompts: bool) -> None:
+def _check_head(source: SourceConfig, *, whole: bool, kind: DataKind, prompts: bool, infill: bool) -> None:
     paths = local_files(source.path, source.split, whole=whole)
     if not paths:
         return
     if are_token_files(paths):
         for path in paths:
             check_token_file(path)
-        TokenSource(source, paths, Path())
+        tokens = TokenSource(source, paths, Path())
+        if infill:
+            raise refuse_infill(tokens.name, "tokens instead of text")
         return
     opened = FileSource(source, paths, Path())
     rows = first_rows(opened)
     check_mapped(rows, source.column_mapping, opened.name)
-    if rows and not prompts and source.format == "auto":
-        detect_format(rows, source.column_mapping, opened.name, kind=kind)
+    if rows and not prompts:
+        fmt: Format
+        if source.format == "auto":
+            fmt = detect_format(rows, source.column_mapping, opened.name, kind=kind)
+        else:
+            fmt = find_format(source.format)
+        if infill and fmt.makes != "texts":
+            raise refuse_infill(opened.name, f"the format {format_name(fmt)}")
 
 
 def most_rows(config: DataConfig) -> float | None:

@@ -92,6 +92,21 @@ class SpecialReport:
 
 
 @dataclass(frozen=True)
+class InfillReport:
+    """Documents whose middle was moved to the end, and selected ones that are too long for it."""
+
+    moved: int = 0
+    too_long: int = 0
+
+    def lines(self, total: int) -> Iterable[str]:
+        """Yield one line, if there are any."""
+        if self.moved or self.too_long:
+            long = f"; {self.too_long:,} longer than a row are unchanged" if self.too_long else ""
+            share = 100 * self.moved / max(1, total)
+            yield f"  fill in the middle: {self.moved:,} of {total:,} documents ({share:.1f}%){long}"
+
+
+@dataclass(frozen=True)
 class SourceReport:
     """Statistics of one dataset. Token counts are before packing, label tokens after it."""
 
@@ -115,6 +130,7 @@ class SourceReport:
     use: str
     built: bool
     unrolled: UnrolledReport = field(default_factory=UnrolledReport)
+    infill: InfillReport = field(default_factory=InfillReport)
     note: str = ""
 
     def lines(self) -> Iterable[str]:
@@ -127,6 +143,7 @@ class SourceReport:
         if self.unused:
             yield f"  columns without effect: {', '.join(self.unused)}"
         yield from self.special.lines()
+        yield from self.infill.lines(self.num_rows - self.num_rejected)
         share = 100 * self.num_label_tokens / max(1, self.num_tokens)
         trained = f"{self.num_label_tokens:,} trained ({share:.1f}%)"
         yield f"  {self.num_tokens:,} tokens, {trained}, mask by {self.masked_by}"

@@ -28,18 +28,11 @@ from automodel_cli.data.row_errors import read_rejected, write_rejected
 from automodel_cli.data.sources.sources import FileSource
 from automodel_cli.data.sources.spans import Span, num_lines, span_bytes
 from automodel_cli.data.storage.cache import get_or_build
+from automodel_cli.data.storage.memmap_store import COUNTS
 
 SHARD = "shard.json"
 """File of a shard: mapped columns that no row had, columns of its rows, and lines of its spans."""
-_COUNTS = (
-    "num_rows",
-    "num_rejected",
-    "num_turns",
-    "num_label_tokens",
-    "special_tokens",
-    "special_rows",
-    "ends_trained",
-)
+_COUNTS = ("num_rows", "num_rejected", "num_turns", *COUNTS)
 _COLUMNS = ("files", "lines", "rows", "shared", "splits", "judgements", "margins")
 
 

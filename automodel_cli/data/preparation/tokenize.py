@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ import numpy as np
 from automodel_cli.data.chat.encoder import ChatEncoder
 from automodel_cli.data.chat.special_tokens import SpecialChats, SpecialText
 from automodel_cli.data.config import DataConfig, Mask, SpecialTokensInText, Turns
+from automodel_cli.data.fill_in_the_middle import MOVED, TOO_LONG, UNCHANGED, InfillSpec, after_anchor, anchored
 from automodel_cli.data.formats.base import PREFERENCES, Format
 from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, Document, JudgedResponse, Pair, PlainText
 from automodel_cli.data.formats.format_reader import RowReader
@@ -64,6 +65,7 @@ class EncodeSpec:
     add_bos: bool = True
     add_eos: bool = True
     row_spec: LabelSpec | GroupSpec | None = None
+    infill: InfillSpec | None = None
 
     @property
     def special_choice(self) -> SpecialTokensInText:
@@ -179,16 +181,46 @@ class RowEncoder:
     def _encode_texts(self, texts: Sequence[Any]) -> list[Encoded | RowError]:
         """Encode `[BOS] text EOS`, with BOS if the tokenizer adds one. All tokens are trained."""
         counts, results = self._own_texts([t.text for t in texts])
+        moved = self._moved({i: t.text for i, t in enumerate(texts) if not isinstance(results[i], RowError)})
         out: list[Encoded | RowError] = []
-        for count, ids in zip(counts, results, strict=True):
+        for place, (count, ids) in enumerate(zip(counts, results, strict=True)):
+            ids, infill = moved.get(place, ids), MOVED if place in moved else UNCHANGED
             if isinstance(ids, RowError):
                 out.append(ids)
                 continue
-            ids = self._with_eos(self._without_eos(ids))
+            ids = self._with_eos(ids if infill else self._without_eos(ids))
+            most = None if self.spec.infill is None else self.spec.infill.max_tokens
+            plain = results[place]
+            if infill and most is not None and len(ids) > most and not isinstance(plain, RowError):
+                infill, ids = TOO_LONG, self._with_eos(self._without_eos(plain))
             trained = np.ones(len(ids), np.uint8)
             trained[self._own_end(ids) :] = 0
-            out.append(Encoded(ids, trained, num_special=count))
+            out.append(Encoded(ids, trained, num_special=count, infill=infill))
         return out
+
+    def _moved(self, texts: Mapping[int, str]) -> dict[int, np.ndarray | RowError]:
+        """Return the tokens of the documents whose middle is moved to the end, by their places. Without EOS."""
+        spec = self.spec.infill
+        if spec is None:
+            return {}
+        splits = {place: split for place, text in texts.items() if (split := spec.split(text)) is not None}
+        parts = [part for split in splits.values() for part in split[:3]]
+        if self._is_anchored:
+            found = after_anchor(self.tokenizer, spec, parts)
+        else:
+            found = self._own_texts(parts, add_special_tokens=False)[1]
+        out: dict[int, np.ndarray | RowError] = {}
+        begin = np.array(around(self.tokenizer)[0] if self.spec.add_bos else [], np.int32)
+        for number, (place, split) in enumerate(splits.items()):
+            of_text = found[3 * number : 3 * number + 3]
+            error = next((part for part in of_text if isinstance(part, RowError)), None)
+            out[place] = error or np.concatenate([begin, spec.arranged(of_text, is_spm=split[3])])
+        return out
+
+    @cached_property
+    def _is_anchored(self) -> bool:
+        assert self.spec.infill is not None, "only called with fill-in-the-middle"
+        return anchored(self.tokenizer, self.spec.infill)
 
     def _own_texts(
         self, texts: Sequence[str], *, add_special_tokens: bool | None = None

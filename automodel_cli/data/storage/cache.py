@@ -40,6 +40,7 @@ CODE_FILES = (
     "chat/end_of_turn.py",
     "chat/multi_turn.py",
     "chat/prefix_tokenizer.py",
+    "fill_in_the_middle.py",
     "formats/base.py",
     "formats/builtin.py",
     "formats/column_mapping.py",

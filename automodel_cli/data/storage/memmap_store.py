@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from automodel_cli.data.fill_in_the_middle import MOVED, TOO_LONG
 from automodel_cli.data.formats.base import PREFERENCES
 from automodel_cli.data.packing import Packed, Pieces, in_halves, in_parts
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter, of_pieces
@@ -29,6 +30,8 @@ from automodel_cli.data.row_errors import Rejected, RowError, SourceRow, read_re
 from automodel_cli.data.storage.checksums import Checksum
 from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
 
+COUNTS = ("num_label_tokens", "special_tokens", "special_rows", "ends_trained", "infilled", "infill_too_long")
+"""Counts of documents and tokens in `meta.json` of a token entry, which are sums over its shards."""
 WRITE_TOKENS = 1 << 20
 """Tokens per write. About the size of the cache of a CPU core."""
 
@@ -307,6 +310,8 @@ def write_tokens(
             totals["special_tokens"] += sum(item.num_special for item in good)
             totals["special_rows"] += sum(item.num_special > 0 for item in good)
             totals["ends_trained"] += sum(_last_trained(item) in special_ids for item in good)
+            totals["infilled"] += sum(item.infill == MOVED for item in good)
+            totals["infill_too_long"] += sum(item.infill == TOO_LONG for item in good)
             turn_ends.update(token for item in good for token in _turn_ends(item))
     columns.save(folder)
     write_rejected(folder / "rejected.jsonl", rejected)
@@ -316,7 +321,7 @@ def write_tokens(
         "num_turns": turn_ends.total(),
         "turn_ends": [pair for pair in turn_ends.most_common() if pair[0] in special_ids],
         "unrolled": vars(unrolled),
-        **{name: totals[name] for name in ("num_label_tokens", "special_tokens", "special_rows", "ends_trained")},
+        **{name: totals[name] for name in COUNTS},
     }
     (folder / "meta.json").write_text(json.dumps({**meta, **counts}))
 

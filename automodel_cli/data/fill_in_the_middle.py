@@ -1,0 +1,182 @@
+"""Fill-in-the-middle: documents of which the middle is moved to the end (Bavarian et al., arXiv:2207.14255).
+
+A document is split at two characters, drawn uniformly, into prefix, middle and suffix. Each is tokenized on its own:
+
+    psm   <prefix> prefix <suffix> suffix <middle> middle
+    spm   <prefix> <suffix> suffix <middle> prefix middle     (variant 2 of the paper, appendix D)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.config.value_checks import check_range
+from automodel_cli.data.tokenized import encode_texts
+
+Mode = Literal["psm", "spm", "joint"]
+CONVENTIONS: tuple[tuple[str, str, str, str | None], ...] = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", None),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", None),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", None),
+)
+"""Tokens of Qwen2.5-Coder and CodeGemma; StarCoder2 and Granite; Code Llama; and DeepSeek-Coder. The fourth ends the
+middle. In DeepSeek-Coder, `hole` comes before the suffix and `end` before the middle. Codestral, Seed-Coder and
+CodeGeeX4 are not listed: they expect the suffix before the prefix, each with its own token."""
+UNCHANGED, MOVED, TOO_LONG = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """Fill-in-the-middle of plain text: a share of the documents is split into prefix, middle and suffix."""
+
+    rate: float = 0.5
+    """Share of the documents whose middle is moved to the end."""
+    mode: Mode = "psm"
+    """Order of the parts: `psm` (prefix, suffix, middle), `spm` (suffix, prefix, middle), or `joint` (each for half of
+    the documents)."""
+    prefix_token: str | None = None
+    """Token before the prefix. null for all tokens: those of Qwen2.5-Coder, CodeGemma, StarCoder2, Granite,
+    Code Llama or DeepSeek-Coder that the tokenizer has."""
+    suffix_token: str | None = None
+    """Token before the suffix."""
+    middle_token: str | None = None
+    """Token before the middle."""
+    end_token: str | None = None
+    """Token after the middle, before EOS. null: none, or `▁<EOT>` if the tokens are those of Code Llama."""
+    seed: int = 0
+    """Seed of the choice of documents and of their splits, which also depend on the text."""
+
+    def __post_init__(self) -> None:
+        check_range("fill_in_the_middle.rate", self.rate, at_least=0, at_most=1, fix="data.fill_in_the_middle.rate=0.5")
+        given = [name is not None for name in (self.prefix_token, self.suffix_token, self.middle_token)]
+        if any(given) != all(given) or (self.end_token is not None and not any(given)):
+            raise ConfigError(
+                "prefix_token, suffix_token and middle_token must be set together",
+                code="requires_setting",
+                keys=("fill_in_the_middle",),
+                fix="data.fill_in_the_middle='{prefix_token: <PRE>, suffix_token: <SUF>, middle_token: <MID>}'",
+            )
+
+    def resolve(self, tokenizer: Any, max_tokens: int | None) -> InfillSpec:
+        """Return the settings with token ids. Raises ConfigError if the tokenizer lacks the tokens.
+
+        Args:
+            max_tokens: longest document that is changed, with all its tokens. None: no limit.
+        """
+        vocabulary = tokenizer.get_vocab()
+        names = self.prefix_token, self.suffix_token, self.middle_token, self.end_token
+        if self.prefix_token is None:
+            names = next((each for each in CONVENTIONS if set(each[:3]) <= vocabulary.keys()), CONVENTIONS[0])
+        missing = [name for name in names if name is not None and name not in vocabulary]
+        if self.prefix_token is None and missing == ["▁<EOT>"]:
+            names, missing = (*names[:3], None), []
+        if missing:
+            listed = ", ".join(str(name) for name in missing)
+            quoted = ", ".join(f'"{name}"' for name in missing)
+            found = "no known tokens for prefix, suffix and middle" if self.prefix_token is None else f"no {listed}"
+            raise ConfigError(
+                f"fill_in_the_middle requires tokens that mark the parts, but the tokenizer has {found}",
+                code="unknown_name",
+                keys=("data.fill_in_the_middle",),
+                fix=f"model.tokenizer.add_special_tokens='[{quoted}]', or the names of its tokens in "
+                "data.fill_in_the_middle",
+            )
+        ids = [None if name is None else int(vocabulary[name]) for name in names]
+        return InfillSpec(self.rate, self.mode, self.seed, tuple(ids), str(names[0]), max_tokens)
+
+
+@dataclass(frozen=True)
+class InfillSpec:
+    """Settings of fill-in-the-middle for one tokenizer.
+
+    Attributes:
+        ids: tokens before prefix, suffix and middle, and after the middle. None: no such token.
+        anchor: text of the first of them.
+        max_tokens: longest document that is changed, with all its tokens. None: no limit.
+    """
+
+    rate: float
+    mode: Mode
+    seed: int
+    ids: tuple[int | None, ...]
+    anchor: str
+    max_tokens: int | None
+
+    def split(self, text: str) -> tuple[str, str, str, bool] | None:
+        """Return prefix, middle, suffix and whether the order is spm, or None for a document that stays as it is.
+
+        The result depends on the text and the seed only.
+        """
+        key = xxhash.xxh3_128_intdigest(text.encode("utf-8", "surrogatepass"), self.seed & (2**64 - 1))
+        chosen = np.random.Generator(np.random.Philox(key=[key >> 64, key & (2**64 - 1)]))
+        draw, order = chosen.random(2)
+        if draw >= self.rate:
+            return None
+        first, second = sorted(chosen.integers(0, len(text) + 1, 2).tolist())
+        is_spm = self.mode == "spm" or (self.mode == "joint" and order < 0.5)
+        return text[:first], text[first:second], text[second:], is_spm
+
+    def arranged(self, parts: Sequence[Any], *, is_spm: bool) -> np.ndarray:
+        """Return the tokens of a document in their new order, int32. `parts`: prefix, middle and suffix."""
+        prefix, middle, suffix = parts
+        before, after, between, end = ([] if token is None else [token] for token in self.ids)
+        ordered = [before, prefix, after, suffix, between, middle, end]
+        if is_spm:
+            ordered = [before, after, suffix, between, prefix, middle, end]
+        return np.concatenate(ordered).astype(np.int32)
+
+
+def anchored(tokenizer: Any, spec: InfillSpec) -> bool:
+    """Return whether parts must be tokenized after a token, so that no space is added in front of them.
+
+    Raises ConfigError if a space is added there too, because the parts could not be joined again.
+    """
+    alone, after = encode_texts(tokenizer, ["x"])[0], after_anchor(tokenizer, spec, ["x"])[0]
+    if alone.tolist() == after.tolist() and _begins_with_x(tokenizer, alone):
+        return False
+    if not _begins_with_x(tokenizer, after):
+        raise ConfigError(
+            f"fill_in_the_middle is not supported with {type(tokenizer).__name__}, which adds a space in front of "
+            "every part of a text",
+            code="not_supported_by_model",
+            keys=("data.fill_in_the_middle",),
+            fix="data.fill_in_the_middle=null",
+        )
+    return True
+
+
+def _begins_with_x(tokenizer: Any, ids: np.ndarray) -> bool:
+    return bool(len(ids)) and str(tokenizer.convert_ids_to_tokens(int(ids[0]))).startswith("x")
+
+
+def after_anchor(tokenizer: Any, spec: InfillSpec, parts: Sequence[str]) -> list[Any]:
+    """Return the tokens of parts of a text as they are after a token."""
+    return [ids[1:] for ids in encode_texts(tokenizer, [spec.anchor + part for part in parts])]
+
+
+def refuse_infill(name: str, what: str) -> DataError:
+    """Return the error for a dataset without plain text."""
+    return DataError(
+        f"fill_in_the_middle applies to plain text, but {name} has {what}",
+        code="wrong_data_kind",
+        keys=("data.fill_in_the_middle",),
+        fix="data.fill_in_the_middle=null, or fill_in_the_middle: false in its entry of data.datasets",
+    )
+
+
+def infill_policy_error(tokenizer: Any, policy: str) -> ConfigError:
+    """Return the error for a tokenizer whose parts follow a token, and special tokens in text that stay text."""
+    return ConfigError(
+        f"special_tokens_policy={policy} is not supported with fill_in_the_middle and {type(tokenizer).__name__}, "
+        "whose parts must be tokenized after a control token",
+        code="unsupported_combination",
+        keys=("data.special_tokens_policy", "data.fill_in_the_middle"),
+        fix="data.special_tokens_policy=keep",
+    )
