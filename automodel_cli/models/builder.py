@@ -86,7 +86,7 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
         lora.inject(model, config.lora)
         lora_fused.fuse_adapters(model)
     part = ModelPart(model, kind, chunk_size=config.lm_head_chunk_size, source_config=original)
-    if config.lora is not None and lora.sharing(model):
+    if config.lora is not None and lora.untied_weights(model):
         part.unties_head = True
         _check_untied(part, config)
     if config.mtp is not None:

@@ -62,8 +62,12 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
     except ValueError as error:
         raise _unsupported_target(model, config, str(error), no_match=True) from error
     for name, wrapper in wrappers(model):
-        if not lora_targets.is_linear(wrapper.get_base_layer()):
-            raise _unsupported_target(model, config, f"it matches {name}, which is not a linear layer")
+        is_embedding = lora_targets.is_embedding(wrapper)
+        if not is_embedding and not lora_targets.is_linear(wrapper.get_base_layer()):
+            raise _unsupported_target(model, config, f"it matches {name}, which is not a linear layer or an embedding")
+        if is_embedding and (config.use_dora or config.dropout):
+            option = "use_dora" if config.use_dora else "dropout"
+            raise _unsupported_target(model, config, f"it matches the embedding {name}, which has no {option}")
         if name in dead:
             raise _unsupported_target(
                 model, config, f"it matches {name}, whose weight the model reads without calling the layer"
@@ -79,8 +83,7 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
         matrices = [file_name for name, layer in wrappers(model) for file_name, _ in matrices_of(name, layer)]
         lora_pretrained.check_matrices(config.pretrained, [*matrices, *(n for n in trained if ".lora_" not in n)])
     if config.quantization == "nf4":
-        _check_4bit_heads(model, config)
-        _pack_bases(model)
+        _pack_bases(model, config)
     lora_init.add_initial(dict(wrappers(model)), config)
     lora_dora.use_own_forward(model)
     expert_lora.inject(model, config, config.scale)
@@ -101,25 +104,25 @@ def _settings(model: nn.Module, config: LoRAConfig) -> Any:
     return settings
 
 
-def sharing(model: nn.Module) -> list[str]:
-    """Return the wrapped layers whose weight has another name first: the head, if it is tied to the embedding."""
-    first = {id(param): name for name, param in model.named_parameters()}
-    names = []
-    for name, layer in wrappers(model):
-        weight = getattr(layer.get_base_layer(), "weight", None)  # layers in 4 bits have no parameter
-        if weight is not None and first.get(id(weight)) != f"{name}.base_layer.weight":
-            names.append(name)
-    return names
+def untied_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weight of a tied head by its hub name, if an adapter changes the embedding or the head."""
+    adapted = {f"{name}.base_layer.weight" for name, _ in wrappers(model)}
+    owners: dict[int, list[str]] = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, param in params.items():
+        owners.setdefault(id(param), []).append(name)
+    shared = (names for names in owners.values() if not adapted.isdisjoint(names))
+    return {name.replace(".base_layer.", "."): params[name] for names in shared for name in names[1:]}
 
 
-def _check_4bit_heads(model: nn.Module, config: LoRAConfig) -> None:
-    if heads := sharing(model):
-        reason = f"it matches {heads[0]}, which is tied to the embedding and therefore cannot be stored in 4 bits"
-        raise _unsupported_target(model, config, reason)
-
-
-def _pack_bases(model: nn.Module) -> None:
+def _pack_bases(model: nn.Module, config: LoRAConfig) -> None:
+    tied = untied_weights(model)
     for name, wrapper in wrappers(model):
+        if lora_targets.is_embedding(wrapper):
+            continue  # a lookup, which reads few rows
+        if f"{name}.weight" in tied:
+            reason = f"it matches {name}, which is tied to the embedding and therefore cannot be stored in 4 bits"
+            raise _unsupported_target(model, config, reason)
         base = wrapper.get_base_layer()
         if not isinstance(base, nn.Linear):
             raise ConfigError(
@@ -182,6 +185,10 @@ def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
 
 def matrices_of(name: str, layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the trained parameters of a wrapped layer, with their names in files of peft."""
+    if lora_targets.is_embedding(layer):
+        for matrix in ("lora_embedding_A", "lora_embedding_B"):
+            yield f"{name}.{matrix}", getattr(layer, matrix)[_ADAPTER]
+        return
     for matrix in ("lora_A", "lora_B"):
         yield f"{name}.{matrix}.weight", getattr(layer, matrix)[_ADAPTER].weight
     if lora_dora.has_magnitude(layer):

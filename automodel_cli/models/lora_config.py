@@ -38,8 +38,8 @@ class LoRAConfig:
     dropout: float = 0.0
     """Dropout probability of adapter inputs in training."""
     target_modules: str | list[str] = "all-linear"
-    """Linear layers with adapters: a regular expression over module names, a list of name endings, or
-    `all-linear`."""
+    """Layers with adapters: a regular expression over module names, a list of name endings, or `all-linear`. A list
+    can name the embedding and the head too: `[q_proj, v_proj, embed_tokens, lm_head]`."""
     target_parameters: str | list[str] | None = None
     """Fused experts with adapters, which peft calls target parameters: `all-experts`, or a list of name endings such
     as `[experts.gate_up_proj, experts.down_proj]`. null: none. With them, `target_modules` may be `[]`."""

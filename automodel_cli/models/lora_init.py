@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import lora_dora, transformers_compat
 from automodel_cli.models.lora_config import LoRAConfig
-from automodel_cli.models.lora_targets import is_transposed
+from automodel_cli.models.lora_targets import is_embedding, is_transposed
 from automodel_cli.models.rng import generator_for, seed_for
 
 _ADAPTER, _INITIAL = "default", "initial"
@@ -42,6 +42,8 @@ def add_initial(layers: Mapping[str, Any], config: LoRAConfig) -> None:
     Raises ConfigError if a rank is too large or odd for the initialization.
     """
     for name, layer in layers.items():
+        if is_embedding(layer):
+            continue
         _check_rank(name, layer, config)
         if not config.starts_at_weights:
             continue
@@ -98,6 +100,12 @@ def start(layers: Mapping[str, Any], config: LoRAConfig | None, seed: int) -> No
     A decomposition runs on the full weight, on the first rank that holds the layer, which sends the matrices to the
     others. Collective over all ranks then.
     """
+    for name, layer in layers.items():
+        if is_embedding(layer):
+            b = layer.lora_embedding_B[_ADAPTER]
+            normal = torch.randn(b.shape, generator=generator_for(seed, f"{name}.lora_embedding_B"))
+            _fill(layer, _ADAPTER, (torch.zeros(layer.lora_embedding_A[_ADAPTER].shape), normal))
+    layers = {name: layer for name, layer in layers.items() if not is_embedding(layer)}
     method = "default" if config is None else config.init_lora_weights
     if method in ("default", "gaussian"):
         for name, layer in layers.items():
@@ -117,9 +125,14 @@ def start(layers: Mapping[str, Any], config: LoRAConfig | None, seed: int) -> No
             lora_dora.start(layer)
 
 
+def _params(layer: Any, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
+    if is_embedding(layer):
+        return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+    return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+
+
 def _fill(layer: Any, adapter: str, matrices: tuple[Tensor, Tensor]) -> None:
-    for matrix, full in zip(_MATRICES, matrices, strict=True):
-        param = getattr(layer, matrix)[adapter].weight
+    for param, full in zip(_params(layer, adapter), matrices, strict=True):
         local = transformers_compat.local(param)
         local.copy_(transformers_compat.local_part(param, full.to(local.dtype)))
 
@@ -168,7 +181,7 @@ def _of_peft(weight_OI: Tensor, layer: Any, method: str, seed: int) -> tuple[Ten
 
 def joined(layer: Any, adapter: str = _ADAPTER) -> tuple[Tensor, Tensor]:
     """Return full A and B whose product is the update: of rank 2 r with initial matrices. Collective if sharded."""
-    a, b = (transformers_compat.full_tensor(getattr(layer, matrix)[adapter].weight) for matrix in _MATRICES)
+    a, b = (transformers_compat.full_tensor(param) for param in _params(layer, adapter))
     if adapter == _INITIAL or not has_initial(layer):
         return a, b
     a0, b0 = joined(layer, _INITIAL)

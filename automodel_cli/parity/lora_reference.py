@@ -21,7 +21,7 @@ from torch import Tensor
 
 from automodel_cli.distributed.expert_parallel.low_rank import MATRICES
 from automodel_cli.models import expert_lora, lora, lora_dora, lora_init, transformers_compat
-from automodel_cli.models.lora_targets import is_transposed
+from automodel_cli.models.lora_targets import is_embedding, is_transposed
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.rng import generator_for
 from automodel_cli.parity import value_head
@@ -64,7 +64,12 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
     for part in parts:
         for name, layer in lora.wrappers(part.model):
             names = (f"{name}.weight", f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight")
-            matrices = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+            if is_embedding(layer):
+                names = (f"{name}.weight", f"{name}.lora_embedding_A.default", f"{name}.lora_embedding_B.default")
+            matrices = tuple(param for _, param in lora.matrices_of(name, layer))[:2]
+            if is_embedding(layer):  # A starts at zero
+                full = torch.randn(matrices[0].shape, generator=generator_for(2, name))
+                transformers_compat.local(matrices[0]).copy_(transformers_compat.local_part(matrices[0], full))
             form = (lora.scale(layer), names, is_transposed(layer))
             rows = _put_factor(name, layer) if lora_dora.has_magnitude(layer) else None
             weight = layer.get_base_layer().weight

@@ -47,6 +47,15 @@ OF_PISSA = [
     Case(DP, DDPConfig(), lora=replace(PISSA, init_lora_weights="orthogonal")),
     Case(MeshConfig(dp_size=1, cp_size=2), lora=PISSA),
 ]
+TABLES = LoRAConfig(rank=4, alpha=6.0, target_modules=["q_proj", "embed_tokens", "lm_head"])
+OF_TABLES = [
+    Case(MeshConfig(dp_size=1, tp_size=2), lora=TABLES),
+    Case(PP, pipeline=PipelineConfig(schedule="1f1b"), lora=TABLES),
+    Case(DP, lora=TABLES),
+    Case(DP, DDPConfig(), lora=TABLES),
+    Case(MeshConfig(dp_size=1, cp_size=2), lora=TABLES),
+    Case(MeshConfig(dp_size=1, tp_size=2), FSDP2Config(mp_policy=FP32, sequence_parallel=True), lora=TABLES),
+]
 OF_DORA = [
     Case(MeshConfig(dp_size=1, tp_size=2), lora=DORA),
     Case(DP, lora=replace(DORA, target_modules=["q_proj", "down_proj", "lm_head"])),
@@ -74,9 +83,10 @@ def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(or
 @pytest.mark.parametrize(
     "rows",
     [
-        MORE[:1] + OF_DORA[:1] + OF_PISSA[:1],
+        MORE[:1] + OF_DORA[:1] + OF_PISSA[:1] + OF_TABLES[:1],
         pytest.param(MORE[1:], marks=pytest.mark.slow),
         pytest.param(OF_PISSA[1:], marks=pytest.mark.slow),
+        pytest.param(OF_TABLES[1:], marks=pytest.mark.slow),
         pytest.param(OF_DORA[1:], marks=pytest.mark.slow),
     ],
 )

@@ -129,7 +129,7 @@ def _named_full_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     updates = {f"{name}.weight": layer for name, layer in lora.wrappers(model)}
     of_experts = expert_lora.weights(model)
-    untied_heads = {f"{name}.weight": updates[f"{name}.weight"].get_base_layer().weight for name in lora.sharing(model)}
+    untied_heads = lora.untied_weights(model)
     keep_fp32 = transformers_compat.fp32_names(model, dtype)
     with lora.bare(model):
         units: dict[str, dict[str, Tensor | nf4.NF4Linear]] = {}

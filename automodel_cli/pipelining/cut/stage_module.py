@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
+from automodel_cli.models.lora_targets import is_embedding
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.cut.model_structure import ModelStructure, SplitError, tied_embedding
 
@@ -261,6 +262,14 @@ def cut_stage(
     base = model.base_model_prefix
     dtype = next(part.parameters()).dtype
     table, is_tied = _table(model)
+    if is_tied and is_embedding(model.get_input_embeddings()):
+        raise ConfigError(
+            "mesh.pp_size above 1 is not supported with an adapter on a tied embedding, because the first and the last "
+            "stage have a copy of it",
+            code="unsupported_combination",
+            keys=("model.lora.target_modules", "mesh.pp_size"),
+            fix="model.lora.target_modules=all-linear, or mesh.pp_size=1",
+        )
     # Stages with the embedding table: the first, the one with multi-token prediction, and the last if its head is tied.
     keeps_table = is_first or holds_depths or (is_last and is_tied)
     if keeps_table and not is_first:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from automodel_cli.distributed.strategies.base import Strategy
     from automodel_cli.models.config import ModelConfig
 
-_OF_ADAPTERS = ("lora_A", "lora_B", "lora_magnitude_vector")
+_OF_ADAPTERS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B")
 _OF_PARTS = ("value_head", "multi_token")
 
 

@@ -145,7 +145,7 @@ def test_the_node_refuses(fields: dict, code: str):
         (["q_proj", "key_proj"], "[q_proj,k_proj]"),
         (["self_attn.q_proj", "proj_of_nothing_at_all"], "[self_attn.q_proj]"),
         (["embeddings_of_words"], "all-linear"),
-        (["embed_tokens"], "all-linear"),  # a module, but no linear layer
+        (["norm"], "all-linear"),  # a module, but no linear layer
         ("q_proj", "all-linear"),  # a regular expression for whole names
     ],
 )
