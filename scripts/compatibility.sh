@@ -19,9 +19,10 @@ check() {  # NAME, then arguments of pytest
     "$folder/bin/python" -m pytest -n 2 "${@:2}" || failed=1
 }
 check smoke -m smoke
-check parity tests/dist/test_parity.py tests/unit/models/document_masking/test_dynamic_rope.py
-check pipelining tests/dist/test_pipeline.py tests/unit/pipelining/cut/test_stage_module.py
-check sampler tests/unit/rollout/engines/sampler/test_sampler{,_hybrids}.py tests/unit/rollout/engines/test_transformers_engine.py
-check "dry run" tests/dryrun/test_{tiny,memory}.py
-check export tests/unit/models/checkpoint_io/test_{load,export_check}.py tests/unit/models/test_packing_support.py
+check "parity, pipelining, sampler, dry run, export" \
+    tests/dist/test_{parity,pipeline}.py tests/unit/models/document_masking/test_dynamic_rope.py \
+    tests/unit/pipelining/cut/test_stage_module.py \
+    tests/unit/rollout/engines/sampler/test_sampler{,_hybrids}.py tests/unit/rollout/engines/test_transformers_engine.py \
+    tests/dryrun/test_{tiny,memory}.py \
+    tests/unit/models/checkpoint_io/test_{load,export_check}.py tests/unit/models/test_packing_support.py
 exit $failed

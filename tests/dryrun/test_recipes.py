@@ -69,7 +69,6 @@ SLOW = [
 ]
 PLANNED = [
     Case("deepseek_v3_pp16_ep64", 1024, 0, microbatches=None),
-    Case("deepseek_v3_pp16_ep64", 1024, 448, microbatches=None),
     Case("deepseek_v3_pp16_ep64", 1024, 960, microbatches=None),
     Case("gpt_oss_pp2ep4_seqpack", 8, 4, microbatches=None),
     Case("grpo_gsm8k_qwen3_0_6b", 1, 0),

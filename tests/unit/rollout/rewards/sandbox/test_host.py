@@ -62,7 +62,7 @@ def test_an_entry_point_may_have_the_name_of_a_function_of_python() -> None:
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_success_is_none(name: str) -> None:
     code, test = FORGED[name]
-    assert not run_test(code, test, Limits(seconds=10)).passed
+    assert not run_test(code, test, Limits(seconds=4)).passed
 
 
 SECRET = 918273645546372819
