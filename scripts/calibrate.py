@@ -4,7 +4,7 @@
 
 `--trace` dry-runs rows of scripts/published_runs.yaml (all that results/calibration.json lacks, or those named; 15 to
 200 CPU seconds each). Without it, the stored counts are fitted again, which takes seconds. `--suite` adds the runs that
-scripts/gpu_suite.sh measured. `--write` updates automodel_cli/dryrun/efficiencies.json and the page.
+scripts/gpu_suite.sh measured. `--write` updates automodel_cli/planning/efficiencies.json and the page.
 
 Counted, from the dry run: seconds of each kind of cost on the critical path at given rates. Fitted: one factor per GPU
 type on all compute rates (`power`), and factors that all GPU types share. A row's time is the sum over kinds of counted
@@ -29,8 +29,8 @@ import torch
 import yaml
 
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
-from automodel_cli.dryrun.efficiency import FILE
-from automodel_cli.dryrun.hardware import GPUS
+from automodel_cli.planning.efficiency import FILE
+from automodel_cli.planning.hardware import GPUS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS, COUNTS = ROOT / "scripts/published_runs.yaml", ROOT / "results/calibration.json"

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from automodel_cli.dryrun.command import trace_rank
 from automodel_cli.dryrun.estimate import Estimate, estimate
-from automodel_cli.dryrun.report import spread
 from automodel_cli.dryrun.types import GIB, RankResult, TraceRequest
+from automodel_cli.planning.report import spread
 
 
 class Row(NamedTuple):

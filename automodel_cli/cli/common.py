@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe
 
 GPUS = ("h100", "h100-500w", "h200", "b200", "a100", "l40s")
-"""GPUs of the dry run (`dryrun/hardware.py`)."""
+"""GPUs of the dry run (`planning/hardware.py`)."""
 _PACKAGES = "automodel.trust-package"
 F = TypeVar("F", bound=Callable[..., object])
 

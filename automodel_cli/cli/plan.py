@@ -23,11 +23,12 @@ def _of_goodput(name: str, *, default: float | None, help: str) -> Callable[[F],
 
 @click.command()
 @click.option("--gpus", required=True, type=click.IntRange(min=1), metavar="N", help="Number of GPUs of the run.")
+@click.option("--gpu", default="h100", show_default=True, type=click.Choice(common.GPUS), help="GPU type.")
 @click.option(
     "--memory-gib",
     metavar="GIB",
     type=click.FloatRange(min=0, min_open=True),
-    help="Memory of one GPU that torch can use.  [default: 79.1, an 80 GB card]",
+    help="Memory of one GPU that torch can use.  [default: of the GPU type]",
 )
 @click.option(
     "--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the pipeline's timeline to this file."
@@ -52,6 +53,7 @@ def plan(
     overrides: tuple[str, ...],
     trust: Trust,
     gpus: int,
+    gpu: str,
     memory_gib: float | None,
     svg: Path | None,
     *,
@@ -59,10 +61,10 @@ def plan(
     goodput: bool,
     **rates: Any,
 ) -> int:
-    """Print pipeline stages, memory per GPU, timeline and schedules.
+    """Print pipeline stages, memory per GPU, step time, timeline and schedules.
 
-    Reads only the model's config, and needs no GPU. Memory is an estimate. With --traced, it is measured: the real step
-    runs on fake CUDA tensors, as in `dryrun`. Loads torch. Without --traced, starts no process.
+    Reads only the model's config, and needs no GPU. Memory and time are estimates. With --traced, memory is measured:
+    the real step runs on fake CUDA tensors, as in `dryrun`. Loads torch. Without --traced, starts no process.
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
@@ -75,7 +77,7 @@ def plan(
     if goodput:
         from automodel_cli.dryrun.goodput import Assumptions, print_goodput
 
-        request = common.dry_run_request(composed, trust, gpus)
+        request = common.dry_run_request(composed, trust, gpus, gpu=gpu)
         return print_goodput(recipe, request, recipe.mesh.resolve(gpus), Assumptions(**rates))
     from automodel_cli.run.commands.plan import print_plan
 
@@ -83,5 +85,5 @@ def plan(
     if traced:
         from automodel_cli.dryrun.command import traced_memory
 
-        trace = partial(traced_memory, recipe, common.dry_run_request(composed, trust, gpus))
-    return print_plan(recipe, composed, num_gpus=gpus, memory_gib=memory_gib, svg=svg, trace=trace)
+        trace = partial(traced_memory, recipe, common.dry_run_request(composed, trust, gpus, gpu=gpu))
+    return print_plan(recipe, composed, num_gpus=gpus, gpu=gpu, memory_gib=memory_gib, svg=svg, trace=trace)

@@ -15,9 +15,9 @@ from automodel_cli.distributed.context_parallel import RankGroup
 from automodel_cli.distributed.expert_parallel.token_dispatcher import Arriving
 from automodel_cli.dryrun import concrete_integers, torch_compat
 from automodel_cli.dryrun.concrete_integers import Twins
-from automodel_cli.dryrun.hardware import Links
-from automodel_cli.dryrun.simulated_clock import Clock
 from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
+from automodel_cli.planning.hardware import Links
+from automodel_cli.planning.simulated_clock import Clock
 
 PassOn = Callable[[RankGroup, Tensor], Callable[[], Tensor]]
 Key = tuple[str, str, int]
@@ -59,7 +59,7 @@ class Collectives:
         label = group.group_name if group is not None else "?"
         if not point_to_point:  # `passed_on` times a ring's, the simulator of schedules those between stages
             asynchronous = functional or self._awaited
-            end = self.clock.collective(label, self._link(ranks), seconds, asynchronous=asynchronous)
+            end = self.clock.collective(label, self.links.kind(ranks), seconds, asynchronous=asynchronous)
             for t in tree_flatten(out)[0] if functional else ():
                 if isinstance(t, Tensor):
                     self.ends[torch_compat.storage_key(t)] = end
@@ -76,7 +76,7 @@ class Collectives:
         def timed(group: RankGroup, x: Tensor) -> Callable[[], Tensor]:
             arrived = pass_on(group, x)
             seconds = self.links.seconds("send", x.numel() * x.element_size(), group.ranks)
-            kind = self._link(group.ranks)
+            kind = self.links.kind(group.ranks)
             end = self.clock.collective(f"ring of {group.ranks}", kind, seconds, asynchronous=True)
 
             def waited() -> Tensor:
@@ -113,9 +113,6 @@ class Collectives:
             }
             for (operator, group, ranks), total in self.bytes.most_common()
         ]
-
-    def _link(self, ranks: tuple[int, ...]) -> str:
-        return "network" if self.links.crosses(ranks) else "node"
 
     def _integers(self, name: str, args: Any, group: dist.ProcessGroup | None) -> None:
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)

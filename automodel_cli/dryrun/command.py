@@ -20,6 +20,7 @@ from automodel_cli.dryrun import report
 from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.suggestions import try_changes
 from automodel_cli.dryrun.types import RankResult, TraceRequest
+from automodel_cli.planning.report import render_rate
 from automodel_cli.planning.reserve import MemoryBreakdown
 
 LARGEST_WORLD = 4096
@@ -77,7 +78,7 @@ def check_step(recipe: Any, request: TraceRequest) -> str:
     and as `measure` does."""
     found = trace_config(request, distinct_ranks(_layout(recipe, request.num_gpus)))
     if found.fits:
-        return f"the step of every stage runs, and fits: {report.memory(found)}; {report.rate(found)}"
+        return f"the step of every stage runs, and fits: {report.memory(found)}; {render_rate(found)}"
     command = (
         f"automodel dryrun -c {word(request.conf)} --gpus {request.num_gpus} --rank all-distinct --gpu {request.gpu}"
     )

@@ -14,14 +14,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from automodel_cli.distributed.expert_parallel import topk_router  # noqa: F401  # registers automodel::route
 from automodel_cli.distributed.typed_torch import TorchDispatchMode
-from automodel_cli.dryrun import concrete_integers, cost_model, hardware, torch_compat
+from automodel_cli.dryrun import concrete_integers, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.concrete_integers import Twins
 from automodel_cli.dryrun.fake_cuda import CUDA
-from automodel_cli.dryrun.hardware import Gpu
 from automodel_cli.dryrun.memory import MemoryTracker, code_line
-from automodel_cli.dryrun.simulated_clock import Clock
 from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
+from automodel_cli.planning import cost_model, hardware
+from automodel_cli.planning.hardware import Gpu
+from automodel_cli.planning.kernel import Kernel, memory_seconds
+from automodel_cli.planning.simulated_clock import Clock
 
 _aten = torch.ops.aten
 # Results whose size depends on data, and how often the operator's CUDA implementation waits for the device (bincount
@@ -55,7 +57,7 @@ class Counts:
         self.warm = Work()
         self.syncs: Counter[tuple[str, str]] = Counter()
         self.kernels: Counter[str] = Counter()
-        self.moved: Counter[str] = Counter()
+        self.moved: defaultdict[str, float] = defaultdict(float)
         """Bytes that they read and write."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.flops = 0.0
@@ -101,7 +103,8 @@ class TracedRank(TorchDispatchMode):
             self.memory.add(t, name)
         unique = {id(t): t for t in (*read, *written)}.values()
         moved = sum(t.numel() * t.element_size() for t in unique)
-        self._took(name, *cost_model.flex_seconds(self.gpu, work, moved, read[0].dtype), work, moved)
+        bits = 8 * read[0].dtype.itemsize
+        self._took(name, Kernel("attention" if work else "memory", work, moved, bits, is_compiled=True))
 
     def synchronised(self, what: str, until: float | None = None) -> None:
         """The host waits for the current stream, or until a moment, at the line that is running."""
@@ -145,12 +148,7 @@ class TracedRank(TorchDispatchMode):
         self._keep_integers(func, args, flat, spec, outs, known)
         if func in _COPIES and self._crossed(func, args, kwargs, outs):
             return out
-        launches = (
-            func not in cost_model.FREE
-            and (func._schema.returns or func._schema.is_mutable)  # Else it notes something: streams, since torch 2.15.
-            and not cost_model.is_view(func)
-            and not cost_model.is_to_itself(func, args)
-        )
+        launches = cost_model.launches(func, args)
         if launches and any(_is_cuda(t) for t in (*outs, *tensors)):
             self._launch(func, args, kwargs, outs)
         elif launches and any(t.is_floating_point() for t in outs):
@@ -166,7 +164,7 @@ class TracedRank(TorchDispatchMode):
             return False
         name, size = func._schema.name.removeprefix("aten::"), copied.numel() * copied.element_size()
         self.clock.copy("to device" if _is_cuda(to) else "to host", size / (self._to_host * self.gpu.rates.copy))
-        self._count(name, cost_model.memory_seconds(self.gpu, size), 0.0, size)
+        self._count(name, memory_seconds(self.gpu, size), 0.0, size)
         waits = not (kwargs.get("non_blocking") or (func is _aten.copy_.default and len(args) > 2 and args[2]))
         if _is_cuda(copied) and waits:
             self.synchronised("copy to host")
@@ -258,20 +256,21 @@ class TracedRank(TorchDispatchMode):
 
     def _launch(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
         name = func._schema.name.removeprefix("aten::")
-        work = cost_model.flops(func, args, self.twins.get)
-        moved = cost_model.num_bytes(func, args, kwargs, outs)
-        kind, took = cost_model.seconds(self.gpu, func, args, work, moved, self.twins.get)
-        parts = cost_model.launches(func, args)
-        for _ in range(parts):
-            self._took(name, kind, took / parts, work / parts, moved // parts)
+        self._took(name, cost_model.kernel(func, args, kwargs, outs, self._ends))
 
-    def _took(self, name: str, kind: str, took: float, work: float, moved: int) -> None:
-        self.clock.kernel(kind, took)
-        self._count(name, took, work, moved)
+    def _ends(self, tensor: Tensor) -> list[int] | None:
+        real = self.twins.get(tensor)
+        with unset_fake_temporarily():
+            return None if real is None else real.tolist()
 
-    def _count(self, name: str, took: float, work: float, moved: int) -> None:
+    def _took(self, name: str, kernel: Kernel) -> None:
+        kind, took = kernel.seconds(self.gpu)
+        self.clock.kernel(kind, took, kernel.number)
+        self._count(name, took, kernel.flops, kernel.bytes, kernel.number)
+
+    def _count(self, name: str, took: float, work: float, moved: float, number: int = 1) -> None:
         if self.counts.on:
-            self.counts.kernels[name] += 1
+            self.counts.kernels[name] += number
             self.counts.moved[name] += moved
             self.counts.seconds[name] += took
             self.counts.flops += work

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from automodel_cli.distributed import empty_groups
-from automodel_cli.dryrun.hardware import GIB, Gpu
-from automodel_cli.dryrun.simulated_clock import Clock
+from automodel_cli.planning.hardware import GIB, Gpu
+from automodel_cli.planning.simulated_clock import Clock
 
 CUDA = torch.device("cuda", 0)
 

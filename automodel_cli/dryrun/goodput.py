@@ -10,9 +10,9 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.dryrun.command import distinct_ranks, trace_config
 from automodel_cli.dryrun.estimate import Estimate
-from automodel_cli.dryrun.report import spread
 from automodel_cli.dryrun.types import GIB, TraceRequest
 from automodel_cli.planning.goodput import HOURS, Cluster, Goodput, best_interval, table
+from automodel_cli.planning.report import spread
 
 _SIMULATED = 400 * 24 * HOURS
 _KEPT = ("parameters", "optimizer")

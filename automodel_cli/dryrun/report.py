@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from automodel_cli.dryrun.estimate import Estimate
 from automodel_cli.dryrun.suggestions import Tried
 from automodel_cli.dryrun.types import GIB, LIMITS, Line, RankResult
-from automodel_cli.planning.report import memory_table, memory_unit
+from automodel_cli.planning.report import memory_table, memory_unit, render_rate, render_shares, spread
 from automodel_cli.planning.reserve import RESERVE_GIB
 
 _ROWS = 12
@@ -84,36 +83,12 @@ def memory(found: Estimate) -> str:
     return f"{peak:.1f} GiB of tensors{held} and {RESERVE_GIB:g} set aside, of {gpu.memory_gib:g} ({gpu.name})"
 
 
-def rate(found: Estimate) -> str:
-    """How fast a step would be."""
-    step, tokens, mfu = found.step_range, found.throughput, found.mfu
-    unknown = "unknown (the model's FLOPs are not counted)"
-    share = unknown if mfu is None else f"{spread(100 * mfu.low, 100 * mfu.high)}%"
-    return f"step {spread(step.low, step.high)} s, {spread(tokens.low, tokens.high)} tokens/s/GPU, MFU {share}"
-
-
-def spread(low: float, high: float) -> str:
-    """A range, rounded to two digits of its width."""
-    places = 1 - math.floor(math.log10(high - low)) if high > low else 2
-    return " to ".join(f"{round(x, places):,.{max(places, 0)}f}" for x in (low, high))
-
-
-_COSTS = {
-    "gemm": "GEMMs", "gemm_fp8": "float8 GEMMs", "grouped": "grouped GEMMs", "attention": "attention",
-    "memory": "memory-bound kernels", "node": "exposed communication in a node",
-    "network": "exposed communication between nodes", "interference": "slowdown beside communication",
-    "copy": "copies to and from the host", "host": "waiting for the host",
-}  # fmt: skip
-
-
 def _step(found: Estimate) -> str:
     """What follows for the run."""
-    whole = sum(found.seconds.values())
-    shares = sorted(((seconds / whole, kind) for kind, seconds in found.seconds.items()), reverse=True)
     lines = [
-        f"{rate(found)}; kernels alone would allow {found.utilisation_bound:.0%}",
+        f"{render_rate(found)}; kernels alone would allow {found.utilisation_bound:.0%}",
         f"calibration: {found.gpu.rates.provenance} (docs/planning/calibration.md)",
-        "of the step: " + ", ".join(f"{_COSTS[kind]} {share:.0%}" for share, kind in shares if share >= 0.005),
+        *render_shares(found.seconds),
         f"{'fits' if found.fits else 'does not fit'}: {memory(found)}",
     ]
     if found.timeline is not None:

@@ -13,7 +13,7 @@ from automodel_cli.distributed.strategies.megatron_fsdp import sharding
 from automodel_cli.distributed.strategies.megatron_fsdp.compat import held_tensors
 from automodel_cli.dryrun import torch_compat
 from automodel_cli.dryrun.ddp import FakeDDP
-from automodel_cli.dryrun.simulated_clock import Clock
+from automodel_cli.planning.simulated_clock import Clock
 
 
 class Strategies:

@@ -9,9 +9,9 @@ from typing import Any
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.dryrun.estimate import Estimate
-from automodel_cli.dryrun.hardware import Gpu
 from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.dryrun.worker import load
+from automodel_cli.planning.hardware import Gpu
 from automodel_cli.planning.reserve import usable_bytes
 from automodel_cli.run.memory.memory_suggestions import Change, Planned, WithOverrides, plan_change, plan_changes
 

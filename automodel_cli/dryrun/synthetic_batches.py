@@ -12,9 +12,9 @@ from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
-from automodel_cli.dryrun.types import DEFAULT_DOCUMENT
 from automodel_cli.models.hub.source import hf_config
 from automodel_cli.objectives.base import request_of
+from automodel_cli.run.plan_request import assumed_document
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ def document_lengths(recipe: Any, asked: int | None, *, read: bool = False) -> D
     whole, unpacked = recipe.data.seq_len, recipe.data.packing == "none" and recipe.kind != "grpo"
     if asked is None and (read or recipe.data.generator is not None) and recipe.kind != "grpo":
         return _prepared_lengths(recipe, unpacked)
-    in_row = 2 if unpacked and "pairs_P2" in getattr(recipe.objective, "columns", ()) else 1
-    length = min(asked or (whole if unpacked else DEFAULT_DOCUMENT), whole // in_row)
+    assumed = assumed_document(recipe)
+    in_row = whole // assumed if unpacked else 1
+    length = min(asked or assumed, whole // in_row)
     rows = ((length,) * in_row,) if unpacked else ()
     if asked is not None:
         return DocumentLengths((length,), f"{length} tokens each, as asked", rows)

@@ -22,10 +22,8 @@ from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.dryrun import fake_cuda, flex, sdpa, synthetic_batches, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.dispatch_mode import Counts, TracedRank, Work
-from automodel_cli.dryrun.estimate import program_to_json
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
-from automodel_cli.dryrun.simulated_clock import Clock, Seconds, critical_path, summed
 from automodel_cli.dryrun.strategies import Strategies
 from automodel_cli.dryrun.types import GIB, Line, RankResult, TraceRequest
 from automodel_cli.models import transformers_compat
@@ -37,6 +35,8 @@ from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.timeline.simulator import peak_activations
 from automodel_cli.pipelining.torch_runtime.torch_compat import Runtime
 from automodel_cli.planning.plan import Plan, make_plan
+from automodel_cli.planning.simulated_clock import Clock, Seconds, critical_path, summed
+from automodel_cli.planning.step_time import apart, program_to_json
 from automodel_cli.run.memory.auto_activation_checkpointing import decided
 from automodel_cli.run.model_builder import Model, empty_stages, flops_per_token
 from automodel_cli.run.plan_request import plan_request
@@ -304,11 +304,9 @@ def _result(
     longest = max(one.input_ids.numel() for one in columns)
     per_stage = request.num_gpus // layout.pp
     in_actions = summed([seconds for spans in run.actions.values() for seconds in spans])
-    apart = max(times.num_measured - times.num_warm, 1)
-    more = summed([times.measured], minus=times.warm)
-    step = {kind: seconds / apart for kind, seconds in more.items()} if sum(more.values()) > 0 else {}
-    further = {kind: seconds * (times.num_measured - 1) for kind, seconds in step.items()}
-    whole = _of_all_microbatches(counts, (recipe.train.num_microbatches(layout.dp) - times.num_measured) / apart)
+    more = max(times.num_measured - times.num_warm, 1)
+    once, microbatch = apart(times.warm, times.measured, times.num_warm, times.num_measured)
+    whole = _of_all_microbatches(counts, (recipe.train.num_microbatches(layout.dp) - times.num_measured) / more)
     return RankResult(
         rank=request.rank,
         layout=str(layout),
@@ -336,8 +334,8 @@ def _result(
         data_parallel=layout.dp,
         actions=_means(run),
         pipeline=program_to_json(plan.timeline.program, plan.timeline.costs.forward) if plan.timeline else None,
-        once_seconds=summed([times.measured], minus=further),
-        microbatch_seconds=step,
+        once_seconds=once,
+        microbatch_seconds=microbatch,
         outside_seconds=summed([times.measured], minus=in_actions),
         hop_seconds=_hop(recipe, request, layout, longest),
         model_flops_per_token=_model_flops(run, plan, columns),

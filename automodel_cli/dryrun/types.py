@@ -6,13 +6,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from automodel_cli.dryrun.hardware import GIB, GPUS, Gpu, Links
+from automodel_cli.planning.hardware import GIB, GPUS, Gpu, Links
 from automodel_cli.planning.reserve import MemoryBreakdown
+from automodel_cli.planning.step_time import RankTimes
 
 __all__ = ["GIB", "LIMITS", "Line", "RankResult", "TraceRequest"]
-
-DEFAULT_DOCUMENT = 700
-"""Tokens of each document in packed rows where the data has not been prepared."""
 
 LIMITS = """\
 Nothing was computed: no wrong number, race, deadlock or kernel fault is found here.
@@ -76,16 +74,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class RankResult:
+class RankResult(RankTimes):
     """What one rank's step showed. Bytes and seconds; counts are of the measured step unless they say otherwise."""
 
     rank: int
     layout: str
-    num_microbatches: int
-    """Of the config, per step and data-parallel rank."""
     measured_microbatches: int
-    tokens_per_microbatch: int
-    """Of documents, on average; without padding."""
     peak: int
     peak_by_kind: dict[str, int]
     largest: list[Line]
@@ -99,21 +93,6 @@ class RankResult:
     step_flops: float
     """Of a step with all of the config's microbatches, as `step_kernel_seconds`: what is done once counts once."""
     step_kernel_seconds: float
-    data_parallel: int
-    """Ranks that read different rows."""
-    actions: dict[str, dict[str, dict[str, float]]]
-    """Kind of a schedule's action -> stage -> mean seconds by kind of cost; {} without a pipeline."""
-    pipeline: dict[str, Any] | None
-    """The schedule's program, as `estimate.program_from_json` reads it."""
-    once_seconds: dict[str, float]
-    """A step on this rank without what its other microbatches add; without a pipeline. By kind of cost, as below:
-    seconds of the critical path that are spent at a rate of `efficiency.Efficiency`."""
-    microbatch_seconds: dict[str, float]
-    """What one more microbatch adds to a step that has a first and a last one."""
-    outside_seconds: dict[str, float]
-    """Of a step, outside of the stages' forwards and backwards: reductions, clipping, the optimizer."""
-    hop_seconds: float
-    model_flops_per_token: float | None
     cpu_seconds: float
     rss_gib: float
     notes: list[str] = field(default_factory=list)

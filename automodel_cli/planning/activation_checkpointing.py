@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
-from automodel_cli.planning.plan import Plan, PlanRequest, make_plan
+from automodel_cli.planning.plan import Plan, make_plan
+from automodel_cli.planning.request import PlanRequest
 from automodel_cli.planning.reserve import MARGIN, usable_bytes
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""Activation memory of a microbatch per layer, measured by autograd on the meta device.
+"""Activation memory and kernels of a microbatch per layer, measured by autograd on the meta device.
 
 The whole model runs forward with shapes only: nothing is allocated, and what every operator of the family keeps is
 counted, whatever the family. Attention counts as a fused kernel (queries, keys, values, outputs) unless the config
@@ -8,8 +8,8 @@ says `eager`, and experts as grouped products of evenly routed tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.distributed.typed_torch import Ctx, Function, TorchDispatchMode
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.planning.layer_calls import Call, Calls
 
 _COUNTED = "counted_not_computed"
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
@@ -48,6 +49,12 @@ class Activations:
     recomputed: float
     further: float = 0.0
     """Of all layers for multi-token prediction."""
+    calls: tuple[tuple[Call, ...], ...] = ()
+    """Kernels before the layers, of each layer, and after them."""
+    received: tuple[float, ...] = ()
+    """Bytes of tokens that each layer's experts exchange, one way. 0 without distributed experts."""
+    keys: tuple[float, ...] = ()
+    """Bytes of keys and values of each layer."""
 
     def of_stage(self, layers: range, *, is_first: bool, is_last: bool, holds_depths: bool) -> float:
         """What one microbatch keeps alive on a stage, with what it received and sent."""
@@ -69,30 +76,34 @@ def trace_activations(
     *,
     rows: int,
     seq_len: int,
-    exchanges_tokens: bool = False,
+    ep: int = 1,
     masks: bool = False,
     fuses_operations: bool = False,
+    **counting: Any,
 ) -> Activations:
     """Run `part` (on the meta device, not touched) forward in `dtype` on rows x seq_len tokens and count.
 
-    `exchanges_tokens`: experts are distributed over ranks, each of which receives as many tokens as it sends.
+    `ep`: ranks over which experts are distributed, each of which receives as many tokens as it sends.
     `masks`: every call of attention makes numbers of a mask of all tokens of a row, and keeps them.
     `fuses_operations`: elementwise operations between GEMMs are compiled.
+    `counting`: of `Calls`.
     """
     from transformers import AttentionInterface
 
     model: Any = copy.deepcopy(part.model)
     model.to(dtype)
     layers = transformer_layers(model)
+    parameters = {StorageWeakRef(p.untyped_storage()): p.requires_grad for p in model.parameters()}
+    buffers = {StorageWeakRef(t.untyped_storage()) for t in model.buffers()}
+    watch = _Watch(layers, parameters.keys() | buffers, Calls(parameters, **counting))
     if fuses_operations:
-        fuse_layers(model, as_one(nullcontext, lambda name, read, written: None))
-    watch = _Watch(layers, {StorageWeakRef(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())})
+        fuse_layers(model, as_one(watch.inside, watch.region))
     if masks:
         watch.bytes_of_mask = rows * seq_len**2 * dtype.itemsize
         watch.kept.add(-1, rows * seq_len**2)  # the mask itself, one byte each
     for experts in experts_modules(model):
-        if exchanges_tokens or has_adapters(experts):  # adapters on experts compute as distributed experts do
-            watch.distribute(experts)
+        if ep > 1 or has_adapters(experts):  # adapters on experts compute as distributed experts do
+            watch.distribute(experts, ep)
     # A mask that is given is not looked into, which a tensor without values could not stand.
     mask = torch.zeros(rows, 1, seq_len, seq_len, dtype=dtype, device="meta")
     if model.config._attn_implementation != "eager":
@@ -129,7 +140,9 @@ def _counted(
     # by side, the projection), and what its head reads.
     further = depths * (kept[-1] + 7 * boundary)
     after = watch.kept[num_layers] + boundary
-    return Activations(watch.kept[-1], tuple(kept), after, boundary, recomputed, further)
+    calls = tuple(tuple(watch.calls.at[place]) for place in range(-1, num_layers + 1))
+    received, keys = (tuple(map(at.__getitem__, range(num_layers))) for at in (watch.received, watch.calls.keys))
+    return Activations(watch.kept[-1], tuple(kept), after, boundary, recomputed, further, calls, received, keys)
 
 
 @dataclass
@@ -149,9 +162,10 @@ class _Watch(TorchDispatchMode):
     """Counts what autograd saves (each storage once), inputs of layers, and results that selective recomputation
     keeps."""
 
-    def __init__(self, layers: Sequence[nn.Module], parameters: set[StorageWeakRef]):
+    def __init__(self, layers: Sequence[nn.Module], parameters: set[StorageWeakRef], calls: Calls):
         super().__init__()
         self.kept, self.inputs, self.products, self.exchanges = _Tallies(), _Tallies(), _Tallies(), _Tallies()
+        self.received, self.calls = _Tallies(), calls
         self._place, self._seen, self.bytes_of_mask = -1, set(parameters), 0
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._enter(index))
@@ -179,16 +193,32 @@ class _Watch(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
         if func in KEPT_RESULTS:
             self.products.add(self._place, result.nbytes)
+        self.calls.ran(self._place, func, args, kwargs or {}, result)
         return result
 
-    def distribute(self, experts: nn.Module) -> None:
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A fused region runs."""
+        self.calls.is_inside = True
+        try:
+            yield
+        finally:
+            self.calls.is_inside = False
+
+    def region(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """A fused region has run."""
+        self.calls.region(self._place, read, written)
+
+    def distribute(self, experts: nn.Module, ep: int) -> None:
         """Let experts keep what they keep where they are distributed (`distributed/expert_parallel/grouped_mlp.py`)."""
         known, own = GatedExperts.of(experts, int(experts.num_experts), None), experts.forward  # type: ignore[arg-type]
         first = parameters_of(experts)[0] if known else None
         adapters = [experts._parameters[name] for name in ADAPTERS if has_adapters(experts)]
 
         def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-            received = index_TK.numel() * hidden_TD.shape[1] * hidden_TD.element_size()
+            size = hidden_TD.element_size()
+            received = index_TK.numel() * hidden_TD.shape[1] * size
+            self.received.add(self._place, received)
             if known is None:
                 self.exchanges.add(self._place, 2 * received)  # and as many results
                 result_TD: Tensor = own(hidden_TD, index_TK, weight_TK)
@@ -196,7 +226,11 @@ class _Watch(TorchDispatchMode):
             self.exchanges.add(self._place, received + hidden_TD.nbytes)
             assert first is not None
             columns = first.shape[-1] if known.transposed else first.shape[1]
-            self.products.add(self._place, index_TK.numel() * columns * hidden_TD.element_size())
+            self.products.add(self._place, index_TK.numel() * columns * size)
+            second = parameters_of(experts)[1]
+            gated = second.numel() // (len(second) * hidden_TD.shape[1])
+            shapes = (hidden_TD.shape[1], columns), (gated, hidden_TD.shape[1])
+            self.calls.experts(self._place, index_TK.numel(), shapes, len(second) // ep, size)
             result_TD = _DistributedExperts.apply(hidden_TD, weight_TK, columns, *adapters)
             return result_TD
 
@@ -207,6 +241,13 @@ class _Watch(TorchDispatchMode):
     ) -> tuple[Tensor, None]:
         """In the library's place for attention functions."""
         output: Tensor = _FusedAttention.apply(query, key, value)
+        self.calls.attention(
+            self._place,
+            (query, key, value, output),
+            all_pairs=query.shape[2] if self.bytes_of_mask else None,
+            window=options.get("sliding_window"),
+            is_compiled=any(options.get(name) is not None for name in ("s_aux", "softcap")),
+        )
         self.kept.add(self._place, self.bytes_of_mask)
         self.products.add(self._place, output.nbytes)
         return output, None

@@ -1,4 +1,4 @@
-"""Costs of the layers of a model, of its embedding and of its head, computed on the meta device."""
+"""Parameters of the layers of a model, of its embedding and of its head, on the meta device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import num_packed
 from automodel_cli.pipelining.cut.model_structure import ModelStructure
-from automodel_cli.pipelining.cut.stage_plan import used_weights
 from automodel_cli.training.optimizers.param_groups import TrainableParam
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One decoder layer, or everything before or after the layers. `cost` is the weights a token is multiplied with."""
+    """One decoder layer, or everything before or after the layers."""
 
     params: tuple[TrainableParam, ...]
-    cost: float
     num_packed: int = 0
     """Weights in 4 bits, which are no parameters."""
 
@@ -56,20 +54,15 @@ class Units:
         seen = {id(item.param) for item in self.norm.params} if depths == 2 else set[int]()
         return [_without(unit, seen) for unit in held]
 
-    def cost_of_stage(self, layers: range, *, is_first: bool, is_last: bool, depths: int = 0) -> float:
-        """Weights that a token meets on a stage; the head once more for every depth."""
-        ends = (self.before.cost if is_first else 0.0) + (self.after.cost * (1 + self.num_depths) if is_last else 0.0)
-        return ends + sum(self.layers[i].cost for i in layers) + (self.further.cost if depths == 1 else 0.0)
-
 
 def _without(unit: Unit, seen: set[int]) -> Unit:
     """A unit without the parameters that were seen before; its own are from now on."""
     params = tuple(item for item in unit.params if id(item.param) not in seen)
     seen |= {id(item.param) for item in params}
-    return Unit(params, unit.cost, unit.num_packed)
+    return Unit(params, unit.num_packed)
 
 
-_NOTHING = Unit((), 0.0)
+_NOTHING = Unit(())
 
 
 def read_units(part: ModelPart, anatomy: ModelStructure | None) -> Units:
@@ -77,15 +70,13 @@ def read_units(part: ModelPart, anatomy: ModelStructure | None) -> Units:
     names = {id(param): name for name, param in part.named_parameters()}
 
     def unit_of(modules: Sequence[nn.Module]) -> Unit:
-        cost = sum(used_weights(module) for module in modules)
-        return Unit(tuple(_params(modules, names)), cost, sum(num_packed(module) for module in modules))
+        return Unit(tuple(_params(modules, names)), sum(num_packed(module) for module in modules))
 
     if anatomy is None:
         layers = transformer_layers(part.model)
         inside = {id(param) for layer in layers for param in layer.parameters()}
         rest = [item for item in _params([part], names) if id(item.param) not in inside]
-        head = part.model.get_output_embeddings()
-        before, after = Unit(tuple(rest), used_weights(head) if head is not None else 0.0), Unit((), 0.0)
+        before, after = Unit(tuple(rest)), _NOTHING
     else:
         layers = list(part.model.get_submodule(anatomy.layers).children())
         first = [] if part.front is None else [part.front]  # the vision tower is on the first stage

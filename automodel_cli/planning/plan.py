@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from automodel_cli.config.parameter_patterns import EVERYTHING, Selection
-from automodel_cli.data.head_output import LOGPROBS, HeadRequest
-from automodel_cli.distributed.activation_checkpointing.mode import recomputed_of
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.mesh_config import Layout
-from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.tensor_parallel.apply import cut_parameters
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.freezing import freeze
 from automodel_cli.models.lm_head.head import default_chunk_size, kernel_chunk_size, kernels_allow
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import num_packed
 from automodel_cli.models.vision.work import FrontWork
-from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.placement import place_layout, render_table
 from automodel_cli.pipelining.cut.split_check import check_split
 from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
@@ -35,42 +27,11 @@ from automodel_cli.planning.activation_memory import Activations, trace_activati
 from automodel_cli.planning.head_memory import head_bytes
 from automodel_cli.planning.layer_costs import Units, read_units
 from automodel_cli.planning.memory import Accounting, Memory
+from automodel_cli.planning.request import PlanRequest
 from automodel_cli.planning.schedule_comparison import Comparison, StagePlanner
+from automodel_cli.planning.step_time import StepTime
+from automodel_cli.planning.time_estimate import TimeEstimate, time_estimate
 from automodel_cli.planning.tower_memory import TowerMemory, tower_memory
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The sections of a config that a plan depends on. A microbatch is `rows` x `seq_len` tokens."""
-
-    model: ModelConfig
-    layout: Layout
-    parallelizer: Strategy
-    optimizer: Any
-    pipeline: PipelineConfig | None
-    rows: int
-    num_microbatches: int
-    seq_len: int
-    head: HeadRequest = LOGPROBS
-    selection: Selection = EVERYTHING
-    """Which parameters are trained, by patterns of names."""
-    frozen: ModelConfig | None = None
-    """A model beside the trained one, cut and sharded like it."""
-    patches_per_image_token: float = 0.0
-    """Of a model that reads pictures."""
-    masks: bool = False
-    """Whether attention is torch's own and reads a mask, tokens x tokens, that keeps the documents of a row apart."""
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.parallelizer.compute_dtype() or getattr(torch, self.model.dtype)
-        return dtype
-
-    @property
-    def stages(self) -> PipelineConfig:
-        """The pipeline section of a run with pipeline stages."""
-        assert self.pipeline is not None
-        return self.pipeline
 
 
 @dataclass(frozen=True)
@@ -92,8 +53,8 @@ class StageRow:
 class Plan:
     """`memory[r]` is one GPU of pipeline rank r, `live[r]` the microbatches it keeps at once at the worst moment.
 
-    `cut`, `timeline`, `comparison` and `layout_table` exist for pipelines only (the last for a layout); `balanced` is
-    the timeline that `pipeline.balance=cost` would have, where the layers are spread evenly now.
+    `cut`, `comparison` and `layout_table` exist for pipelines only (the last for a layout); `balanced` is the timeline
+    that `pipeline.balance=cost` would have, where the layers are spread evenly now.
     """
 
     request: PlanRequest
@@ -102,12 +63,16 @@ class Plan:
     stages: tuple[StageRow, ...]
     memory: tuple[Memory, ...]
     live: tuple[float, ...]
+    time: StepTime
     cut: StagePlan | None = None
-    timeline: Timeline | None = None
     comparison: tuple[tuple[Comparison, float | None], ...] = ()
     layout_table: str | None = None
     balanced: Timeline | None = None
     tower: TowerMemory | None = None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        return self.time.timeline
 
     @property
     def heaviest(self) -> float:
@@ -133,18 +98,21 @@ def _make_plan(request: PlanRequest) -> Plan:
     part = build_part(request.model)
     freeze(part, request.selection)
     anatomy = check_split(part.model) if request.pipeline is not None else None
-    units = _with_patches(request, part, read_units(part, anatomy))
+    units = read_units(part, anatomy)
     checkpointing = request.parallelizer.activation_checkpointing
-    tokens = -(-request.seq_len // request.layout.cp)  # of a row on one rank; keys and values of others not counted
+    tokens = request.tokens
     activations = trace_activations(
         part,
         request.compute_dtype,
         checkpointing,
         rows=request.rows,
         seq_len=tokens,
-        exchanges_tokens=request.layout.ep > 1,
+        ep=request.layout.ep,
         masks=request.masks,
         fuses_operations=request.parallelizer.enable_compile in (AUTO, FUSED_OPS),  # what is planned is for GPUs
+        document=min(request.document or request.seq_len, request.seq_len),
+        bits=8 if request.model.fp8 is not None else 16,
+        adds=_sums_in_float32(request),
     )
     if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)
@@ -154,28 +122,15 @@ def _make_plan(request: PlanRequest) -> Plan:
     heads = [_head_bytes(request, part, over_tp, request.rows * tokens, adds=adds) for adds in (False, True)]
     estimate = _Estimate(request, units, activations, over_tp, _frozen_bytes(request), *heads)
     whole = {id(p): p for p in part.parameters()}.values()
-    plan = Plan(
-        request,
-        sum(p.numel() for p in whole) + num_packed(part),
-        sum(p.numel() for p in whole if p.requires_grad),
-        *estimate.of_stages((range(len(units.layers)),), (0,), lambda amounts: tuple(amounts), (1,)),
-        live=(1.0,),
-        tower=tower,
-    )
+    num_trained = sum(p.numel() for p in whole if p.requires_grad)
+    times = time_estimate(request, part, units, activations, over_tp, _head_shape(request, part, over_tp), num_trained)
+    every_stage = estimate.of_stages((range(len(units.layers)),), (0,), lambda amounts: tuple(amounts), (1,))
+    number = sum(p.numel() for p in whole) + num_packed(part)
+    plan = Plan(request, number, num_trained, *every_stage, live=(1.0,), time=times.whole(), tower=tower)
     if anatomy is None:
         return plan
-    some, every = recomputed_of(checkpointing)
-    recompute = 0.0 if checkpointing == "selective" else some / every
-    cutter = StagePlanner(part, anatomy, units, request.layout.pp, request.num_microbatches, (1.0 + recompute, 1.0))
-    return _with_pipeline(plan, estimate, cutter)
-
-
-def _with_patches(request: PlanRequest, part: ModelPart, units: Units) -> Units:
-    """Count the tower once for each patch of an image token."""
-    if part.front is None:
-        return units
-    more = FrontWork.of(part.front).tower * max(0.0, request.patches_per_image_token - 1)
-    return replace(units, before=replace(units.before, cost=units.before.cost + more))
+    cutter = StagePlanner(part, anatomy, times.costs, request.layout.pp, request.num_microbatches)
+    return _with_pipeline(plan, estimate, cutter, times)
 
 
 def _tower(request: PlanRequest, part: ModelPart, tokens: int) -> TowerMemory | None:
@@ -195,7 +150,7 @@ def _tower(request: PlanRequest, part: ModelPart, tokens: int) -> TowerMemory | 
     )
 
 
-def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: StagePlanner) -> Plan:
+def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: StagePlanner, times: TimeEstimate) -> Plan:
     config = plan.request.stages
     cut = cutter.stage_plan(config)
     timeline = cutter.timeline(cut)
@@ -214,7 +169,7 @@ def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: StagePlanner) -> Pla
         memory=memory,
         live=timeline.peak_activations,
         cut=cut,
-        timeline=timeline,
+        time=times.with_pipeline(cut),
         comparison=tuple(compared),
         layout_table=table,
         balanced=cutter.balanced(config),
@@ -250,9 +205,24 @@ def _frozen_bytes(request: PlanRequest) -> tuple[float, ...]:
     return tuple(sizes)
 
 
-def _has_kernels(request: HeadRequest) -> bool:
+def _has_head_kernels(request: PlanRequest, part: ModelPart) -> bool:
     """Filters of sampling are not known here, nor how many tokens a column names: many."""
-    return request.token_ids is None and kernels_allow(request, 1, filters=False)
+    asked = request.head
+    return part.head.kind.name != "generic" and asked.token_ids is None and kernels_allow(asked, 1, filters=False)
+
+
+def _head_shape(request: PlanRequest, part: ModelPart, over_tp: frozenset[nn.Parameter]) -> tuple[int, int, int]:
+    """Vocabulary on a rank, width, and tokens of a chunk."""
+    weight = part.model.get_output_embeddings().weight
+    assert isinstance(weight, nn.Parameter)
+    vocabulary, width = weight.shape
+    if weight in over_tp:
+        vocabulary //= request.layout.tp
+    if _has_head_kernels(request, part):
+        default = kernel_chunk_size(vocabulary, request.compute_dtype)
+    else:
+        default = default_chunk_size(vocabulary, torch.device("cuda"))
+    return vocabulary, width, part.head.chunk_size or default
 
 
 def _head_bytes(
@@ -260,17 +230,10 @@ def _head_bytes(
 ) -> float:
     """What the head computes with on a GPU. A generic head holds as much of a chunk as one without kernels. With `adds`
     the gradient of its weight is in the sum over microbatches, where the strategy lets it be."""
-    weight = part.model.get_output_embeddings().weight
+    weight, kernels = part.model.get_output_embeddings().weight, _has_head_kernels(request, part)
     assert isinstance(weight, nn.Parameter)
-    vocabulary, width = weight.shape
-    if weight in over_tp:
-        vocabulary //= request.layout.tp
-    kernels = part.head.kind.name != "generic" and _has_kernels(request.head)
+    vocabulary, width, chunk = _head_shape(request, part, over_tp)
     is_added = adds and part.head.kind.name != "generic" and _adds(request, weight, over_tp)
-    if kernels:
-        default = kernel_chunk_size(vocabulary, request.compute_dtype)
-    else:
-        default = default_chunk_size(vocabulary, torch.device("cuda"))
     return head_bytes(
         part.head.kind,
         request.head,
@@ -278,7 +241,7 @@ def _head_bytes(
         vocabulary=vocabulary,
         width=width,
         tokens=tokens,
-        chunk=part.head.chunk_size or default,
+        chunk=chunk,
         trained=weight.requires_grad and not is_added,
         kernels=kernels,
     )
@@ -286,8 +249,12 @@ def _head_bytes(
 
 def _adds(request: PlanRequest, weight: nn.Parameter, over_tp: frozenset[nn.Parameter]) -> bool:
     """Whether FSDP2 has a sum over microbatches, in a dtype of its own, to which the head adds in its products."""
+    return weight not in over_tp and _sums_in_float32(request)
+
+
+def _sums_in_float32(request: PlanRequest) -> bool:
     parallelizer = request.parallelizer
-    if not isinstance(parallelizer, FSDP2Config) or not parallelizer.adds_in_products or weight in over_tp:
+    if not isinstance(parallelizer, FSDP2Config) or not parallelizer.adds_in_products:
         return False
     storage, sums = parallelizer.storage(), request.layout.pp > 1 or request.num_microbatches > 1
     return sums and storage.defers and storage.reduce_dtype != storage.compute_dtype

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Sequence
 
 from automodel_cli.pipelining.timeline.simulator import Timeline
@@ -9,25 +11,65 @@ from automodel_cli.pipelining.timeline.svg import draw_svg, draw_text
 from automodel_cli.planning.plan import Plan, StageRow
 from automodel_cli.planning.reserve import MARGIN, RESERVE_GIB, MemoryBreakdown, usable_bytes
 from automodel_cli.planning.schedule_comparison import Comparison
+from automodel_cli.planning.simulated_clock import Seconds
+from automodel_cli.planning.step_time import StepTime, total
+from automodel_cli.planning.time_estimate import TIME_MARGIN
 
 _GIB, _MIB = 2**30, 2**20
 
 
 def render_plan(plan: Plan, *, memory_gib: float, traced: Sequence[MemoryBreakdown] = (), width: int = 120) -> str:
     """Everything that `automodel plan` prints. `traced`: memory of every pipeline rank, instead of the estimate."""
-    blocks = [_head(plan), _stages(plan), _memory(plan, traced, memory_gib)]
+    blocks = [_head(plan), _stages(plan), _memory(plan, traced, memory_gib), "\n".join(_time(plan))]
     if plan.layout_table is not None:
         blocks.insert(1, plan.layout_table)
     if plan.timeline is not None:
-        unit = "time 1: the forward of a microbatch through a rank's mean share of the weights"
-        blocks.append("\n".join([_timeline(plan.timeline, width), unit, *_balance_hint(plan)]))
+        blocks.append("\n".join([_timeline(plan.timeline, width), *_balance_hint(plan)]))
         blocks.append(_comparison(plan))
     return "\n\n".join(blocks)
 
 
+def _time(plan: Plan) -> list[str]:
+    return [
+        f"time on {plan.time.gpu.name}: estimate, to {TIME_MARGIN:.0%} of a dry run",
+        render_rate(plan.time),
+        *render_shares(plan.time.seconds, width=100),
+    ]
+
+
+def render_rate(time: StepTime) -> str:
+    """How fast a step would be."""
+    step, tokens, mfu = time.step_range, time.throughput, time.mfu
+    unknown = "unknown (the model's FLOPs are not counted)"
+    share = unknown if mfu is None else f"{spread(100 * mfu.low, 100 * mfu.high)}%"
+    return f"step {spread(step.low, step.high)} s, {spread(tokens.low, tokens.high)} tokens/s/GPU, MFU {share}"
+
+
+def spread(low: float, high: float) -> str:
+    """A range, rounded to two digits of its width."""
+    places = 1 - math.floor(math.log10(high - low)) if high > low else 2
+    return " to ".join(f"{round(x, places):,.{max(places, 0)}f}" for x in (low, high))
+
+
+_COSTS = {
+    "gemm": "GEMMs", "gemm_fp8": "float8 GEMMs", "grouped": "grouped GEMMs", "attention": "attention",
+    "memory": "memory-bound kernels", "node": "exposed communication in a node",
+    "network": "exposed communication between nodes", "interference": "slowdown beside communication",
+    "copy": "copies to and from the host", "host": "waiting for the host",
+}  # fmt: skip
+
+
+def render_shares(seconds: Seconds, width: int = 0) -> list[str]:
+    """Return what a step's time consists of, in lines of `width` columns, or in one line."""
+    whole = total(seconds)
+    shares = sorted(((part / whole, kind) for kind, part in seconds.items()), reverse=True)
+    text = "of the step: " + ", ".join(f"{_COSTS[kind]} {share:.0%}" for share, kind in shares if share >= 0.005)
+    return textwrap.wrap(text, width, subsequent_indent="  ") if width else [text]
+
+
 def _timeline(timeline: Timeline, width: int) -> str:
     """The drawing, or its headline where a typical action would be narrower than a character."""
-    drawn = draw_text(timeline, width=width)
+    drawn = draw_text(timeline, width=width, unit="s")
     lengths = sorted(span.end - span.start for rank in timeline.spans for span in rank if span.end > span.start)
     if timeline.makespan / lengths[len(lengths) // 2] <= width:
         return drawn
@@ -38,14 +80,14 @@ def _balance_hint(plan: Plan) -> list[str]:
     """Where another cut of the same schedule waits less."""
     if plan.timeline is None or plan.balanced is None or plan.balanced.makespan > 0.99 * plan.timeline.makespan:
         return []
-    share = f"idle {plan.balanced.idle_fraction:.1%}, makespan {plan.balanced.makespan:.4g}"
+    share = f"idle {plan.balanced.idle_fraction:.1%}, makespan {plan.balanced.makespan:.4g} s"
     return [f"the head weighs as much as layers: with pipeline.balance=cost {share}"]
 
 
 def svg(plan: Plan) -> str:
     """The timeline of a pipeline."""
     assert plan.timeline is not None, "only a pipeline has a timeline"
-    return draw_svg(plan.timeline, title=f"{plan.timeline.program.schedule}: {_shape(plan)}")
+    return draw_svg(plan.timeline, title=f"{plan.timeline.program.schedule}: {_shape(plan)}", unit="s")
 
 
 def _shape(plan: Plan) -> str:
@@ -179,9 +221,7 @@ def _table(rows: Sequence[Sequence[str]], left: set[int] | None = None) -> str:
 
 def _schedule_rows(rows: Sequence[Comparison]) -> str:
     """The comparison as a text table: stages per rank, idle fraction, efficiency, largest activation peak."""
-    lines = [
-        f"{'schedule':<22} {'stages/rank':>11} {'time':>9} {'idle':>7} {'efficiency':>10}  peak activations per rank"
-    ]
+    lines = [f"{'schedule':<22} {'stages/rank':>11} {'time [s]':>9} {'idle':>7} {'efficiency':>10}  peak activations"]
     for row in rows:
         if row.timeline is None:
             lines.append(f"{row.schedule.name:<22} {row.num_chunks:>11} refused: {row.refusal}")

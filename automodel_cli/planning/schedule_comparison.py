@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from automodel_cli.config.errors import ConfigError
@@ -11,7 +12,6 @@ from automodel_cli.pipelining.cut.model_structure import ModelStructure
 from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
 from automodel_cli.pipelining.schedule.schedules import SCHEDULES, Schedule
 from automodel_cli.pipelining.timeline.simulator import Costs, Timeline, simulate
-from automodel_cli.planning.layer_costs import Units
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,19 @@ class Comparison:
 
 @dataclass(frozen=True)
 class StagePlanner:
-    """Cuts one model for one pipeline, any schedule. `backward` is (input, weight) gradients in forwards."""
+    """Cuts one model for one pipeline, any schedule. `costs` times the stages of a cut."""
 
     part: ModelPart
     anatomy: ModelStructure
-    units: Units
+    costs: Callable[[StagePlan], Costs]
     pp_size: int
     num_microbatches: int
-    backward: tuple[float, float]
 
     def stage_plan(self, config: PipelineConfig) -> StagePlan:
         return plan_stages(config, self.part, self.anatomy, self.pp_size)
 
     def timeline(self, plan: StagePlan) -> Timeline:
-        """Time 1 is a microbatch's forward through a rank's share of the model; stages cost what their weights are."""
-        program = plan.program(self.num_microbatches)
-        return simulate(program, stage_costs(self.units, plan, self.backward))
+        return simulate(plan.program(self.num_microbatches), self.costs(plan))
 
     def balanced(self, config: PipelineConfig) -> Timeline | None:
         """With the stages balanced by cost; None where the user chose them, or has them so already."""
@@ -75,15 +72,3 @@ class StagePlanner:
             except ConfigError as refusal:
                 rows.append((Comparison(schedule, chunks, None, refusal.message), None))
         return sorted(rows, key=lambda pair: pair[0].timeline.makespan if pair[0].timeline else float("inf"))
-
-
-def stage_costs(units: Units, plan: StagePlan, backward: tuple[float, float]) -> Costs:
-    """Forward time of each stage in proportion to the weights that a token meets there; 1 is the mean of a rank."""
-    weights = [
-        units.cost_of_stage(held, is_first=s == 0, is_last=s == plan.num_stages - 1, depths=plan.role_of_depths(s))
-        for s, held in enumerate(plan.layers)
-    ]
-    one = sum(weights) / plan.pp_size
-    forward = tuple(weight / one for weight in weights)
-    backward_input, backward_weight = (tuple(share * f for f in forward) for share in backward)
-    return Costs(forward, backward_input, backward_weight)

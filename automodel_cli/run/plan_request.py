@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import Layout
 
 if TYPE_CHECKING:
-    from automodel_cli.planning.plan import PlanRequest
+    from automodel_cli.planning.request import PlanRequest
     from automodel_cli.run.recipe import Recipe
 
 _USUAL_MERGE = 2
 
 
-def plan_request(recipe: Recipe, layout: Layout) -> PlanRequest:
+ASSUMED_DOCUMENT = 700
+"""Tokens of each document in packed rows, where the data has not been read."""
+
+
+def plan_request(recipe: Recipe, layout: Layout, gpu: str = "h100") -> PlanRequest:
     """Return the plan request of a recipe on these ranks."""
     from automodel_cli.objectives.base import request_of
-    from automodel_cli.planning.plan import PlanRequest
-    from automodel_cli.run.model_builder import row_layout
+    from automodel_cli.planning.request import PlanRequest
+    from automodel_cli.run.model_builder import flops_per_token, row_layout
 
     return PlanRequest(
         model=recipe.model,
@@ -34,7 +39,20 @@ def plan_request(recipe: Recipe, layout: Layout) -> PlanRequest:
         frozen=recipe.frozen_model,
         patches_per_image_token=_patches_per_image_token(recipe),
         masks=recipe.model.attn_implementation == "sdpa" and row_layout(recipe) != "whole",
+        document=assumed_document(recipe),
+        gpu=gpu,
+        model_flops=partial(flops_per_token, recipe),
     )
+
+
+def assumed_document(recipe: Recipe) -> int:
+    """Return the tokens of each document where nothing is known of the data: rows that are not packed hold one
+    document, or a pair of them.
+    """
+    whole: int = recipe.data.seq_len
+    if recipe.data.packing != "none" or recipe.kind == "grpo":
+        return min(ASSUMED_DOCUMENT, whole)
+    return whole // (2 if "pairs_P2" in getattr(recipe.objective, "columns", ()) else 1)
 
 
 def _patches_per_image_token(recipe: Recipe) -> float:

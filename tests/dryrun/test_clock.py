@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from automodel_cli.dryrun.efficiency import Efficiency
-from automodel_cli.dryrun.simulated_clock import Clock, critical_path
+from automodel_cli.planning.efficiency import Efficiency
+from automodel_cli.planning.simulated_clock import Clock, critical_path
 
 NO_HOST = Efficiency(host=0.0)
 

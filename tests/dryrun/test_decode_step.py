@@ -12,13 +12,13 @@ from automodel_cli.dryrun import fake_cuda, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.dispatch_mode import TracedRank
 from automodel_cli.dryrun.fake_cuda import CUDA
-from automodel_cli.dryrun.hardware import GPUS
 from automodel_cli.dryrun.memory import MemoryTracker
-from automodel_cli.dryrun.simulated_clock import Clock
 from automodel_cli.dryrun.trace_rank import _materialise
 from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
 from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.planning.hardware import GPUS
+from automodel_cli.planning.simulated_clock import Clock
 from automodel_cli.rollout.engines.sampler import cuda_graphs
 from automodel_cli.rollout.engines.sampler.decoder import Decoder
 from automodel_cli.rollout.engines.sampler.sampler import Sampler

@@ -11,9 +11,9 @@ from automodel_cli.dryrun import fake_cuda, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.dispatch_mode import TracedRank
 from automodel_cli.dryrun.fake_cuda import CUDA
-from automodel_cli.dryrun.hardware import GPUS, Links
 from automodel_cli.dryrun.memory import MemoryTracker
-from automodel_cli.dryrun.simulated_clock import Clock
+from automodel_cli.planning.hardware import GPUS, Links
+from automodel_cli.planning.simulated_clock import Clock
 from tests.dist.harness import launch
 
 _NUMBERS = 1 << 28

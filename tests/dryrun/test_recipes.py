@@ -15,8 +15,13 @@ from typing import Any
 import pytest
 
 from automodel_cli.config import bundled_recipes
-from automodel_cli.dryrun.types import RankResult, TraceRequest
+from automodel_cli.dryrun.estimate import estimate
+from automodel_cli.dryrun.types import GIB, RankResult, TraceRequest
+from automodel_cli.dryrun.worker import load
 from automodel_cli.models.hub import bundled_configs
+from automodel_cli.planning.plan import make_plan
+from automodel_cli.run.memory.auto_activation_checkpointing import decided
+from automodel_cli.run.plan_request import plan_request
 from tests.dryrun.traces import trace_in_fork
 from tests.marks import slow
 
@@ -88,15 +93,16 @@ _NOT_OF_REAL_SIZE = re.compile(
 
 @cache
 def traced(case: Case) -> RankResult:
-    overrides = () if case.layers is None else _fewer_layers(case.recipe, case.layers)
     return trace_in_fork(
-        TraceRequest(case.recipe, (*overrides, *case.more), case.gpus, case.rank, microbatches=case.microbatches)
+        TraceRequest(case.recipe, _overrides(case), case.gpus, case.rank, microbatches=case.microbatches)
     )
 
 
-def _fewer_layers(recipe: str, layers: int) -> tuple[str, ...]:
-    from automodel_cli.dryrun.worker import load
+def _overrides(case: Case) -> tuple[str, ...]:
+    return (*(() if case.layers is None else _fewer_layers(case.recipe, case.layers)), *case.more)
 
+
+def _fewer_layers(recipe: str, layers: int) -> tuple[str, ...]:
     given = load(TraceRequest(recipe, (), 1))
     name = given.model.pretrained
     with bundled_configs.preferred():
@@ -129,6 +135,19 @@ def test_every_bundled_recipe_of_real_size_is_dry_run() -> None:
 def test_a_plan_is_within_ten_percent_of_the_peak_of_the_real_step(case: Case) -> None:
     found = traced(case)
     assert found.plan == pytest.approx(found.peak, rel=0.10)
+
+
+@pytest.mark.parametrize("case", slow(*SLOW), ids=str)
+def test_the_step_time_of_a_plan_overlaps_that_of_its_dry_run(case: Case) -> None:
+    """Both have the same formulas. A plan's counts are closed forms, within 20% for steps of the config's size."""
+    request = TraceRequest(case.recipe, _overrides(case), case.gpus)
+    found = estimate([traced(case)], request.device, case.gpus)
+    with bundled_configs.preferred():
+        recipe = load(request)
+        layout = recipe.mesh.resolve(case.gpus)
+        planned = make_plan(plan_request(decided(recipe, layout, request.device.memory_gib * GIB)[0], layout)).time
+    assert planned.throughput.low < found.throughput.high
+    assert found.throughput.low < planned.throughput.high
 
 
 @pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW)], ids=str)

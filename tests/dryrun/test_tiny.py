@@ -22,16 +22,16 @@ from automodel_cli.dryrun import command, fake_cuda
 from automodel_cli.dryrun.command import distinct_ranks, trace_config
 from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.dryrun.estimate import Estimate, estimate
-from automodel_cli.dryrun.hardware import GPUS
-from automodel_cli.dryrun.simulated_clock import Clock
 from automodel_cli.dryrun.suggestions import try_changes
 from automodel_cli.dryrun.synthetic_batches import DocumentLengths, microbatches
 from automodel_cli.dryrun.trace_rank import check_covered, number_to_run
 from automodel_cli.dryrun.types import RankResult, TraceRequest
 from automodel_cli.dryrun.worker import load
 from automodel_cli.pipelining.timeline.simulator import peak_activations
+from automodel_cli.planning.hardware import GPUS
 from automodel_cli.planning.plan import make_plan
 from automodel_cli.planning.reserve import RESERVE_GIB
+from automodel_cli.planning.simulated_clock import Clock
 from automodel_cli.run.plan_request import plan_request
 from tests.dist.harness import RankFailure, launch
 from tests.dryrun.traces import ends_of_steps, failed_in_fork, trace_in_fork

@@ -190,7 +190,7 @@ def _legend(timeline: Timeline, y: float) -> list[str]:
     return parts
 
 
-def draw_text(timeline: Timeline, *, width: int = 120, ascii_only: bool = False) -> str:
+def draw_text(timeline: Timeline, *, width: int = 120, ascii_only: bool = False, unit: str = "") -> str:
     """Draw the timeline as text: a line per rank with boxes `F0`, `B0`, ... and `width` columns.
 
     Letters are the kind (F forward, B backward, I input gradients, W weight gradients), numbers the microbatch.
@@ -212,7 +212,7 @@ def draw_text(timeline: Timeline, *, width: int = 120, ascii_only: bool = False)
                 end = (start + end) // 2
             line[start:end] = _label(timeline, span, end - start, mark)
         lines.append(f"{f'rank {rank} ':>{len(head)}}{''.join(line[:columns])}")
-    share = f"idle {timeline.idle_fraction:.1%}, makespan {timeline.makespan:.4g}"
+    share = f"idle {timeline.idle_fraction:.1%}, makespan {timeline.makespan:.4g}{f' {unit}' if unit else ''}"
     peaks = ", ".join(f"{p:g}" for p in timeline.peak_activations)
     kinds = {s.action.kind for rank in timeline.spans for s in rank}
     legend = ", ".join(f"{kind} {name}" for kind, name in KIND_NAMES.items() if kind in kinds)

@@ -13,7 +13,8 @@ from automodel_cli.config.warn import warn
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.launch.process_startup import disable_gc, enable_gc
 from automodel_cli.models.hub import bundled_configs
-from automodel_cli.planning.reserve import CARD_GIB, RESERVE_GIB, usable_bytes
+from automodel_cli.planning.hardware import GPUS
+from automodel_cli.planning.reserve import RESERVE_GIB, usable_bytes
 from automodel_cli.run.memory.auto_activation_checkpointing import decided
 from automodel_cli.run.plan_request import plan_request
 
@@ -31,6 +32,7 @@ def print_plan(
     source: Composed,
     *,
     num_gpus: int,
+    gpu: str,
     memory_gib: float | None,
     svg: Path | None,
     trace: Callable[[], Sequence[MemoryBreakdown]] | None = None,
@@ -38,10 +40,11 @@ def print_plan(
     """Print the plan and return the exit code. Raises ConfigError if the mesh or the schedule is invalid.
 
     Args:
-        memory_gib: memory of one GPU. None: a GPU with 80 GB.
+        gpu: of `hardware.GPUS`.
+        memory_gib: memory of one GPU. None: of this type.
         trace: measure the memory of every pipeline rank instead of estimating it.
     """
-    memory_gib = CARD_GIB if memory_gib is None else memory_gib
+    memory_gib = GPUS[gpu].memory_gib if memory_gib is None else memory_gib
     layout = _layout(recipe, source, num_gpus)
     num_microbatches = recipe.train.num_microbatches(layout.dp)
     if recipe.pipeline is not None:
@@ -61,7 +64,7 @@ def print_plan(
 
     with bundled_configs.preferred():
         recipe, recomputed = decided(recipe, layout, memory_gib * 2**30)
-        plan = make_plan(plan_request(recipe, layout))
+        plan = make_plan(plan_request(recipe, layout, gpu))
         export_check = _export_check(recipe, plan)
     traced = trace() if trace is not None else ()
     width = shutil.get_terminal_size((120, 24)).columns

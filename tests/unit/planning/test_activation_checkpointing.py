@@ -15,7 +15,8 @@ from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.models.builder import build_part
 from automodel_cli.planning.activation_checkpointing import GIB, MARGIN, choose_activation_checkpointing
-from automodel_cli.planning.plan import PlanRequest, make_plan
+from automodel_cli.planning.plan import make_plan
+from automodel_cli.planning.request import PlanRequest
 from automodel_cli.planning.reserve import RESERVE_GIB
 from tests.e2e.command import automodel, write_config
 from tests.errors import raises

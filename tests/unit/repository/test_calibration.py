@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from automodel_cli.dryrun.efficiency import FILE, efficiency
-from automodel_cli.dryrun.hardware import GPUS
+from automodel_cli.planning.efficiency import FILE, efficiency
+from automodel_cli.planning.hardware import GPUS
 from scripts import calibrate
 
 PUBLISHED: dict[str, Any] = yaml.safe_load(calibrate.RUNS.read_text(encoding="utf-8"))

@@ -144,7 +144,7 @@ def test_the_plan_counts_what_distributed_experts_keep() -> None:
 
     def layer(mode: bool | str, exchanges: bool) -> float:
         return trace_activations(
-            part, torch.bfloat16, mode, rows=rows, seq_len=seq_len, exchanges_tokens=exchanges
+            part, torch.bfloat16, mode, rows=rows, seq_len=seq_len, ep=2 if exchanges else 1
         ).layers[-1]
 
     received = 2 * (pairs + tokens) * width

@@ -1,20 +1,25 @@
-"""Roofline model: FLOPs and ideal time of one operator call."""
+"""FLOPs and bytes of one operator call as a `Kernel`, from the shapes of its tensors, on fake or meta tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from automodel_cli.distributed.wgrad_fusion import gemm_timings
-from automodel_cli.dryrun import hardware
-from automodel_cli.dryrun.hardware import Gpu
-from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
+from automodel_cli.planning.kernel import Kernel
 
 _aten = torch.ops.aten
+
+Ends = Callable[[Tensor], "list[int] | None"]
+
+
+def unknown(tensor: Tensor) -> None:
+    """No integers are known."""
+
 
 FREE = frozenset(
     {
@@ -31,6 +36,7 @@ FREE = frozenset(
     }
 )
 """Calls that launch nothing."""
+_VIEWS = frozenset({"aten::_unsafe_view", "aten::alias", "aten::_reshape_alias"})
 _GATHERS = frozenset({"index", "index_select", "gather", "embedding", "_embedding_bag_forward_only"})
 """Of their table only what is taken is read."""
 _SCATTERS = frozenset({"index_add_", "index_put_", "index_copy_", "scatter_", "scatter_add_"})
@@ -46,17 +52,19 @@ _SDPA = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_a
 _ENDS = 8  # where `_scaled_grouped_mm_v2` has the ends of its groups
 
 
-def is_view(func: Any) -> bool:
-    return func.is_view or func._schema.name in ("aten::_unsafe_view", "aten::alias", "aten::_reshape_alias")
+def launches(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether a call starts a kernel. One without results and changes makes a note (streams, since torch 2.15),
+    and torch skips a copy of a tensor to itself."""
+    return (
+        func not in FREE
+        and bool(func._schema.returns or func._schema.is_mutable)
+        and not (func.is_view or func._schema.name in _VIEWS)
+        and not (func is _aten.copy_.default and args[0] is args[1])
+    )
 
 
-def is_to_itself(func: Any, args: Sequence[Any]) -> bool:
-    """A copy that torch leaves out."""
-    return func is _aten.copy_.default and args[0] is args[1]
-
-
-def flops(func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> float:
-    """Of a matrix product or of attention, in whatever form, 0 for everything else. `real` gives the integers of a
+def flops(func: Any, args: Sequence[Any], ends: Ends) -> float:
+    """Of a matrix product or of attention, in whatever form, 0 for everything else. `ends` gives the integers of a
     tensor."""
     name = _name(func)
     if name.rstrip("_") in _PRODUCTS:
@@ -65,7 +73,7 @@ def flops(func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None
             return cast("float", 2.0 * a.shape[0] * a.shape[1] * b.shape[-1])
         return cast("float", 2.0 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[-1])
     if name.startswith("_flash_attention"):
-        pairs, _ = _pairs(name, args, real)
+        pairs, _ = _pairs(name, args, ends)
         query = args[1] if name.endswith("backward") else args[0]
         result: float = 4.0 * pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1.0)
         return result
@@ -85,20 +93,19 @@ def _sdpa_flops(name: str, args: Sequence[Any]) -> float:
     return result
 
 
-def _pairs(name: str, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> tuple[float, float]:
+def _pairs(name: str, args: Sequence[Any], ends: Ends) -> tuple[float, float]:
     """Of queries and keys that meet, and keys that the segment of a query has on average. Causal is aligned at the end
     of each segment: query i of a segment meets keys 1..(keys - queries + i). Without it, as where a ring brings keys
     that all come before, every query of a segment meets all of its keys."""
     backward = name.endswith("backward")
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
-    bounds = [real(bound) if bound is not None else None for bound in ((args[6], args[7]) if backward else args[3:5])]
+    bounds = [ends(bound) if bound is not None else None for bound in ((args[6], args[7]) if backward else args[3:5])]
     behind = 0.5 if args[11 if backward else 8] else 0.0
-    with unset_fake_temporarily():
-        if bounds[0] is None or bounds[1] is None:
-            return query.shape[0] * (key.shape[0] - behind * query.shape[0]), key.shape[0]
-        queries, keys = (bound.diff().double() for bound in bounds if bound is not None)
-        pairs = float((queries * (keys - behind * queries)).sum())
-        return pairs, float((queries * keys).sum() / queries.sum().clamp(min=1))
+    if bounds[0] is None or bounds[1] is None:
+        return query.shape[0] * (key.shape[0] - behind * query.shape[0]), key.shape[0]
+    queries, keys = ([after - before for before, after in pairwise(bound)] for bound in bounds if bound is not None)
+    pairs = sum(q * (k - behind * q) for q, k in zip(queries, keys, strict=True))
+    return pairs, sum(q * k for q, k in zip(queries, keys, strict=True)) / max(sum(queries), 1)
 
 
 def num_bytes(
@@ -140,8 +147,8 @@ def _arguments(
 
 
 def _total(tensors: Iterable[Tensor], device: str) -> int:
-    """Bytes, every tensor once."""
-    on_device = {id(t): t for t in tensors if isinstance(t, FakeTensor) and t.fake_device.type == device}
+    """Bytes, every tensor once. A fake tensor has its device beside the one that torch sees."""
+    on_device = {id(t): t for t in tensors if getattr(t, "fake_device", t.device).type == device}
     return sum(map(_size, on_device.values()))
 
 
@@ -149,54 +156,38 @@ def _size(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def launches(func: Any, args: Sequence[Any]) -> int:
-    """Kernels of one call: of sums of experts' gradients one for each expert."""
-    return max(1, len(args[3])) if _name(func) == "add_grouped_" else 1
-
-
 def _name(func: Any) -> str:
     return str(func._schema.name.split("::")[1])
 
 
-def seconds(
-    gpu: Gpu, func: Any, args: Sequence[Any], work: float, moved: int, real: Callable[[Tensor], Tensor | None]
-) -> tuple[str, float]:
-    """The slower of arithmetic and memory, with the kind of its rate (`Efficiency`), and never below a kernel's floor.
-    A product that adds to a float32 sum does not do all of both at once."""
+def kernel(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    outs: Sequence[Tensor],
+    ends: Ends = unknown,
+    device: str = "cuda",
+) -> Kernel:
+    """Return the launches of one call. `ends`: the values of a tensor of integers, if they are known."""
+    name, work = _name(func), flops(func, args, ends)
+    moved = num_bytes(func, args, kwargs, outs, device)
     if not work:
-        return "memory", memory_seconds(gpu, moved)
-    kind, rate = _rate(gpu, func, args, work, real)
-    arithmetic = work / (rate * getattr(gpu.rates, kind))
-    if _adds_to_float32(func, args):
-        return kind, gemm_timings.adding(arithmetic, memory_seconds(gpu, 2 * _size(args[0])))
-    in_memory = memory_seconds(gpu, moved)
-    return (kind, arithmetic) if arithmetic > in_memory else ("memory", in_memory)
-
-
-def _adds_to_float32(func: Any, args: Sequence[Any]) -> bool:
-    return "add" in _name(func) and args[0].dtype == torch.float32 != args[1].dtype
-
-
-def _rate(
-    gpu: Gpu, func: Any, args: Sequence[Any], work: float, real: Callable[[Tensor], Tensor | None]
-) -> tuple[str, float]:
-    """Kind of a product of so many FLOPs, and the FLOP/s that such a kernel reaches alone."""
-    name = _name(func)
+        return Kernel("memory", 0.0, moved)
+    is_backward = name.endswith("backward")
     if name.startswith("_flash_attention"):
-        _, tokens = _pairs(name, args, real)
-        return "attention", gpu.attention(tokens, backward=name.endswith("backward"))
+        return Kernel("attention", work, moved, size=_pairs(name, args, ends)[1], is_backward=is_backward)
     factor = args[1] if "add" in name else args[0]
     if name.startswith(_SDPA) and factor.dtype != torch.float32:
-        return "attention", gpu.attention(args[1].shape[2], backward=name.endswith("backward"))
-    if factor.dtype == torch.float32:
-        return "gemm", gpu.peak_fp32 * hardware.FP32_PRODUCTS
-    if name == "_grouped_mm":
-        return "grouped", gpu.peak_bf16 * gemm_timings.grouped(_rows_of_a_group(*args[:3]))
+        return Kernel("attention", work, moved, size=args[1].shape[2], is_backward=is_backward)
+    # Sums of experts' gradients are one kernel for each expert.
+    number = max(1, len(args[3])) if name == "add_grouped_" else 1
+    adds = 2 * _size(args[0]) if "add" in name and args[0].dtype == torch.float32 != args[1].dtype else 0
+    bits = 8 * factor.dtype.itemsize
+    if name == "_grouped_mm" and bits < 32:
+        return Kernel("grouped", work, moved, bits=bits, size=_rows_of_a_group(*args[:3]))
     if name == "_scaled_grouped_mm_v2":
-        rows = _rows_of_a_group(args[0], args[1], args[_ENDS])
-        return "grouped", gpu.peak_bf16 * gemm_timings.grouped(rows) * hardware.GROUPED_IN_8_BITS
-    single = gpu.peak_bf16 * gemm_timings.single(work / launches(func, args))
-    return ("gemm_fp8", 2 * single) if factor.dtype.itemsize == 1 else ("gemm", single)
+        return Kernel("grouped", work, moved, bits=bits, size=_rows_of_a_group(args[0], args[1], args[_ENDS]))
+    return Kernel("gemm_fp8" if bits == 8 else "gemm", work, moved, bits=bits, adds=adds, number=number)
 
 
 def _rows_of_a_group(a: Tensor, b: Tensor, ends: Tensor | None = None) -> float:
@@ -206,15 +197,3 @@ def _rows_of_a_group(a: Tensor, b: Tensor, ends: Tensor | None = None) -> float:
     if b.dim() == 3:
         return a.shape[0] / max(len(b), 1)
     return a.shape[1] / max(len(ends) if ends is not None else 1, 1)
-
-
-def flex_seconds(gpu: Gpu, work: float, moved: int, dtype: torch.dtype) -> tuple[str, float]:
-    """Of a kernel that torch compiles: FlexAttention, or without `work` anything between products."""
-    rate = gpu.peak_fp32 * hardware.FP32_PRODUCTS if dtype == torch.float32 else gpu.peak_bf16 * hardware.FLEX
-    arithmetic, in_memory = work / (rate * gpu.rates.attention), memory_seconds(gpu, moved)
-    return ("attention", arithmetic) if arithmetic > in_memory else ("memory", in_memory)
-
-
-def memory_seconds(gpu: Gpu, moved: int) -> float:
-    """Of a kernel without products."""
-    return max(moved / (gpu.bandwidth * gpu.rates.memory), hardware.KERNEL_SECONDS)

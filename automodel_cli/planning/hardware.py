@@ -7,10 +7,11 @@ GEMM rates: `wgrad_fusion/gemm_timings.py`. What a long run reaches of them is f
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
-from automodel_cli.dryrun.efficiency import Efficiency, efficiency
+from automodel_cli.planning.efficiency import Efficiency, efficiency
 from automodel_cli.planning.reserve import CARD_GIB
 from automodel_cli.training.metrics.flops import device_peak_flops
 
@@ -100,11 +101,15 @@ class Links:
     gpus_per_node: int = 8
     rates: Efficiency = field(default_factory=Efficiency)
 
-    def crosses(self, ranks: tuple[int, ...]) -> bool:
+    def crosses(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are on several machines."""
         return len({rank // self.gpus_per_node for rank in ranks}) > 1
 
-    def seconds(self, kind: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
+    def kind(self, ranks: Sequence[int]) -> str:
+        """Return the kind of cost of a message between these ranks."""
+        return "network" if self.crosses(ranks) else "node"
+
+    def seconds(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
         """Of one collective in which this rank's largest tensor has `num_bytes`, by a ring's volume."""
         size = len(ranks)
         if size <= 1:

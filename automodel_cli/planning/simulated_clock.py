@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from automodel_cli.dryrun.efficiency import Efficiency
+from automodel_cli.planning.efficiency import Efficiency
 
 Seconds = Mapping[str, float]
 """Seconds of a span of time by kind of cost, an attribute of `Efficiency`."""
@@ -71,9 +71,11 @@ class Clock:
         """When everything launched so far is done."""
         return max([self.host, *self.streams.values(), *self.groups.values()])
 
-    def kernel(self, kind: str, seconds: float) -> None:
-        self.host_computes(self.rates.host)
-        self.streams[self.stream] = Moment(max(self.at(self.stream), self.host), kind, seconds)
+    def kernel(self, kind: str, seconds: float, number: int = 1) -> None:
+        """Launch `number` equal kernels that take so many seconds together."""
+        for _ in range(number):
+            self.host_computes(self.rates.host)
+            self.streams[self.stream] = Moment(max(self.at(self.stream), self.host), kind, seconds / number)
 
     def host_computes(self, seconds: float) -> None:
         self.host = Moment(self.host, "host", seconds)

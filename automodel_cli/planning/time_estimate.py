@@ -1,0 +1,192 @@
+"""Step time of a plan: closed-form counts of a config's stages, timed by the formulas of the dry run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from torch import nn
+
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.vision.work import FrontWork
+from automodel_cli.pipelining.cut.stage_plan import StagePlan
+from automodel_cli.pipelining.timeline.simulator import Costs
+from automodel_cli.planning.activation_memory import Activations
+from automodel_cli.planning.hardware import GPUS, Links
+from automodel_cli.planning.kernel import Kernel
+from automodel_cli.planning.layer_calls import Call
+from automodel_cli.planning.layer_costs import Units
+from automodel_cli.planning.layer_times import LayerTimes, Segment
+from automodel_cli.planning.memory import Accounting
+from automodel_cli.planning.request import PlanRequest
+from automodel_cli.planning.step_time import RankTimes, StepTime, program_to_json, step_time, total
+
+TIME_MARGIN = 0.20
+"""Of a plan's step time, for what closed forms get wrong: bundled recipes agree with their dry runs to 20%."""
+
+
+class Ends(TypedDict):
+    is_first: bool
+    is_last: bool
+    depths: int
+
+
+@dataclass(frozen=True, eq=False)
+class TimeEstimate:
+    """Times any cut of one model."""
+
+    request: PlanRequest
+    times: LayerTimes
+    units: Units
+    activations: Activations
+    front: tuple[Call, ...]
+    """Of a vision tower."""
+    head: tuple[Call, ...]
+    flops_per_token: float | None
+
+    def whole(self) -> StepTime:
+        """Return the time of a step without a pipeline."""
+        every = range(len(self.units.layers))
+        once, microbatch = self.times.whole_step(
+            self._segments(every, is_first=True, is_last=True, depths=1), self.request.num_microbatches
+        )
+        return self._step_time([self._rank({}, None, once, microbatch, {})])
+
+    def with_pipeline(self, cut: StagePlan) -> StepTime:
+        """Return the time of a step with the schedule of `cut`."""
+        program = cut.program(self.request.num_microbatches)
+        pipeline = program_to_json(program, self.costs(cut).forward)
+        ranks = []
+        for rank in range(cut.pp_size):
+            own = [stage for stage in range(cut.num_stages) if cut.owner[stage] == rank]
+            actions: dict[str, dict[str, dict[str, float]]] = {}
+            for stage in own:
+                for kind, seconds in self._actions(cut.layers[stage], **_ends(cut, stage)).items():
+                    actions.setdefault(kind, {})[str(stage)] = seconds
+            held = [self._segments(cut.layers[stage], **_ends(cut, stage)) for stage in own]
+            ranks.append(self._rank(actions, pipeline, {}, {}, self.times.outside(held)))
+        return self._step_time(ranks)
+
+    def costs(self, cut: StagePlan) -> Costs:
+        """Return the seconds of each stage's forward and backward."""
+        stages = [self._actions(cut.layers[stage], **_ends(cut, stage)) for stage in range(cut.num_stages)]
+        forward, inputs, weights = (tuple(total(stage[kind]) for stage in stages) for kind in ("F", "I", "W"))
+        return Costs(forward, inputs, weights, self.times.hop())
+
+    @functools.cache  # noqa: B019  # compared schedules share most stages, and a plan lives as long as its estimate
+    def _actions(self, layers: range, *, is_first: bool, is_last: bool, depths: int) -> dict[str, dict[str, float]]:
+        return self.times.actions(self._segments(layers, is_first=is_first, is_last=is_last, depths=depths))
+
+    def _segments(self, layers: range, *, is_first: bool, is_last: bool, depths: int) -> list[Segment]:
+        calls, units, times = self.activations.calls, self.units, self.times
+        found = [times.end((*self.front, *calls[0]), [units.before])] if is_first else []
+        for place, i in enumerate(layers):
+            found.append(self._layer(place, i))
+        num_depths = units.num_depths if depths == 1 else 0
+        found += [self._layer(len(layers), len(units.layers) - 1)] * num_depths
+        if is_last:
+            found.append(times.end((*calls[-1], *self.head * (1 + units.num_depths)), [units.after]))
+        return found
+
+    def _layer(self, place: int, i: int) -> Segment:
+        of, unit = self.activations, self.units.layers[i]
+        return self.times.layer(place, of.calls[i + 1], unit, of.received[i], of.keys[i])
+
+    def _rank(
+        self,
+        actions: dict[str, dict[str, dict[str, float]]],
+        pipeline: dict[str, object] | None,
+        once: dict[str, float],
+        microbatch: dict[str, float],
+        outside: dict[str, float],
+    ) -> RankTimes:
+        request = self.request
+        return RankTimes(
+            num_microbatches=request.num_microbatches,
+            tokens_per_microbatch=request.rows * request.seq_len,
+            data_parallel=request.layout.dp,
+            model_flops_per_token=self.flops_per_token,
+            actions=actions,
+            pipeline=pipeline,
+            once_seconds=once,
+            microbatch_seconds=microbatch,
+            outside_seconds=outside,
+            hop_seconds=self.times.hop(),
+        )
+
+    def _step_time(self, ranks: Sequence[RankTimes]) -> StepTime:
+        return step_time(ranks, self.times.gpu, self.request.layout.world_size, TIME_MARGIN)
+
+
+def _ends(cut: StagePlan, stage: int) -> Ends:
+    return {"is_first": stage == 0, "is_last": stage == cut.num_stages - 1, "depths": cut.role_of_depths(stage)}
+
+
+def time_estimate(
+    request: PlanRequest,
+    part: ModelPart,
+    units: Units,
+    activations: Activations,
+    over_tp: frozenset[nn.Parameter],
+    head: tuple[int, int, int],
+    num_trained: int,
+) -> TimeEstimate:
+    """Return the estimate of a model with these counts. `head`: vocabulary on a rank, width, tokens of a chunk."""
+    gpu, parallelizer, dtype = GPUS[request.gpu], request.parallelizer, request.compute_dtype
+    layout = request.layout
+    accounting = Accounting(parallelizer.storage(), layout, request.optimizer, request.num_microbatches, over_tp)
+    tokens = request.rows * request.tokens
+    times = LayerTimes(
+        gpu,
+        Links(gpu.link, rates=gpu.rates),
+        accounting,
+        activations.boundary,
+        parallelizer.activation_checkpointing,
+        sequence_parallel=parallelizer.axis_options().sequence_parallel,
+        ring=isinstance(parallelizer, FSDP2Config) and parallelizer.context_parallel == "ring",
+        reduces_every=parallelizer.reduces_every_microbatch,
+    )
+    document = request.document or request.seq_len
+    flops = None if request.model_flops is None else request.model_flops(part, document, num_trained)
+    calls = _head_calls(*head, tokens, dtype.itemsize, is_trained=_has_trained_head(part))
+    return TimeEstimate(
+        request,
+        times,
+        units,
+        activations,
+        _front_calls(request, part, tokens),
+        calls if request.head.logprobs else (),
+        flops,
+    )
+
+
+def _has_trained_head(part: ModelPart) -> bool:
+    return any(param.requires_grad for param in part.model.get_output_embeddings().parameters())
+
+
+def _head_calls(
+    vocabulary: int, width: int, chunk: int, tokens: int, size: int, *, is_trained: bool
+) -> tuple[Call, ...]:
+    """Logits in chunks, computed again in backward, where two more GEMMs use their gradient."""
+    number = -(-tokens // chunk)
+    logits = tokens * vocabulary * size
+    moved = logits + tokens * width * size + number * vocabulary * width * size
+    gemm = Kernel("gemm", 2.0 * tokens * vocabulary * width, moved, 8 * size, number=number)
+    read, written = (Kernel("memory", 0.0, times * logits, number=number) for times in (1, 2))
+    return (
+        Call(gemm, (gemm, gemm), (gemm,) if is_trained else ()),
+        Call(read, (written,)),
+    )
+
+
+def _front_calls(request: PlanRequest, part: ModelPart, tokens: int) -> tuple[Call, ...]:
+    """GEMMs of a vision tower if all tokens are image tokens. Attention and memory-bound kernels do not count."""
+    if part.front is None or request.model.vision is None:
+        return ()
+    work = FrontWork.of(part.front)
+    weights = work.tower * request.patches_per_image_token + work.projector
+    gemm = Kernel("gemm", 2.0 * tokens * weights, 0.0, number=max(1, 4 * work.blocks))
+    return (Call(gemm) if request.model.vision.front_is_frozen else Call(gemm, (gemm,), (gemm,)),)
