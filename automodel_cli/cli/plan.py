@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Need, Trust
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -39,6 +40,14 @@ def _of_goodput(name: str, *, default: float | None, help: str) -> Callable[[F],
     is_flag=True,
     help="Print instead what failures, checkpoints and slow nodes leave of the throughput of a dry run.",
 )
+@click.option(
+    "--scale",
+    is_flag=True,
+    help="Print instead the plan on 64 to 4,096 GPUs: step time, exposed communication and goodput.",
+)
+@_of_goodput("--jitter", default=0.0, help="With --scale: standard deviation of a node's step time, relative.")
+@_of_goodput("--oversubscription", default=1.0, help="With --scale: of the network between groups of 32 nodes.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="With --scale: write rows.")
 @_of_goodput("--gpu-mtbf-hours", default=50_000.0, help="Mean hours between failures of one GPU. 0: none.")
 @_of_goodput("--restart-minutes", default=10.0, help="From a failure to the first step on nodes that are there.")
 @_of_goodput("--save-seconds", default=None, help="Time that a checkpoint stops training.  [default: by its size]")
@@ -59,6 +68,10 @@ def plan(
     *,
     traced: bool,
     goodput: bool,
+    scale: bool,
+    json_file: Path | None,
+    jitter: float,
+    oversubscription: float,
     **rates: Any,
 ) -> int:
     """Print pipeline stages, memory per GPU, step time, timeline and schedules.
@@ -79,6 +92,16 @@ def plan(
 
         request = common.dry_run_request(composed, trust, gpus, gpu=gpu)
         return print_goodput(recipe, request, recipe.mesh.resolve(gpus), Assumptions(**rates))
+    if scale:
+        from automodel_cli.run.commands.plan_scale import print_scale
+
+        return print_scale(recipe, gpus, gpu, memory_gib, json_file, (jitter, oversubscription), rates)
+    for name, is_set in (("--json", json_file), ("--jitter", jitter), ("--oversubscription", oversubscription != 1)):
+        if is_set:
+            message = f"{name} requires --scale"
+            raise ConfigError(
+                message, code="requires_setting", keys=(name, "--scale"), fix=f"--scale, or remove {name}"
+            )
     from automodel_cli.run.commands.plan import print_plan
 
     trace = None

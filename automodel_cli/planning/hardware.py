@@ -100,6 +100,10 @@ class Links:
     network: float = 50e9
     gpus_per_node: int = 8
     rates: Efficiency = field(default_factory=Efficiency)
+    leaf: int = 32
+    """Nodes below one leaf of the network."""
+    oversubscription: float = 1.0
+    """Bandwidth below a leaf over that of its way to other leaves."""
 
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are on several machines."""
@@ -116,12 +120,14 @@ class Links:
             return 0.0
         of_machine = Counter(rank // self.gpus_per_node for rank in ranks)
         crosses, beside = len(of_machine) > 1, min(of_machine.values())
+        through_spine = len({machine // self.leaf for machine in of_machine}) > 1
+        network = self.network / (self.oversubscription if through_spine else 1.0)
         if kind.startswith(("send", "recv")):
-            took = num_bytes / (self.network if crosses else self.node)
+            took = num_bytes / (network if crosses else self.node)
         elif kind.startswith("alltoall"):
             part = num_bytes / size
-            took = max(part * (beside - 1) / self.node, part * (size - beside) / self.network)
+            took = max(part * (beside - 1) / self.node, part * (size - beside) / network)
         else:
             volume = num_bytes * (size - 1) / size * (2 if "reduce" in kind and "scatter" not in kind else 1)
-            took = volume / (min(self.node, self.network * beside) if crosses else self.node)
+            took = volume / (min(self.node, network * beside) if crosses else self.node)
         return COLLECTIVE_SECONDS + took / (self.rates.network if crosses else self.rates.node)

@@ -64,6 +64,8 @@ class Plan:
     memory: tuple[Memory, ...]
     live: tuple[float, ...]
     time: StepTime
+    times: TimeEstimate
+    """Times this model on other layouts."""
     cut: StagePlan | None = None
     comparison: tuple[tuple[Comparison, float | None], ...] = ()
     layout_table: str | None = None
@@ -126,7 +128,7 @@ def _make_plan(request: PlanRequest) -> Plan:
     times = time_estimate(request, part, units, activations, over_tp, _head_shape(request, part, over_tp), num_trained)
     every_stage = estimate.of_stages((range(len(units.layers)),), (0,), lambda amounts: tuple(amounts), (1,))
     number = sum(p.numel() for p in whole) + num_packed(part)
-    plan = Plan(request, number, num_trained, *every_stage, live=(1.0,), time=times.whole(), tower=tower)
+    plan = Plan(request, number, num_trained, *every_stage, live=(1.0,), time=times.whole(), times=times, tower=tower)
     if anatomy is None:
         return plan
     cutter = StagePlanner(part, anatomy, times.costs, request.layout.pp, request.num_microbatches)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from torch import nn
 
 from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision.work import FrontWork
 from automodel_cli.pipelining.cut.stage_plan import StagePlan
@@ -18,9 +19,9 @@ from automodel_cli.planning.activation_memory import Activations
 from automodel_cli.planning.hardware import GPUS, Links
 from automodel_cli.planning.kernel import Kernel
 from automodel_cli.planning.layer_calls import Call
-from automodel_cli.planning.layer_costs import Units
+from automodel_cli.planning.layer_costs import Unit, Units
 from automodel_cli.planning.layer_times import LayerTimes, Segment
-from automodel_cli.planning.memory import Accounting
+from automodel_cli.planning.memory import Accounting, Memory
 from automodel_cli.planning.request import PlanRequest
 from automodel_cli.planning.step_time import RankTimes, StepTime, program_to_json, step_time, total
 
@@ -46,6 +47,32 @@ class TimeEstimate:
     """Of a vision tower."""
     head: tuple[Call, ...]
     flops_per_token: float | None
+
+    def on(self, layout: Layout, links: Links) -> TimeEstimate:
+        """Return the estimate with other data-parallel sizes. The other axes determine the counts."""
+        accounting = replace(self.times.accounting, layout=layout)
+        return replace(
+            self,
+            request=replace(self.request, layout=layout),
+            times=replace(self.times, accounting=accounting, links=links),
+        )
+
+    def static(self, cut: StagePlan | None) -> list[Memory]:
+        """Return the parameters, gradients and optimizer states of each pipeline rank."""
+        return [self.times.accounting.rank_memory(stages) for stages in self._held(cut)]
+
+    def stored(self, cut: StagePlan | None) -> list[float]:
+        """Return the bytes of each pipeline rank in a checkpoint: parameters and optimizer states."""
+        of, ranks = self.times.accounting, self._held(cut)
+        resident = (sum(of.resident([unit for stage in stages for unit in stage])) for stages in ranks)
+        return [one + of.rank_memory(stages).optimizer for one, stages in zip(resident, ranks, strict=True)]
+
+    def _held(self, cut: StagePlan | None) -> list[list[list[Unit]]]:
+        """Units of each stage of each pipeline rank."""
+        if cut is None:
+            return [[self.units.of_stage(range(len(self.units.layers)), is_first=True, is_last=True, depths=1)]]
+        stages = [self.units.of_stage(cut.layers[s], **_ends(cut, s)) for s in range(cut.num_stages)]
+        return [[stages[s] for s in range(cut.num_stages) if cut.owner[s] == rank] for rank in range(cut.pp_size)]
 
     def whole(self) -> StepTime:
         """Return the time of a step without a pipeline."""
