@@ -13,6 +13,7 @@ from automodel_cli.data.formats.base import KINDS, DataKind, Format
 from automodel_cli.data.formats.builtin import find_format, format_name
 from automodel_cli.data.mixture import Mixture
 from automodel_cli.data.source_config import FormatName, SourceConfig, TxtRows, check_format
+from automodel_cli.data.stream_config import StreamConfig
 
 Packing = Literal["best_fit", "wrapped", "none"]
 LongDocuments = Literal["split", "truncate", "drop", "error"]
@@ -154,10 +155,13 @@ class DataConfig:
     """Tokenization processes. 0: the main process. null: by the number of cores."""
     shuffle: bool = True
     """Shuffle the data in each epoch."""
+    streaming: StreamConfig | None = None
+    """Read the rows while the run trains: `data.streaming={}`. null: prepare all rows before the first step."""
 
     def __post_init__(self) -> None:
         self._check_origin()
         self._check_validation()
+        self._check_streaming()
         self._check_numbers()
         self._check_turns()
         self._check_infill()
@@ -220,6 +224,41 @@ class DataConfig:
                 code="out_of_range",
                 keys=("validation_size",),
                 fix="data.validation_size=0.02",
+            )
+
+    def _check_streaming(self) -> None:
+        if self.streaming is None:
+            return
+        if self.generator is not None:
+            raise ConfigError(
+                "streaming is not supported with generator, whose rows are in memory",
+                code="unsupported_combination",
+                keys=("streaming", "generator"),
+                fix="data.streaming=null",
+            )
+        if self.validation_size:
+            raise ConfigError(
+                f"validation_size={self.validation_size:g} is not supported with streaming, because the number of rows "
+                "is unknown",
+                code="unsupported_combination",
+                keys=("validation_size", "streaming"),
+                fix="data.validation_size=0 data.validation_path=<a file of held-out rows>",
+            )
+        sources = self.datasets or []
+        if len(sources) > 1 and any(source.sampling_weight is None for source in sources):
+            raise ConfigError(
+                "streaming of several datasets requires sampling_weight for each, because the length of an epoch is "
+                "unknown",
+                code="requires_setting",
+                keys=("datasets", "streaming"),
+                fix=" ".join(f"data.datasets.{i}.sampling_weight=1.0" for i in range(len(sources))),
+            )
+        if any(source.epochs != 1 for source in sources):
+            raise ConfigError(
+                "epochs of a dataset has no effect with streaming: sampling_weight decides how often it is drawn",
+                code="no_effect",
+                keys=("datasets", "streaming"),
+                fix="remove epochs from data.datasets",
             )
 
     def _check_turns(self) -> None:

@@ -35,6 +35,7 @@ from automodel_cli.run.checks.cross_section_checks import (
     check_profile,
     check_ramp,
     check_run_name,
+    check_streaming,
     check_transformer_engine,
     check_validation,
 )
@@ -133,6 +134,7 @@ class Recipe(ConfigRoot):
         check_output_dir(self.output_dir)
         self.data.check_kind(self.data_kind)
         check_mixture(self.data, self.objective, self.train)
+        check_streaming(self.data, self.train, self.kind)
         check_ramp(self.train, self.data, samples=self.row_name == "prompts")
         check_validation(self.validation, self.data, self.kind)
         self.parallelizer.check_mesh(self.mesh)
@@ -169,6 +171,8 @@ class Recipe(ConfigRoot):
 
     def _check_batch(self, dp_size: int) -> None:
         full = self.train.num_microbatches(dp_size)
+        if self.data.streaming is not None:
+            self.data.streaming.check_ranks(self.train.batch_sizes, dp_size)
         if self.pipeline is not None:
             for size in self.train.batch_sizes:
                 self.pipeline.check(self.mesh.pp_size or 1, full * size // self.train.global_batch_size)
@@ -237,9 +241,15 @@ class Recipe(ConfigRoot):
         """The data as a run reads it: `train`, `validation` (or None) and `report`. Needs no process group."""
         from automodel_cli.data.preparation.pipeline import prepare_data
         from automodel_cli.models.hub.source import stop_ids
-        from automodel_cli.run.checks.token_ids import check_prepared
+        from automodel_cli.run.checks.token_ids import check_prepared, check_streamed
         from automodel_cli.run.picture_data import picture_support
 
+        if self.data.streaming is not None:
+            from automodel_cli.data.streaming.streamed_data import open_streams
+
+            streamed = open_streams(self.data, tokenizer, stop_ids=stop_ids(self.model))
+            check_streamed(streamed, tokenizer, self.model)
+            return streamed
         data = prepare_data(
             self.data,
             tokenizer,

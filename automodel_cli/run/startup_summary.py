@@ -12,6 +12,7 @@ import torch.distributed as dist
 from automodel_cli import __version__
 from automodel_cli.config import bundled_recipes
 from automodel_cli.config.safe_files import replace
+from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.distributed import kernel_report
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.launch import process_startup
@@ -49,8 +50,7 @@ def _header_rows(session: Trainer) -> list[tuple[str, str]]:
     """Return the rows of the summary as (short label, text)."""
     recipe, model = session.recipe, session.model
     share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
-    epochs = session.loader.position_after(session.num_steps) / session.loader.stream.rows_per_epoch
-    steps = f"{session.num_steps} = {epochs:.2f} epochs, by {recipe.train.limit(session.loader.steps_per_epoch)}"
+    steps = f"{session.num_steps}{_epochs(session)}, by {recipe.train.limit(session.loader.steps_per_epoch)}"
     ranks = f"{_plural(dist.get_world_size(), 'rank')} on {session.mesh.device.type}"
     begin = f", from step {session.first_step}" if session.first_step else ""
     return [
@@ -71,6 +71,14 @@ def _header_rows(session: Trainer) -> list[tuple[str, str]]:
         ("steps", f"{steps}   {step_size(session)} a step{begin}"),
         *([("schedule", session.extended)] if session.extended else []),
     ]
+
+
+def _epochs(session: Trainer) -> str:
+    """Return the length of the run in epochs as text, empty for a stream."""
+    loader = session.loader
+    if not isinstance(loader, BatchLoader):
+        return ""
+    return f" = {loader.position_after(session.num_steps) / loader.stream.rows_per_epoch:.2f} epochs"
 
 
 def step_size(session: Trainer) -> str:

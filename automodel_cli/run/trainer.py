@@ -21,9 +21,7 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.data.batch import Batch, Columns, unchanged
-from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.distributed import process_group
-from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.launch import cleanup_timeout, process_startup, rank_errors, rank_process, signals
 from automodel_cli.models.hub import passthrough_tensors
@@ -33,6 +31,7 @@ from automodel_cli.run import best_checkpoint, resumed_schedule
 from automodel_cli.run.base_model_fingerprint import base_model_fingerprint, check_base_model_unchanged
 from automodel_cli.run.checks import mixed_dtypes
 from automodel_cli.run.checks.cross_section_checks import check_profile
+from automodel_cli.run.loaders import make_loader
 from automodel_cli.run.memory import out_of_memory
 from automodel_cli.run.memory.auto_activation_checkpointing import decided_together
 from automodel_cli.run.model_builder import Model, flops_per_token
@@ -98,7 +97,7 @@ class Trainer:
         self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
         self.mesh, self.run_dir, self.record = mesh, run_dir, record
         self.is_main = dist.get_rank() == 0
-        self.loader = self._make_loader()
+        self.loader = make_loader(recipe, data.train, mesh)
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source), recipe.validation.goal)
         self._resumed_from = self.checkpointer.resume_path()
@@ -123,6 +122,7 @@ class Trainer:
         self.stopped_by, self.has_begun = 0, False
         self._noticed: int | None = None
         self.at_exit = ExitStack()
+        self.at_exit.callback(self.loader.close)
         self._metrics: dict[str, float] = {}
         self.meter = self._make_meter()
         self.watch = Watchdog(recipe.train.step_timeout_seconds, run_dir / "logs", lambda: signals.resume_hint(run_dir))
@@ -134,24 +134,6 @@ class Trainer:
                 self.print(line)
         if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
             self.print(passthrough_tensors.passthrough_summary(recipe.model, unclaimed))
-
-    def _make_loader(self) -> BatchLoader[Any]:
-        return BatchLoader(
-            self.data.train,
-            **self.recipe.rows_of_a_step(),
-            dp_rank=self.mesh.dp_rank,
-            dp_size=self.mesh.dp_size,
-            seed=self.recipe.seed,
-            shuffle=self.recipe.data.shuffle,
-            prepare=prepared_for(self.mesh.device) or (_unchanged if self._has_pictures else None),
-            row_costs=self.data.train.row_costs() if self._has_pictures else None,
-            batch_size=None if self.recipe.train.batch_size_ramp is None else self.recipe.train.batch_size,
-        )
-
-    @property
-    def _has_pictures(self) -> bool:
-        """Whether pixels are read while a step runs, which requires batches of the next step."""
-        return getattr(self.data.train, "pictures", None) is not None
 
     def _make_meter(self) -> MetricLogger:
         return MetricLogger(
@@ -253,6 +235,8 @@ class Trainer:
             unshown={**unshown, **self.callbacks.step(step, row)},
             **shown,
         )
+        if self.meter.due(step):
+            self.loader.check()
         if self.is_main and self.meter.due(step) and (warning := self.slow_rank.warning()) is not None:
             rank, text = warning
             self.print(f"rank {rank} on {self.watch.host_of(rank)} is slower than the others: {text}")
@@ -364,6 +348,8 @@ class Trainer:
         accepts = self.recipe.checkpoint.new_data == "restart"
         if self.loader.load_state_dict(resumed.extra["loader"], accept_new_data=accepts):
             self._new_data = "the data differ from those of the checkpoint and are read from their start"
+        elif new := self.loader.new_files():
+            self._new_data = f"{new} files are new since the checkpoint and are read after the known ones"
         self._callback_states = resumed.extra.get("callbacks", {})
         if (counted := resumed.extra.get("early_stop")) is not None:
             self.early_stop.load_state_dict(counted)
@@ -512,19 +498,6 @@ def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
     if source.run_dir is None or CheckpointDir(source.run_dir / "checkpoints").latest() is None:
         return recipe.checkpoint
     return dataclasses.replace(recipe.checkpoint, resume="auto")
-
-
-def prepared_for(device: torch.device) -> Callable[[Any], Any] | None:
-    """Return the function that pins batches in the loader's thread. None on a CPU, which needs no pinned memory."""
-    return on_this_device(_pinned) if device.type == "cuda" else None
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-def _pinned(batch: Any) -> Any:
-    return batch.pinned() if isinstance(batch, Batch) else batch
 
 
 def _mean(values: Sequence[Tensor]) -> Scalar:

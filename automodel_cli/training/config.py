@@ -209,19 +209,19 @@ class TrainConfig:
         self._check_ramp_fits(dp_size)
         return self.global_batch_size // rows
 
-    def num_steps(self, steps_per_epoch: int) -> int:
-        """Return the optimizer steps of the run. `steps_per_epoch` is known after packing."""
+    def num_steps(self, steps_per_epoch: int | None) -> int:
+        """Return the optimizer steps of the run. `steps_per_epoch` is known after packing, None for a stream."""
         return self._ends(steps_per_epoch)[0]
 
-    def limit(self, steps_per_epoch: int) -> str:
+    def limit(self, steps_per_epoch: int | None) -> str:
         """Return the key and value that end the run."""
         return self._ends(steps_per_epoch)[1]
 
-    def _ends(self, steps_per_epoch: int) -> tuple[int, str]:
+    def _ends(self, steps_per_epoch: int | None) -> tuple[int, str]:
         limits = []
         if self.max_steps is not None:
             limits.append((self.max_steps, f"train.max_steps={self.max_steps}"))
-        if self.epochs is not None:
+        if self.epochs is not None and steps_per_epoch is not None:
             steps = math.ceil(self.epochs * steps_per_epoch - 1e-9)
             limits.append((max(1, steps), f"train.epochs={self.epochs:g}"))
         return min(limits)

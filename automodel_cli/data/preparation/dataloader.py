@@ -176,6 +176,18 @@ class BatchLoader(Generic[T]):
         batches = [self.dataset.collate(of_batch) for of_batch in rows]
         return batches if self._prepare is None else [self._prepare(batch) for batch in batches]
 
+    def check(self) -> None:
+        """Nothing: prepared data were checked before the run."""
+
+    def new_files(self) -> int:
+        """0: prepared data do not grow."""
+        return 0
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream and everything that defines the stream. Independent of the ranks."""
         return {
@@ -204,6 +216,8 @@ class BatchLoader(Generic[T]):
 
     def _difference(self, state: dict[str, Any]) -> str | None:
         """Return how the sequences or their order differ from those of `state`, None if they are equal."""
+        if state.get("streamed"):
+            return "the checkpoint was trained on streamed data, and this run prepares them"
         current = {**self.state_dict(), "mixture": self.stream.definition(int(state["position"]))}
         changed = [key for key in ("seed", "shuffle", "sizes", "mixture") if state[key] != current[key]]
         if changed:

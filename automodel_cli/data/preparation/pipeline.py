@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -56,13 +56,20 @@ from automodel_cli.data.storage.memmap_store import PackedStore, TokenStore
 Progress = Callable[[str], None]
 
 
+class Report(Protocol):
+    """What the startup summary shows of the data."""
+
+    def lines(self) -> list[str]:
+        """Return the lines, without a label."""
+
+
 @dataclass(frozen=True)
 class PreparedData:
     """Data of a run: training and validation sequences, and the report of the preparation."""
 
     train: PackedDataset
     validation: PackedDataset | None
-    report: DataReport
+    report: Report
 
 
 def prepare_data(
@@ -93,7 +100,7 @@ def prepare_data(
     kind: DataKind = row_spec.kind if row_spec is not None else "preferences" if preferences else "documents"
     config.check_kind(kind)
     show = progress or (lambda line: print(line, file=sys.stderr))
-    builder = _Builder(config, tokenizer, kind, tuple(stop_ids), show, pictures, row_spec)
+    builder = DataBuilder(config, tokenizer, kind, tuple(stop_ids), show, pictures, row_spec)
     train, validation = builder.tokenised()
     check_names(config, [*train, *validation])
     check_rows(config, [*train, *validation])
@@ -108,8 +115,10 @@ def prepare_data(
         seconds=time.perf_counter() - began,
     )
     return PreparedData(
-        builder.dataset(train, [store for store, _ in packed_train]),
-        builder.dataset(validation, [store for store, _ in packed_validation]) if validation else None,
+        builder.dataset([store for store, _ in packed_train], [part.number for part in train]),
+        builder.dataset([store for store, _ in packed_validation], [part.number for part in validation])
+        if validation
+        else None,
         report,
     )
 
@@ -129,7 +138,7 @@ def build_shards(
     """
     config.check_kind("documents")
     show = progress or (lambda line: print(line, file=sys.stderr))
-    every = _Builder(config, tokenizer, "documents", tuple(stop_ids), show, None, None).shards()
+    every = DataBuilder(config, tokenizer, "documents", tuple(stop_ids), show, None, None).shards()
     for shards in every:
         workers = choose_workers(config.num_workers, shards.source.num_bytes // count)
         shards.build([number for number in shards.missing() if number % count == index], workers, show)
@@ -150,8 +159,8 @@ def _repeats_pictures(stores: Sequence[Store]) -> bool:
     return any(len(np.unique(store.picture_index)) < len(store.picture_index) for store in packed)
 
 
-class _Builder:
-    """State of one `prepare` call: tokenizer, template and cache folder."""
+class DataBuilder:
+    """Tokenizer, template and cache folder of one preparation."""
 
     def __init__(
         self,
@@ -181,13 +190,14 @@ class _Builder:
             train = TaskSource(config.generator, "train"), described
             validation = TaskSource(config.generator, "validation"), described
             return [self._tokens(*train)], [self._tokens(*validation)]
-        sources = config.train_sources()
-        held_out = config.validation_source()
-        extra = [] if held_out is None else [held_out]
-        parts = [self._tokens(open_source(s, self.root), s) for s in sources]
-        return [replace(part, number=number) for number, part in enumerate(parts)], [
-            self._tokens(open_source(s, self.root, whole=config.validation_path is not None), s) for s in extra
-        ]
+        parts = [self._tokens(open_source(s, self.root), s) for s in config.train_sources()]
+        return [replace(part, number=number) for number, part in enumerate(parts)], self.validation_parts()
+
+    def validation_parts(self) -> list[Part]:
+        """Return the source of `validation_path` or `validation_split`, if there is one, with its tokens."""
+        source = self.config.validation_source()
+        whole = self.config.validation_path is not None
+        return [] if source is None else [self._tokens(open_source(source, self.root, whole=whole), source)]
 
     def shards(self) -> list[TokenShards]:
         """Return the shards of every dataset that has some and is not tokenized yet."""
@@ -198,12 +208,15 @@ class _Builder:
         for config, whole in sources:
             source = open_source(config, self.root, whole=whole)
             if self._is_sharded(source) and not (self.root / (key := self._key(source, config))).is_dir():
-                found.append(TokenShards(self.root, key, source, self._writer(source, config)))
+                found.append(TokenShards(self.root, key, source, self.writer(source, config)))
         return found
 
     def _key(self, source: Source, config: SourceConfig, **more: Any) -> str:
-        ingredients = {
-            **source.ingredients(),
+        return entry_key({"kind": "tokens", **source.ingredients(), **self.settings(config), **more})
+
+    def settings(self, config: SourceConfig) -> dict[str, Any]:
+        """Return everything that determines the tokens of a row, as JSON values."""
+        ingredients: dict[str, Any] = {
             "format": config.format if isinstance(config.format, str) else fingerprint(config.format),
             "columns": config.column_mapping,
             "template": self.template.text,
@@ -219,12 +232,11 @@ class _Builder:
             "preferences": self.preferences,
             "row_spec": None if self.row_spec is None else [self.kind, vars(self.row_spec)],
             "infill": None if (infill := self._infill(config)) is None else vars(infill),
-            **more,
         }
         if self.pictures is not None:
             rows = self.pictures.rows
             ingredients["pictures"] = [self.pictures.processor.cache_key(), rows.folder, rows.max_pixels, "with grids"]
-        return entry_key({"kind": "tokens", **ingredients})
+        return ingredients
 
     def _infill(self, source: SourceConfig) -> InfillSpec | None:
         """Return the fill-in-the-middle of a dataset. Longer documents than a row are cut, unless all are."""
@@ -257,7 +269,7 @@ class _Builder:
         return len(source.shards()) > 1
 
     def _write_tokens(self, source: Source, config: SourceConfig, key: str, folder: Path) -> None:
-        writer = self._writer(source, config)
+        writer = self.writer(source, config)
         workers = choose_workers(self.config.num_workers, source.num_bytes) if self.pictures is None else 0
         if self._is_sharded(source):
             shards = TokenShards(self.root, key, source, writer)
@@ -269,7 +281,7 @@ class _Builder:
             unseen = writer.write(folder, source.rows(), num_workers=workers, count=progress.count, pictures=pictures)
         unseen.check()
 
-    def _writer(self, source: Source, config: SourceConfig) -> TokenWriter:
+    def writer(self, source: Source, config: SourceConfig) -> TokenWriter:
         examples = first_rows(source)
         check_mapped(examples, config.column_mapping, source.name)
         if config.format != "auto":
@@ -395,15 +407,15 @@ class _Builder:
         )
         return store, report
 
-    def dataset(self, parts: list[Part], stores: list[Store]) -> PackedDataset:
-        """The rows as the loader reads them."""
+    def dataset(self, stores: Sequence[Store], numbers: Sequence[int]) -> PackedDataset:
+        """The rows as the loader reads them. `numbers`: index in the mixture of each store, -1 for none."""
         config, tokenizer = self.config, self.tokenizer
         pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         fixed = config.packing != "none" or config.padding == "seq_len"
         return PackedDataset(
             stores,
             self.config.mixture(),
-            sources=[part.number for part in parts],
+            sources=numbers,
             pad_id=pad,
             row_len=config.seq_len if fixed else None,
             pad_to_multiple_of=config.pad_to_multiple_of,

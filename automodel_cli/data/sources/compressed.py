@@ -8,6 +8,8 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
+from automodel_cli.data.sources.remote_path import arrow_source
+
 SUFFIXES = (".gz", ".zst")
 DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error)
 """Exceptions of a damaged file."""
@@ -26,7 +28,7 @@ def tool_of(path: Path) -> str:
 def open_file(path: Path) -> IO[bytes]:
     """Open for reading. The result has `peek`."""
     if path.name.endswith(".gz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]
+        return gzip.open(path.open("rb"), "rb")  # type: ignore[return-value]
     if path.name.endswith(".zst"):
         return io.BufferedReader(_Zstandard(path), 1 << 20)
     return path.open("rb")
@@ -38,7 +40,7 @@ class _Zstandard(io.RawIOBase):
     def __init__(self, path: Path):
         import pyarrow
 
-        self._stream: Any = pyarrow.input_stream(str(path), compression="zstd")
+        self._stream: Any = pyarrow.input_stream(arrow_source(path), compression="zstd")
 
     def readable(self) -> bool:
         return True

@@ -17,6 +17,7 @@ from automodel_cli.data.json_reader import MAX_ROW, NumberedRow, Row, read_array
 from automodel_cli.data.row_errors import DAMAGED, RowError, TableRow
 from automodel_cli.data.source_config import SourceConfig, TxtRows
 from automodel_cli.data.sources.compressed import DAMAGE, open_file, plain_name, tool_of
+from automodel_cli.data.sources.remote_path import RemotePath, arrow_source
 from automodel_cli.data.sources.text_reader import read_text
 
 DELIMITERS = (";", "\t", "|")
@@ -177,7 +178,7 @@ def _read_parquet(path: Path) -> Iterator[NumberedRow]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(arrow_source(path)) as file:
             _refuse_bombs(path, file.metadata)
             yield from _from_arrow(file.iter_batches(batch_size=1024))
     except pyarrow.ArrowInvalid as error:
@@ -201,7 +202,8 @@ def _read_arrow(path: Path) -> Iterator[NumberedRow]:
     """Arrow IPC, as a file or as the stream that `datasets` writes."""
     import pyarrow
 
-    with pyarrow.memory_map(str(path)) as source:
+    is_remote = isinstance(path, RemotePath)
+    with pyarrow.PythonFile(path.open("rb")) if is_remote else pyarrow.memory_map(str(path)) as source:
         try:
             reader = pyarrow.ipc.open_file(source)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
@@ -254,19 +256,32 @@ def load_hub(source: SourceConfig) -> Any:
     except (
         Exception
     ) as error:  # the library raises many kinds (network, missing split, unsafe code, gated): all concern the user
-        what = f"cannot load the hub dataset {source.path} (split {source.split!r})"
-        if hub.is_offline(error):
-            fix = hub.download_rows(source.path, source.revision)
-            raise DataError(
-                f"{what}: {hub.not_here(source.path)}", code="missing_file", keys=("data.path",), fix=fix
-            ) from error
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(
-            f"{what}: {reason}",
-            code="server_rejected",
-            keys=("data.path",),
-            fix="data.path=<a local file>, or check data.name, data.split, data.revision and the network",
-        ) from error
+        raise _hub_error(source, error) from error
+
+
+def hub_files(source: SourceConfig) -> list[str]:
+    """The files of a split of a hub dataset, as URLs of its commit. Raises DataError with the library's reason."""
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(source.path, source.name, revision=source.revision)
+        return [str(file) for file in builder.config.data_files[source.split]]
+    except Exception as error:
+        raise _hub_error(source, error) from error
+
+
+def _hub_error(source: SourceConfig, error: Exception) -> DataError:
+    what = f"cannot load the hub dataset {source.path} (split {source.split!r})"
+    if hub.is_offline(error):
+        fix = hub.download_rows(source.path, source.revision)
+        return DataError(f"{what}: {hub.not_here(source.path)}", code="missing_file", keys=("data.path",), fix=fix)
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return DataError(
+        f"{what}: {reason}",
+        code="server_rejected",
+        keys=("data.path",),
+        fix="data.path=<a local file>, or check data.name, data.split, data.revision and the network",
+    )
 
 
 def read_hub(dataset: Any) -> Iterator[NumberedRow]:

@@ -15,6 +15,7 @@ from typing import Any
 from automodel_cli.config.errors import DataError
 from automodel_cli.config.file_systems import package_for
 from automodel_cli.config.fix_syntax import override
+from automodel_cli.data.sources.remote_path import RemotePath
 from automodel_cli.data.storage.cache import entry_key, get_or_build
 from automodel_cli.data.token_files.megatron import INDEX_SUFFIX
 from automodel_cli.data.token_files.token_file import SUFFIX
@@ -69,16 +70,37 @@ def fetch(url: str, root: Path) -> tuple[list[Path], bool]:
     except DataError:
         raise
     except Exception as error:  # each storage library has its own exceptions
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(
-            f"{url} cannot be read: {reason}",
-            code="server_rejected",
-            keys=("data.path",),
-            fix="check the URL, your credentials and the network",
-        ) from error
+        raise unreadable(url, error) from error
     if not files:
         raise DataError(f"{url} does not exist", code="missing_file", keys=("data.path",))
     return [folder / posixpath.basename(file) for file in files if not file.endswith(INDEX_SUFFIX)], is_folder
+
+
+def listed(url: str) -> tuple[list[RemotePath], bool]:
+    """Return the files of a URL in place, and whether it is a folder. Raises DataError as `fetch` does."""
+    import fsspec
+
+    check_url(url)
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+        fs.invalidate_cache()
+        files, is_folder = _listed(fs, path)
+    except Exception as error:  # each storage library has its own exceptions
+        raise unreadable(url, error) from error
+    if not files:
+        raise DataError(f"{url} does not exist", code="missing_file", keys=("data.path",))
+    return [RemotePath.of(fs, file) for file in files], is_folder
+
+
+def unreadable(url: str, error: Exception) -> DataError:
+    """Return the error for a storage that refuses access or cannot be reached."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return DataError(
+        f"{url} cannot be read: {reason}",
+        code="server_rejected",
+        keys=("data.path",),
+        fix="check the URL, your credentials and the network",
+    )
 
 
 def _listed(fs: Any, path: str) -> tuple[list[str], bool]:

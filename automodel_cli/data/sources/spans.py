@@ -13,6 +13,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from automodel_cli.data.json_reader import NumberedRow, bounded_lines, read_lines
 from automodel_cli.data.source_config import TxtRows
@@ -39,7 +40,7 @@ def plan_shards(paths: Sequence[Path], text_unit: TxtRows) -> list[list[Span]]:
     size, num_bytes = 0, SHARD_BYTES
     for number, path in enumerate(paths):
         total = path.stat().st_size
-        step = num_bytes if _is_divisible(path, text_unit) else max(1, total)
+        step = num_bytes if is_divisible(path, text_unit) else max(1, total)
         for begin in range(0, max(1, total), step):
             if size >= num_bytes:
                 shards.append([])
@@ -61,9 +62,34 @@ def read_span(path: Path, text_unit: TxtRows, span: Span) -> Iterator[NumberedRo
         return read_file(path, text_unit)
     if span.begin == 0:
         refuse_wide_characters(path)
-    content = io.BytesIO(_lines_of(path, span))
-    content.name = str(path)  # for messages
-    return read_text(content, path, text_unit) if path.name.endswith(".txt") else read_lines(content)
+    return _rows_of_lines(path, text_unit, span)
+
+
+def _rows_of_lines(path: Path, text_unit: TxtRows, span: Span) -> Iterator[NumberedRow]:
+    assert span.end is not None
+    with path.open("rb") as file:
+        lines: Any = _SpanLines(file, str(path), _line_start(file, span.begin), span.end)
+        yield from read_text(lines, path, text_unit) if path.name.endswith(".txt") else read_lines(lines)
+
+
+class _SpanLines:
+    """The lines that begin before the byte `end` of a file, from the byte `begin` on, as a file to read lines from."""
+
+    def __init__(self, file: IO[bytes], name: str, begin: int, end: int):
+        self.name, self._file, self._place, self._end = name, file, begin, end
+        self._inside = False
+        file.seek(begin)
+
+    def readline(self, limit: int = -1) -> bytes:
+        if self._place >= self._end and not self._inside:
+            return b""
+        line = self._file.readline(limit)
+        self._place += len(line)
+        self._inside = not line.endswith(b"\n") and bool(line)
+        return line
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.readline, b"")
 
 
 def num_lines(path: Path, span: Span) -> int:
@@ -71,7 +97,8 @@ def num_lines(path: Path, span: Span) -> int:
     return 0 if span.end is None else _lines_of(path, span).count(b"\n")
 
 
-def _is_divisible(path: Path, text_unit: TxtRows) -> bool:
+def is_divisible(path: Path, text_unit: TxtRows) -> bool:
+    """Return whether each line of the file is a row."""
     return path.name.endswith(".jsonl") or (path.name.endswith(".txt") and text_unit == "line")
 
 

@@ -63,6 +63,34 @@ def check_mixture(data: DataConfig, objective: Objective, train: TrainConfig) ->
         )
 
 
+def check_streaming(data: DataConfig, train: TrainConfig, kind: str) -> None:
+    """Raise ConfigError for a recipe that cannot stream its data, and for a stream without a number of steps."""
+    if data.streaming is None:
+        return
+    if kind not in ("sft", "pretrain"):
+        raise ConfigError(
+            f"data.streaming is not supported by recipes of kind {kind}, which need all rows before the first step",
+            code="unsupported_combination",
+            keys=("data.streaming",),
+            fix="data.streaming=null",
+        )
+    if train.max_steps is None:
+        raise ConfigError(
+            "data.streaming requires train.max_steps, because the number of rows is unknown",
+            code="requires_setting",
+            keys=("data.streaming", "train.max_steps"),
+            fix="train.max_steps=1000",
+        )
+    if train.epochs not in (None, 1):
+        raise ConfigError(
+            f"train.epochs={train.epochs:g} has no effect with data.streaming, whose epochs have no known length",
+            code="no_effect",
+            keys=("train.epochs", "data.streaming"),
+            fix="train.epochs=null",
+        )
+    data.streaming.num_lanes(train.batch_sizes)
+
+
 def check_freezing(train: TrainConfig, model: ModelConfig) -> None:
     """Raise ConfigError if parameters are frozen by name in a run with adapters, which freeze all others."""
     if model.lora is None or not train.selects:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +48,18 @@ def check_prepared(prepared: _Prepared, tokenizer: Any, config: ModelConfig) -> 
                 dataset.pad_id = pad_id(tokenizer, rows)
 
 
+def check_streamed(streamed: Any, tokenizer: Any, config: ModelConfig) -> None:
+    """The same for data that are read while the run trains: each block is checked before its first step."""
+    if streamed.validation is not None:
+        check_prepared(_ValidationOnly(streamed.validation), tokenizer, config)
+    if (rows := _rows_if_too_few(tokenizer, config)) is None:
+        return
+    train = streamed.train
+    train.check_store = lambda store: _check(_Stored(store), "training", rows, tokenizer, config)
+    if train.pad_id >= rows:
+        train.pad_id = pad_id(tokenizer, rows)
+
+
 def check_tokens(
     documents: Sequence[tuple[str, Sequence[int]]], what: str, tokenizer: Any, config: ModelConfig
 ) -> None:
@@ -60,6 +73,21 @@ def pad_id(tokenizer: Any, num_rows: int) -> int:
     """Return the tokenizer's padding or end token, whichever comes first and has an embedding, otherwise 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((i for i in candidates if i is not None and i < num_rows), 0)
+
+
+@dataclass(frozen=True)
+class _ValidationOnly:
+    validation: Any
+    train: Any = None
+
+
+@dataclass(frozen=True)
+class _Stored:
+    store: Any
+
+    def largest_id(self) -> tuple[int, str]:
+        found: tuple[int, str] = self.store.largest()
+        return found
 
 
 class _Listed:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from automodel_cli.data.preparation.inspect_rows import show_prompts, show_rows
+from automodel_cli.data.preparation.pipeline import PreparedData
 from automodel_cli.data.preparation.prompts import PreparedPrompts
+from automodel_cli.data.streaming.streamed_data import StreamedData
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.run.checks.cross_section_checks import check_exported
 from automodel_cli.run.recipe import Recipe
@@ -16,5 +18,7 @@ def inspect_data(recipe: Recipe, *, rows: int) -> None:
     prepared = recipe.prepared(tokenizer)
     if isinstance(prepared, PreparedPrompts):
         show_prompts(prepared, tokenizer, rows=rows)
+    elif isinstance(prepared, StreamedData):
+        show_rows(PreparedData(prepared.train.sample, prepared.validation, prepared.report), tokenizer, rows=rows)
     else:
         show_rows(prepared, tokenizer, rows=rows)

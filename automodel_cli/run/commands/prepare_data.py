@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.run.checks.cross_section_checks import check_exported
 from automodel_cli.run.recipe import Recipe
@@ -9,6 +10,13 @@ from automodel_cli.run.recipe import Recipe
 
 def prepare_data(recipe: Recipe, *, index: int, count: int) -> None:
     """Tokenize part `index` of `count`. The process after which nothing is left joins and packs the data."""
+    if recipe.data.streaming is not None:
+        raise ConfigError(
+            "data.streaming reads the rows while the run trains, so there is nothing to prepare",
+            code="no_effect",
+            keys=("data.streaming",),
+            fix="data.streaming=null",
+        )
     check_exported(recipe.model)
     tokenizer = load_tokenizer(recipe.model)
     left = recipe.prepare_shards(tokenizer, index, count)

@@ -19,7 +19,7 @@ from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.distributed.device_threads import on_this_device, threads_on_this_device
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.rollout.environments.event_loop import LoopThread, in_thread
-from automodel_cli.run import trainer
+from automodel_cli.run import loaders
 from automodel_cli.training.checkpoint import checkpointer
 from automodel_cli.training.config import CheckpointConfig
 
@@ -104,8 +104,8 @@ def test_rows_are_pinned_on_the_ranks_device(devices: Any, monkeypatch: pytest.M
     seen: list[int] = []
     rows = SimpleNamespace(first_rows=torch.tensor([0, 8]).numpy(), mixture=Mixture.single(), contents=[], collate=list)
     rows.row_lengths = torch.tensor([4] * 8).numpy()
-    monkeypatch.setattr(trainer, "_pinned", lambda batch: seen.append(devices()))
-    prepare = trainer.prepared_for(torch.device("cuda"))
+    monkeypatch.setattr(loaders, "_pinned", lambda batch: seen.append(devices()))
+    prepare = loaders.prepared_for(torch.device("cuda"))
     loader: Any = BatchLoader(rows, microbatch_size=1, global_batch_size=2, seed=0, shuffle=False, prepare=prepare)
     loader.next_step()
     loader.next_step()

@@ -1,0 +1,1 @@
+"""Rows that are read, tokenized and packed while a run trains."""
