@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.expert_parallel.apply import is_experts
-from automodel_cli.models import float8, lora, lora_fused, transformers_compat
+from automodel_cli.models import float8, lora, lora_fused, new_tokens, transformers_compat
 from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.attention import transformer_engine
 from automodel_cli.models.config import ModelConfig, MoEConfig
@@ -83,7 +84,7 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
     model = _prepared_model(hf_config, config, isolation_method, device)
     block_plan.add_measured_plan(model)
     if config.lora is not None:
-        lora.inject(model, config.lora)
+        lora.inject(model, config.lora, _new_rows(config))
         lora_fused.fuse_adapters(model)
     part = ModelPart(model, kind, chunk_size=config.lm_head_chunk_size, source_config=original)
     if config.lora is not None and lora.untied_weights(model):
@@ -94,6 +95,15 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
         depths = [_prepared_model(original, config, isolation_method, device, as_depth=True) for _ in names.depths]
         part.add_multi_token(depths, names)
     return part.train()
+
+
+def _new_rows(config: ModelConfig) -> list[int]:
+    """Return the rows of new tokens, and unused rows behind them: a table of `peft` has other values there."""
+    if config.config is not None:
+        return []
+    stored = source.composite_config(replace(config, tokenizer=None)).get_text_config().vocab_size
+    rows = new_tokens.new_rows(config, stored)
+    return [] if rows is None else sorted({*rows.pieces, *range(rows.num_stored, rows.num_rows)})
 
 
 def _check_untied(part: ModelPart, config: ModelConfig) -> None:

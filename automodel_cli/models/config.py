@@ -287,7 +287,6 @@ class ModelConfig:
             return
         key = "tokenizer.add_tokens" if node.add_tokens else "tokenizer.add_special_tokens"
         reasons = {
-            "lora": "adapters leave the embedding and the head unchanged, so the new rows would not be trained",
             "gguf_file": "only safetensors files are read with new rows",
             "mtp": "multi-token prediction layers may hold copies of the tables",
             "vision": "the export keeps the config of a vision-language model",

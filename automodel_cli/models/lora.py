@@ -25,6 +25,7 @@ from automodel_cli.models import (
     lora_options,
     lora_pretrained,
     lora_targets,
+    lora_tokens,
     nf4,
     transformers_compat,
 )
@@ -37,8 +38,11 @@ if TYPE_CHECKING:
 _ADAPTER = "default"  # peft's own name for the only adapter
 
 
-def inject(model: nn.Module, config: LoRAConfig) -> None:
-    """Wrap the target layers in place and freeze everything else. Works on the meta device."""
+def inject(model: nn.Module, config: LoRAConfig, new_rows: Sequence[int] = ()) -> None:
+    """Wrap the target layers in place and freeze everything else. Works on the meta device.
+
+    `new_rows`: rows of the embedding and the head that belong to new tokens, which are trained.
+    """
     _need("model.lora", "peft", key="lora", fix="pip install 'automodel-cli[peft]'")
     if config.quantization == "nf4":
         fix = "pip install bitsandbytes, or model.lora.quantization=none"
@@ -49,10 +53,12 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
         model.requires_grad_(False)
         cast(Any, model).peft_config = {_ADAPTER: _peft_config(model, config)}
         expert_lora.inject(model, config, config.scale)
+        _train_rows(model, [*config.trainable_token_indices, *new_rows])
         return
     if isinstance(config.target_modules, list):
         lora_targets.check_targets(model, config.target_modules)
     settings = _settings(model, config)
+    rows, settings.trainable_token_indices = _rows_of(settings, [*config.trainable_token_indices, *new_rows]), None
     saved, settings.modules_to_save = settings.modules_to_save or [], None  # trained in place, without peft's copies
     dead, shared = lora_targets.bypassed(model, always=True), lora_targets.shared(model)
     try:
@@ -78,15 +84,33 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
     lora_options.check_patterns(config, adapted)
     lora_options.train_saved_modules(model, saved, adapted)
     settings.modules_to_save = saved or None  # of the file
+    layers = dict(wrappers(model))
+    _train_rows(model, rows)
     if config.pretrained is not None:
         trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
         matrices = [file_name for name, layer in wrappers(model) for file_name, _ in matrices_of(name, layer)]
-        lora_pretrained.check_matrices(config.pretrained, [*matrices, *(n for n in trained if ".lora_" not in n)])
+        lora_pretrained.check_matrices(config.pretrained, [*matrices, *(n for n in trained if not _is_of_adapter(n))])
     if config.quantization == "nf4":
-        _pack_bases(model, config)
-    lora_init.add_initial(dict(wrappers(model)), config)
+        _pack_bases(model, layers, config)
+    lora_init.add_initial(layers, config)
     lora_dora.use_own_forward(model)
     expert_lora.inject(model, config, config.scale)
+
+
+def _rows_of(settings: Any, own: list[int]) -> list[int]:
+    """Return the rows that an adapter on disk trains, or `own` for new adapters."""
+    stored = settings.trainable_token_indices
+    of_tables = list(stored.values()) if isinstance(stored, dict) else [stored or []]
+    return own or [row for rows in of_tables for row in rows]
+
+
+def _train_rows(model: nn.Module, rows: list[int]) -> None:
+    found = lora_tokens.add_rows(model, rows)
+    cast(Any, model).peft_config[_ADAPTER].trainable_token_indices = found or None
+
+
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_" in name or name.endswith(".trainable_tokens_delta")
 
 
 def _settings(model: nn.Module, config: LoRAConfig) -> Any:
@@ -106,7 +130,8 @@ def _settings(model: nn.Module, config: LoRAConfig) -> Any:
 
 def untied_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the weight of a tied head by its hub name, if an adapter changes the embedding or the head."""
-    adapted = {f"{name}.base_layer.weight" for name, _ in wrappers(model)}
+    layers = [(name, layer) for name, layer in wrappers(model) if not isinstance(layer, lora_tokens.TokenRows)]
+    adapted = {f"{name}.base_layer.weight" for name, _ in layers}
     owners: dict[int, list[str]] = {}
     params = dict(model.named_parameters(remove_duplicate=False))
     for name, param in params.items():
@@ -115,9 +140,9 @@ def untied_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): params[name] for names in shared for name in names[1:]}
 
 
-def _pack_bases(model: nn.Module, config: LoRAConfig) -> None:
+def _pack_bases(model: nn.Module, layers: dict[str, Any], config: LoRAConfig) -> None:
     tied = untied_weights(model)
-    for name, wrapper in wrappers(model):
+    for name, wrapper in layers.items():
         if lora_targets.is_embedding(wrapper):
             continue  # a lookup, which reads few rows
         if f"{name}.weight" in tied:
@@ -185,6 +210,10 @@ def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
 
 def matrices_of(name: str, layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the trained parameters of a wrapped layer, with their names in files of peft."""
+    if isinstance(layer, lora_tokens.TokenRows):
+        if not layer.is_tied:
+            yield lora_tokens.file_name(name), layer.trainable_tokens_delta
+        return
     if lora_targets.is_embedding(layer):
         for matrix in ("lora_embedding_A", "lora_embedding_B"):
             yield f"{name}.{matrix}", getattr(layer, matrix)[_ADAPTER]
@@ -240,7 +269,10 @@ def adapters_off(models: Sequence[nn.Module]) -> Iterator[None]:
 @torch.no_grad()
 def init_adapters(model: nn.Module, config: LoRAConfig | None, seed: int) -> None:
     """Fill new adapters. The step-0 model is the base, under any layout."""
-    lora_init.start(dict(wrappers(model)), config, seed)
+    layers = dict(wrappers(model))
+    for rows in (layer for layer in layers.values() if isinstance(layer, lora_tokens.TokenRows)):
+        lora_tokens.start(rows)
+    lora_init.start({n: of for n, of in layers.items() if not isinstance(of, lora_tokens.TokenRows)}, config, seed)
     expert_lora.init_adapters(model, seed)
 
 
@@ -271,6 +303,8 @@ def delta(layer: Any) -> Tensor:
 
 def merged_weight(weight: Tensor, layer: Any) -> Tensor:
     """Return a layer's full `weight` with its adapter, in fp32. Collective if adapters are sharded."""
+    if isinstance(layer, lora_tokens.TokenRows):
+        return lora_tokens.merged(weight, layer)
     merged = weight.float() + delta(layer)
     return lora_dora.rescaled(merged, layer) if lora_dora.has_magnitude(layer) else merged
 
@@ -314,7 +348,7 @@ def save_adapters(
         for name, layer in wrappers(part.model):
             for file_name, param in matrices_of(name, layer):
                 local[file_name] = transformers_compat.full_tensor(param).cpu().contiguous()
-            if lora_init.has_initial(layer):
+            if config.starts_at_weights and layer.lora_A and lora_init.has_initial(layer):
                 for matrix, full in zip(("lora_A", "lora_B"), lora_init.joined(layer), strict=True):
                     local[f"{name}.{matrix}.weight"] = full.cpu().contiguous()
         local |= {name: weight.cpu().contiguous() for name, weight in expert_lora.in_files(part.model)}

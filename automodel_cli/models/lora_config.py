@@ -61,6 +61,9 @@ class LoRAConfig:
     """Alpha of some layers, by name ending or regular expression: `{down_proj: 64}`. Each must match an adapter."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules that are trained completely and stored with the adapters, as name endings: `[lm_head, embed_tokens]`."""
+    trainable_token_indices: list[int] = field(default_factory=list)
+    """Token ids whose rows of the embedding and the head are trained beside the adapters. The new tokens of
+    `model.tokenizer.add_tokens` are trained without being listed."""
     pretrained: str | None = None
     """Folder or hub id of an adapter of peft to continue. It sets rank, alpha and layers. null: new adapters."""
     quantization: Literal["none", "nf4"] = "none"
@@ -176,6 +179,7 @@ class LoRAConfig:
             "exclude_modules",
         )
         names += ("layers_to_transform", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
+        names += ("trainable_token_indices",)
         usual = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
         for name in names:
             if getattr(self, name) != usual[name]:

@@ -20,7 +20,6 @@ _UNSUPPORTED = {
     "lora_bias": False,
     "bias": "none",
     "target_parameters": None,
-    "trainable_token_indices": None,
     "layer_replication": None,
     "alora_invocation_tokens": None,
     "megatron_config": None,

@@ -22,6 +22,7 @@ from torch import Tensor
 from automodel_cli.distributed.expert_parallel.low_rank import MATRICES
 from automodel_cli.models import expert_lora, lora, lora_dora, lora_init, transformers_compat
 from automodel_cli.models.lora_targets import is_embedding, is_transposed
+from automodel_cli.models.lora_tokens import TokenRows
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.rng import generator_for
 from automodel_cli.parity import value_head
@@ -52,6 +53,8 @@ class Adapter:
     """Whether the layer's weight is `[in, out]`."""
     rows: Rows | None = None
     """Of DoRA."""
+    of_rows: tuple[int, ...] = ()
+    """Trained rows of a table, without matrices."""
 
 
 @torch.no_grad()
@@ -63,6 +66,11 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
     local_adapters: dict[str, Adapter] = {}
     for part in parts:
         for name, layer in lora.wrappers(part.model):
+            if isinstance(layer, TokenRows):
+                if not layer.is_tied:
+                    names, none = (f"{name}.weight", f"{name}.trainable_tokens_delta", ""), torch.empty(0)
+                    local_adapters[name] = Adapter(none, none, 1.0, names, of_rows=layer.token_ids)
+                continue
             names = (f"{name}.weight", f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight")
             if is_embedding(layer):
                 names = (f"{name}.weight", f"{name}.lora_embedding_A.default", f"{name}.lora_embedding_B.default")
@@ -123,6 +131,9 @@ def reference_of(expected: Reference, adapters: dict[str, Adapter], saved: Colle
         if weight not in expected.gradients:  # no gradient: an indexer only selects tokens
             continue
         grad = expected.gradients[weight].double()
+        if adapter.of_rows:
+            gradients[names[0]] = grad[list(adapter.of_rows)]
+            continue
         grad = grad.mT if adapter.transposed else grad
         if adapter.rows is not None:
             along = (grad * adapter.rows.weight).sum(1) / adapter.rows.weight.double().norm(dim=1)

@@ -68,6 +68,8 @@ def _adapted(recipe: Any, rows: list[Case]) -> tuple[list[Case], list[str]]:
         missing.append(f"model.lora.dropout={lora.dropout}: random, the rows have none")
     if lora.pretrained is not None:
         missing.append("model.lora.pretrained: the rows have new adapters on all linear layers")
+    if lora.trainable_token_indices:
+        missing.append("model.lora.trainable_token_indices: the copy has a small vocabulary")
     if lora.layers_to_transform:
         missing.append("model.lora.layers_to_transform: the copy has fewer layers, and adapters on all of them")
     return [replace(row, lora=exact_lora(lora)) for row in rows], missing
@@ -75,7 +77,8 @@ def _adapted(recipe: Any, rows: list[Case]) -> tuple[list[Case], list[str]]:
 
 def exact_lora(lora: LoRAConfig) -> LoRAConfig:
     """Return adapters that fit a small copy in float32."""
-    return replace(lora, dropout=0.0, quantization="none", pretrained=None, layers_to_transform=[])
+    fitting = replace(lora, layers_to_transform=[], trainable_token_indices=[])
+    return replace(fitting, dropout=0.0, quantization="none", pretrained=None)
 
 
 def _precision(recipe: Any, rows: Sequence[Case]) -> tuple[list[Case], list[str]]:

@@ -32,6 +32,7 @@ from automodel_cli.models.checkpoint_io.export import (
 from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure_export_error
 from automodel_cli.models.lora import adapters_off, save_adapters
 from automodel_cli.models.score_head import EmbeddingHead
+from automodel_cli.models.tokenizer import tokenizer_node
 from automodel_cli.run.memory.host_memory import available_bytes
 
 if TYPE_CHECKING:
@@ -158,6 +159,9 @@ def _write(
             write=is_first_rank(),
             pp_group=model.pp_group,
         )
+        node = tokenizer_node(recipe.model)
+        if node is not None and node.new_tokens and tokenizer is not None and is_first_rank():
+            tokenizer.save_pretrained(folder / "adapter")  # with the ids of the trained rows
 
 
 def _compare(recipe: Recipe, model: Model, rows: PackedDataset, folder: Path) -> Checked:

@@ -15,6 +15,7 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.tokenizer import PretrainedTokenizer
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.cases import FP32
@@ -38,11 +39,11 @@ LAYOUTS = {
 MULTIPLES = {True: 64, False: 1}  # `tp` shards the one and replicates the other: 1 makes the number of rows odd
 
 
-def _run(rank, world, folder, sizes, parallelizer, multiple):
+def _run(rank, world, folder, sizes, parallelizer, multiple, lora=None):
     """Losses and norms of three steps, and the tables before and after them."""
     mesh = build_mesh(sizes.resolve(world), "cpu")
     node = PretrainedTokenizer(add_tokens=PLAIN, add_special_tokens=SPECIAL, pad_to_multiple_of=multiple)
-    config = ModelConfig(pretrained=folder, tokenizer=node)
+    config = ModelConfig(pretrained=folder, tokenizer=node, lora=lora)
     new = torch.tensor([SIZE, 3, SIZE + 1, 9, SIZE + 2, SIZE, 11, 40, SIZE + 1, 7])
     mine = [packed_batch([[new.roll(i), new.flip(0)]]) for i in range(4)][mesh.dp_rank :: mesh.dp_size]
     part = build_part(config)
@@ -54,7 +55,8 @@ def _run(rank, world, folder, sizes, parallelizer, multiple):
         load_weights(own, config, device="cpu", seed=3)
     group = mesh.pp.get_group() if mesh.layout.pp > 1 else None
     before = {name: value.clone() for bucket in iter_hf_weights(stages.parts, pp_group=group) for name, value in bucket}
-    optimizer = torch.optim.SGD([param for own in stages.parts for param in own.parameters()], lr=0.5)
+    params = [param for own in stages.parts for param in own.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.1 if lora else 0.5)
     seen = []
     for _ in range(3):
         result = train_step(stages, mine, SFT(), optimizer, mesh, max_grad_norm=None)
@@ -78,3 +80,25 @@ def test_a_grown_vocabulary_trains_like_one_process(layout: str, tied: bool, tmp
     table = "model.embed_tokens.weight"
     assert (len(before[table]) % 2 == 0) == tied
     assert (after[table][SIZE : SIZE + 3] - before[table][SIZE : SIZE + 3]).abs().amax(1).min() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        ("tp2", True),
+        *(pytest.param(layout, tied, marks=pytest.mark.slow) for layout, tied in (("fsdp2", True), ("ddp", True))),
+        *(pytest.param(layout, False, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "cp2")),
+    ],
+)
+def test_new_rows_beside_adapters_train_like_one_process(layout: str, tied: bool, tmp_path: Path):
+    folder, lora = model_folder(tmp_path, num_hidden_layers=2, tie_word_embeddings=tied), LoRAConfig(rank=4)
+    want, before, after = launch(_run, 1, folder, MeshConfig(), FSDP2, 64, lora)
+    steps, started, ended = launch(_run, 2, folder, *LAYOUTS[layout], 64, lora)
+    assert torch.allclose(torch.tensor(steps), torch.tensor(want), rtol=1e-5)
+    assert before.keys() == started.keys() and ("lm_head.weight" in before) != tied
+    for name, value in before.items():
+        assert torch.equal(value, started[name]), name
+        assert torch.allclose(after[name], ended[name], atol=1e-5), name
+    for table in ["model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])]:
+        change = (after[table] - before[table]).abs().amax(1)
+        assert change[:SIZE].max() == 0 and change[SIZE : SIZE + 3].min() > 1e-3

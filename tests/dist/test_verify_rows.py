@@ -56,6 +56,14 @@ OF_TABLES = [
     Case(MeshConfig(dp_size=1, cp_size=2), lora=TABLES),
     Case(MeshConfig(dp_size=1, tp_size=2), FSDP2Config(mp_policy=FP32, sequence_parallel=True), lora=TABLES),
 ]
+TOKENS = LoRAConfig(rank=4, trainable_token_indices=[3, 9, 20])
+OF_TABLES += [
+    Case(MeshConfig(dp_size=1, tp_size=2), lora=TOKENS),
+    Case(PP, pipeline=PipelineConfig(schedule="1f1b"), lora=TOKENS),
+    Case(DP, lora=replace(TOKENS, modules_to_save=["lm_head"])),
+    Case(DP, DDPConfig(), lora=TOKENS),
+    Case(MeshConfig(dp_size=1, tp_size=2), FSDP2Config(mp_policy=FP32, sequence_parallel=True), lora=TOKENS),
+]
 OF_DORA = [
     Case(MeshConfig(dp_size=1, tp_size=2), lora=DORA),
     Case(DP, lora=replace(DORA, target_modules=["q_proj", "down_proj", "lm_head"])),

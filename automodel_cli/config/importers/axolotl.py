@@ -194,6 +194,7 @@ TABLE = Table(
         "lora_model_dir": none("model.lora.pretrained, without rank, alpha and layers, which its files have"),
         "lora_modules_to_save": to("model.lora.modules_to_save"),
         "peft_layers_to_transform": to("model.lora.layers_to_transform"),
+        "peft_trainable_token_indices": to("model.lora.trainable_token_indices"),
         "lora_*_kernel": _KERNEL,
         "lora_*": none("not in our adapters: see model.lora in docs/config/model.md"),
         "peft*": none("not in our adapters: see model.lora in docs/config/model.md"),

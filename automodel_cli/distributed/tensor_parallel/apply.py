@@ -117,8 +117,8 @@ def _apply_plan(
             _shard_own_parameters(name, module, plan, mesh)
         if _is_local_colwise(style) and name.rpartition(".")[2] in (*_QUERY, *_KEY):
             attentions.add(parent)
-    if is_tied:
-        head.weight = embedding.weight
+    if is_tied:  # Adapters around them expose the weight only.
+        getattr(head, "base_layer", head).weight = getattr(embedding, "base_layer", embedding).weight
     for attention in attentions:
         _count_local_heads(attention, mesh.size())
 

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
-from automodel_cli.models.lora_targets import is_embedding
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.cut.model_structure import ModelStructure, SplitError, tied_embedding
 
@@ -262,13 +261,13 @@ def cut_stage(
     base = model.base_model_prefix
     dtype = next(part.parameters()).dtype
     table, is_tied = _table(model)
-    if is_tied and is_embedding(model.get_input_embeddings()):
+    if is_tied and hasattr(model.get_input_embeddings(), "base_layer"):
         raise ConfigError(
-            "mesh.pp_size above 1 is not supported with an adapter on a tied embedding, because the first and the last "
-            "stage have a copy of it",
+            "mesh.pp_size above 1 is not supported with an adapter or new tokens on a tied embedding, because the "
+            "first and the last stage have a copy of it",
             code="unsupported_combination",
-            keys=("model.lora.target_modules", "mesh.pp_size"),
-            fix="model.lora.target_modules=all-linear, or mesh.pp_size=1",
+            keys=("model.lora", "mesh.pp_size"),
+            fix="mesh.pp_size=1",
         )
     # Stages with the embedding table: the first, the one with multi-token prediction, and the last if its head is tied.
     keeps_table = is_first or holds_depths or (is_last and is_tied)

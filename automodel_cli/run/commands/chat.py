@@ -66,9 +66,12 @@ class Speaker:
                     fix="pip install 'automodel-cli[peft]'",
                 ) from None
             model.generation_config = GenerationConfig.from_pretrained(adapter.parent)  # with the trained stop tokens
+            num_rows = AutoConfig.from_pretrained(adapter.parent, **options).get_text_config().vocab_size
+            if num_rows != model.config.get_text_config().vocab_size:  # with the rows of new tokens
+                model.resize_token_embeddings(num_rows, mean_resizing=False)
             model = PeftModel.from_pretrained(model, str(adapter))
             model.to(device)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder if adapter is None else adapter.parent, **options)
         return cls(name, model.eval(), tokenizer, [], _processor(folder, tokenizer) if reads_pictures else None)
 
     def forget(self) -> None:

@@ -160,7 +160,7 @@ def _untied(small: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
     from automodel_cli.models.builder import part_of
 
     exact = exact_lora(recipe.model.lora)
-    part = part_of(copy.deepcopy(small), replace(recipe.model, lora=exact, mtp=None), device="meta")
+    part = part_of(copy.deepcopy(small), replace(recipe.model, lora=exact, mtp=None, tokenizer=None), device="meta")
     return part.untied(small)
 
 

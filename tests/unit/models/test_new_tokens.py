@@ -14,7 +14,6 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig, MTPConfig
-from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.tokenizer import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 from tests.errors import raises
@@ -115,9 +114,7 @@ def test_random_weights_keep_the_vocabulary_of_their_config(tmp_path: Path):
         load_tokenizer(ModelConfig(config=fields, tokenizer=PretrainedTokenizer(add_tokens=PLAIN)))
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("lora", LoRAConfig()), ("mtp", MTPConfig()), ("gguf_file", "model.gguf")]
-)
+@pytest.mark.parametrize(("setting", "value"), [("mtp", MTPConfig()), ("gguf_file", "model.gguf")])
 def test_what_new_rows_do_not_support(setting: str, value: object):
     with raises(ConfigError, "unsupported_combination", keys=("tokenizer.add_tokens", setting)):
         ModelConfig(pretrained="x", tokenizer=PretrainedTokenizer(add_tokens=PLAIN), **{setting: value})
