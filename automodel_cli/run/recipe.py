@@ -264,12 +264,20 @@ class Recipe(ConfigRoot):
 
     def prepare_shards(self, tokenizer: Any, index: int, count: int) -> int:
         """Tokenize part `index` of `count` of the data. Return how many shards of other parts are incomplete."""
-        if self.data_kind != "documents" or self.model.vision is not None or self.row_name == "prompts":
+        if self.model.vision is not None or self.row_name == "prompts":
             return 0  # `prepared` reads these data as a whole
         from automodel_cli.data.preparation.pipeline import build_shards
         from automodel_cli.models.hub.source import stop_ids
 
-        return build_shards(self.data, tokenizer, index=index, count=count, stop_ids=stop_ids(self.model))
+        return build_shards(
+            self.data,
+            tokenizer,
+            index=index,
+            count=count,
+            preferences=self.data_kind == "preferences",
+            stop_ids=stop_ids(self.model),
+            row_spec=self.row_spec,
+        )
 
     def rows_of_a_step(self) -> dict[str, int]:
         """How many rows of the data a step reads over all ranks, and how many of them belong together."""

@@ -17,7 +17,6 @@ import numpy as np
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import choose_template
-from automodel_cli.data.chat.encoder import GENERATION_TAG
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.fill_in_the_middle import InfillSpec, anchored, infill_policy_error, refuse_infill
 from automodel_cli.data.formats.base import PREFERENCES, DataKind
@@ -31,6 +30,7 @@ from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter
 from automodel_cli.data.preparation.dataset import PackedDataset, Store
 from automodel_cli.data.preparation.indexed import index_tokens
+from automodel_cli.data.preparation.masked_by import masked_by
 from automodel_cli.data.preparation.parts import Part, check_names, check_rows, hold_out
 from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS
 from automodel_cli.data.preparation.preparation_progress import PreparationProgress
@@ -47,7 +47,7 @@ from automodel_cli.data.preparation.token_shards import TokenShards, remove_shar
 from automodel_cli.data.preparation.token_writer import TokenWriter
 from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder, choose_workers
 from automodel_cli.data.source_config import SourceConfig
-from automodel_cli.data.sources.sources import FileSource, Source, TaskSource, TokenSource, first_rows, open_source
+from automodel_cli.data.sources.sources import ShardedSource, Source, TaskSource, TokenSource, first_rows, open_source
 from automodel_cli.data.storage.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
 from automodel_cli.data.storage.code_fingerprint import fingerprint
 from automodel_cli.data.storage.indexed_store import IndexedStore
@@ -97,7 +97,7 @@ def prepare_data(
         DataError: lists every unusable row, grouped by cause.
     """
     began = time.perf_counter()
-    kind: DataKind = row_spec.kind if row_spec is not None else "preferences" if preferences else "documents"
+    kind = _kind(preferences, row_spec)
     config.check_kind(kind)
     show = progress or (lambda line: print(line, file=sys.stderr))
     builder = DataBuilder(config, tokenizer, kind, tuple(stop_ids), show, pictures, row_spec)
@@ -129,20 +129,29 @@ def build_shards(
     *,
     index: int,
     count: int,
+    preferences: bool = False,
     stop_ids: Sequence[int] = (),
     progress: Progress | None = None,
+    row_spec: LabelSpec | GroupSpec | None = None,
 ) -> int:
     """Tokenize part `index` of `count` of the data, and return how many shards of the other parts are incomplete.
 
-    Call `prepare_data` afterwards. It joins the shards, and builds those that nobody builds.
+    Arguments are those of `prepare_data`. Call it afterwards. It joins the shards, and builds those that nobody builds.
     """
-    config.check_kind("documents")
+    kind = _kind(preferences, row_spec)
+    config.check_kind(kind)
     show = progress or (lambda line: print(line, file=sys.stderr))
-    every = DataBuilder(config, tokenizer, "documents", tuple(stop_ids), show, None, None).shards()
+    every = DataBuilder(config, tokenizer, kind, tuple(stop_ids), show, None, row_spec).shards()
     for shards in every:
         workers = choose_workers(config.num_workers, shards.source.num_bytes // count)
         shards.build([number for number in shards.missing() if number % count == index], workers, show)
     return sum(len(shards.missing()) for shards in every)
+
+
+def _kind(preferences: bool, row_spec: LabelSpec | GroupSpec | None) -> DataKind:
+    if row_spec is not None:
+        return row_spec.kind
+    return "preferences" if preferences else "documents"
 
 
 _ANY_FORMAT: dict[DataKind, str] = {
@@ -207,8 +216,10 @@ class DataBuilder:
         found = []
         for config, whole in sources:
             source = open_source(config, self.root, whole=whole)
-            if self._is_sharded(source) and not (self.root / (key := self._key(source, config))).is_dir():
-                found.append(TokenShards(self.root, key, source, self.writer(source, config)))
+            if not isinstance(source, ShardedSource) or (self.root / (key := self._key(source, config))).is_dir():
+                continue
+            if self._is_sharded(source, writer := self.writer(source, config)):
+                found.append(TokenShards(self.root, key, source, writer))
         return found
 
     def _key(self, source: Source, config: SourceConfig, **more: Any) -> str:
@@ -261,17 +272,17 @@ class DataBuilder:
             remove_shards(self.root, key)
         return Part(source, TokenStore.open(folder), key, built)
 
-    def _is_sharded(self, source: Source) -> TypeGuard[FileSource]:
-        """Return whether the dataset is tokenized in shards. Preferences are not, because KTO pairs neighboring
+    def _is_sharded(self, source: Source, writer: TokenWriter) -> TypeGuard[ShardedSource]:
+        """Return whether the dataset is tokenized in shards. Rated responses are not, because KTO pairs neighboring
         rows."""
-        if self.kind != "documents" or self.pictures is not None or not isinstance(source, FileSource):
+        if writer.meta["kind"] == "judged" or self.pictures is not None or not isinstance(source, ShardedSource):
             return False
         return len(source.shards()) > 1
 
     def _write_tokens(self, source: Source, config: SourceConfig, key: str, folder: Path) -> None:
         writer = self.writer(source, config)
         workers = choose_workers(self.config.num_workers, source.num_bytes) if self.pictures is None else 0
-        if self._is_sharded(source):
+        if self._is_sharded(source, writer):
             shards = TokenShards(self.root, key, source, writer)
             shards.build(shards.missing(), workers, self.progress)
             unseen = shards.join(folder)
@@ -325,31 +336,13 @@ class DataBuilder:
             "row_spec": None if self.row_spec is None else vars(self.row_spec),
             "is_text": fmt.makes == "texts",
             "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
-            "masked_by": self._masked_by(fmt.makes),
+            "masked_by": masked_by(fmt.makes, self.template, self.config),
             "special_choice": spec.special_choice,
             "unused": unused_columns(examples, read),
             "has_pictures": self.pictures is not None,
         }
         special_ids = frozenset({*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder})
         return TokenWriter(encoder, source.name, config.column_mapping, tuple(data.ignored_columns), meta, special_ids)
-
-    def _masked_by(self, makes: str) -> str:
-        if makes in ("labeled", "groups"):
-            return "nothing: texts are compared as a whole"
-        if makes == "texts":
-            return "nothing: every token is trained"
-        if self.template.text is None:
-            return "the end of the prompt" if self.config.loss_mask != "all" else "nothing: every token is trained"
-        turns = {"assistant": "assistant turns", "last_turn": "last assistant turn", "all": "all tokens"}[
-            self.config.loss_mask
-        ]
-        by_tags = GENERATION_TAG.search(self.template.text) and self.config.loss_mask != "all"
-        way = "the template's generation tags" if by_tags else "prefix difference, verified per row"
-        if self.template.name is not None:
-            way = f"our training template for {self.template.name}, because the tokenizer's rewrites earlier turns"
-        elif self.config.multi_turn == "per_turn":
-            way = "what follows each turn's prompt"
-        return turns if self.config.loss_mask == "all" else f"{way} ({turns})"
 
     def packed(self, part: Part) -> tuple[Store, SourceReport]:
         """The packed rows of one part, built or found, and its line in the report."""

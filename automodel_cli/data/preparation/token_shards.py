@@ -25,8 +25,8 @@ from automodel_cli.data.formats.column_mapping import MissingColumnTracker
 from automodel_cli.data.preparation.preparation_progress import PreparationProgress
 from automodel_cli.data.preparation.token_writer import TokenWriter
 from automodel_cli.data.row_errors import read_rejected, write_rejected
-from automodel_cli.data.sources.sources import FileSource
-from automodel_cli.data.sources.spans import Span, num_lines, span_bytes
+from automodel_cli.data.sources.sources import ShardedSource
+from automodel_cli.data.sources.spans import Span
 from automodel_cli.data.storage.cache import get_or_build
 from automodel_cli.data.storage.memmap_store import COUNTS
 
@@ -34,6 +34,8 @@ SHARD = "shard.json"
 """File of a shard: mapped columns that no row had, columns of its rows, and lines of its spans."""
 _COUNTS = ("num_rows", "num_rejected", "num_turns", *COUNTS)
 _COLUMNS = ("files", "lines", "rows", "shared", "splits", "judgements", "margins")
+_OTHER_COLUMNS = ("parts", "part_counts", "targets", "classes")
+"""Columns with another number of values than documents."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class TokenShards:
 
     root: Path
     key: str
-    source: FileSource
+    source: ShardedSource
     writer: TokenWriter
 
     @cached_property
@@ -61,7 +63,7 @@ class TokenShards:
 
     def build(self, numbers: Sequence[int], num_workers: int, show: Callable[[str], None]) -> None:
         """Build these shards, in this process or in worker processes. `show` receives a line every few seconds."""
-        sizes = {number: span_bytes(self.source.paths, self.spans[number]) for number in numbers}
+        sizes = {number: self.source.num_bytes_of(self.spans[number]) for number in numbers}
         if numbers:
             where = f"in {num_workers} processes" if num_workers else "in this process"
             show(f"tokenizing {self.source.name}: {len(numbers)} of {len(self.spans)} shards {where}")
@@ -89,8 +91,8 @@ class TokenShards:
 
     def _write(self, folder: Path, spans: Sequence[Span]) -> None:
         unseen = self.writer.write(folder, self.source.rows_of(spans))
-        lines = {span.file: num_lines(self.source.paths[span.file], span) for span in spans}
-        seen = {"missing": sorted(unseen.missing), "present": list(unseen.present), "lines": list(lines.items())}
+        lines = list(self.source.num_lines_of(spans).items())
+        seen = {"missing": sorted(unseen.missing), "present": list(unseen.present), "lines": lines}
         (folder / SHARD).write_text(json.dumps(seen))
 
     def join(self, folder: Path) -> MissingColumnTracker:
@@ -150,10 +152,23 @@ def _join_columns(folder: Path, shards: Sequence[Path], num_rows: Sequence[int],
         offsets[place] = of_shard[:-1] + num_tokens
         num_tokens += int(of_shard[-1])
     offsets[-1] = num_tokens
-    for path in shards[0].glob("*.npy"):  # of rows that are not tokenized in shards, so they are empty
-        if path.stem not in (*_COLUMNS, "offsets"):
-            assert not len(_mapped(shards[0], path.stem)), f"{path.name} must be joined"
-            shutil.copyfile(path, folder / path.name)
+    for name in _OTHER_COLUMNS:
+        _join_values(folder, name, [_mapped(shard, name) for shard in shards])
+    assert {path.stem for path in shards[0].glob("*.npy")} == {*_COLUMNS, *_OTHER_COLUMNS, "offsets"}
+
+
+def _join_values(folder: Path, name: str, parts: Sequence[np.ndarray]) -> None:
+    """Join arrays along their first dimension. A shard without documents has no further dimensions."""
+    filled = [part for part in parts if len(part)]
+    if not filled:
+        np.save(folder / f"{name}.npy", parts[0])
+        return
+    shape = (sum(map(len, filled)), *filled[0].shape[1:])
+    joined = np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=filled[0].dtype, shape=shape)
+    place = 0
+    for part in filled:
+        joined[place : place + len(part)] = part
+        place += len(part)
 
 
 def _mapped(shard: Path, name: str) -> np.ndarray:

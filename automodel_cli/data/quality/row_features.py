@@ -22,8 +22,8 @@ from automodel_cli.data.quality.overlap import EvaluationIndex
 from automodel_cli.data.quality.row_text import RowText
 from automodel_cli.data.quality.words import WordHasher, ngram_hashes
 from automodel_cli.data.row_errors import RowError, SourceRow, attempt
-from automodel_cli.data.sources.sources import FileSource, Source
-from automodel_cli.data.sources.spans import Span, num_lines, span_bytes
+from automodel_cli.data.sources.sources import ShardedSource, Source
+from automodel_cli.data.sources.spans import Span
 
 NUM_HASHES = 128
 """Hashes of a MinHash signature."""
@@ -181,10 +181,10 @@ def read_features(
         show: receives a line every few seconds.
     """
     options = {"doing": "reading", "unit": "words"}
-    if not isinstance(source, FileSource):
+    if not isinstance(source, ShardedSource):
         return reader.read(source.rows(), f"{number:03d}")
     shards = source.shards()
-    sizes = [span_bytes(source.paths, spans) for spans in shards]
+    sizes = [source.num_bytes_of(spans) for spans in shards]
     progress = PreparationProgress(show, source.name, sum(sizes), **options)
     parts = []
     for part, num_bytes in zip(_parts(reader, source, number, shards, num_workers), sizes, strict=True):
@@ -194,7 +194,7 @@ def read_features(
 
 
 def _parts(
-    reader: FeatureReader, source: FileSource, number: int, shards: list[list[Span]], num_workers: int
+    reader: FeatureReader, source: ShardedSource, number: int, shards: list[list[Span]], num_workers: int
 ) -> Iterator[Features]:
     work = [(f"{number:03d}-{shard:06d}", spans) for shard, spans in enumerate(shards)]
     if num_workers == 0 or len(work) == 1:
@@ -208,16 +208,16 @@ def _parts(
             raise
 
 
-def _of_shard(reader: FeatureReader, source: FileSource, name: str, spans: Sequence[Span]) -> Features:
+def _of_shard(reader: FeatureReader, source: ShardedSource, name: str, spans: Sequence[Span]) -> Features:
     features = reader.read(source.rows_of(spans), name)
-    features.num_lines.update({span.file: num_lines(source.paths[span.file], span) for span in spans})
+    features.num_lines.update(source.num_lines_of(spans))
     return features
 
 
-_worker: tuple[FeatureReader, FileSource] | None = None
+_worker: tuple[FeatureReader, ShardedSource] | None = None
 
 
-def _start(reader: FeatureReader, source: FileSource) -> None:
+def _start(reader: FeatureReader, source: ShardedSource) -> None:
     global _worker
     _worker = reader, source
 

@@ -15,7 +15,7 @@ from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import left_out, local_files, remote_files
 from automodel_cli.data.sources.file_readers import load_hub, read_file, read_hub
 from automodel_cli.data.sources.remote_files import fetch, is_url
-from automodel_cli.data.sources.spans import Span, plan_shards, read_span
+from automodel_cli.data.sources.spans import Span, num_lines, plan_rows, plan_shards, read_span, span_bytes
 from automodel_cli.data.storage.cache import file_hash
 from automodel_cli.data.token_files.megatron import INDEX_SUFFIX
 from automodel_cli.data.token_files.reader import are_token_files, has_index
@@ -92,6 +92,14 @@ class FileSource:
             for line, row in read_span(self.paths[span.file], self.text_unit, span):
                 yield SourceRow(span.file, line, row)
 
+    def num_bytes_of(self, spans: Sequence[Span]) -> int:
+        """Return the size of a part."""
+        return span_bytes(self.paths, spans)
+
+    def num_lines_of(self, spans: Sequence[Span]) -> dict[int, int]:
+        """Return by file the lines of a part, by which the lines of the next one are counted on."""
+        return {span.file: num_lines(self.paths[span.file], span) for span in spans}
+
     def rows(self) -> Iterator[SourceRow]:
         """Rows of all files, numbered per file."""
         for number, path in enumerate(self.paths):
@@ -152,6 +160,25 @@ class HubSource:
         config = self.config
         return {"hub": [config.path, config.name, config.revision, config.split, len(self.dataset), cached]}
 
+    def shards(self) -> list[list[Span]]:
+        """Return ranges of rows."""
+        return plan_rows(len(self.dataset), self.num_bytes)
+
+    def num_bytes_of(self, spans: Sequence[Span]) -> int:
+        """Return the mean size of such parts."""
+        num_rows = sum((span.end or 0) - span.begin for span in spans)
+        return self.num_bytes * num_rows // max(1, len(self.dataset))
+
+    def num_lines_of(self, spans: Sequence[Span]) -> dict[int, int]:
+        """Return no lines, because rows have the same number in every part."""
+        return {}
+
+    def rows_of(self, spans: Sequence[Span]) -> Iterator[SourceRow]:
+        """Rows of one part, numbered as in the dataset."""
+        for span in spans:
+            for line, row in read_hub(self.dataset.select(range(span.begin, span.end or 0))):
+                yield SourceRow(0, line + span.begin, row)
+
     def rows(self) -> Iterator[SourceRow]:
         """Rows numbered from 1."""
         return (SourceRow(0, line, row) for line, row in read_hub(self.dataset))
@@ -177,3 +204,7 @@ class TaskSource:
     def rows(self) -> Iterator[SourceRow]:
         """Rows numbered from 1."""
         return (SourceRow(0, line, row) for line, row in enumerate(self.task.rows(self.split), 1))
+
+
+ShardedSource = FileSource | HubSource
+"""Sources that are read in parts."""

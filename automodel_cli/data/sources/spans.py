@@ -26,7 +26,8 @@ SHARD_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Span:
-    """The rows of a file whose first byte is in `begin ... end - 1`. `end` None: the complete file, read as usual."""
+    """The rows of a file whose first byte is in `begin ... end - 1`. `end` None: the complete file, read as usual. Of a
+    hub dataset: the rows `begin ... end - 1`."""
 
     file: int
     begin: int = 0
@@ -49,6 +50,12 @@ def plan_shards(paths: Sequence[Path], text_unit: TxtRows) -> list[list[Span]]:
             shards[-1].append(Span(number) if step >= total else Span(number, begin, end))
             size += end - begin
     return shards
+
+
+def plan_rows(num_rows: int, num_bytes: int) -> list[list[Span]]:
+    """Return ranges of the rows of a dataset of about `SHARD_BYTES`."""
+    step = max(1, num_rows * SHARD_BYTES // max(1, num_bytes))
+    return [[Span(0, begin, min(begin + step, num_rows))] for begin in range(0, num_rows, step)] or [[]]
 
 
 def span_bytes(paths: Sequence[Path], spans: Sequence[Span]) -> int:

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.groups import GroupSpec
+from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.preparation import pipeline, token_shards
 from automodel_cli.data.preparation.pipeline import build_shards, prepare_data
-from automodel_cli.data.sources import spans
+from automodel_cli.data.sources import sources, spans
 from automodel_cli.data.sources.spans import Span, num_lines, plan_shards, read_span
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests.errors import raises
@@ -140,7 +143,54 @@ def test_spans_cover_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found == whole and len(whole) == 63
 
 
-def test_preferences_are_not_sharded(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+PAIRS = [{"prompt": f"{n}?" * 9, "chosen": f"{n}", "rejected": f"no {n}", "margin": n} for n in range(99)]
+LABELED = [{"text": f"{n} words " * (1 + n % 9), "label": ["a", "b"][n % 2]} for n in range(99)]
+TAGGED = [{"tokens": ["one", str(n)], "tags": ["O", "B"]} for n in range(99)]
+GROUPS = [{"query": f"{n}?", "positive": f"yes {n}" * 5, "negatives": ["no", f"{n} no"][: n % 3]} for n in range(99)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (PAIRS, {"preferences": True}),
+        (LABELED, {"row_spec": LabelSpec("single_label_classification", ("a", "b"))}),
+        (TAGGED, {"row_spec": LabelSpec("single_label_classification", ("O", "B"), of_tokens=True)}),
+        (GROUPS, {"row_spec": GroupSpec()}),
+    ],
+    ids=["pairs", "labeled", "tagged", "groups"],
+)
+def test_rows_of_every_kind_are_joined(
+    rows: list[Any], options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"nothing": 1}])
+    limits: dict[str, Any] = {"seq_len": 256, "num_workers": 0, "on_invalid_row": "drop", "max_invalid_fraction": 0.1}
+    whole = DataConfig(path=str(path), cache_dir=str(tmp_path / "whole"), **limits)
+    parts = DataConfig(path=str(path), cache_dir=str(tmp_path / "parts"), **limits)
+    tokenizer = ByteTokenizer().build()
+    prepare_data(whole, tokenizer, seed=0, **options)
+    monkeypatch.setattr(spans, "SHARD_BYTES", 1000)
+    left = [build_shards(parts, tokenizer, index=n, count=2, progress=lambda line: None, **options) for n in (1, 0)]
+    assert left[0] > left[1] == 0
+    monkeypatch.setattr(token_shards.TokenShards, "_write", None)  # nothing is left to tokenize
+    prepare_data(parts, tokenizer, seed=0, progress=lambda line: None, **options)
+    assert entries(parts) == entries(whole)
+
+
+def test_hub_datasets_are_divided_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": f"Row {n}. " * (1 + n % 20)} for n in range(80)]
+    monkeypatch.setattr(sources, "load_hub", lambda config: Dataset.from_list(rows))
+    made = {}
+    for name, size in (("whole", 1 << 20), ("parts", 1000)):
+        monkeypatch.setattr(spans, "SHARD_BYTES", size)
+        data = DataConfig(path="owner/name", seq_len=64, num_workers=0, cache_dir=str(tmp_path / name))
+        assert (len(sources.open_source(data.train_sources()[0], tmp_path).shards()) > 5) == (name == "parts")  # type: ignore[attr-defined]
+        prepare_data(data, ByteTokenizer().build(), seed=0, progress=lambda line: None)
+        made[name] = entries(data)
+    assert made["parts"] == made["whole"]
+    assert not list((tmp_path / "parts").glob("*.shards"))
+
+
+def test_rated_responses_are_not_sharded(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KTO pairs a response with the next one of its batch, so shards would change its data."""
     rows = [{"prompt": f"{n}?" * 9, "completion": str(n), "label": n % 2 == 0} for n in range(99)]
     path = write_jsonl(corpus.parent / "judged.jsonl", rows)
