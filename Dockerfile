@@ -22,7 +22,7 @@ ENV PATH=/opt/automodel/bin:$PATH PYTHONUNBUFFERED=1
 ARG TORCH=2.13.0
 RUN pip install --no-cache-dir "torch==${TORCH}" && echo "torch==${TORCH}" > /opt/automodel/constraints.txt
 
-# Any of te, vllm, vlm, megatron, fa4, peft, rewards, mcp, verifiers, tracking, gguf, eval, s3, quality, sweep, with commas between them.
+# Any of te, vllm, vlm, megatron, fa4, peft, rewards, mcp, verifiers, tracking, gguf, qat, eval, s3, quality, sweep, with commas between them.
 ARG EXTRAS=peft
 COPY pyproject.toml README.md LICENSE /src/
 COPY automodel_cli /src/automodel_cli

@@ -27,27 +27,36 @@ class SFTRecipe(Recipe):
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.rollout.monitoring.heldout_accuracy import HeldOutQuestions
+        from automodel_cli.run.fake_quantization import FakeQuantizationRun
         from automodel_cli.run.startup_summary import show_header
         from automodel_cli.run.trainer import build_trainer
 
         with build_trainer(self, source) as session:
-            session.callbacks.add(self.held_out_loss(session))
+            held_out = self.held_out_loss(session)
+            session.callbacks.add(held_out)
+            quantization = None if self.model.qat is None else FakeQuantizationRun(session, self.model.qat, held_out)
+            if quantization is not None:
+                session.callbacks.add(quantization)
             add_tasks(session)
             show_header(session)
             questions = HeldOutQuestions()
             questions.ask(session, "before")
+            if quantization is not None:
+                quantization.measure("before")
             session.validate_if_due(session.first_step)
             for step, batches in session.steps():
                 session.train(step, batches)
             if session.stopped_by:
                 return session.exit_code()
             questions.ask(session, "after")
+            if quantization is not None:
+                quantization.measure("after")
 
             from automodel_cli.run.finalize import (
                 finalize_run,  # later: the first step should not wait for the last page
             )
 
-            return finalize_run(session, questions.accuracy)
+            return finalize_run(session, questions.accuracy, {} if quantization is None else quantization.numbers)
 
     def held_out_loss(self, session: Trainer) -> HeldOutLoss:
         """Return the callback that validates on held-out rows."""

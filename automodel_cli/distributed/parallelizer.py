@@ -26,6 +26,7 @@ from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.distributed.fusion_coverage import check_coverage, family_of
 from automodel_cli.distributed.import_classes import import_classes_from_paths
 from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.qat import linear as qat_linear
 from automodel_cli.distributed.strategies.base import BuiltInStrategy, Strategy
 from automodel_cli.distributed.strategies.ddp.config import DDPConfig
 from automodel_cli.distributed.strategies.ddp.wrap import ddp_parallelize
@@ -69,6 +70,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
 
         apply_tensor_parallel(part, mesh.tp, options, shard_experts=mesh.ep is None)
     float8_linear.exclude_indivisible(part, mesh.device, fuser)
+    qat_linear.settle(part, strategy.compute_dtype() or stored)
     if mesh.ep is not None:
         # Compiled layers have their own order of operations.
         apply_expert_parallel(

@@ -12,7 +12,7 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.expert_parallel.apply import is_experts
-from automodel_cli.models import float8, lora, lora_fused, new_tokens, transformers_compat
+from automodel_cli.models import float8, lora, lora_fused, new_tokens, qat, transformers_compat
 from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.attention import transformer_engine
 from automodel_cli.models.config import ModelConfig, MoEConfig
@@ -48,6 +48,8 @@ def build_part(
     stored = hf_config.dtype
     part = part_of(hf_config, config, device=device)
     part.hub_dtype = stored if config.config is None and isinstance(stored, torch.dtype) else part.model.dtype
+    if config.qat is not None:
+        qat.convert_layers(part.model, config.qat, part.hub_dtype)
     if request.values or request.scores:
         part.add_value_head(request.scores or 1)
     if not request.logprobs:

@@ -11,6 +11,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import override
 from automodel_cli.config.value_checks import check_choice, check_range
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.qat_config import QATConfig, check_qat_model
 from automodel_cli.models.tokenizer import PretrainedTokenizer
 from automodel_cli.models.vision.config import VisionConfig
 
@@ -208,6 +209,8 @@ class ModelConfig:
     """Use attention, linear layers and norms of NVIDIA's Transformer Engine. null: torch's."""
     fp8: Fp8Config | None = None
     """Compute linear layers and experts in float8. null: in the compute dtype."""
+    qat: QATConfig | None = None
+    """Train with fake quantization, and export quantized weights. null: no quantization."""
     lm_head_chunk_size: int | None = None
     """Tokens whose logits are materialized together. null: chosen for the caches of a CPU, or about 512 MiB on a
     GPU."""
@@ -216,6 +219,7 @@ class ModelConfig:
         self._check_source()
         self._check_transformer_engine()
         self._check_fp8()
+        check_qat_model(self)
         self._check_mtp()
         self._check_expert_adapters()
         self._check_rope()

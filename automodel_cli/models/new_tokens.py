@@ -23,7 +23,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub.dequantize import LazyTensor
+from automodel_cli.models.hub.lazy_tensor import LazyTensor
 from automodel_cli.models.tokenizer import PretrainedTokenizer, tokenizer_node
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import Fp8Config
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.qat_config import QATConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.config import PipelineConfig
 
@@ -35,6 +36,7 @@ class Case:
     lora: train only adapters.
     compute_dtype: compute dtype of the parallelizer, if not fp32.
     fp8: use fp8 GEMMs in linear layers and experts.
+    qat: fake-quantize linear layers. The reference does not.
     selection: train only these parameters.
     own_layers: use a copy with the model's number of layers, for the stage split of the recipe.
     """
@@ -48,6 +50,7 @@ class Case:
     lora: LoRAConfig | None = None
     compute_dtype: str | None = None
     fp8: Fp8Config | None = None
+    qat: QATConfig | None = None
     own_layers: bool = False
     selection: Selection = EVERYTHING
 
@@ -73,6 +76,7 @@ class Case:
             f"own-stages:{self.mesh.pp_size}": self.own_layers,
             str(self.compute_dtype): self.compute_dtype is not None,
             f"fp8:{self.fp8.recipe if self.fp8 else ''}": self.fp8 is not None,
+            f"qat:{self.qat.weight_dtype if self.qat else ''}": self.qat is not None,
         }
         return " ".join(words + [word for word, used in settings.items() if used])
 

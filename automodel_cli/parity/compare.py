@@ -130,7 +130,7 @@ def _trained(original: Original, row: Case) -> set[str]:
 
 def build_parity_stages(original: Original, row: Case, mesh: Mesh) -> Stages:
     """Build stages like a recipe: meta, split, parallelize, load the saved model."""
-    config = replace(original.model_config(), lora=row.lora, fp8=row.fp8)
+    config = replace(original.model_config(), lora=row.lora, fp8=row.fp8, qat=row.qat)
     count = row.num_microbatches // mesh.dp_size
     part = build_part(config, request=request_of(row.objective))
     freeze(part, row.selection)

@@ -52,6 +52,8 @@ def with_settings(recipe: Any, rows: Sequence[Case], num_layers: int) -> Chosen:
         )
     if recipe.model.mtp is not None:
         missing.append("model.mtp: the copy has no layers for multi-token prediction")
+    if recipe.model.qat is not None:
+        missing.append("model.qat: the rows compute without fake quantization")
     if recipe.model.transformer_engine is not None:
         missing.append("model.transformer_engine: layers of CUDA devices; the rows have torch's")
     return Chosen([*every, *more], missing + _only_on_devices(recipe))

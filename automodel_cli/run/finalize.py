@@ -30,11 +30,16 @@ if TYPE_CHECKING:
     from automodel_cli.run.trainer import Trainer
 
 
-def finalize_run(session: Trainer, accuracy: Mapping[str, Accuracy] = MappingProxyType({})) -> int:
+def finalize_run(
+    session: Trainer,
+    accuracy: Mapping[str, Accuracy] = MappingProxyType({}),
+    numbers: Mapping[str, str] = MappingProxyType({}),
+) -> int:
     """Export the model, check the export, write the report and print the next commands. Return the exit code.
 
     Args:
         accuracy: results on held-out questions, `before` and `after` training.
+        numbers: further figures for the record.
     """
     session.checkpointer.wait()
     folder = session.run_dir / "export"
@@ -52,7 +57,7 @@ def finalize_run(session: Trainer, accuracy: Mapping[str, Accuracy] = MappingPro
         export += f"; weights of the best step {session.best_restored}"
     footer = [("ended", _ended_by(session))]
     footer += [("export", f"{folder}   {export}")]
-    _record(session, accuracy)
+    _record(session, accuracy, numbers)
     if session.is_main and session.recipe.logging.report:
         footer.append(("report", str(write_own_page(session.run_dir, state="finished"))))
     footer += [("answer", _shown(after, before)) for after, before in before_and_after(accuracy, 3)]
@@ -96,9 +101,9 @@ def _card(session: Trainer) -> str:
     return "\n".join(lines)
 
 
-def _record(session: Trainer, accuracy: Mapping[str, Accuracy]) -> None:
+def _record(session: Trainer, accuracy: Mapping[str, Accuracy], further: Mapping[str, str]) -> None:
     """Keep final figures and answers in the run's record."""
-    numbers = summary_of(session.meter.summary())
+    numbers = {**summary_of(session.meter.summary()), **further}
     early = session.early_stop
     if early.patience is not None and early.best is not None:
         numbers[f"best {early.goal.metric}"] = f"{early.best:.4g} (step {early.best_step})"

@@ -33,6 +33,7 @@ from automodel_cli.run.checks.cross_section_checks import (
     check_output_dir,
     check_packed_probe,
     check_profile,
+    check_qat,
     check_ramp,
     check_run_name,
     check_streaming,
@@ -142,6 +143,7 @@ class Recipe(ConfigRoot):
         check_transformer_engine(self.parallelizer, self.model, self.mesh)
         check_4bit_base(self.parallelizer, self.model, self.mesh)
         check_fp8(self.parallelizer, self.model)
+        check_qat(self.parallelizer, self.model, self.train, self.kind)
         check_float16(self.model, self.optimizer)
         check_multi_token(self.parallelizer, self.model, self.kind)
         check_freezing(self.train, self.model)

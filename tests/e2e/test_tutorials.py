@@ -20,6 +20,7 @@ PAGES = [
     "chat",
     "new_tokens",
     "lora",
+    "quantization",
     "preferences",
     "rewards",
     "pictures",
@@ -65,6 +66,10 @@ def test_every_page_can_be_followed_and_teaches_what_it_says(tmp_path: Path) -> 
     assert (tmp_path / "runs" / "adapters" / "export" / "adapter").is_dir()
     assert int(said["lora"].split()[-1]) == 2 * 8 * 8 * (64 + 64 + 32 + 64)
     assert last(tmp_path, "further", "val_loss") < 0.3
+    figures = json.loads((tmp_path / "runs" / "quantized" / "run.json").read_text())["numbers"]
+    before, after = (float(figures[f"held-out loss, quantized {when} training"]) for when in ("before", "after"))
+    assert after < before < 2
+    assert "quantization_config" in json.loads((tmp_path / "runs" / "quantized" / "export" / "config.json").read_text())
     assert (tmp_path / "runs" / "complete" / "export" / "adapter").is_dir()
     assert last(tmp_path, "pairs", "val_accuracy") > 0.9
     assert last(tmp_path, "rewards", "val_reward") > 0.8

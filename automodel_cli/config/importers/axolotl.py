@@ -186,6 +186,19 @@ TABLE = Table(
         "lora_r": to("model.lora.rank"),
         "lora_alpha": to("model.lora.alpha"),
         "lora_dropout": to("model.lora.dropout"),
+        "qat.weight_dtype": to(
+            "model.qat.weight_dtype", int4="int4", int8="int8", float8_e4m3fn="fp8", mxfp4="mxfp4", nvfp4="nvfp4"
+        ),
+        "qat.activation_dtype": to(
+            "model.qat.activation_dtype",
+            "symmetric scales per token; theirs have zero points",
+            int8="int8",
+            float8_e4m3fn="fp8",
+            null="none",
+        ),
+        "qat.group_size": to("model.qat.group_size"),
+        "qat.fake_quant_after_n_steps": to("model.qat.fake_quant_after_n_steps"),
+        "qat.quantize_embedding": none("embeddings keep their precision"),
         "lora_target_modules": to("model.lora.target_modules"),
         "lora_target_parameters": to("model.lora.target_parameters"),
         "peft_use_rslora": to("model.lora.use_rslora"),

@@ -99,8 +99,8 @@ class ParallelizerConfig:
     """Base class of all strategies.
 
     `supports` lists the features that can be combined with the strategy: the axes "pp", "tp", "cp" and "ep", hybrid
-    sharding "hsdp", 4-bit layers "nf4", float8 layers "fp8", multi-token-prediction layers "mtp", and "sampler"
-    (generation with the trained parts). Other combinations are rejected by `check_mesh`.
+    sharding "hsdp", 4-bit layers "nf4", float8 layers "fp8", fake quantization "qat", multi-token-prediction layers
+    "mtp", and "sampler" (generation with the trained parts). Other combinations are rejected by `check_mesh`.
 
     `activation_checkpointing`: false, "full" (or true), "selective" (save GEMMs and attention), "minimal",
     "full:k/n" (k of every n layers of a stage), n (every n-th layer) or "auto". All modes except "minimal" save

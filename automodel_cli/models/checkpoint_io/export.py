@@ -23,11 +23,12 @@ from torch import Tensor
 
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed.float8.linear import paused
+from automodel_cli.distributed.qat.linear import FakeQuantization, quantization_of, switched
 from automodel_cli.models import lora
 from automodel_cli.models.checkpoint_io import embedding_model, front_io, generation_config, sequence_classifier
 from automodel_cli.models.checkpoint_io.weight_stream import bucketed, iter_hf_weights, over_stages
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub import passthrough_tensors, source
+from automodel_cli.models.hub import compressed_tensors, passthrough_tensors, source
 from automodel_cli.models.lm_head import value_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
@@ -85,7 +86,13 @@ def export_hf(
     hub_keys = {} if within is None else {name: key for key, name in within.keys.items()}
     excluded_prefix = sequence_classifier.head_prefix(parts[0]) if score_head else None
     stream = iter_hf_weights(
-        parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group, multi_token=True, keep_mean=trained
+        parts,
+        bucket_bytes=shard_bytes,
+        device="cpu",
+        pp_group=pp_group,
+        multi_token=True,
+        keep_mean=trained,
+        quantized=_exported_quantization(parts) is not None,
     )
     for bucket in stream:
         included = [item for item in bucket if excluded_prefix is None or not item[0].startswith(excluded_prefix)]
@@ -261,6 +268,8 @@ def _write_config(folder: Path, part: ModelPart, classifier_config: PretrainedCo
     path = folder / "config.json"
     fields = json.loads(path.read_text())
     fields.pop("quantization_config", None)
+    if (quantization := _exported_quantization([part])) is not None:
+        fields["quantization_config"] = compressed_tensors.quantization_config(quantization)
     fields.update(_for_older_readers(fields, part.hub_dtype))
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
@@ -335,9 +344,19 @@ def _described(head: ScoreHead | EmbeddingHead | None, *, reads_pictures: bool) 
     return "text-classification", "AutoModelForSequenceClassification", labels if head.labels else reward
 
 
+def _exported_quantization(parts: Sequence[ModelPart]) -> FakeQuantization | None:
+    """Return the quantization of the export, or None if the export has unquantized weights."""
+    quantization = quantization_of(parts)
+    return quantization if quantization is not None and quantization.exports else None
+
+
 def trained_values(parts: Sequence[ModelPart], prompts: list[list[int]], score: Score | None = None) -> list[Tensor]:
-    """Return the outputs of `score`, or of the single part, for the prompts without fp8 GEMMs. Collective."""
-    with torch.no_grad(), paused(parts):
+    """Return the outputs of `score`, or of the single part, for the prompts. Collective.
+
+    Without fp8 GEMMs, with quantized weights if the export has them, and without quantized inputs.
+    """
+    quantized = _exported_quantization(parts) is not None
+    with torch.no_grad(), paused(parts), switched(parts, active=quantized, activations=False):
         return (score or _full_score(parts))(prompts)
 
 

@@ -11,7 +11,9 @@ the wrong scale differs by far more.
 
 from __future__ import annotations
 
+import json
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,10 +209,13 @@ def _loaded(folder: Path, trust: bool, score_head: Head) -> PreTrainedModel:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        with transformers_compat.quiet():
+        with transformers_compat.quiet(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*`quantization_config`.*")  # as `_dequantizing` intends
             is_text_model = trust or type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
             auto: Any = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
-            model, info = auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust, output_loading_info=True)
+            model, info = auto.from_pretrained(
+                folder, dtype="auto", trust_remote_code=trust, output_loading_info=True, **_dequantizing(folder)
+            )
     except Exception as error:  # any failure makes the export unusable
         raise RunError(
             f"export={folder} cannot be loaded with transformers: {error}", code="export_mismatch"
@@ -222,6 +227,15 @@ def _loaded(folder: Path, trust: bool, score_head: Head) -> PreTrainedModel:
         )
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _dequantizing(folder: Path) -> dict[str, Any]:
+    """Return arguments with which transformers dequantizes the weights of a quantized export."""
+    if "quantization_config" not in json.loads((folder / "config.json").read_text()):
+        return {}
+    from transformers import CompressedTensorsConfig
+
+    return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
 
 
 @torch.no_grad()

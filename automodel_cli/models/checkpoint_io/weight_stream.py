@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from automodel_cli.distributed.qat.linear import QATLinear, quantized_layers
 from automodel_cli.models import expert_lora, lora, nf4, transformers_compat
 from automodel_cli.models.checkpoint_io.load import unit_of
+from automodel_cli.models.hub.compressed_tensors import compressed
 from automodel_cli.models.model_part import ModelPart
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def iter_hf_weights(
     pp_group: dist.ProcessGroup | None = None,
     multi_token: bool = False,
     keep_mean: bool = False,
+    quantized: bool = False,
 ) -> Iterator[Bucket]:
     """Yield buckets of `(hub name, full tensor)`. Collective; every rank must exhaust the iterator.
 
@@ -43,15 +46,16 @@ def iter_hf_weights(
         multi_token: include multi-token prediction layers and the checkpoint's copies of shared tables.
         keep_mean: round trainable fp32 parameters to 16 bits stochastically (`lora.rounded`). Engines use nearest
             rounding, which the trainer computes with.
+        quantized: yield the weights of fake-quantized layers as the tensors of a quantized checkpoint.
     """
     local_stream = (
         item
         for part in parts
-        for item in _named_full_weights(part.model, dtype or part.hub_dtype, device, hub_names, keep_mean)
+        for item in _named_full_weights(part.model, dtype or part.hub_dtype, device, hub_names, keep_mean, quantized)
     )
     if multi_token:
         local_stream = (
-            item for part in parts for item in _with_depths(part, dtype or part.hub_dtype, device, keep_mean)
+            item for part in parts for item in _with_depths(part, dtype or part.hub_dtype, device, keep_mean, quantized)
         )
     yield from bucketed(
         local_stream if pp_group is None else over_stages(local_stream, pp_group, parts[0], device), bucket_bytes
@@ -101,19 +105,20 @@ def over_stages(
                 tensor = item[1].to(compute_device).contiguous()
             else:
                 tensor = torch.empty(shape, dtype=dtype, device=compute_device)
-            dist.broadcast(tensor, src=source, group=group)
+            sent = tensor.view(torch.uint8) if dtype == torch.float8_e4m3fn else tensor  # gloo does not know float8
+            dist.broadcast(sent, src=source, group=group)
             if name not in seen:
                 seen.add(name)
                 yield name, tensor.to(device) if device is not None else tensor
 
 
 def _with_depths(
-    part: ModelPart, dtype: torch.dtype, device: torch.device | str | None, keep_mean: bool
+    part: ModelPart, dtype: torch.dtype, device: torch.device | str | None, keep_mean: bool, quantized: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a part with multi-token prediction layers and stored copies of tables."""
     names = part.depth_names
     copies = {} if names is None else names.copies
-    for name, tensor in _named_full_weights(part.model, dtype, device, True, keep_mean):
+    for name, tensor in _named_full_weights(part.model, dtype, device, True, keep_mean, quantized):
         yield name, tensor
         yield from ((key, tensor.clone()) for key, table in copies.items() if table == name)
     if names is not None and part.multi_token is not None:
@@ -125,7 +130,12 @@ def _with_depths(
 
 @torch.no_grad()
 def _named_full_weights(
-    model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str | None, hub_names: bool, keep_mean: bool
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    hub_names: bool,
+    keep_mean: bool,
+    quantized: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     updates = {f"{name}.weight": layer for name, layer in lora.wrappers(model)}
     of_experts = expert_lora.weights(model)
@@ -138,13 +148,17 @@ def _named_full_weights(
         for name, packed in nf4.packed_layers(model):
             units.setdefault(unit_of(name), {})[f"{name}.weight"] = packed
     # One unit (for example a decoder layer) at a time: the memory is that of one unsharded layer.
+    of_layers = {f"{name}.weight": layer for name, layer in quantized_layers(model)} if quantized else {}
     for unit in units.values():
-        state = {}
+        state, rounded = {}, {}
         for name, stored in unit.items():
             full = (
                 stored.dequantized() if isinstance(stored, nf4.NF4Linear) else transformers_compat.full_tensor(stored)
             )
             target_dtype = torch.float32 if keep_fp32(name) else dtype
+            if name in of_layers:
+                rounded[name] = of_layers[name].qat.rounded(full)
+                continue
             if name in updates:
                 # (out, in) weight + scale * B @ A, in fp32, then rounded once.
                 full = lora.rounded(name, lora.merged_weight(full, updates[name]), target_dtype)
@@ -161,6 +175,24 @@ def _named_full_weights(
             with lora.bare(model):
                 state = transformers_compat.revert_conversion(model, state)
         yield from state.items()
+        yield from _compressed(model, rounded, of_layers, dtype, device)
+
+
+def _compressed(
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    layers: dict[str, QATLinear],
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the quantized tensors of a unit, whose full weights are given in the dtype in which they are quantized."""
+    largest = {name: full.float().abs().amax() for name, full in weights.items()}
+    names = {id(layers[name]): name for name in weights}
+    for name, full in weights.items():
+        amax = torch.stack([largest[names[id(layer)]] for layer in layers[name].shares]).amax()
+        for hub_name, tensor in transformers_compat.revert_conversion(model, {name: full}).items():
+            for key, stored in compressed(hub_name, tensor, layers[name].qat, amax, dtype):
+                yield key, stored.to(device) if device is not None else stored
 
 
 def _persistent(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

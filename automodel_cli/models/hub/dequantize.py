@@ -10,6 +10,8 @@ The parameter `X` of transformers is the transpose `[E, 32 G, R]`. Example: nibb
 
 fp8 (DeepSeek-V3): `X.weight` float8_e4m3fn `[O, I]` times `X.weight_scale_inv` fp32 `[ceil(O/b0), ceil(I/b1)]`, one
 scale per block.
+
+compressed-tensors, which exports of quantization-aware training have: see `compressed_tensors.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.hub import compressed_tensors
+from automodel_cli.models.hub.lazy_tensor import LazyTensor
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E8M0_BIAS = 127
@@ -35,9 +39,13 @@ def check_quantization(quantization: Mapping[str, Any] | None, source: str) -> N
     method = quantization.get("quant_method", "unknown")
     if method == "mxfp4" or (method == "fp8" and quantization.get("weight_block_size") is not None):
         return
+    if method == compressed_tensors.METHOD:
+        method = compressed_tensors.why_unreadable(quantization)
+        if not method:
+            return
     raise ConfigError(
-        f"pretrained={source!r} is not supported because its quantization is {method}. Supported: mxfp4 and "
-        "block-scaled fp8",
+        f"pretrained={source!r} is not supported because its quantization is {method}. Supported: mxfp4, block-scaled "
+        "fp8, and compressed-tensors with symmetric int4, int8, fp8, mxfp4 or nvfp4 weights",
         code="not_supported",
         keys=("pretrained",),
         fix="model.pretrained=<a bf16 version of the checkpoint>",
@@ -48,6 +56,8 @@ def dequantized(tensors: Mapping[str, Any], quantization: Mapping[str, Any] | No
     """Return the lazy tensors by hub key. Each quantized tensor and its scales become one plain lazy tensor."""
     if quantization is None:
         return dict(tensors)
+    if quantization.get("quant_method") == compressed_tensors.METHOD:
+        return compressed_tensors.plain(tensors, quantization)
     plain: dict[str, Any] = {}
     for key, tensor in tensors.items():
         if key.endswith(_BLOCKS) and (scales := key.removesuffix(_BLOCKS) + _SCALES) in tensors:
@@ -63,33 +73,6 @@ def _is_scale(key: str, tensors: Mapping[str, Any]) -> bool:
     return (key.endswith(_SCALES) and key.removesuffix(_SCALES) + _BLOCKS in tensors) or (
         key.endswith(_SCALE_INV) and key.removesuffix(_SCALE_INV) in tensors
     )
-
-
-class LazyTensor:
-    """The interface of a safetensors slice that transformers uses. Indices are slices with step 1."""
-
-    shape: list[int]
-    dtype_name: str
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return self.dtype_name
-
-    def __getitem__(self, index: Any) -> Tensor:
-        requested = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
-        ranges = []
-        for size, part in zip(
-            self.shape, (*requested, *[slice(None)] * len(self.shape))[: len(self.shape)], strict=True
-        ):
-            start, stop, step = part.indices(size)
-            assert step == 1, f"quantized tensors do not support slices with step {step}"
-            ranges.append((start, max(start, stop)))
-        return self._read(ranges)
-
-    def _read(self, ranges: list[tuple[int, int]]) -> Tensor:
-        raise NotImplementedError
 
 
 class _MXFP4(LazyTensor):

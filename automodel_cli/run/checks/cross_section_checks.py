@@ -246,6 +246,45 @@ def check_fp8(parallelizer: Strategy, model: ModelConfig) -> None:
         )
 
 
+def check_qat(parallelizer: Strategy, model: ModelConfig, train: TrainConfig, kind: str) -> None:
+    """Raise ConfigError for recipes, strategies and settings that fake quantization does not support."""
+    qat = model.qat
+    if qat is None:
+        return
+    if kind not in ("sft", "pretrain", "kd"):
+        raise ConfigError(
+            f"model.qat is not supported with {kind} recipes. Recipes of kind sft, pretrain and kd train and "
+            "export quantized weights",
+            code="unsupported_combination",
+            keys=("model.qat",),
+            fix="model.qat=null",
+        )
+    if "qat" not in parallelizer.supports:
+        raise ConfigError(
+            f"model.qat is not supported with parallelizer={parallelizer.name}, because fake quantization is "
+            "untested there",
+            code="unsupported_combination",
+            keys=("model.qat", "parallelizer"),
+            fix="parallelizer=fsdp2",
+        )
+    if parallelizer.enable_compile is True:
+        raise ConfigError(
+            "enable_compile=true is not supported with model.qat, because whole-layer compilation is untested with "
+            "fake quantization",
+            code="unsupported_combination",
+            keys=("parallelizer.enable_compile", "model.qat"),
+            fix="parallelizer.enable_compile=auto",
+        )
+    steps, last = qat.fake_quant_after_n_steps, train.max_steps
+    if last is not None and steps >= last:
+        raise ConfigError(
+            f"model.qat.fake_quant_after_n_steps={steps} must be below train.max_steps={last}, or no step is quantized",
+            code="no_effect",
+            keys=("model.qat.fake_quant_after_n_steps", "train.max_steps"),
+            fix="model.qat.fake_quant_after_n_steps=0",
+        )
+
+
 def check_float16(model: ModelConfig, optimizer: OptimizerNode) -> None:
     """Raise ConfigError for float16 parameters with an optimizer that would keep its moments in float16."""
     if model.dtype == "float16":

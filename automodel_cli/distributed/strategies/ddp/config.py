@@ -20,7 +20,7 @@ class DDPConfig(BuiltInStrategy):
     reduction.
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "fp8", "sampler", "mtp"})
+    supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "fp8", "qat", "sampler", "mtp"})
 
     broadcast_buffers: bool = False
     """Copy rank 0's buffers to all ranks before each forward pass."""

@@ -108,7 +108,9 @@ class FSDP2Config(BuiltInStrategy):
       `activation_checkpointing: auto` leaves enough memory. Under a pipeline they are always kept.
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset({"pp", "tp", "cp", "ep", "hsdp", "nf4", "fp8", "sampler", "mtp"})
+    supports: ClassVar[frozenset[str]] = frozenset(
+        {"pp", "tp", "cp", "ep", "hsdp", "nf4", "fp8", "qat", "sampler", "mtp"}
+    )
 
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions along the sequence."""

@@ -1,0 +1,1 @@
+"""Fake quantization of linear layers for quantization-aware training: formats, and layers under every layout."""

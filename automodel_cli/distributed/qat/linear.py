@@ -1,0 +1,235 @@
+"""Linear layers that compute with fake-quantized weights and inputs, unsharded or sharded by tensor parallelism.
+
+The layer is torch's with another class, as in `float8/linear.py`: loading, sharding, checkpoints and optimizers see the
+unquantized parameter. Gradients pass rounding unchanged (straight-through estimator)::
+
+    y = Q(x) Q(W)^T      dx = mask(x) dy Q(W)      dW = mask(W) dy^T Q(x)
+
+Backward quantizes again, with saved scales. So a layer saves what an unquantized layer saves, and FSDP2 can reshard W.
+
+If tensor parallelism shards the dimension of a scale, the maximum is taken over all its ranks. Every rank then rounds
+as one process would.
+
+Shapes: T tokens, I inputs, O outputs, G groups of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.float8.quantization import autocast_dtype
+from automodel_cli.distributed.qat.formats import (
+    Format,
+    Scales,
+    fake_quantized,
+    masked,
+    token_scales,
+    weight_scales,
+)
+from automodel_cli.distributed.typed_torch import Ctx, Function
+
+
+@dataclass
+class FakeQuantization:
+    """Settings and state that all quantized layers of a model share.
+
+    compute_dtype: weights are rounded to it before they are quantized, whatever shards and stores them.
+    read_dtype: dtype in which a reader of the export has the weights.
+    ignored: names of the linear layers that are not quantized.
+    active: false in the first steps of a run.
+    exports: whether the export is quantized.
+    """
+
+    weights: Format
+    activations: Format | None
+    compute_dtype: torch.dtype = torch.float32
+    read_dtype: torch.dtype = torch.float32
+    ignored: tuple[str, ...] = ()
+    active: bool = True
+    exports: bool = True
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Return the weight as the forward pass quantizes it."""
+        return weight.to(self.compute_dtype)
+
+
+class QATLinear(nn.Linear):
+    """Created by `convert_to_qat`, never constructed."""
+
+    qat: FakeQuantization
+    shares: tuple[nn.Module, ...]
+    """Layers that an engine joins with this one, itself included. They have one factor in nvfp4."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.qat.active:
+            return super().forward(x)
+        weight = self.weight
+        dtype = autocast_dtype(x.device)
+        if dtype is not None:
+            x, weight = x.to(dtype), cast(nn.Parameter, weight.to(dtype))
+        amax = self.tensor_amax() if self.qat.weights.name == "nvfp4" else None
+        if isinstance(weight, DTensor):
+            y = _over_tp(x, weight, self.qat, amax)
+        else:
+            y = _matmul(x, weight, self.qat, amax, None, None)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    @torch.no_grad()
+    def tensor_amax(self) -> Tensor:
+        """Return the largest absolute value of the weights that share a factor. Collective over tp."""
+        weights = [layer.weight for layer in self.shares]
+        local = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+        amax = torch.stack([self.qat.rounded(cast(Tensor, w)).float().abs().amax() for w in local]).amax()
+        own = self.weight
+        return _max_over(own.device_mesh.get_group(), amax) if isinstance(own, DTensor) else amax
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, qat={self.qat.weights.name}"
+
+
+def convert_to_qat(linear: nn.Linear, quantization: FakeQuantization, shares: Sequence[nn.Module] = ()) -> None:
+    """Compute this linear layer with fake quantization from now on, in place."""
+    linear.__class__ = QATLinear
+    linear.qat = quantization  # type: ignore[assignment]
+    object.__setattr__(linear, "shares", tuple(shares) or (linear,))
+
+
+def quantized_layers(module: nn.Module) -> Iterator[tuple[str, QATLinear]]:
+    """(name, layer) of all of them in `module`."""
+    return ((name, child) for name, child in module.named_modules() if isinstance(child, QATLinear))
+
+
+def quantization_of(parts: Sequence[nn.Module]) -> FakeQuantization | None:
+    """Return the settings of a model, or None if no layer of these parts is quantized."""
+    return next((layer.qat for part in parts for _, layer in quantized_layers(part)), None)
+
+
+def settle(part: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Set the compute dtype, after tensor parallelism. Raises ConfigError for groups that a shard cuts."""
+    for name, layer in quantized_layers(part):
+        layer.qat.compute_dtype = compute_dtype
+        group = layer.qat.weights.group_size
+        if group is None or not isinstance(layer.weight, DTensor) or not layer.weight.placements[0].is_shard(1):
+            continue
+        local = layer.weight.to_local().shape[1]
+        if local % group:
+            raise ConfigError(
+                f"qat.group_size={group} must divide the {local} inputs of {name} on each rank of tensor parallelism",
+                code="not_divisible",
+                keys=("model.qat.group_size", "mesh.tp_size"),
+                fix="mesh.tp_size=1",
+            )
+
+
+@contextmanager
+def switched(parts: Sequence[nn.Module], *, active: bool, activations: bool = True) -> Iterator[None]:
+    """Quantize, or do not, inside this context. `activations=False`: weights only."""
+    layers = [layer for part in parts for _, layer in quantized_layers(part)]
+    before = [layer.qat for layer in layers]
+    for layer in layers:
+        kept = layer.qat.activations if activations else None
+        layer.qat = dataclasses.replace(layer.qat, active=active, activations=kept)
+    try:
+        yield
+    finally:
+        for layer, quantization in zip(layers, before, strict=True):
+            layer.qat = quantization
+
+
+def _over_tp(x: Tensor, weight: DTensor, qat: FakeQuantization, amax: Tensor | None) -> Tensor:
+    """Compute a layer sharded over tp.
+
+    Column-parallel: full inputs, a shard of the outputs. Row-parallel: a shard of the inputs, a partial sum of the
+    outputs.
+    """
+    mesh, (placement,) = weight.device_mesh, weight.placements
+    assert isinstance(x, DTensor) and isinstance(placement, Shard), f"a weight placed as {placement}"
+    by_outputs = placement.dim == 0
+    local_x = x.to_local(grad_placements=[Partial()] if by_outputs else x.placements)
+    local_w = weight.to_local(grad_placements=[placement])
+    group = None if by_outputs else mesh.get_group()
+    local_y = _matmul(local_x, local_w, qat, amax, group if qat.weights.group_size is None else None, group)
+    return DTensor.from_local(local_y, mesh, [Shard(-1) if by_outputs else Partial()], run_check=False)
+
+
+def _matmul(
+    x: Tensor,
+    weight_OI: Tensor,
+    qat: FakeQuantization,
+    amax: Tensor | None,
+    rows: dist.ProcessGroup | None,
+    tokens: dist.ProcessGroup | None,
+) -> Tensor:
+    """Multiply. `rows` and `tokens`: groups over which the scales of weights and of inputs are sharded."""
+    y_TO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, qat, amax, _over(rows), _over(tokens))
+    return y_TO.view(*x.shape[:-1], len(weight_OI))
+
+
+def _over(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor] | None:
+    return None if group is None else partial(_max_over, group)
+
+
+def _max_over(group: dist.ProcessGroup, values: Tensor) -> Tensor:
+    values = values.contiguous()
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return values
+
+
+class _Linear(Function):
+    """Linear function of fake-quantized operands. Saves the unquantized ones and their scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Ctx,
+        x_TI: Tensor,
+        weight_OI: Tensor,
+        qat: FakeQuantization,
+        amax: Tensor | None,
+        over_rows: Callable[[Tensor], Tensor] | None,
+        over_tokens: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor:
+        of_weight = weight_scales(qat.rounded(weight_OI), qat.weights, amax, over_rows)
+        of_x = None if qat.activations is None else token_scales(x_TI, qat.activations, over_tokens)
+        ctx.qat = qat
+        ctx.save_for_backward(x_TI, weight_OI, of_weight.of_groups, None if of_x is None else of_x.of_groups)
+        return _quantized_x(x_TI, qat, of_x) @ _quantized_weight(weight_OI, qat, of_weight).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Ctx, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, weight_OI, groups_OG, groups_T1 = ctx.saved_tensors
+        qat: FakeQuantization = ctx.qat
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        of_weight, of_x = Scales(groups_OG), None if groups_T1 is None else Scales(groups_T1)
+        grad_x = grad_weight = None
+        if wants_x:
+            grad_x = grad_TO @ _quantized_weight(weight_OI, qat, of_weight)
+            if of_x is not None and qat.activations is not None:
+                grad_x = masked(grad_x, x_TI, qat.activations, of_x)
+        if wants_weight:
+            grad_weight = grad_TO.t() @ _quantized_x(x_TI, qat, of_x)
+            grad_weight = masked(grad_weight, qat.rounded(weight_OI), qat.weights, of_weight)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _quantized_weight(weight_OI: Tensor, qat: FakeQuantization, scales: Scales) -> Tensor:
+    read = fake_quantized(qat.rounded(weight_OI), qat.weights, scales, qat.read_dtype)
+    return read.to(weight_OI.dtype)
+
+
+def _quantized_x(x_TI: Tensor, qat: FakeQuantization, scales: Scales | None) -> Tensor:
+    if scales is None or qat.activations is None:
+        return x_TI
+    return fake_quantized(x_TI, qat.activations, scales, x_TI.dtype)

@@ -1,0 +1,149 @@
+"""Fake quantization on several ranks: the numbers of one process, and those of a model whose weights torchao rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
+from automodel_cli.models.qat_config import QATConfig
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.cases import FP32, Case
+from automodel_cli.parity.compare import GradientRecorder, build_parity_stages
+from automodel_cli.parity.reference import Original, one_process
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.training.step import train_step
+from tests import tiny
+from tests.dist.harness import launch
+
+NUM_MICROBATCHES = 2
+INT4 = Case(num_microbatches=NUM_MICROBATCHES, qat=QATConfig(group_size=16, export="plain"))
+FORMATS = {
+    "int4": INT4,
+    "int8": replace(INT4, qat=QATConfig("int8", "int8", export="plain")),
+    "fp8": replace(INT4, qat=QATConfig("fp8", "fp8", export="plain")),
+    "mxfp4": replace(INT4, qat=QATConfig("mxfp4", export="plain")),
+    "nvfp4": replace(INT4, qat=QATConfig("nvfp4", export="plain")),
+}
+
+
+def over(row, *, pipeline=None, sequence_parallel=False, recompute=False, **sizes):
+    config = FSDP2Config(mp_policy=FP32, sequence_parallel=sequence_parallel, activation_checkpointing=recompute)
+    return replace(row, mesh=MeshConfig(**{"dp_size": 1, **sizes}), parallelizer=config, pipeline=pipeline)
+
+
+SHARED = {
+    "fsdp2": ("int4", over(INT4, dp_size=2)),
+    "fsdp2, recomputed": ("int4", over(INT4, dp_size=2, recompute="selective")),
+    "fsdp2, inputs": ("int8", over(FORMATS["int8"], dp_size=2, recompute="full")),
+    "fsdp2, one factor": ("nvfp4", over(FORMATS["nvfp4"], dp_size=2)),
+    "ddp": ("int4", replace(over(INT4, dp_size=2), parallelizer=DDPConfig())),
+    "pp": ("int4", over(INT4, pp_size=2, pipeline=PipelineConfig())),
+    "pp, split backward": ("int4", over(INT4, pp_size=2, pipeline=PipelineConfig(schedule="zb_h1"))),
+    "cp": ("int4", over(INT4, cp_size=2)),
+    "tp": ("int4", over(INT4, tp_size=2)),
+    "tp, sequences too": ("nvfp4", over(FORMATS["nvfp4"], tp_size=2, sequence_parallel=True)),
+    "tp, rows in two shards": ("int8 weights", over(replace(INT4, qat=QATConfig("int8", export="plain")), tp_size=2)),
+}
+"""Layouts of two ranks: the row of one process, and their own."""
+FLIPS = {
+    "tp, inputs": ("int8", over(FORMATS["int8"], tp_size=2)),
+    "tp, fp8 inputs": ("fp8", over(FORMATS["fp8"], tp_size=2)),
+    "cp, inputs": ("fp8", over(FORMATS["fp8"], cp_size=2)),
+}
+"""The same with inputs that differ in their last bits and may round to the next code."""
+ALONE = {**FORMATS, "int8 weights": SHARED["tp, rows in two shards"][1], "without": replace(INT4, qat=None)}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    model = tiny.build_hf("llama", num_hidden_layers=2)
+    return Original.write(tmp_path_factory.mktemp("qat"), model, SFT(), kinds=(True,), counts=(NUM_MICROBATCHES,))
+
+
+def steps(rank, world, original, rows):
+    """(loss, norm, gradients of this rank, exported tensors) of one step for each row."""
+    found = {}
+    for name, row in rows.items():
+        mesh = build_mesh(row.mesh.resolve(world), "cpu")
+        every = step_batches(packed=True, count=row.num_microbatches)
+        count = len(every) // mesh.dp_size
+        stages = build_parity_stages(original, row, mesh)
+        streamed = {}
+        if row.qat is not None:
+            for bucket in iter_hf_weights(stages.parts, device="cpu", pp_group=stages.pp_group, quantized=True):
+                streamed |= {key: tensor.contiguous().view(torch.uint8).numpy().tobytes() for key, tensor in bucket}
+        recorder = GradientRecorder(*stages.parts)
+        result = train_step(
+            stages, every[mesh.dp_rank * count :][:count], row.objective, recorder, mesh, max_grad_norm=None
+        )
+        found[name] = result.loss.item(), result.grad_norm.item(), recorder.gradients, streamed
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(original):
+    one = {name: over(row) for name, row in ALONE.items()}
+    alone = launch(steps, 1, original, one)
+    return alone, launch(steps, 2, original, {name: row for name, (_, row) in (SHARED | FLIPS).items()})
+
+
+def relative(got, want):
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got[:2], want[:2], strict=True))
+    return max(worst, tiny.gradient_error(want[2], got[2], [name for name in want[2] if name in got[2]]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_is_another_arithmetic(name, found):
+    alone, _ = found
+    assert 1e-3 < relative(alone[name], alone["without"]) < 2
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_two_ranks_have_the_numbers_of_one_process(name, found):
+    alone, shared = found
+    assert relative(shared[name], alone[SHARED[name][0]]) < 2e-5
+
+
+@pytest.mark.parametrize("name", FLIPS)
+def test_inputs_may_round_to_the_next_code(name, found):
+    alone, shared = found
+    assert relative(shared[name], alone[FLIPS[name][0]]) < 0.05
+
+
+@pytest.mark.parametrize("name", SHARED | FLIPS)
+def test_the_export_does_not_depend_on_the_layout(name, found):
+    alone, shared = found
+    want, got = alone[(SHARED | FLIPS)[name][0]][3], shared[name][3]
+    assert got.keys() == want.keys()
+    assert any(key.endswith("weight_scale") for key in got)
+    assert got == want
+
+
+def test_one_process_has_the_gradients_of_a_model_whose_weights_torchao_rounds(found, original):
+    pytest.importorskip("torchao")
+    from torchao.quantization.qat.utils import _fake_quantize_per_channel_group
+    from torchao.quantization.utils import get_group_qparams_symmetric
+    from transformers import AutoModelForCausalLM
+
+    class Rounded(torch.nn.Linear):
+        def forward(self, x):
+            scales, zeros = get_group_qparams_symmetric(self.weight, 4, 16, torch.bfloat16)
+            weight = _fake_quantize_per_channel_group(self.weight, scales.float(), zeros.float(), -8, 7, 16)
+            return F.linear(x, weight)
+
+    model = AutoModelForCausalLM.from_pretrained(original.folder, attn_implementation="eager").train()
+    for layer in model.model.layers:
+        for module in layer.modules():
+            if type(module) is torch.nn.Linear:
+                module.__class__ = Rounded
+    want = one_process(model, step_batches(packed=True, count=NUM_MICROBATCHES), SFT())
+    alone, _ = found
+    assert relative(alone["int4"], (want.loss, want.grad_norm, want.gradients)) < 2e-5

@@ -1,0 +1,118 @@
+"""Which layers `model.qat` quantizes, and the combinations that it rejects."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.qat.linear import quantization_of, quantized_layers, switched
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.config import Fp8Config, ModelConfig, MTPConfig, TransformerEngineConfig
+from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.qat_config import QATConfig
+from tests import tiny
+from tests.errors import raises
+
+PLAIN = QATConfig(export="plain")
+
+
+def part_of(family="llama", qat=PLAIN, **fields):
+    return build_part(ModelConfig(config=tiny.tiny_fields(family, **fields), qat=qat))
+
+
+def chosen(part):
+    return {name for name, _ in quantized_layers(part.model)}
+
+
+def test_linear_layers_of_decoder_layers_are_quantized_and_nothing_else():
+    part = part_of()
+    assert len(chosen(part)) == tiny.NUM_LAYERS * 7
+    assert type(part.model.lm_head) is nn.Linear
+    assert quantization_of([part]).ignored == ("lm_head",)
+    assert {name for name, _ in part.named_parameters()} == {name for name, _ in part_of(qat=None).named_parameters()}
+
+
+def test_names_select_and_exclude_layers():
+    part = part_of(
+        qat=replace(PLAIN, target_modules=["mlp.down_proj", "o_proj"], exclude_modules=["layers.0.mlp.down_proj"])
+    )
+    assert len(chosen(part)) == 2 * tiny.NUM_LAYERS - 1
+    assert all(name.endswith(("down_proj", "o_proj")) for name in chosen(part))
+    assert "model.layers.0.mlp.down_proj" in quantization_of([part]).ignored
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
+def test_a_name_without_a_layer_is_rejected_with_the_nearest(key):
+    with raises(ConfigError, "unknown_name", keys=(f"model.qat.{key}",), fix=f"'model.qat.{key}=[down_proj]'"):
+        part_of(qat=replace(PLAIN, **{key: ["down_prj"]}))
+
+
+def test_layers_whose_inputs_are_no_multiple_of_a_group_are_left_alone_and_counted(caplog):
+    with caplog.at_level(logging.INFO):
+        part = part_of(intermediate_size=72)
+    assert not any(name.endswith("down_proj") for name in chosen(part))
+    assert re.search(r"qat int4: 24 linear layers; not 4 with 72 inputs", caplog.text)
+    with raises(ConfigError, "not_supported_by_model", keys=("qat",), fix="model.qat=null"):
+        part_of(qat=replace(PLAIN, group_size=7))
+
+
+def test_experts_are_rejected():
+    with raises(ConfigError, "not_supported_by_model", keys=("qat",)):
+        part_of("qwen3_moe")
+
+
+def test_layers_that_engines_join_share_their_factor_in_nvfp4():
+    part = build_part(
+        ModelConfig(config=tiny.tiny_fields("llama"), qat=replace(PLAIN, weight_dtype="nvfp4")), device="cpu"
+    )
+    attention = part.model.model.layers[0].self_attn
+    with torch.no_grad():
+        for param in part.parameters():
+            nn.init.normal_(param)
+        attention.k_proj.weight[0, 0] = 99.0
+    amax = {name: layer.tensor_amax().item() for name, layer in quantized_layers(attention)}
+    assert amax["q_proj"] == amax["k_proj"] == amax["v_proj"] == 99.0 > amax["o_proj"]
+
+
+def test_fake_quantization_is_switched_in_a_context():
+    part = part_of()
+    with switched([part], active=False):
+        assert not quantization_of([part]).active
+    assert quantization_of([part]).active
+    assert not quantization_of([part_of(qat=replace(PLAIN, fake_quant_after_n_steps=3))]).active
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({"weight_dtype": "mxfp4", "activation_dtype": "fp8"}, ("activation_dtype", "weight_dtype")),
+        ({"weight_dtype": "int8", "activation_dtype": "fp8"}, ("activation_dtype", "weight_dtype")),
+        ({"weight_dtype": "fp8", "group_size": 32}, ("group_size", "weight_dtype")),
+        ({"weight_dtype": "nvfp4", "group_size": 32}, ("group_size", "weight_dtype")),
+        ({"weight_dtype": "int8", "activation_dtype": "int8", "group_size": 32}, ("group_size", "weight_dtype")),
+    ],
+)
+def test_formats_that_no_reader_has_are_rejected(options, keys):
+    with raises(ConfigError, "unsupported_combination", keys=keys):
+        QATConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp8", Fp8Config(emulate=True)),
+        ("lora", LoRAConfig()),
+        ("lora", LoRAConfig(quantization="nf4")),
+        ("mtp", MTPConfig()),
+        ("transformer_engine", TransformerEngineConfig()),
+    ],
+)
+def test_other_arithmetics_are_rejected(name, value):
+    with raises(ConfigError, "unsupported_combination", keys=("qat", name)):
+        ModelConfig(config=tiny.tiny_fields("llama"), qat=PLAIN, **{name: value})
