@@ -82,6 +82,10 @@ def plan(
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
     common.print_untrusted(composed, untrusted)
+    others = {"--goodput": goodput, "--traced": traced, "--svg": svg is not None}
+    for other in (name for name, is_set in others.items() if scale and is_set):
+        message = f"--scale and {other} cannot be combined"
+        raise ConfigError(message, code="mutually_exclusive", keys=("--scale", other), fix=f"--scale, or {other}")
     if goodput or traced:
         from automodel_cli.run.checks.vision_checks import refuse_command
 

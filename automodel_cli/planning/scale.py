@@ -95,16 +95,21 @@ def simulated_maximum(number: int, jitter: float, steps: int, seed: int = 0) -> 
     return sum(max(source.gauss(1.0, jitter) for _ in range(number)) for _ in range(steps)) / steps
 
 
-def layouts(layout: Layout, gpus_per_node: int, largest: int = LARGEST) -> Iterator[tuple[str, Layout]]:
-    """Yield (way to shard, layout) of 64 GPUs, or as many as the run has, doubled up to `largest`."""
+def layouts(
+    layout: Layout, gpus_per_node: int, largest: int = LARGEST, *, shards: bool = True, hybrid: bool = True
+) -> Iterator[tuple[str, Layout]]:
+    """Yield (way to shard, layout) of 64 GPUs, or as many as the run has, doubled up to `largest`.
+
+    `shards`: whether the strategy shards parameters. `hybrid`: whether it has hybrid sharding.
+    """
     inside = max(1, gpus_per_node // (layout.tp * layout.cp))
     model = layout.pp * layout.tp * layout.cp
     gpus = layout.world_size * max(1, math.ceil(64 / layout.world_size))
     while gpus <= largest:
         dp = gpus // model
         if layout.dp_replicate == 1:
-            yield "full", replace(layout, dp_shard=dp)
-        if dp % inside == 0 and dp > inside:
+            yield "full" if shards else "copies", replace(layout, dp_shard=dp)
+        if hybrid and dp % inside == 0 and dp > inside:
             yield "hybrid", replace(layout, dp_shard=inside, dp_replicate=dp // inside)
         gpus *= 2
 
@@ -113,9 +118,11 @@ def scale(
     plan: Plan, assumed: Assumptions, *, memory_gib: float, largest: int = LARGEST, seed: int = 0
 ) -> list[ScaleRow]:
     """Return the rows of a plan. The same seed gives the same rows."""
+    strategy, per_node = plan.request.parallelizer, assumed.links.gpus_per_node
+    ways = {"shards": "parameters" in strategy.storage().shards, "hybrid": "hsdp" in strategy.supports}
     return [
         _row(plan, assumed, name, layout, usable_bytes(memory_gib), seed)
-        for name, layout in layouts(plan.request.layout, assumed.links.gpus_per_node, largest)
+        for name, layout in layouts(plan.request.layout, per_node, largest, **ways)
     ]
 
 
@@ -138,7 +145,7 @@ def _row(plan: Plan, assumed: Assumptions, name: str, layout: Layout, limit: flo
 def render(rows: Sequence[ScaleRow]) -> str:
     """The table, at most 80 columns wide."""
     heads = f"{'GPUs':>5} {'sharding':<8} {'GiB':>5} {'step [s]':>14} {'exposed':>7} {'save every':>10} "
-    lines = [heads + f"{'goodput':>7}  kept tokens/s/GPU"]
+    lines = [heads + f"{'goodput':>7} kept tokens/s/GPU"]
     for row in rows:
         step, kept = row.time.step_range.times(row.slowest), row.time.throughput.times(row.kept)
         minutes = row.interval * row.time.step_seconds * row.slowest / 60
@@ -146,7 +153,7 @@ def render(rows: Sequence[ScaleRow]) -> str:
         peak = f"{row.peak / 2**30:.0f}{'' if row.fits else '!'}"
         lines.append(
             f"{row.gpus:>5} {row.sharding:<8} {peak:>5} {spread(step.low, step.high):>14} {row.exposed:>7.0%} "
-            f"{every:>10} {row.goodput.kept:>7.1%}  {spread(kept.low, kept.high)}"
+            f"{every:>10} {row.goodput.kept:>7.1%} {spread(kept.low, kept.high)}"
         )
     if not all(row.fits for row in rows):
         lines.append("!: does not fit")

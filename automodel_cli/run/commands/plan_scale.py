@@ -63,7 +63,7 @@ def print_scale(
     rows = scale(plan, assumed, memory_gib=memory_gib)
     print(
         f"{plan.request.num_microbatches} microbatches of {plan.request.rows} x {plan.request.seq_len} tokens on each "
-        f"data-parallel rank, {device.name}\n"
+        f"data-parallel rank\n{device.name}\n"
         "full: parameters sharded over all ranks; hybrid: in each node (mesh.dp_replicate_size)\n"
         f"a GPU fails every {rates['gpu_mtbf_hours']:g} hours; checkpoints at the best interval (Daly)\n"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 
 import pytest
@@ -14,6 +15,8 @@ from automodel_cli.planning.goodput import HOURS, Cluster, best_interval, expect
 from automodel_cli.planning.hardware import COLLECTIVE_SECONDS, GPUS, Links
 from automodel_cli.planning.plan import make_plan
 from automodel_cli.planning.scale import Assumptions, expected_maximum, layouts, render, scale, simulated_maximum
+from tests.e2e.command import automodel, write_config
+from tests.errors import assert_error
 from tests.unit.planning.test_plan import request
 
 CLUSTER = Cluster(nodes=1, step=1.0, node_mtbf=6250 * HOURS, restart=600.0, spares=None)
@@ -50,6 +53,24 @@ def test_layouts_keep_the_model_axes_and_double_the_data_parallel_ones() -> None
     assert [layout.world_size for name, layout in found if name == "full"] == [64, 128, 256, 512, 1024, 2048, 4096]
     assert all(layout.tp == 2 for _, layout in found)
     assert {layout.dp_shard for name, layout in found if name == "hybrid"} == {4}
+    assert {name for name, _ in layouts(Layout(dp_shard=8), 8, shards=False, hybrid=False)} == {"copies"}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "keys"),
+    [
+        (("--jitter", "0.1"), "requires_setting", ("--jitter", "--scale")),
+        (("--scale", "--goodput"), "mutually_exclusive", ("--scale", "--goodput")),
+        (("--scale", "--oversubscription", "0.5"), "out_of_range", ("--oversubscription",)),
+    ],
+)
+def test_options_that_do_not_belong_together_are_rejected(
+    options: tuple[str, ...], code: str, keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_config(tmp_path)
+    found = automodel(tmp_path, "plan", "-c", "tiny.yaml", "--gpus", "1", *options)
+    assert found.returncode == 2
+    assert_error(found.stderr, code, *keys)
 
 
 def test_rows_scale_as_their_messages_and_failures_do() -> None:
@@ -67,4 +88,4 @@ def test_rows_scale_as_their_messages_and_failures_do() -> None:
         assert row.goodput.kept == pytest.approx(expected(cluster, row.interval), rel=0.01)
     slower = scale(plan, replace(ASSUMED, jitter=0.05), memory_gib=79.1, largest=64)
     assert slower[0].slowest == pytest.approx(1 + 0.05 * expected_maximum(8))
-    assert all(len(line) <= 90 for line in render(rows).splitlines()), render(rows)
+    assert len(render(rows).splitlines()[0]) <= 80

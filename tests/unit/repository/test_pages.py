@@ -54,7 +54,7 @@ def test_commands_name_what_exists(page):
 
 def test_a_wrong_command_is_noticed():
     assert wrong("automodel tune -c quickstart") == ["automodel tune -c quickstart"]
-    assert wrong("automodel plan -c quickstart --gpu 8") == ["--gpu"]
+    assert wrong("automodel plan -c quickstart --gpuz 8") == ["--gpuz"]
     assert wrong("automodel finetune llm -c quick") == ["no recipe quick"]
     assert wrong("automodel finetune llm -c x.yaml optimizer.lrr=1") == ["no key optimizer.lrr"]
     assert wrong("automodel finetune llm -c x.yaml optimizer.lr=1 parallelizer=ddp") == []
