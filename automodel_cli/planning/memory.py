@@ -113,6 +113,10 @@ class Accounting:
         layers = units[num_outside:]
         reduced = max((self._gathered([unit], storage.reduce_dtype, trained=True) for unit in layers), default=0.0)
         early = grads if self.num_microbatches > 1 else 0.0
+        if self._experts_add_up:
+            experts = [item for item in trained if is_experts(item.owner)]
+            early -= sum(self._kept(item, "gradients") * item.param.dtype.itemsize for item in experts)
+            early += self._experts_gradients(units)
         return replace(memory, early_gradients=early, reduced=reduced)
 
     def resident(self, units: Sequence[Unit]) -> tuple[float, float]:
@@ -124,6 +128,10 @@ class Accounting:
     def _adds_up(self) -> bool:
         """Whether gradients of several microbatches are summed before they are reduced."""
         return self.storage.defers and (self.layout.pp > 1 or self.num_microbatches > 1)
+
+    @property
+    def _experts_add_up(self) -> bool:
+        return self.storage.defers_experts and (self.layout.pp > 1 or self.num_microbatches > 1)
 
     def _kept(self, item: TrainableParam, kind: str) -> int:
         """Elements of a parameter, its gradient or its optimizer state that a rank keeps between steps."""
@@ -152,7 +160,15 @@ class Accounting:
         dtype = self.storage.reduce_dtype
         if self._adds_up:
             return self._gathered(units, dtype, trained=True)
+        if self._experts_add_up:
+            others = [_part(unit, lambda owner: not is_experts(owner)) for unit in units]
+            largest = max((self._gathered([unit], dtype, trained=True) for unit in others), default=0.0)
+            return self._experts_gradients(units) + largest
         return max((self._gathered([unit], dtype, trained=True) for unit in units), default=0.0)
+
+    def _experts_gradients(self, units: Sequence[Unit]) -> float:
+        """Those that add up unsharded if their reduction alone is deferred."""
+        return self._gathered([_part(unit, is_experts) for unit in units], self.storage.reduce_dtype, trained=True)
 
 
 def _part(unit: Unit, chosen: Callable[[nn.Module], bool]) -> Unit:

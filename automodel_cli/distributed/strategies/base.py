@@ -40,6 +40,7 @@ class MemoryTraits:
         compute_dtype: dtype of gathered parameters. None: as stored.
         reduce_dtype: dtype of gradients in reductions. None: as stored.
         defers: gradients accumulate unsharded until the last microbatch.
+        defers_experts: those of distributed experts do, if not all.
         gradient_copies: copies of unsharded gradients.
         offloaded: shards are in host memory.
         keeps_experts: gathered experts of all layers stay in memory.
@@ -49,6 +50,7 @@ class MemoryTraits:
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     defers: bool = True
+    defers_experts: bool = False
     gradient_copies: int = 1
     offloaded: bool = False
     keeps_experts: bool = False

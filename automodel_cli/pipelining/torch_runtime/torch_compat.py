@@ -31,7 +31,7 @@ from torch.torch_version import TorchVersion
 
 from automodel_cli.config.warn import warn
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.distributed.strategies.fsdp2.sharding import reduce_in_backward, unsharded_units
+from automodel_cli.distributed.strategies.fsdp2.sharding import late_units, reduce_in_backward
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 from automodel_cli.pipelining.schedule.actions import to_torch
 from automodel_cli.pipelining.schedule.program import Program, unsplit_backwards
@@ -100,7 +100,7 @@ class Stage(PipelineStage):
         self.further = False
         self._more_in, self._more_out = num_further * further_arrives, num_further * further_leaves
         self.fsdp_roots = fsdp_roots(part) if defer_nested_sync or isinstance(part, FSDPModule) else []
-        self._alone = unsharded_units(part)
+        self._late = late_units(part)
         self.reduction = Reduction()
         is_first, is_last = stage_index == 0, stage_index == num_stages - 1
         hidden = torch.empty(1, 1, hidden_size, dtype=boundary_dtype, device="meta", requires_grad=True)
@@ -249,7 +249,7 @@ class Stage(PipelineStage):
         for root in self.fsdp_roots:
             is_last, every = in_backward and last_backward, in_backward and self.reduction.every_microbatch
             root.set_reshard_after_backward(is_last)
-            reduce_in_backward(root, self._alone, is_last=is_last, every_microbatch=every)
+            reduce_in_backward(root, self._late, is_last=is_last, every_microbatch=every)
         if backward_type == "full":  # torch's version would disable reduction.
             stage_backward: Callable[..., Any] = torch_stage.stage_backward
             names = ("stage_output", "output_grads", "input_values")

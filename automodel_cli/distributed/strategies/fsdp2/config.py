@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CONTEXT_PARALLEL = ("all_gather", "ring")
 EXPERT_DISPATCH = ("all_to_all", "deepep")
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ class FSDP2Config(BuiltInStrategy):
     - `mp_policy` is null, MixedPrecision, or torch's MixedPrecisionPolicy. `offload_policy` is null, CPUOffload, or
       torch's CPUOffloadPolicy.
     - `autocast_dtype` needs an `mp_policy` that keeps parameters in float32, because autocast casts float32 only.
-    - `defer_fsdp_grad_sync=false` gives the same sums. They are stored in `model.dtype` between microbatches.
+    - `defer_fsdp_grad_sync=false` gives the same sums. They are stored in `model.dtype` between microbatches. "experts"
+      defers the gradients of distributed experts only. Use it if several ranks share each expert (more ranks than
+      mesh.ep_size): these sums cross nodes, and are most of the communication. An expert on one rank has none.
     - `context_parallel`: both values give the same results. "ring" is for sequences whose keys do not fit into memory.
     - `expert_dispatch=deepep` needs CUDA and the package deep_ep. It sends a token once to a rank with several of its
       experts.
@@ -122,8 +125,9 @@ class FSDP2Config(BuiltInStrategy):
     """Dtypes of compute and gradient sums. null: bfloat16 compute with float32 sums."""
     offload_policy: CPUOffload | TorchOffload | None = None
     """Keep parameters and optimizer states on the CPU between uses. null: on the device."""
-    defer_fsdp_grad_sync: bool = True
-    """Reduce gradients on the last microbatch only. false: on each one, with less memory and more communication."""
+    defer_fsdp_grad_sync: bool | str = True
+    """Reduce gradients on the last microbatch only. false: on each one, with less memory and more communication.
+    `experts`: those of distributed experts on the last one only, the others on each one."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with GEMMs."""
     enable_fsdp2_prefetch: bool = False
@@ -150,6 +154,7 @@ class FSDP2Config(BuiltInStrategy):
             ("context_parallel", CONTEXT_PARALLEL),
             ("expert_dispatch", EXPERT_DISPATCH),
             ("keep_cast_experts", (AUTO, True, False)),
+            ("defer_fsdp_grad_sync", (True, False, EXPERTS)),
         ):
             check_choice(name, getattr(self, name), choices, fix=f"parallelizer.{name}={choices[0]}")
         if self.enable_async_tensor_parallel and self.enable_compile is not True:
@@ -210,6 +215,14 @@ class FSDP2Config(BuiltInStrategy):
                 keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "mesh.ep_size"),
                 fix="parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=false",
             )
+        if self.defer_fsdp_grad_sync == EXPERTS and (mesh.ep_size or 1) == 1:
+            raise ConfigError(
+                f"defer_fsdp_grad_sync={EXPERTS} has no effect because no experts are distributed "
+                f"(mesh.ep_size={mesh.ep_size or 1})",
+                code="no_effect",
+                keys=("parallelizer.defer_fsdp_grad_sync", "mesh.ep_size"),
+                fix="parallelizer.defer_fsdp_grad_sync=false",
+            )
         for name, axis, default in (
             ("context_parallel", "cp_size", CONTEXT_PARALLEL[0]),
             ("expert_dispatch", "ep_size", EXPERT_DISPATCH[0]),
@@ -238,7 +251,8 @@ class FSDP2Config(BuiltInStrategy):
             frozenset({"parameters", "gradients", "optimizer"}),
             compute_dtype=policy.param_dtype,
             reduce_dtype=policy.reduce_dtype or policy.param_dtype,
-            defers=self.defer_fsdp_grad_sync,
+            defers=self.defer_fsdp_grad_sync is True,
+            defers_experts=self.defer_fsdp_grad_sync == EXPERTS,
             offloaded=self.offload_policy is not None,
             keeps_experts=self.keep_cast_experts is True,
         )
@@ -255,12 +269,13 @@ class FSDP2Config(BuiltInStrategy):
         if "tp" not in axes:
             plain = replace(plain, sequence_parallel=False, tp_plan=None)
         if "ep" not in axes:
-            plain = replace(plain, keep_cast_experts=AUTO)
+            every = False if plain.defer_fsdp_grad_sync == EXPERTS else plain.defer_fsdp_grad_sync
+            plain = replace(plain, keep_cast_experts=AUTO, defer_fsdp_grad_sync=every)
         return plain if "cp" in axes else replace(plain, context_parallel=CONTEXT_PARALLEL[0])
 
     @property
     def reduces_every_microbatch(self) -> bool:
-        return not self.defer_fsdp_grad_sync
+        return self.defer_fsdp_grad_sync is not True
 
     @property
     def adds_in_products(self) -> bool:

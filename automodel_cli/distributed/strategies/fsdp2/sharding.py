@@ -21,13 +21,14 @@ from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
 from automodel_cli.distributed.mesh_config import AXES
 from automodel_cli.distributed.sharded_module import Sharded, class_of, register_handle
 from automodel_cli.distributed.strategies.fsdp2 import torch_compat
-from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
+from automodel_cli.distributed.strategies.fsdp2.config import EXPERTS, FSDP2Config
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 
 logger = logging.getLogger(__name__)
 
 _alone: WeakSet[object] = WeakSet()
+_deferred: WeakSet[object] = WeakSet()
 
 
 class FSDP2Sharded(Sharded):
@@ -42,13 +43,13 @@ class FSDP2Sharded(Sharded):
         """
         super().__init__(part)
         self._every_microbatch, self._kept = every_microbatch, kept
-        self._alone = unsharded_units(part)
+        self._late = late_units(part)
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
         module = self.part
         assert isinstance(module, FSDPModule)
-        reduce_in_backward(module, self._alone, is_last=is_last, every_microbatch=self._every_microbatch)
+        reduce_in_backward(module, self._late, is_last=is_last, every_microbatch=self._every_microbatch)
         for unit in self._kept:
             unit.set_reshard_after_backward(is_last, recurse=False)
         try:
@@ -116,15 +117,22 @@ def unsharded_units(module: nn.Module) -> list[FSDPModule]:
     return [unit for unit in fsdp_modules(module) if unit in _alone]
 
 
-def reduce_in_backward(root: FSDPModule, alone: Sequence[FSDPModule], *, is_last: bool, every_microbatch: bool) -> None:
+def late_units(module: nn.Module) -> list[FSDPModule]:
+    """Return FSDP units that reduce at the last microbatch in any case: unsharded ones, and experts whose reduction the
+    config defers.
+    """
+    return [unit for unit in fsdp_modules(module) if unit in _alone or unit in _deferred]
+
+
+def reduce_in_backward(root: FSDPModule, late: Sequence[FSDPModule], *, is_last: bool, every_microbatch: bool) -> None:
     """Set whether the next backward of `root` reduces gradients over ranks, or accumulates them unreduced.
 
-    Units in `alone` reduce at the last microbatch only. A backward that reduces waits for the reduction and frees its
+    Units in `late` reduce at the last microbatch only. A backward that reduces waits for the reduction and frees its
     buffers.
     """
     root.set_requires_gradient_sync(is_last or every_microbatch)
     if every_microbatch and not is_last:
-        for unit in alone:
+        for unit in late:
             unit.set_requires_gradient_sync(False, recurse=False)
     root.set_is_last_backward(is_last or every_microbatch)
 
@@ -244,6 +252,8 @@ def fsdp2_strategy_parallelize(
         options = {"mp_policy": layer_policy, "offload_policy": shard["offload_policy"]}
         units = _shard_experts_of(layers, expert_mesh, options, reshard=pp_size == 1 and not keep)
         kept = units if keep else []
+        if config.defer_fsdp_grad_sync == EXPERTS:
+            _deferred.update(units)
     wide: list[nn.Module] = []
     for unit in units_of(layers):
         reshard = pp_size == 1 and layers[-1] not in unit
