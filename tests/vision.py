@@ -15,8 +15,6 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPImageProcessorPil,
     Gemma3Config,
-    Gemma3ImageProcessorPil,
-    Gemma3Processor,
     Glm4vMoeConfig,
     LlavaConfig,
     LlavaProcessor,
@@ -26,7 +24,7 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from automodel_cli.models.vision.nodes import QwenProcessor, WordTokenizer
+from automodel_cli.models.vision.nodes import GemmaProcessor, QwenProcessor, WordTokenizer
 
 WORDS = ("a", "picture", "of", "one", "two", "three", "what", "is", "here", "and", "there", "short", "yes", "no")
 _TEXT = {
@@ -107,16 +105,7 @@ def processor_of(kind: str) -> Any:
         node = QwenProcessor(patch_size=4, merge_size=2, temporal_patch_size=1, min_pixels=64, max_pixels=1024)
         return node.build_processor(tokenizer)
     if kind == "gemma3":
-        tokens = {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>", "image_token": "<|image_pad|>"}
-        tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
-        # The template writes the begin token, which the processor expands.
-        tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|><|vision_end|>", "")
-        return Gemma3Processor(
-            image_processor=Gemma3ImageProcessorPil(size={"height": 16, "width": 16}),
-            tokenizer=tokenizer,
-            image_seq_length=16,
-            chat_template=tokenizer.chat_template,
-        )
+        return GemmaProcessor(image_size=16, num_tokens=16).build_processor(tokenizer)
     pixels = CLIPImageProcessorPil(size={"height": 16, "width": 16}, crop_size={"height": 16, "width": 16})
     tokenizer.chat_template = tokenizer.chat_template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
     return LlavaProcessor(

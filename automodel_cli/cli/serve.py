@@ -18,6 +18,8 @@ from automodel_cli.config.errors import ConfigError
 
 _SERVERS = ("transformers", "vllm")
 _NAME_OPTION = "--served-model-name"
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_PHOTO = "PHOTO"
 
 
 @click.command(
@@ -64,7 +66,7 @@ def serve(
     asked_as = _served_name(chosen, folder.name, export, more)
     command = _command(chosen, export, asked_as, (host, port, more), dry_run=dry_run)
     click.echo(f"serving {export} with {chosen}; ask it, once it is up, from another terminal:\n")
-    click.echo(_curl(asked_as, host, port) + "\n")
+    click.echo(_curl(asked_as, host, port, picture=_reads_pictures(export)) + "\n")
     if dry_run:
         click.echo(shlex.join(command))
         return
@@ -113,10 +115,20 @@ def _command(
     return [program or "transformers", "serve", asked_as, *where]
 
 
-def _curl(asked_as: str, host: str, port: int) -> str:
-    body = {"model": asked_as, "messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 64}
+def _reads_pictures(export: Path) -> bool:
+    return any((export / name).is_file() for name in _PROCESSOR_FILES)
+
+
+def _curl(asked_as: str, host: str, port: int, *, picture: bool) -> str:
+    """Return an example request. With `picture`, the shell inserts the file photo.png."""
+    content: object = "What is 2 + 3?"
+    if picture:
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_PHOTO}"}}
+        content = [image, {"type": "text", "text": "What is this?"}]
+    body = {"model": asked_as, "messages": [{"role": "user", "content": content}], "max_tokens": 64}
     url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/v1/chat/completions"
-    return f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    text = shlex.quote(json.dumps(body)).replace(_PHOTO, "'\"$(base64 < photo.png | tr -d '\\n')\"'")
+    return f"curl -s {url} -H 'Content-Type: application/json' -d {text}"
 
 
 def _become(command: list[str]) -> NoReturn:

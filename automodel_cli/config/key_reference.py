@@ -46,7 +46,10 @@ _OPEN = {
         "automodel_cli.models.tokenizer.PretrainedTokenizer",
         "automodel_cli.models.vision.nodes.WordTokenizer",
     ),
-    "model.vision.processor": ("automodel_cli.models.vision.nodes.QwenProcessor",),
+    "model.vision.processor": (
+        "automodel_cli.models.vision.nodes.QwenProcessor",
+        "automodel_cli.models.vision.nodes.GemmaProcessor",
+    ),
     "logging.trackers": tuple(
         f"automodel_cli.training.trackers.{name}" for name in ("TensorBoard", "WandB", "MLflow", "Trackio")
     ),

@@ -368,6 +368,11 @@ def images_only_processor(folder: str, revision: str | None, tokenizer: Any) -> 
     )
 
 
+def name_special_tokens(tokenizer: Any, tokens: dict[str, str]) -> None:
+    """Give special tokens of a tokenizer the attribute names that a family's processor reads."""
+    tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
+
+
 def without_video(cls: Any) -> Any:
     """A processor class without its video part, which needs torchvision."""
 

@@ -86,7 +86,7 @@ PLANNED = [
 ]
 EVERY = [*DEFAULT, *SLOW, *PLANNED]
 _NOT_OF_REAL_SIZE = re.compile(
-    r"quickstart.*|.*_tiny|sft|dpo|dpo_vlm|grpo|kd|rm|vlm|classifier|embedding|pretrain|qwen3_vl_.*"
+    r"quickstart.*|.*_tiny|sft|dpo|dpo_vlm|grpo|kd|rm|vlm|classifier|embedding|pretrain|qwen3_vl_.*|gemma3_.*"
 )
 """Toys, what recipes begin with, and recipes with pictures, which `dryrun` refuses."""
 

@@ -85,3 +85,29 @@ class QwenProcessor:
         return without_video(Qwen3VLProcessor)(
             image_processor=pixels, tokenizer=tokenizer, chat_template=tokenizer.chat_template
         )
+
+
+@dataclass(frozen=True)
+class GemmaProcessor:
+    """Processor of Gemma 3: pictures are resized to a square, and all have the same number of tokens."""
+
+    image_size: int = 896
+    """Side of the square [pixels]."""
+    num_tokens: int = 256
+    """Tokens of a picture, `mm_tokens_per_image` of the model."""
+
+    def build_processor(self, tokenizer: Any) -> Any:
+        """Return the processor of transformers around this tokenizer, whose template then writes the begin token."""
+        from transformers import Gemma3ImageProcessorPil, Gemma3Processor
+
+        from automodel_cli.models.transformers_compat import name_special_tokens
+
+        name_special_tokens(tokenizer, {"boi_token": START, "eoi_token": STOP, "image_token": IMAGE})
+        tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE + STOP, "")  # the processor adds them
+        side = {"height": self.image_size, "width": self.image_size}
+        return Gemma3Processor(
+            image_processor=Gemma3ImageProcessorPil(size=side),
+            tokenizer=tokenizer,
+            image_seq_length=self.num_tokens,
+            chat_template=tokenizer.chat_template,
+        )

@@ -180,6 +180,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         "rm",
         "embedding",
         "grpo",
+        "gemma3_12b_vlm",
         "qwen3_vl_8b",
         "qwen3_vl_8b_lora",
         "qwen3_vl_30b_pp2ep4",
