@@ -220,7 +220,7 @@ _TILES = ("loss", "val_loss", "reward", "val_reward", "accuracy after", "val_acc
 _MOST_TILES = 12
 _IMPORTANT = (
     *("state", "step", *_TILES, "accuracy before", "accuracy", "response_length", "truncation_rate", "entropy"),
-    *("memory_gib", "mfu", "grad_norm", "step_seconds", "lr", "trainer_idle_fraction"),
+    *("memory_gib", "mfu", "grad_norm", "step_seconds", "data_wait_share", "lr", "trainer_idle_fraction"),
 )
 """Tiles of a run with more than `_MOST_TILES` final values, most important first. `best ...` precedes them."""
 

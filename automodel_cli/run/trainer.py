@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -121,6 +122,7 @@ class Trainer:
         self.best_restored: int | None = None
         self.stopped_by, self.has_begun = 0, False
         self._noticed: int | None = None
+        self._data_seconds = 0.0
         self.at_exit = ExitStack()
         self.at_exit.callback(self.loader.close)
         self._metrics: dict[str, float] = {}
@@ -174,7 +176,10 @@ class Trainer:
             self.profiler.before(step)
             self._noticed = None
             self.watch.step(step)
-            yield step, self.loader.next_step()
+            began = time.perf_counter()
+            batches = self.loader.next_step()
+            self._data_seconds = time.perf_counter() - began
+            yield step, batches
             self.profiler.after(step)
             validates = self.recipe.validation.due(step, self.num_steps)
             # The step has agreed on stop requests before its loss was summed. A validation does not wait for any.
@@ -207,6 +212,7 @@ class Trainer:
             The metrics of the objective. A non-finite step ends the run with an error that names its rows.
         """
         results = [self._update(step, batches) for batches in updates]
+        self._data_seconds = 0.0
         self._noticed = max((result.stop_signal for result in results), default=None)
         lr = self.scheduler.get_last_lr()[0] * self._shown_ratio
         self.scheduler.step()
@@ -232,6 +238,7 @@ class Trainer:
             lr=lr,
             **counted,
             memory_gib=self._memory() if self.meter.due(step) else None,
+            data_seconds=results[0].data_seconds.max() if results else None,
             unshown={**unshown, **self.callbacks.step(step, row)},
             **shown,
         )
@@ -255,6 +262,7 @@ class Trainer:
                 stop_signal=lambda: signals.requested() or 0,
                 progress=self.watch.tick,
                 busy_seconds=self.watch.busy_seconds,
+                data_seconds=self._data_seconds,
             )
         except NonFiniteError as error:
             raise error.located(step, self.data.train.describe) from error

@@ -41,6 +41,8 @@ class StepResult:
     """Maximum `stop_signal` over ranks, on the host."""
     busy_seconds: Tensor = field(default_factory=lambda: torch.zeros(1))
     """`busy_seconds` of each rank, (ranks,)."""
+    data_seconds: Tensor = field(default_factory=lambda: torch.zeros(1))
+    """`data_seconds` of each rank, (ranks,)."""
 
 
 class StepHook(Protocol):
@@ -86,6 +88,7 @@ def train_step(
     stop_signal: Callable[[], int] = lambda: 0,
     progress: Callable[[str], None] = lambda where: None,
     busy_seconds: Callable[[], float] = lambda: 0.0,
+    data_seconds: float = 0.0,
 ) -> StepResult:
     """Run one optimizer step over the microbatches of this rank. All ranks must pass the same number of microbatches.
 
@@ -107,6 +110,7 @@ def train_step(
         stop_signal: returns a number from 0 to 31, called after backward. All ranks receive the maximum.
         progress: receives a short description of the current phase. Must not block.
         busy_seconds: returns the seconds that this rank computed, for `StepResult.busy_seconds`.
+        data_seconds: seconds that this rank waited for `batches`.
 
     Raises:
         NonFiniteError: on all ranks, if the loss or the gradient norm is not finite. No parameter has changed.
@@ -123,7 +127,9 @@ def train_step(
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
     # One vector of scalars, so that one collective reduces all of them.
     local = torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()])
-    loss, num_bad_norms, sums, noticed, seconds = _over_all_ranks(local, stop_signal(), busy_seconds(), mesh)
+    loss, num_bad_norms, sums, noticed, seconds = _over_all_ranks(
+        local, stop_signal(), (busy_seconds(), data_seconds), mesh
+    )
     is_good = loss.isfinite() & (num_bad_norms == 0)
     answer = _update_if(is_good, noticed, optimizer, mesh.device)
     if answer < 0:
@@ -132,7 +138,13 @@ def train_step(
     for hook in hooks:
         metrics |= hook.finish()
     return StepResult(
-        loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics, stop_signal=int(answer), busy_seconds=seconds
+        loss=loss,
+        grad_norm=grad_norm,
+        weight=weight,
+        metrics=metrics,
+        stop_signal=int(answer),
+        busy_seconds=seconds[0],
+        data_seconds=seconds[1],
     )
 
 
@@ -191,7 +203,7 @@ def _is_bad(grad_norm: Tensor) -> Tensor:
 
 
 def _over_all_ranks(
-    local: Tensor, stop_signal: int, busy_seconds: float, mesh: Mesh
+    local: Tensor, stop_signal: int, seconds_here: tuple[float, float], mesh: Mesh
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Reduce the scalars of a step over all ranks in one collective.
 
@@ -200,24 +212,27 @@ def _over_all_ranks(
 
     Args:
         local: loss, indicator of a non-finite norm, and sums of the objective of this rank.
+        seconds_here: busy seconds of this rank, and seconds that it waited for data.
 
     Returns:
-        Loss, number of non-finite norms, sums of the objective, maximum stop signal, and busy seconds (ranks,).
+        Loss, number of non-finite norms, sums of the objective, maximum stop signal, and `seconds_here` of all ranks,
+        (2, ranks).
     """
     world_size = dist.get_world_size()
     is_copy = mesh.tp.get_local_rank() > 0 or mesh.cp.get_local_rank() > 0
     # Example: signals 0, 15 and 0 of three ranks sum to 2 at index 0 and 1 at index 15. The maximum is 15.
     stop_signals = torch.zeros(_NUM_SIGNALS, dtype=local.dtype, device=local.device)
     stop_signals[stop_signal] = 1
-    seconds = torch.zeros(world_size, dtype=local.dtype, device=local.device)
-    seconds[dist.get_rank()] = busy_seconds
-    total = torch.cat([torch.zeros_like(local) if is_copy else local.detach(), stop_signals, seconds])
+    seconds = torch.zeros(2, world_size, dtype=local.dtype, device=local.device)
+    seconds[0, dist.get_rank()], seconds[1, dist.get_rank()] = seconds_here
+    total = torch.cat([torch.zeros_like(local) if is_copy else local.detach(), stop_signals, seconds.flatten()])
     if world_size > 1:
         dist.all_reduce(total)
     (loss, num_bad_norms), rest = total[:2].unbind(), total[2:]
-    sums, stop_signals, seconds = rest.split([rest.numel() - _NUM_SIGNALS - world_size, _NUM_SIGNALS, world_size])
+    num_sums = rest.numel() - _NUM_SIGNALS - seconds.numel()
+    sums, stop_signals, everywhere = rest.split([num_sums, _NUM_SIGNALS, seconds.numel()])
     noticed = (stop_signals.sign() * torch.arange(_NUM_SIGNALS, device=local.device)).amax()
-    return loss, num_bad_norms, sums, noticed, seconds
+    return loss, num_bad_norms, sums, noticed, everywhere.view_as(seconds)
 
 
 def _raise_non_finite(

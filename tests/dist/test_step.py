@@ -73,7 +73,7 @@ def test_a_step_that_is_not_finite_changes_nothing(implementation):
 
 
 def _noticed(rank, world, mesh_config):
-    """(notice after the step, loss, all-reduces of loss, flag, notices and own seconds together)."""
+    """(notice after the step, loss, all-reduces of loss, flag, notices, own seconds and waits together)."""
     mesh = build_mesh(mesh_config.resolve(world), "cpu")
     module = parallelize(tiny_part("llama"), mesh, FSDP2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
@@ -92,7 +92,7 @@ def _noticed(rank, world, mesh_config):
         )
     finally:
         dist.all_reduce = plain
-    return result.stop_signal, result.loss.item(), seen.count(2 + 32 + world)
+    return result.stop_signal, result.loss.item(), seen.count(2 + 32 + 2 * world)
 
 
 @pytest.mark.parametrize("mesh_config", [MeshConfig(), MeshConfig(tp_size=2), MeshConfig(cp_size=2)])

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.data.streaming.stream_source import StreamSource
 from automodel_cli.launch import cleanup_timeout, rank_process
 from automodel_cli.models.checkpoint_io.export import discard_staged, publish, staging
 from automodel_cli.run import shared_directory
@@ -337,6 +338,29 @@ def test_a_rank_that_is_always_slower_is_named_once(tmp_path: Path) -> None:
     rows = [row for row in metrics(tmp_path / "runs/config") if "loss" in row][2:]
     assert statistics.median(row["rank_busy_seconds_max"] - row["rank_busy_seconds_min"] for row in rows) > 0.07
     assert sum(row["slowest_rank"] == 1 for row in rows) > len(rows) / 2
+
+
+def _read_slowly_on_rank_1(rank, world, folder):
+    def slowly(self, name, shard):
+        for row in read(self, name, shard):
+            time.sleep(0.5)
+            yield row
+
+    read = StreamSource.rows_of
+    if rank == 1:
+        StreamSource.rows_of = slowly
+    data = "data={generator: null, path: rows.jsonl, seq_len: 16, packing: none, streaming: {lanes: 2, block_rows: 2}}"
+    return _train(rank, world, folder, "mesh.dp_size=2", "train.max_steps=2", data)
+
+
+def test_a_slow_store_on_one_rank_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {i}"}}\n' for i in range(40)))
+    monkeypatch.chdir(tmp_path)
+    assert launch_all(_read_slowly_on_rank_1, 2, tmp_path, process_group=False) == [None, None]
+    rows = [row for row in metrics(tmp_path / "runs/config") if "loss" in row]
+    # the first step waits for a block of two rows, whatever else the machine does
+    assert rows[0]["data_wait_share"] * rows[0]["step_seconds"] > 0.9
+    assert all(0 <= row["data_wait_share"] <= 1 for row in rows) and len(rows) == 2
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from automodel_cli.training.metrics_file import Row, keep_rows_until, to_line
 from automodel_cli.training.trackers import Tracker, tracker_errors, tracker_nodes
 
 Scalar = Tensor | float | int
+_DATA = "data_seconds"
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,14 @@ class MetricLogger:
         num_label_tokens: Scalar,
         num_tokens: Scalar,
         memory_gib: float | None = None,
+        data_seconds: Scalar | None = None,
         unshown: Mapping[str, Scalar] = MappingProxyType({}),
         **more: Scalar,
     ) -> None:
         """Record optimizer step `step` (1-based). Loss, norm and counts cover all ranks.
 
-        `memory_gib` is the maximum over ranks and may be None at steps that are not `due`. `more` are further columns
+        `memory_gib` is the maximum over ranks and may be None at steps that are not `due`. `data_seconds` is the
+        longest time that a rank waited for its batches. `more` are further columns
         (reward, kl, ...), `unshown` are recorded but not printed. The time of a step starts at the end of the previous
         one and excludes `pause`.
         """
@@ -122,6 +125,8 @@ class MetricLogger:
         }
         if memory_gib is not None:
             values["memory_gib"] = memory_gib
+        if data_seconds is not None:
+            values[_DATA] = data_seconds
         self._pending.append((step, values))
         if self.due(step):
             self.flush()
@@ -194,6 +199,8 @@ class MetricLogger:
         fetched = [(step, _fetch(values)) for step, values in pending]  # synchronizes with the device
         now = time.perf_counter()
         seconds, self._clock = (now - self._clock) / len(pending), now
+        waits = [wait for _, values in fetched if (wait := values.pop(_DATA, None)) is not None]
+        share = {"data_wait_share": min(1.0, sum(waits) / (seconds * len(pending)))} if waits else {}
         for step, values in fetched:
             rate = None
             if step != self._resume_step + 1:
@@ -203,7 +210,7 @@ class MetricLogger:
                 self._rate_tokens += tokens
                 self._rate_steps += 1
             measured = {"tokens_per_second": rate, "step_seconds": seconds, "mfu": self._mfu(rate)}
-            self._last = {"step": step, "memory_gib": None, **values, **measured}
+            self._last = {"step": step, "memory_gib": None, **values, **measured, **share}
             if self._is_main:
                 self._write(self._last)
 

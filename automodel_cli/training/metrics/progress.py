@@ -25,8 +25,10 @@ _KNOWN = frozenset(
         "step_seconds",
         "mfu",
         "memory_gib",
+        "data_wait_share",
     }
 )
+_SHOWN_WAIT = 0.05
 _LEAD = {
     "reward": "reward",
     "response_length": "length",
@@ -126,6 +128,8 @@ def step_text(row: Row, num_ranks: int) -> str:
         text += f"  MFU {row['mfu']:.0%}"
     if row["memory_gib"] is not None:
         text += f"  mem {row['memory_gib']:.1f} GiB"
+    if (row.get("data_wait_share") or 0) >= _SHOWN_WAIT:
+        text += f"  data wait {row['data_wait_share']:.0%}"
     rest = ((key, value) for key, value in row.items() if key not in _KNOWN and key not in _LEAD and not _is_nan(value))
     return text + "".join(f"  {key} {show_number(value)}" for key, value in rest)
 

@@ -115,6 +115,21 @@ def test_tensors_are_not_fetched_before_a_line_is_due(tmp_path, monkeypatch):
     meter.close()
 
 
+def test_the_share_of_waiting_for_data(tmp_path, clock, capsys):
+    """Of all steps since the last line, without pauses."""
+    meter = MetricLogger(tmp_path, LoggingConfig(every=2, console="plain"), num_steps=4)
+    for step, wait in ((1, 0.0), (2, 0.5), (3, torch.tensor(0.02)), (4, 0.02)):
+        clock.now += 1.0
+        record(meter, step, data_seconds=wait)
+        with meter.pause():
+            clock.now += 5.0
+    meter.close()
+    rows = rows_of(tmp_path)
+    assert [row["data_wait_share"] for row in rows] == pytest.approx([0.0, 0.5, 0.02, 0.02])
+    assert not any("data_seconds" in row for row in rows)
+    assert ["data wait" in line for line in capsys.readouterr().out.splitlines()] == [False, True, False]
+
+
 def test_pauses_count_for_no_step_and_validation_has_its_own_row(tmp_path, clock, capsys):
     meter = MetricLogger(tmp_path, LoggingConfig(console="plain"), num_steps=2)
     clock.now += 1.0
