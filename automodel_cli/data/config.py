@@ -12,7 +12,7 @@ from automodel_cli.data.fill_in_the_middle import FillInTheMiddle
 from automodel_cli.data.formats.base import KINDS, DataKind, Format
 from automodel_cli.data.formats.builtin import find_format, format_name
 from automodel_cli.data.mixture import Mixture
-from automodel_cli.data.source_config import FormatName, SourceConfig, TxtRows, check_format
+from automodel_cli.data.source_config import FormatName, HeldOutSource, SourceConfig, TxtRows, check_format
 from automodel_cli.data.stream_config import StreamConfig
 
 Packing = Literal["best_fit", "wrapped", "none"]
@@ -212,6 +212,14 @@ class DataConfig:
                 keys=tuple(given),
                 fix=" ".join(f"data.{name}={'0' if name == 'validation_size' else 'null'}" for name in given[:-1]),
             )
+        own = [i for i, source in enumerate(self.datasets or ()) if source.validation_path]
+        if own and given:
+            raise ConfigError(
+                f"{given[0]} cannot be set with the validation_path of a dataset",
+                code="mutually_exclusive",
+                keys=(given[0], "datasets"),
+                fix=f"data.{given[0]}={'0' if given[0] == 'validation_size' else 'null'}",
+            )
         if self.validation_split and self.path is None:
             raise ConfigError(
                 f"validation_split={self.validation_split} requires data.path",
@@ -407,9 +415,33 @@ class DataConfig:
         """Return how the datasets are mixed. Raises ConfigError for weights and labels that do not fit together."""
         return Mixture.of(self.train_sources()) if self.datasets else Mixture.single()
 
-    def validation_source(self) -> SourceConfig | None:
-        """Return the source of `validation_path` or `validation_split`, read like the first training dataset."""
+    @property
+    def has_validation(self) -> bool:
+        """Whether rows are held out for validation."""
+        is_set = self.validation_size or self.validation_path or self.validation_split
+        own = any(source.validation_path for source in self.datasets or ())
+        return bool(self.generator is not None or is_set or own)
+
+    def validation_sources(self) -> list[HeldOutSource]:
+        """Return the datasets of `validation_path` or `validation_split`, read like the first training dataset, or of
+        the `validation_path` of each training dataset."""
         if self.validation_path:
             path = self.validation_path
-            return SourceConfig(path, format=self.format, column_mapping=self.column_mapping, text_unit=self.text_unit)
-        return replace(self.train_sources()[0], split=self.validation_split) if self.validation_split else None
+            source = SourceConfig(
+                path, format=self.format, column_mapping=self.column_mapping, text_unit=self.text_unit
+            )
+            return [HeldOutSource(source, "data.validation_path", whole=True)]
+        if self.validation_split:
+            return [
+                HeldOutSource(replace(self.train_sources()[0], split=self.validation_split), "data.validation_split")
+            ]
+        return [
+            HeldOutSource(
+                replace(source, path=source.validation_path, name=None, revision=None, split="train"),
+                f"data.datasets.{number}.validation_path",
+                whole=True,
+                number=number,
+            )
+            for number, source in enumerate(self.datasets or ())
+            if source.validation_path
+        ]

@@ -82,6 +82,9 @@ class SourceConfig:
     """Passes over this dataset in each epoch of the run: 2 is twice, 0.5 is every second epoch."""
     fill_in_the_middle: bool = True
     """Whether `data.fill_in_the_middle` applies to this dataset. Set false for chats and for text that is no code."""
+    validation_path: str | None = None
+    """File with validation rows of this dataset, in its format and with its columns. They have their own curve
+    (`val_loss_LABEL`)."""
     label: str | None = None
     """Name of this dataset in metrics (`loss_LABEL`). null: from the path."""
 
@@ -133,3 +136,14 @@ class SourceConfig:
                 keys=("sampling_weight",),
                 fix="sampling_weight=1.0",
             )
+
+
+@dataclass(frozen=True)
+class HeldOutSource:
+    """A dataset of validation rows, the key that names it, whether its path must stand for one split, and the number of
+    its training dataset, -1 for none."""
+
+    source: SourceConfig
+    key: str
+    whole: bool = False
+    number: int = -1

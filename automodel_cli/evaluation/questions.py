@@ -24,9 +24,9 @@ def question_sources(config: EvalConfig) -> tuple[list[Source], list[str]]:
             if task.data.generator is not None:
                 sources.append(TaskSource(task.data.generator, "validation"))
                 continue
-            held_out = task.data.validation_source()
-            configs = [held_out] if held_out is not None else task.data.train_sources()
-            sources += [open_source(each, root, whole=task.data.validation_path is not None) for each in configs]
+            held_out = task.data.validation_sources()
+            sources += [open_source(each.source, root, whole=each.whole) for each in held_out]
+            sources += [] if held_out else [open_source(each, root) for each in task.data.train_sources()]
         else:
             without.append(name)
     return sources, without

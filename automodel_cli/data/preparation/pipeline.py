@@ -203,16 +203,18 @@ class DataBuilder:
         return [replace(part, number=number) for number, part in enumerate(parts)], self.validation_parts()
 
     def validation_parts(self) -> list[Part]:
-        """Return the source of `validation_path` or `validation_split`, if there is one, with its tokens."""
-        source = self.config.validation_source()
-        whole = self.config.validation_path is not None
-        return [] if source is None else [self._tokens(open_source(source, self.root, whole=whole), source)]
+        """Return the sources of validation rows with their tokens."""
+        return [
+            replace(
+                self._tokens(open_source(each.source, self.root, whole=each.whole), each.source), number=each.number
+            )
+            for each in self.config.validation_sources()
+        ]
 
     def shards(self) -> list[TokenShards]:
         """Return the shards of every dataset that has some and is not tokenized yet."""
-        held_out = self.config.validation_source()
         sources = [(s, False) for s in self.config.train_sources()]
-        sources += [] if held_out is None else [(held_out, self.config.validation_path is not None)]
+        sources += [(each.source, each.whole) for each in self.config.validation_sources()]
         found = []
         for config, whole in sources:
             source = open_source(config, self.root, whole=whole)

@@ -35,12 +35,11 @@ def head_problems(config: DataConfig, *, kind: DataKind, prompts: bool) -> Itera
     places = [("data.path", source) for source in config.train_sources()]
     if config.datasets:
         places = [(f"data.datasets.{i}.path", source) for i, source in enumerate(config.datasets)]
-    if config.validation_path is not None and (held_out := config.validation_source()) is not None:
-        places.append(("data.validation_path", held_out))
+    places += [(each.key, each.source) for each in config.validation_sources() if each.whole]
     for key, source in places:
         try:
             infill = config.fill_in_the_middle is not None and source.fill_in_the_middle
-            _check_head(source, whole=key == "data.validation_path", kind=kind, prompts=prompts, infill=infill)
+            _check_head(source, whole=key.endswith(".validation_path"), kind=kind, prompts=prompts, infill=infill)
         except DataError as error:
             yield DataError(error.message, code=error.code, keys=(key,), fix=error.fix)
 

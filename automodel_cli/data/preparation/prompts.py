@@ -191,12 +191,10 @@ def prepare_prompts(
         opened = [open_source(source, root) for source in sources]
         train = [reader.read(source, node) for source, node in zip(opened, sources, strict=True)]
         names = _names(opened, sources)
-        node = config.validation_source()
-        held_out = (
-            []
-            if node is None
-            else [reader.read(open_source(node, root, whole=config.validation_path is not None), node)]
-        )
+        held_out = [
+            reader.read(open_source(each.source, root, whole=each.whole), each.source)
+            for each in config.validation_sources()
+        ]
     check_ignored(config.ignored_columns, reader.ignored.missing, reader.ignored.present)
     reader.finish()
     if config.validation_size:

@@ -121,10 +121,9 @@ def check_ramp(train: TrainConfig, data: DataConfig, *, samples: bool) -> None:
 
 def check_validation(validation: ValidationConfig, data: DataConfig, kind: str = "sft") -> None:
     """Raise ConfigError if validation settings are set without validation data. Tasks bring their own questions."""
-    has_rows = data.generator is not None or data.validation_size or data.validation_path or data.validation_split
     times = () if validation.tasks else ("every", "at_start")  # tasks bring their own questions
     enabled = [name for name in (*times, "num_batches") if getattr(validation, name)]
-    if enabled and not has_rows:
+    if enabled and not data.has_validation:
         key, value = f"validation.{enabled[0]}", format_value(getattr(validation, enabled[0]))
         raise ConfigError(
             f"{key}={value} requires validation rows, but no rows are held out",
@@ -142,7 +141,7 @@ def check_validation(validation: ValidationConfig, data: DataConfig, kind: str =
             keys=("validation.patience", "validation.metric"),
             fix="validation.metric=val_reward validation.direction=max",
         )
-    if not has_rows:
+    if not data.has_validation:
         raise ConfigError(
             f"validation.patience={validation.patience} requires {LOSS}, but no rows are held out",
             code="requires_setting",

@@ -19,8 +19,11 @@ def missing_files(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]
     if data.datasets:
         places = [(f"data.datasets.{i}", source) for i, source in enumerate(data.datasets)]
     paths = [(section, "path", source.path, source.split) for section, source in places]
-    if data.validation_path is not None:
-        paths.append(("data", "validation_path", data.validation_path, "train"))
+    paths += [
+        (each.key.rpartition(".")[0], "validation_path", each.source.path, "train")
+        for each in data.validation_sources()
+        if each.whole
+    ]
     for section, name, path, split in paths:
         if (error := _missing_data(section, name, path, split)) is not None:
             yield error
