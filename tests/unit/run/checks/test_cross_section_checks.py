@@ -19,17 +19,19 @@ from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.config import Fp8Config, ModelConfig, MTPConfig, TransformerEngineConfig
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.qat_config import QATConfig
 from automodel_cli.run.checks.cross_section_checks import (
     check_4bit_base,
     check_fp8,
     check_multi_token,
     check_packed_probe,
     check_profile,
+    check_qat,
     check_transformer_engine,
     check_validation,
 )
 from automodel_cli.run.checks.module_names import check_names
-from automodel_cli.training.config import ProfileConfig, ValidationConfig
+from automodel_cli.training.config import ProfileConfig, TrainConfig, ValidationConfig
 from automodel_cli.training.optimizers.nodes import Muon
 from tests import tiny
 from tests.errors import raises
@@ -159,6 +161,25 @@ def test_multi_token_prediction_refuses_adapters_and_files_that_do_not_have_it()
         MTPConfig(loss_weight=0)
     with raises(ConfigError, "out_of_range", keys=("depths",), values=(0,)):
         MTPConfig(depths=0)
+
+
+QAT = {
+    "a parallelizer of others": (MegatronFSDPConfig(), "sft", "parallelizer", "megatron_fsdp"),
+    "whole layers as graphs": (FSDP2Config(enable_compile=True), "sft", "parallelizer.enable_compile", "true"),
+    "samples of an engine": (FSDP2Config(), "grpo", "model.qat", "grpo"),
+}
+
+
+@pytest.mark.parametrize("case", QAT)
+def test_fake_quantization_refuses(case):
+    parallelizer, kind, key, value = QAT[case]
+    train = TrainConfig(global_batch_size=1, max_steps=10)
+    with raises(ConfigError, "unsupported_combination", keys=(key,), values=(value,)):
+        check_qat(parallelizer, _model(qat=QATConfig()), train, kind)
+    check_qat(parallelizer, _model(), train, kind)
+    check_qat(FSDP2Config(), _model(qat=QATConfig(fake_quant_after_n_steps=9)), train, "kd")
+    with raises(ConfigError, "no_effect", keys=("train.max_steps",), values=(10,)):
+        check_qat(FSDP2Config(), _model(qat=QATConfig(fake_quant_after_n_steps=10)), train, "sft")
 
 
 FP8 = {
