@@ -33,8 +33,9 @@ _gigabytes = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--document", type=click.IntRange(min=1), metavar="TOKENS", help="Length of documents in packed sequences."
 )
+@click.option("--picture", metavar="WxH", help="Size of the picture that each document shows [pixels].")
 @click.option(
-    "--data", is_flag=True, help="Use the document lengths of the config's data. Prepares the data if necessary."
+    "--data", is_flag=True, help="Use documents and pictures as in the config's data. Prepares the data if necessary."
 )
 @click.option(
     "--microbatches",
@@ -96,9 +97,6 @@ def dryrun(
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
-    from automodel_cli.run.checks.vision_checks import refuse_command
-
-    refuse_command(recipe.kind, recipe.model, "dryrun")
     common.print_untrusted(composed, untrusted)
     gpus = common.gpus_to_train_on(recipe, gpus)
     number = None if rank == _ALL else _number(rank, gpus)

@@ -86,10 +86,6 @@ def plan(
     for other in (name for name, is_set in others.items() if scale and is_set):
         message = f"--scale and {other} cannot be combined"
         raise ConfigError(message, code="mutually_exclusive", keys=("--scale", other), fix=f"--scale, or {other}")
-    if goodput or traced:
-        from automodel_cli.run.checks.vision_checks import refuse_command
-
-        refuse_command(recipe.kind, recipe.model, f"plan --{'goodput' if goodput else 'traced'}")
     gpus = common.gpus_to_train_on(recipe, gpus)
     if goodput:
         from automodel_cli.dryrun.goodput import Assumptions, print_goodput

@@ -61,6 +61,8 @@ class Counts:
         """Bytes that they read and write."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.flops = 0.0
+        self.front_seconds = 0.0
+        """Of kernels of the front end of a vision-language model."""
 
     def sync(self, what: str, line: str) -> None:
         if self.on:
@@ -84,6 +86,7 @@ class TracedRank(TorchDispatchMode):
         self.gpu, self.clock, self.memory, self.collectives, self.route = gpu, clock, memory, collectives, route
         self._to_host = to_host or gpu.host
         self.counts, self.twins, self._aside = Counts(), collectives.twins, False
+        self.in_front: torch_compat.BackwardOf | None = None
         FakeTensor.tolist = self._tolist_of()  # type: ignore[method-assign, assignment]
 
     @contextmanager
@@ -274,6 +277,7 @@ class TracedRank(TorchDispatchMode):
             self.counts.moved[name] += moved
             self.counts.seconds[name] += took
             self.counts.flops += work
+            self.counts.front_seconds += took if self.in_front else 0.0
         elif name != "zeros_like":  # states of the optimizer, which are made once
             self.counts.warm.flops += work
             self.counts.warm.seconds += took

@@ -65,6 +65,7 @@ def _rank(rank: RankResult, found: Estimate) -> str:
             *exchanged,
             f"kernels: {rank.num_kernels} ({rank.num_kernels / n:.0f} a microbatch), {rank.flops / 1e12:.1f} TFLOP",
             *_kernels(rank.kernels, rank.kernel_seconds),
+            *_front(rank),
         ]
     )
 
@@ -74,6 +75,15 @@ def _kernels(lines: Sequence[Line], whole: float) -> list[str]:
         f"{line.count:8g}  {line.what:34} {line.amount * 1e3:9.1f} ms {line.amount / whole if whole else 0:6.1%}"
         for line in lines[:_ROWS]
     ]
+
+
+def _front(rank: RankResult) -> list[str]:
+    """Time of tower and projector, which only the first stage has."""
+    if not rank.front_seconds:
+        return []
+    share = rank.front_seconds * rank.measured_microbatches / rank.kernel_seconds
+    milliseconds = rank.front_seconds * 1e3
+    return [f"tower and projector: kernels of {milliseconds:.1f} ms a microbatch, {share:.0%} of this rank's"]
 
 
 def memory(found: Estimate) -> str:

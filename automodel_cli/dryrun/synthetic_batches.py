@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import IGNORE_INDEX, Batch, Pictures
+from automodel_cli.dryrun import synthetic_pictures
+from automodel_cli.dryrun.synthetic_pictures import Document, PictureColumns, Size
 from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
+from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.models.hub.source import hf_config
+from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.objectives.base import request_of
 from automodel_cli.run.plan_request import assumed_document
 
@@ -30,16 +35,18 @@ class Columns:
     row_ids: Tensor
     integers: dict[str, Tensor] = field(default_factory=dict)
     unknown: dict[str, Tensor] = field(default_factory=dict)
+    pictures: PictureColumns | None = None
 
 
 @dataclass(frozen=True)
 class DocumentLengths:
     """`lengths` in the order in which packed rows take them, again and again, and where they come from. `rows`: those
-    of each row instead, where rows are not packed."""
+    of each row instead, where rows are not packed. `processor`: of the pictures of documents."""
 
-    lengths: tuple[int, ...]
+    documents: tuple[Document, ...]
     source: str
-    rows: tuple[tuple[int, ...], ...] = ()
+    rows: tuple[tuple[Document, ...], ...] = ()
+    processor: FamilyProcessor | None = None
 
     @property
     def alike(self) -> bool:
@@ -47,36 +54,70 @@ class DocumentLengths:
         return len(set(self.rows)) <= 1
 
 
-def document_lengths(recipe: Any, asked: int | None, *, read: bool = False) -> DocumentLengths:
+def document_lengths(
+    recipe: Any, asked: int | None, *, read: bool = False, picture: str | None = None
+) -> DocumentLengths:
     """`asked` tokens each; else those of the recipe's data, which is prepared for it with `read`, or if it is made in
     code; else a stated default.
 
-    Rows that are not packed hold one document, or a pair of them: as long as the row where nothing is known.
+    Rows that are not packed hold one document, or a pair of them: as long as the row where nothing is known. Of a model
+    that reads pictures, documents show those of the data, or one of the size `picture` (WIDTHxHEIGHT), or as many image
+    tokens as they have room for. Raises ConfigError.
     """
     whole, unpacked = recipe.data.seq_len, recipe.data.packing == "none" and recipe.kind != "grpo"
-    if asked is None and (read or recipe.data.generator is not None) and recipe.kind != "grpo":
-        return _prepared_lengths(recipe, unpacked)
+    if picture is not None and recipe.model.vision is None:
+        raise ConfigError(
+            f"--picture {picture} has no effect, because the model reads text only",
+            code="no_effect",
+            keys=("--picture", "model.vision"),
+            fix="remove --picture",
+        )
+    processor = synthetic_pictures.processor_of(recipe.model)
+    chosen = asked is not None or picture is not None
+    if not chosen and (read or recipe.data.generator is not None) and recipe.kind != "grpo":
+        return _prepared_lengths(recipe, unpacked, processor)
     assumed = assumed_document(recipe)
     in_row = whole // assumed if unpacked else 1
     length = min(asked or assumed, whole // in_row)
-    rows = ((length,) * in_row,) if unpacked else ()
+    document, shows = Document(length), ""
+    if processor is not None:
+        length = length if asked or unpacked else whole // max(1, round(whole / assumed))
+        document = synthetic_pictures.assumed_document(processor, length, whole // in_row, picture)
+        length, (size, *_) = document.tokens, document.pictures
+        shows = f" with {len(document.pictures)} picture of {size.width}x{size.height} pixels"
+    rows = ((document,) * in_row,) if unpacked else ()
+    options = "--document N" if processor is None else "--document N --picture WxH"
+    source = f"{length} tokens each{shows} (assumed: the data was not read; {options})"
     if asked is not None:
-        return DocumentLengths((length,), f"{length} tokens each, as asked", rows)
-    if unpacked:
-        return DocumentLengths((length,), f"{in_row} of {length} tokens a row (the longest there can be)", rows)
-    return DocumentLengths((length,), f"{length} tokens each (assumed: the data was not read; --document N)")
+        source = f"{length} tokens each{shows}, as asked"
+    elif unpacked:
+        source = f"{in_row} of {length} tokens a row{shows} (the longest there can be)"
+    return DocumentLengths((document,), source, rows, processor)
 
 
-def _prepared_lengths(recipe: Any, unpacked: bool) -> DocumentLengths:
+def lengths_of(recipe: Any, request: TraceRequest) -> DocumentLengths:
+    """Return the document lengths of a request."""
+    return document_lengths(recipe, request.document, read=request.data, picture=request.picture)
+
+
+def _prepared_lengths(recipe: Any, unpacked: bool, processor: FamilyProcessor | None) -> DocumentLengths:
     """Of the first rows of the data as a run would read it."""
     from automodel_cli.models.tokenizer import load_tokenizer
 
     found = recipe.prepared(load_tokenizer(recipe.model)).train
-    bounds = [found.tokens(i)[2] for i in range(min(64, len(found)))]
-    rows = tuple(tuple(int(n) for n in of_row[1:] - of_row[:-1]) for of_row in bounds)
-    lengths = tuple(n for row in rows for n in row)
-    source = f"{sum(lengths) / len(lengths):.0f} tokens on average, as in the prepared data"
-    return DocumentLengths(lengths, source, rows if unpacked else ())
+    rows = []
+    for row in range(min(64, len(found))):
+        lengths = found.tokens(row)[2][1:] - found.tokens(row)[2][:-1]
+        shown = found.shown(row, len(lengths)) if processor is not None else [[]] * len(lengths)
+        sizes = [tuple(Size(*table.size(number)) for table, number in of_document) for of_document in shown]
+        rows.append(tuple(map(Document, map(int, lengths), sizes)))
+    documents = tuple(document for row in rows for document in row)
+    mean = sum(document.tokens for document in documents) / len(documents)
+    source = f"{mean:.0f} tokens on average, as in the prepared data"
+    if processor is not None:
+        number = sum(len(document.pictures) for document in documents)
+        source = f"{mean:.0f} tokens and {number / len(documents):.2g} pictures on average, as in the prepared data"
+    return DocumentLengths(documents, source, tuple(rows) if unpacked else (), processor)
 
 
 def microbatches(recipe: Any, documents: DocumentLengths, number: int) -> list[Columns]:
@@ -89,23 +130,38 @@ def microbatches(recipe: Any, documents: DocumentLengths, number: int) -> list[C
     width = hf_config(recipe.model).get_text_config().hidden_size if has_width else 0
     compared = _tokens_of_a_teacher(recipe) if any(name.endswith("_BTN") for name in names) else 0
     taken = _unpacked(recipe, documents) if documents.rows else _packed(recipe, documents)
-    return [_microbatch(index, *next(taken), names, compared, outputs, width) for index in range(number)]
+    found = []
+    for index in range(number):
+        rows, tokens = next(taken)
+        one = _microbatch(index, rows, tokens, names, compared, outputs, width)
+        found.append(one if documents.processor is None else _with_pictures(one, rows, documents.processor))
+    return found
 
 
-Rows = list[list[int]]
-"""Lengths of the documents of each row."""
+def _with_pictures(one: Columns, rows: Rows, processor: FamilyProcessor) -> Columns:
+    ids, pictures = synthetic_pictures.with_pictures(one.input_ids, rows, processor)
+    is_next_shown = torch.nn.functional.pad(ids[:, 1:] == pictures.placeholder, (0, 1))
+    return replace(one, input_ids=ids, labels=one.labels.masked_fill(is_next_shown, IGNORE_INDEX), pictures=pictures)
+
+
+Rows = list[list[Document]]
+"""The documents of each row."""
 
 
 def _packed(recipe: Any, documents: DocumentLengths) -> Iterator[tuple[Rows, int]]:
     """Rows, and how many tokens each of them has."""
-    tokens, lengths = recipe.data.seq_len, cycle(documents.lengths)
+    tokens, given = recipe.data.seq_len, cycle(documents.documents)
     while True:
         rows: Rows = []
         for _ in range(recipe.train.microbatch_size):
             rows.append([])
-            while (left := tokens - sum(rows[-1])) > 0:
-                rows[-1].append(min(next(lengths), left))
+            while (left := tokens - _length(rows[-1])) > 0:
+                rows[-1].append(synthetic_pictures.cut(next(given), left, documents.processor))
         yield rows, tokens
+
+
+def _length(row: Sequence[Document]) -> int:
+    return sum(document.tokens for document in row)
 
 
 def _unpacked(recipe: Any, documents: DocumentLengths) -> Iterator[tuple[Rows, int]]:
@@ -113,7 +169,7 @@ def _unpacked(recipe: Any, documents: DocumentLengths) -> Iterator[tuple[Rows, i
     data, given = recipe.data, cycle(documents.rows)
     while True:
         rows = [list(next(given)) for _ in range(recipe.train.microbatch_size)]
-        longest = max(map(sum, rows))
+        longest = max(map(_length, rows))
         tokens = (
             data.seq_len
             if data.padding == "seq_len"
@@ -131,8 +187,11 @@ def _tokens_of_a_teacher(recipe: Any) -> int:
 def _microbatch(
     index: int, rows: Rows, tokens: int, names: frozenset[str], compared: int, outputs: int, width: int
 ) -> Columns:
-    lengths = [n for row in rows for n in row]
-    padded = [[*row, *([tokens - sum(row)] if sum(row) < tokens else [])] for row in rows]
+    lengths = [document.tokens for row in rows for document in row]
+    padded = [
+        [*(document.tokens for document in row), *([tokens - _length(row)] if _length(row) < tokens else [])]
+        for row in rows
+    ]
     sizes = torch.tensor([n for row in padded for n in row])
     ends = sizes.cumsum(0)
     is_padding = torch.tensor(
@@ -175,6 +234,16 @@ def as_batches(columns: Sequence[Columns], keep: Any) -> list[Batch]:
         keep(tensor, real)
         return tensor
 
+    def shown(one: PictureColumns | None) -> Pictures | None:
+        if one is None:
+            return None
+        inputs = {
+            name: torch.empty(real.shape, dtype=real.dtype) if real.is_meta else fake(real)
+            for name, real in one.inputs.items()
+        }
+        positions, blank_ids = (None if real is None else fake(real) for real in (one.positions, one.blank_ids))
+        return Pictures(inputs, one.placeholder, positions, blank_ids)
+
     def longest(real: Tensor) -> int:
         with unset_fake_temporarily():
             return int(real.diff().max())
@@ -189,6 +258,7 @@ def as_batches(columns: Sequence[Columns], keep: Any) -> list[Batch]:
             fake(one.row_ids),
             {name: fake(real) for name, real in one.integers.items()}
             | {name: torch.empty(like.shape, dtype=like.dtype) for name, like in one.unknown.items()},
+            pictures=shown(one.pictures),
         )
         for one in columns
     ]

@@ -51,6 +51,32 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
+class BackwardOf:
+    """Tells whether an operator belongs to the forward or backward of a module, recomputation included. Nodes of a
+    backward have the numbers of their forward."""
+
+    def __init__(self, module: nn.Module):
+        self._spans: list[tuple[int, int]] = []
+        self._began: int | None = None
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._began = torch._C._autograd._get_sequence_nr()
+
+    def _end(self, *_: Any) -> None:
+        assert self._began is not None, "hooks come in pairs"
+        self._spans.append((self._began, torch._C._autograd._get_sequence_nr()))
+        self._began = None
+
+    def __bool__(self) -> bool:
+        if not in_backward():
+            return self._began is not None
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        return any(first <= number < end for first, end in self._spans)
+
+
 @contextmanager
 def modules_stay() -> Iterator[None]:
     """`module.to(device)` inside does nothing: torch moves the memory of fakes, and they have none."""

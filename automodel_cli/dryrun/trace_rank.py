@@ -24,6 +24,7 @@ from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.dispatch_mode import Counts, TracedRank, Work
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
+from automodel_cli.dryrun.model_flops import model_flops_per_token
 from automodel_cli.dryrun.strategies import Strategies
 from automodel_cli.dryrun.types import GIB, Line, RankResult, TraceRequest
 from automodel_cli.models import transformers_compat
@@ -38,7 +39,7 @@ from automodel_cli.planning.plan import Plan, make_plan
 from automodel_cli.planning.simulated_clock import Clock, Seconds, critical_path, summed
 from automodel_cli.planning.step_time import apart, program_to_json
 from automodel_cli.run.memory.auto_activation_checkpointing import decided
-from automodel_cli.run.model_builder import Model, empty_stages, flops_per_token
+from automodel_cli.run.model_builder import Model, empty_stages
 from automodel_cli.run.plan_request import plan_request
 from automodel_cli.training.metrics.peak_memory import peak_memory_gib
 from automodel_cli.training.optimizers.nodes import build_optimizer
@@ -96,6 +97,12 @@ class RankTrace:
 
         torch_compat.on_stage_actions(begin, end)
 
+    def watch_front(self) -> None:
+        """Count the kernels of tower and projector by themselves."""
+        for part in self.parts:
+            if isinstance(part, ModelPart) and part.front is not None:
+                self.mode.in_front = torch_compat.BackwardOf(part.front)
+
     def step(self, stages: Any, mesh: Mesh, columns: list[synthetic_batches.Columns], hooks: Any) -> Seconds:
         """One optimizer step; returns its model time by kind of cost."""
         assert self.optimizer is not None
@@ -127,7 +134,7 @@ def trace(recipe: Any, request: TraceRequest) -> RankResult:
     check_covered(recipe)
     with bundled_configs.preferred():
         recipe, recomputed = decided(recipe, layout, request.device.memory_gib * GIB)
-        documents = synthetic_batches.document_lengths(recipe, request.document, read=request.data)
+        documents = synthetic_batches.lengths_of(recipe, request)
         plan = make_plan(plan_request(recipe, layout))
         number = number_to_run(recipe, plan, request.microbatches, alike=documents.alike)
         columns = synthetic_batches.microbatches(recipe, documents, number)
@@ -173,10 +180,10 @@ def _run(run: RankTrace, plan: Plan, mesh: Mesh, fake: Any, columns: list[synthe
     run.phase, run.parts = "buffers", list(stages.parts)
     if recipe.frozen_model is not None:
         run.frozen = list(empty_stages(replace(recipe, model=recipe.frozen_model), mesh, frozen=True).parts)
+    run.watch_front()
     with run.faking(fake):
-        device = recipe.parallelizer.parameter_device(mesh.device)
         for part in (*run.frozen, *run.parts):
-            _materialise(part, device)
+            _materialise(part, recipe.parallelizer.parameter_device(mesh.device))
         model = Model.filled(stages, recipe, mesh)
         run.optimizer = build_optimizer(recipe.optimizer, model.parts)
         _name_phase_of_optimizer(run)
@@ -287,14 +294,6 @@ def check_covered(recipe: Any) -> None:
             )
 
 
-def _model_flops(run: RankTrace, plan: Plan, columns: list[synthetic_batches.Columns]) -> float | None:
-    """Of one token, training, in documents as long as those of the step."""
-    lengths = torch.tensor([length for one in columns for length in one.lengths], dtype=torch.float64)
-    context = float(lengths.square().sum() / lengths.sum())
-    part = next(part for part in run.parts if isinstance(part, ModelPart))
-    return flops_per_token(run.recipe, part, context, plan.num_trained)
-
-
 def _result(
     run: RankTrace, mesh: Mesh, plan: Plan, times: StepTimes, columns: list[synthetic_batches.Columns]
 ) -> RankResult:
@@ -338,7 +337,8 @@ def _result(
         microbatch_seconds=microbatch,
         outside_seconds=summed([times.measured], minus=in_actions),
         hop_seconds=_hop(recipe, request, layout, longest),
-        model_flops_per_token=_model_flops(run, plan, columns),
+        model_flops_per_token=model_flops_per_token(recipe, run.parts, columns, plan.num_trained),
+        front_seconds=counts.front_seconds / times.num_measured,
         cpu_seconds=0.0,
         rss_gib=0.0,
         notes=[*_notes(recipe, request), *_of_fewer(plan, times.num_measured)],

@@ -39,6 +39,7 @@ class TraceRequest:
     route: str = "balanced"
     microbatches: int | None = None
     document: int | None = None
+    picture: str | None = None
     network: float = 50e9
     node: float | None = None
     gpus_per_node: int = 8
@@ -93,6 +94,8 @@ class RankResult(RankTimes):
     step_flops: float
     """Of a step with all of the config's microbatches, as `step_kernel_seconds`: what is done once counts once."""
     step_kernel_seconds: float
+    front_seconds: float
+    """Of the kernels of tower and projector, forward and backward, a microbatch."""
     cpu_seconds: float
     rss_gib: float
     notes: list[str] = field(default_factory=list)

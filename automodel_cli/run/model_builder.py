@@ -33,7 +33,6 @@ from automodel_cli.models.moe.load_balancing import LoadBalancer
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
 from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
-from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import request_of
 from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.run.checks.module_names import check_names
@@ -174,10 +173,10 @@ def _layers_with_pictures(config: ModelConfig) -> int:
     """Return how many of the first decoder layers read features of pictures. Raises ConfigError."""
     if config.vision is None:
         return 0
-    from automodel_cli.models.vision.processor import picture_processor
+    from automodel_cli.models.vision.processor import shared_processor
     from automodel_cli.pipelining.cut.picture_split import layers_of_first_stage
 
-    return layers_of_first_stage(composite_config(config), picture_processor(config, load_tokenizer(config)))
+    return layers_of_first_stage(composite_config(config), shared_processor(config))
 
 
 def _parts(stages: Stages) -> list[ModelPart]:

@@ -56,17 +56,16 @@ def assumed_document(recipe: Recipe) -> int:
 
 
 def _patches_per_image_token(recipe: Recipe) -> float:
-    """Return the ratio of the blank picture. Without a processor (bundled configs), that of the merge size."""
+    """Return the ratio of the blank picture. Without a processor, that of the merge size."""
     if recipe.model.vision is None:
         return 0.0
     from automodel_cli.models.hub.source import composite_config
-    from automodel_cli.models.tokenizer import load_tokenizer
-    from automodel_cli.models.vision.processor import picture_processor
+    from automodel_cli.models.vision.processor import shared_processor
     from automodel_cli.models.vision.work import load_of_blank, meta_work
 
     config = composite_config(recipe.model)
     try:
-        processor = picture_processor(recipe.model, load_tokenizer(recipe.model))
+        processor = shared_processor(recipe.model)
     except ConfigError:
         side = getattr(getattr(config, "vision_config", None), "spatial_merge_size", _USUAL_MERGE)
         return float(side**2)

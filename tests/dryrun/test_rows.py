@@ -50,8 +50,8 @@ def test_unpacked_rows_are_padded_and_cut_as_the_loader_collates_them(conf: str,
 def test_without_data_an_unpacked_row_is_as_long_as_it_can_be_or_as_asked() -> None:
     recipe = load(TraceRequest("qwen3_0_6b", _UNPACKED, 1))
     whole = recipe.data.seq_len
-    assert document_lengths(recipe, None).rows == ((whole,),)
-    assert document_lengths(recipe, 100).rows == ((100,),)
+    assert document_lengths(recipe, None).rows == (((whole, ()),),)
+    assert document_lengths(recipe, 100).rows == (((100, ()),),)
     assert microbatches(recipe, document_lengths(recipe, 100), 1)[0].input_ids.shape == (4, 100)
     pairs = load(TraceRequest("dpo_llama3_8b_pp2", _UNPACKED, 8))
-    assert document_lengths(pairs, 100_000).rows == ((pairs.data.seq_len // 2,) * 2,)
+    assert document_lengths(pairs, 100_000).rows == (((pairs.data.seq_len // 2, ()),) * 2,)

@@ -24,6 +24,7 @@ from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.suggestions import try_changes
 from automodel_cli.dryrun.synthetic_batches import DocumentLengths, microbatches
+from automodel_cli.dryrun.synthetic_pictures import Document
 from automodel_cli.dryrun.trace_rank import check_covered, number_to_run
 from automodel_cli.dryrun.types import RankResult, TraceRequest
 from automodel_cli.dryrun.worker import load
@@ -401,7 +402,7 @@ def test_objectives_are_given_the_columns_that_they_read(
         held = found.peak_by_kind["frozen model"]
         assert 4 * 596_049_920 <= held <= 4 * 596_049_920 + 512 * 312
         assert found.plan == pytest.approx(found.peak, rel=0.02)
-        columns = microbatches(load(TraceRequest(conf, overrides, 1)), DocumentLengths((700,), ""), 1)[0]
+        columns = microbatches(load(TraceRequest(conf, overrides, 1)), DocumentLengths((Document(700),), ""), 1)[0]
         assert {name: tuple(one.shape) for name, one in columns.unknown.items()} == {
             "teacher_ids_BTN": (8, 128, tokens),
             "teacher_logprobs_BTN": (8, 128, tokens),

@@ -55,6 +55,17 @@ class WordTokenizer:
         return fast
 
 
+def image_tokenizer(image_token_id: int) -> Any:
+    """Return a tokenizer that knows the image token only, with its id in a published model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    unknown = "<|unknown|>"  # not a password
+    tokenizer = Tokenizer(models.WordLevel({unknown: 0, IMAGE: image_token_id}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unknown, extra_special_tokens=[IMAGE])
+
+
 @dataclass(frozen=True)
 class QwenProcessor:
     """Processor of Qwen3-VL: pictures are resized to multiples of `patch_size * merge_size`."""

@@ -17,8 +17,10 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import require_package
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub import source
+from automodel_cli.models.hub import bundled_configs, source
+from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.models.vision.front import TYPE_IDS, composite_on_meta
+from automodel_cli.models.vision.nodes import QwenProcessor, image_tokenizer
 from automodel_cli.models.vision.small import placeholder_of
 
 if TYPE_CHECKING:
@@ -139,6 +141,38 @@ class FamilyProcessor:
         return self._blank
 
 
+_loaded: dict[str, FamilyProcessor] = {}
+"""The processors of this process, by model section. Later steps of a start use the one of data preparation."""
+
+
 def picture_processor(config: ModelConfig, tokenizer: Any) -> FamilyProcessor:
-    """Return the processor of the model section for data preparation."""
-    return FamilyProcessor(load_processor(config, tokenizer), source.composite_config(config))
+    """Return the processor of the model section, around the tokenizer of the run."""
+    found = FamilyProcessor(load_processor(config, tokenizer), source.composite_config(config))
+    _loaded[repr(config)] = found
+    return found
+
+
+def shared_processor(config: ModelConfig) -> FamilyProcessor:
+    """Return the processor of the model section that this process has, else load it.
+
+    The processor of a bundled config is made from the fields of the config, because `plan` and `dryrun` need no
+    network. Raises ConfigError as `picture_processor` does.
+    """
+    found = _loaded.get(repr(config))
+    if found is None:
+        found = _of_bundled(config) or picture_processor(config, load_tokenizer(config))
+        _loaded[repr(config)] = found
+    return found
+
+
+def _of_bundled(config: ModelConfig) -> FamilyProcessor | None:
+    """Return the processor of a bundled config of Qwen3-VL. None: it is not one."""
+    fields = None if config.pretrained is None else bundled_configs.fields(config.pretrained, config.revision)
+    if fields is None or (config.vision is not None and config.vision.processor is not None):
+        return None
+    if not fields["model_type"].startswith("qwen3_vl"):
+        return None
+    vision = fields["vision_config"]
+    node = QwenProcessor(vision["patch_size"], vision["spatial_merge_size"], vision["temporal_patch_size"])
+    tokenizer = image_tokenizer(fields["image_token_id"])
+    return FamilyProcessor(node.build_processor(tokenizer), source.composite_config(config))
