@@ -41,9 +41,6 @@ def verify(
     GPU. Exits with 1 if a case differs.
     """
     composed, recipe = common.load_recipe(conf, overrides, trust)
-    from automodel_cli.run.checks.vision_checks import refuse_command
-
-    refuse_command(recipe.kind, recipe.model, "verify")
     from automodel_cli.run.commands import verify as of_run
 
     return of_run.run_verify(recipe, composed, wanted=wanted, tolerance=tolerance, as_json=as_json)

@@ -151,6 +151,21 @@ def conversion_mapping(model: PreTrainedModel) -> list[Any]:
     return mapping
 
 
+def register_classes(config: Any, base: Any, causal: Any) -> None:
+    """Let the library build `base` and the causal LM `causal` for a config class made at run time.
+
+    transformers 5.17 registers no config class whose module is one of the library, even with `exist_ok`.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    module, config.__module__ = config.__module__, __name__
+    try:
+        AutoModel.register(config, base, exist_ok=True)
+        AutoModelForCausalLM.register(config, causal, exist_ok=True)
+    finally:
+        config.__module__ = module
+
+
 def share_converters(whole: type[PreTrainedModel], model_type: str, part: type[PreTrainedModel]) -> None:
     """Fuse checkpoints of the class `part` like those of `whole`, which contains it. Names are not shared."""
     from transformers import conversion_mapping as mappings

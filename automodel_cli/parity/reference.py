@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -59,7 +59,17 @@ class Reference:
         )
 
 
-def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Objective) -> Reference:
+Given = Callable[[Batch, int, Tensor], dict[str, Any]]
+"""Further keywords of the model for a document: batch, number of the document, ids `[1, T]`."""
+
+
+def _nothing(batch: Batch, number: int, ids_BT: Tensor) -> dict[str, Any]:
+    return {}
+
+
+def one_process(
+    model: PreTrainedModel, batches: Sequence[Batch], objective: Objective, given: Given = _nothing
+) -> Reference:
     """Run every document separately through `model`, using nothing of this package except the objective.
 
     Microbatches are summed in float64, so that the difference is the error of the other side.
@@ -74,7 +84,7 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
     sums: dict[str, Tensor] = {}
     for batch in batches:
         model.zero_grad()
-        value = objective(_output(model, batch, request, head), batch) / weight
+        value = objective(_output(model, batch, request, head, given), batch) / weight
         value.backward()
         loss += value.item()
         gradients = full_gradients([model])
@@ -87,29 +97,34 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
     return Reference(loss, norm.item(), {name: grad.float() for name, grad in sums.items()})
 
 
-def exact_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Objective) -> Reference:
+def exact_process(
+    model: PreTrainedModel, batches: Sequence[Batch], objective: Objective, given: Given = _nothing
+) -> Reference:
     """Run one process in float64 on the float32 weights of `model`, and measure its float32 pass against it.
 
     How float32 sums round depends on the processor: on the width of its vectors and the order of its additions. A test
     bounds errors in multiples of `rounding`, which was measured on the same processor.
     """
     model.set_experts_implementation("eager")  # a loop over experts; the grouped implementation has no float64
-    own = one_process(model, batches, objective)
-    exact = one_process(model.double(), batches, objective)
+    own = one_process(model, batches, objective, given)
+    exact = one_process(model.double(), batches, objective, given)
     model.float()  # restore the weights
     return replace(exact, rounding=exact.error_of(own))
 
 
-def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest, value_head: nn.Linear | None) -> HeadOutput:
+def _output(
+    model: PreTrainedModel, batch: Batch, request: HeadRequest, value_head: nn.Linear | None, given: Given
+) -> HeadOutput:
     ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
     asked_NK = None if request.token_ids is None else batch.extra[request.token_ids].flatten(0, 1)
     outputs = []
     pristine = {name: copy.deepcopy(module) for name, module in model.named_modules() if hasattr(module, "rope_type")}
-    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+    for number, (start, end) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
         for name, module in pristine.items():  # some rotary tables store the longest document that they saw
             model.set_submodule(name, copy.deepcopy(module))
         # one document: (1, T) ids -> (T, V) logits -> (T,) values of its labels
-        inputs = {"input_ids": ids_N[None, start:end], "use_cache": False}
+        ids_BT = ids_N[None, start:end]
+        inputs = {"input_ids": ids_BT, "use_cache": False, **given(batch, number, ids_BT)}
         logits_TV = model(**inputs).logits[0]
         asked_TK = None if asked_NK is None else asked_NK[start:end]
         output = output_of(logits_TV, labels_N[start:end], request, asked_TK)

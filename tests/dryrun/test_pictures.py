@@ -76,6 +76,7 @@ def traced(conf: str, gpus: int, rank: int = 0, *overrides: str, **options: Any)
     return trace_in_fork(TraceRequest(conf, overrides, gpus, rank, **options))
 
 
+@pytest.mark.slow
 def test_only_the_first_stage_runs_the_tower_and_a_frozen_one_has_no_backward() -> None:
     """Kernels of toys take equally long, and some of the forward have no backward."""
     words = ("model.vision.projector=frozen", "optimizer.state_dtype=float32")

@@ -151,12 +151,11 @@ def _registered(
 
     `whole`, `model_type`: of the composite.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     own_text_class: Any = type(text_class.__name__, (text_class,), {"__module__": text_class.__module__})
-    AutoModel.register(own_text_class, base, exist_ok=True)
     causal = _causal_class(own_text_class, base, table, kind)
-    AutoModelForCausalLM.register(own_text_class, causal, exist_ok=True)
+    transformers_compat.register_classes(own_text_class, base, causal)
     if text_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         transformers_compat.share_converters(whole, model_type, causal)
     made: type[PretrainedConfig] = own_text_class

@@ -24,12 +24,13 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.hub import composite_text
 from automodel_cli.models.hub.multimodal_backbone import text_config
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import VOCAB
 from automodel_cli.models.vision import two_way
 from automodel_cli.models.vision.front import TYPE_IDS, Front
 from automodel_cli.models.vision.processor import FamilyProcessor
-from automodel_cli.models.vision.small import build_composite, small_composite
+from automodel_cli.models.vision.small import shared_copy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -58,16 +59,18 @@ def _reason(config: PretrainedConfig, processor: FamilyProcessor) -> str:
     """Return why pictures are not supported, or an empty string."""
     try:
         with transformers_compat.quiet():
-            small = small_composite(config)
-            return _difference(small, processor.resized(small))
+            whole = shared_copy(config)
+            try:
+                return _difference(whole, processor.resized(whole.config))
+            finally:
+                _forget_state(whole)
     except ConfigError as error:
         return error.message
     except Exception as error:  # any class of the library may fail in its own way on small sizes
         return f"a small copy of the model does not run ({type(error).__name__}: {error})".splitlines()[0][:300]
 
 
-def _difference(small: PretrainedConfig, processor: FamilyProcessor) -> str:
-    whole = build_composite(small)
+def _difference(whole: Any, processor: FamilyProcessor) -> str:
     part = small_part(whole).eval()
     if recurrent_layers.runs_by_document(part.model):
         return "its attention runs document by document"
@@ -101,18 +104,27 @@ def probe_rows(processor: FamilyProcessor) -> Batch:
     return packed_rows([documents[:2], documents[2:]], processor)
 
 
-def small_part(whole: Any, attention: str = "packed") -> ModelPart:
-    """Return a part with the weights of a composite in memory."""
+def small_part(whole: Any, attention: str = "packed", lora: LoRAConfig | None = None) -> ModelPart:
+    """Return a part with the weights of a composite in memory. `lora`: adapters of its text model."""
     dtype: Any = str(whole.dtype).removeprefix("torch.")
-    choice = ModelConfig(pretrained="-", attn_implementation=attention, dtype=dtype)
+    choice = ModelConfig(pretrained="-", attn_implementation=attention, dtype=dtype, lora=lora)
     part = part_of(text_config(copy.deepcopy(whole.config)), choice, device="cpu")
     name = composite_text.text_module(whole)
     assert name is not None
-    part.model.base_model.load_state_dict(whole.get_submodule(name).state_dict())
-    part.model.get_output_embeddings().load_state_dict(whole.get_output_embeddings().state_dict())
+    _fill(part.model.base_model, whole.get_submodule(name))
+    _fill(part.model.get_output_embeddings(), whole.get_output_embeddings())
     part.add_front(Front(copy.deepcopy(whole), part.model.base_model))
     part.two_way = two_way.rules_of(whole)
     return part
+
+
+@torch.no_grad()
+def _fill(model: Any, other: Any) -> None:
+    """Copy the weights of a model without adapters."""
+    state = other.state_dict()
+    for name, tensor in model.state_dict().items():
+        if "lora_" not in name:
+            tensor.copy_(state[name.replace(".base_layer.", ".")])
 
 
 def documents_with_pictures(processor: FamilyProcessor) -> list[tuple[Tensor, list[Any]]]:
@@ -198,6 +210,14 @@ def packed_rows(rows: list[list[tuple[Tensor, list[Any]]]], processor: FamilyPro
     )
 
 
+def _forget_state(whole: Any, *, gradients: bool = True) -> None:
+    """Remove what a forward leaves behind in a composite."""
+    if hasattr(whole.base_model, "rope_deltas"):
+        whole.base_model.rope_deltas = None
+    if gradients:
+        whole.zero_grad()
+
+
 def _one_by_one(
     whole: Any, documents: list[tuple[Tensor, list[Any]]], processor: FamilyProcessor
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -205,8 +225,7 @@ def _one_by_one(
     values = []
     takes = processor.takes
     for ids_T, images in documents:
-        if hasattr(whole.base_model, "rope_deltas"):
-            whole.base_model.rope_deltas = None  # left behind by the document before
+        _forget_state(whole, gradients=False)
         ids_BT = ids_T[None]
         given = {name: (ids_BT == processor.placeholder).long() for name in TYPE_IDS if name in takes}
         given |= processor.inputs(images) if images else {}

@@ -8,7 +8,7 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.hub import composite_text
-from automodel_cli.models.probes.tiny_model import VOCAB, build_small, shrink
+from automodel_cli.models.probes.tiny_model import LAYERS, VOCAB, build_small, shrink
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,15 +22,29 @@ _NUM_HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "encode
 _PROJECTED = ("projection_dim", "projector_hidden_size", "vision_output_dim", "projector_input_dim")
 
 
+_copies: dict[tuple[type, str], Any] = {}
+"""The last small copy of this process. The probes of a start share it."""
+
+
+def shared_copy(config: PretrainedConfig) -> Any:
+    """Return the small copy of a composite's config, built. Do not change it."""
+    key = (type(config), config.to_json_string())
+    if key not in _copies:
+        built = build_composite(small_composite(config))
+        _copies.clear()
+        _copies[key] = built
+    return _copies[key]
+
+
 def build_composite(small: PretrainedConfig) -> Any:
     """Build the composite of a small config with noise on every parameter."""
     cls: Any = composite_text.composite_class(small)
     return build_small(small, lambda config: cls._from_config(config, dtype=torch.float32)).eval()
 
 
-def small_composite(config: PretrainedConfig) -> PretrainedConfig:
+def small_composite(config: PretrainedConfig, *, num_layers: int = LAYERS) -> PretrainedConfig:
     """Return a small copy of a composite's config. Sizes of pixels, patches and windows are kept."""
-    small: Any = shrink(config)
+    small: Any = shrink(config, num_layers=num_layers)
     text = small.get_text_config()
     for value in vars(small).values():
         if hasattr(value, "get_text_config") and value is not text:

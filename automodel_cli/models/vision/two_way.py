@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.attention.picture_runs import PictureRuns, Rule, TwoWay
 from automodel_cli.models.hub import composite_text
 from automodel_cli.models.vision.front import Front
-from automodel_cli.models.vision.small import build_composite, placeholder_of, small_composite
+from automodel_cli.models.vision.small import placeholder_of, shared_copy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _IS_SHOWN = (False, False, *[True] * 14, False, *[True] * 9, *[False] * 3)
 """Pictures longer than the window of a small copy."""
 _measured: dict[tuple[type, str], TwoWay | None] = {}
+_of_copies: WeakKeyDictionary[Any, TwoWay | None] = WeakKeyDictionary()
 
 
 def two_way_of(composite_config: PretrainedConfig) -> TwoWay | None:
@@ -32,7 +34,7 @@ def two_way_of(composite_config: PretrainedConfig) -> TwoWay | None:
     if key not in _measured:
         try:
             with transformers_compat.quiet():
-                _measured[key] = rules_of(build_composite(small_composite(composite_config)))
+                _measured[key] = rules_of(shared_copy(composite_config))
         except Exception:  # the picture probe reports a small copy that does not run
             _measured[key] = None
     return _measured[key]
@@ -40,6 +42,12 @@ def two_way_of(composite_config: PretrainedConfig) -> TwoWay | None:
 
 def rules_of(whole: Any) -> TwoWay | None:
     """Return the rules of a small composite in memory, None if all layers are causal or the masks are unknown."""
+    if whole not in _of_copies:
+        _of_copies[whole] = _rules(whole)
+    return _of_copies[whole]
+
+
+def _rules(whole: Any) -> TwoWay | None:
     config = whole.config
     eager = copy.deepcopy(whole)
     eager.set_attn_implementation("eager")

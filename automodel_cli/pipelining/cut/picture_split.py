@@ -15,7 +15,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision import probe, shares
 from automodel_cli.models.vision.processor import FamilyProcessor
-from automodel_cli.models.vision.small import build_composite, small_composite
+from automodel_cli.models.vision.small import shared_copy
 from automodel_cli.pipelining.cut.model_structure import SplitError
 from automodel_cli.pipelining.cut.split_check import TOLERANCE, check_split, forward_backward, take_gradients
 from automodel_cli.pipelining.cut.stage_module import cut_stage
@@ -35,9 +35,8 @@ def layers_of_first_stage(composite_config: PretrainedConfig, processor: FamilyP
     key = (type(composite_config), composite_config.to_json_string(), processor.cache_key())
     if key not in _measured:
         with transformers_compat.quiet():
-            small = small_composite(composite_config)
-            whole = build_composite(small)
-            _measured[key] = measure(probe.small_part(whole).eval(), processor.resized(small))
+            whole = shared_copy(composite_config)
+            _measured[key] = measure(probe.small_part(whole).eval(), processor.resized(whole.config))
     text = composite_config.get_text_config()
     if _measured[key] >= text.num_hidden_layers:
         raise SplitError(str(composite_config.model_type), "all its layers add features of pictures")

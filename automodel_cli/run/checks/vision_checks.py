@@ -35,17 +35,6 @@ def refuse_vision(kind: str, model: ModelConfig, data: DataConfig, *, may_read: 
             )
 
 
-def refuse_command(kind: str, model: ModelConfig, command: str) -> None:
-    """Raise ConfigError if a command that does not support pictures gets a recipe with them."""
-    if model.vision is not None:
-        raise ConfigError(
-            f"`automodel {command}` is not supported for recipes of kind {kind}, because it runs the text model only",
-            code="unsupported_combination",
-            keys=("model.vision",),
-            fix="estimate memory with automodel plan, or measure steps with automodel bench",
-        )
-
-
 def check_vision(kind: str, model: ModelConfig, data: DataConfig, parallelizer: Strategy) -> None:
     """Raise ConfigError if a recipe with pictures has settings that do not support them."""
     vision = model.vision

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from automodel_cli.config.compose import Composed
+    from automodel_cli.parity.pictures import PictureOriginal
     from automodel_cli.parity.reference import Original
     from automodel_cli.run.recipe import Recipe
 
@@ -55,7 +56,8 @@ def run_verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], toler
     rows = pick(chosen.rows, wanted)
     report = _Report(rows, tolerance, as_json, packs=recipe.data.packing != "none")
     with tempfile.TemporaryDirectory(prefix="automodel-verify-") as folder:
-        copies = _Copies(recipe, hf_config, Path(folder), rows)
+        kind = _Copies if recipe.model.vision is None else _PictureCopies
+        copies = kind(recipe, hf_config, Path(folder), rows)
         rows, uncovered = copies.frozen(rows)
         report.begin(copies.description, [*chosen.not_covered, *uncovered])
         refusals = {packed: _packing_refusal(recipe, hf_config, packed) for packed in {row.packed for row in rows}}
@@ -86,12 +88,12 @@ class _Copies:
 
     def __init__(self, recipe: Recipe, hf_config: PretrainedConfig, folder: Path, rows: Sequence[Case]):
         self._recipe, self._hf_config, self._folder, self._rows = recipe, hf_config, folder, rows
-        self._made: dict[bool, Original] = {}
+        self._made: dict[bool, Original | PictureOriginal] = {}
         self.description = ""
         self._names: set[str] = set()
         self.of(Case())
 
-    def of(self, row: Case) -> Original:
+    def of(self, row: Case) -> Original | PictureOriginal:
         """Return the copy for this case. Raises ConfigError if it cannot be built."""
         if row.own_layers not in self._made:
             self._made[row.own_layers] = self._write(row.own_layers)
@@ -110,7 +112,17 @@ class _Copies:
             return list(rows), [f"{reason}; the rows train all parameters"]
         return [replace(row, selection=selection) for row in rows], []
 
-    def _write(self, own_layers: bool) -> Original:
+    def _kinds(self, own_layers: bool) -> list[bool]:
+        """Return whether rows of this copy are packed, padded, or both."""
+        return sorted({row.packed for row in self._rows if row.own_layers == own_layers} or {True})
+
+    def _describe(self, family: str, text: PretrainedConfig, size: int) -> None:
+        self.description = self.description or (
+            f"{family}: a random copy with {text.num_hidden_layers} layers of width {text.hidden_size} "
+            f"({size / 1e6:.2f}M parameters), float32, CPU ranks"
+        )
+
+    def _write(self, own_layers: bool) -> Original | PictureOriginal:
         import torch
 
         from automodel_cli.models import transformers_compat
@@ -138,18 +150,42 @@ class _Copies:
             ) from error
         self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         text, size = small.get_text_config(), sum(p.numel() for p in model.parameters())
-        self.description = self.description or (
-            f"{hf_config.model_type}: a random copy with {text.num_hidden_layers} layers of width {text.hidden_size} "
-            f"({size / 1e6:.2f}M parameters), float32, CPU ranks"
-        )
+        self._describe(hf_config.model_type, text, size)
         return Original.write(
             self._folder / ("whole" if own_layers else "small"),
             model,
             recipe.objective,
-            kinds=sorted({row.packed for row in self._rows if row.own_layers == own_layers} or {True}),
+            kinds=self._kinds(own_layers),
             attention=small_attention(recipe.model.attn_implementation),
             trust_remote_code=trust,
         )
+
+
+class _PictureCopies(_Copies):
+    """The small copies of a vision-language model."""
+
+    def _write(self, own_layers: bool) -> PictureOriginal:
+        from automodel_cli.models.hub.source import composite_config
+        from automodel_cli.models.probes.tiny_model import LAYERS
+        from automodel_cli.models.vision.probe import probe_pictures
+        from automodel_cli.models.vision.processor import shared_processor
+        from automodel_cli.parity.pictures import PictureOriginal
+        from automodel_cli.pipelining.cut.picture_split import layers_of_first_stage
+
+        recipe, num_layers = self._recipe, LAYERS
+        processor, config = shared_processor(recipe.model), composite_config(recipe.model)
+        probe_pictures(config, processor)
+        if own_layers:
+            num_layers = self._hf_config.get_text_config().num_hidden_layers
+        elif any(row.pipeline is not None for row in self._rows):
+            # The first stage must have the layers that read features, and one more with sequence parallelism.
+            num_layers += layers_of_first_stage(config, processor)
+        folder = self._folder / ("whole" if own_layers else "small")
+        original = PictureOriginal.write(folder, recipe.model, num_layers, recipe.objective, self._kinds(own_layers))
+        whole = original.composite()
+        self._names = original.names()
+        self._describe(whole.config.model_type, whole.config.get_text_config(), whole.num_parameters())
+        return original
 
 
 def _untied(small: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
@@ -180,14 +216,16 @@ def _packing_refusal(recipe: Recipe, hf_config: PretrainedConfig, packed: bool) 
     return None
 
 
-def _measure(original: Original, row: Case, refusal: str | None, tolerance: float) -> Result:
+def _measure(original: Original | PictureOriginal, row: Case, refusal: str | None, tolerance: float) -> Result:
     from automodel_cli.parity.compare import TIMES_ROUNDING, Refused, run_rows
+    from automodel_cli.parity.pictures import PictureOriginal, run_picture_rows
 
     started = time.monotonic()
     if refusal is not None:
         return Result(row, "refused", 0.0, reason=refusal)
     try:
-        (outcome,) = fork_server.launch(run_rows, row.world_size, original, [row], timeout=_SECONDS_PER_ROW)
+        run = run_picture_rows if isinstance(original, PictureOriginal) else run_rows
+        (outcome,) = fork_server.launch(run, row.world_size, original, [row], timeout=_SECONDS_PER_ROW)
     except fork_server.RankFailure as failure:
         return Result(row, "FAILED", time.monotonic() - started, reason=str(failure).strip()[-1500:])
     seconds = time.monotonic() - started
