@@ -19,10 +19,11 @@ check() {  # NAME, then arguments of pytest
     "$folder/bin/python" -m pytest -n 2 "${@:2}" || failed=1
 }
 check smoke -m smoke
-check "parity, pipelining, sampler, dry run, export" \
+check "parity, pipelining, sampler, dry run, export, pictures" \
     tests/dist/test_{parity,pipeline}.py tests/unit/models/document_masking/test_dynamic_rope.py \
     tests/unit/pipelining/cut/test_stage_module.py \
     tests/unit/rollout/engines/sampler/test_sampler{,_hybrids}.py tests/unit/rollout/engines/test_transformers_engine.py \
     tests/dryrun/test_{tiny,memory}.py \
-    tests/unit/models/checkpoint_io/test_{load,export_check}.py tests/unit/models/test_packing_support.py
+    tests/unit/models/checkpoint_io/test_{load,export_check}.py tests/unit/models/test_packing_support.py \
+    tests/unit/models/vision/test_front.py
 exit $failed

@@ -114,10 +114,10 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def measure(check: Callable[[], object]) -> tuple[str, str]:
+def measure(check: Callable[[], object], seconds: int = SECONDS_PER_FAMILY) -> tuple[str, str]:
     """(verdict, reason)."""
     try:
-        with time_limit(SECONDS_PER_FAMILY):
+        with time_limit(seconds):
             check()
     except NotMeasuredError as error:
         return "unknown", error.reason
@@ -170,7 +170,7 @@ def measured(name: str, config: PretrainedConfig, model_class: type[PreTrainedMo
     packing, packing_reason = measure(lambda: probe_packing(copy.deepcopy(config)))
     sampling, sampling_reason = measure(lambda: check_decoding(copy.deepcopy(config)))
     reasons = (("split", split_reason), ("packing", packing_reason), ("sampling", sampling_reason))
-    notes = [f"{what}: {_short(reason)}" for what, reason in reasons if reason]
+    notes = [f"{what}: {short(reason)}" for what, reason in reasons if reason]
     return Row(name, model_class.__name__, split, packing, sampling, "unknown", tuple(notes))
 
 
@@ -180,11 +180,11 @@ def with_training(row: Row, config: PretrainedConfig) -> Row:
     if verdict != "yes" and usual.to_dict() != config.to_dict():
         verdict, reason = measure(lambda: check_training(usual, SECONDS_PER_TRAINING))
     notes = [note for note in row.notes if not note.startswith("training: ")]
-    notes += [f"training: {_short(reason)}"] if reason else []
+    notes += [f"training: {short(reason)}"] if reason else []
     return replace(row, training=verdict, notes=tuple(notes))
 
 
-def _short(reason: str, limit: int = 260) -> str:
+def short(reason: str, limit: int = 260) -> str:
     """Return a reason on one line, without the stack that a library's message may quote."""
     reason = re.sub(r"\W*Traceback \(most recent call last\).*", "", reason, flags=re.S)
     text = " ".join(reason.split()).replace("|", "\\|")
