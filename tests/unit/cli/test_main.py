@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import os
@@ -405,6 +406,24 @@ def test_a_served_model_is_asked_by_a_short_name(
     assert asked["model"] == name
     assert " ".join(command).count("--served-model-name") == num_names
     assert command[2] == (str(export) if num_names else name)
+
+
+def test_the_request_to_a_model_with_pictures_contains_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = tmp_path / "runs/one/export"
+    export.mkdir(parents=True)
+    (export.parent / "config.yaml").touch()
+    (export / "config.json").write_text('{"architectures": ["Qwen3VLForConditionalGeneration"]}')
+    (export / "processor_config.json").touch()
+    (tmp_path / "photo.png").write_bytes(b"pixels" * 20)
+    monkeypatch.chdir(tmp_path)
+    assert run(["serve", "one", "--dry-run"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("curl"))
+    sent = subprocess.run(["bash", "-c", line.replace("curl", "printf '%s\\n'", 1)], capture_output=True, text=True)
+    content = json.loads(sent.stdout.splitlines()[-1])["messages"][0]["content"]
+    url = content[0]["image_url"]["url"]
+    assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == b"pixels" * 20
 
 
 def test_a_recipe_of_your_own_without_the_sections_that_a_command_reads(toy: Path) -> None:
