@@ -20,6 +20,7 @@ from transformers import (
     LlavaProcessor,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -65,7 +66,7 @@ _CLIP = {
 
 
 def config_of(kind: str) -> Any:
-    """A config with random weights: qwen3_vl, qwen3_vl_moe, qwen2_5_vl, glm4v_moe, llava or gemma3."""
+    """A config with random weights: qwen3_vl, qwen3_vl_moe, qwen2_vl, qwen2_5_vl, glm4v_moe, llava or gemma3."""
     if kind == "qwen3_vl":
         return Qwen3VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=_QWEN, **_IDS)
     if kind == "qwen3_vl_moe":
@@ -84,6 +85,10 @@ def config_of(kind: str) -> Any:
         vision = {k: v for k, v in _QWEN.items() if k not in ("num_position_embeddings", "deepstack_visual_indexes")}
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_IDS)
+    if kind == "qwen2_vl":
+        vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
+        vision |= {"spatial_merge_size": 2, "temporal_patch_size": 1}
+        return Qwen2VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_IDS)
     if kind == "glm4v_moe":
         vision = {k: v for k, v in _QWEN.items() if k not in ("num_position_embeddings", "deepstack_visual_indexes")}
         moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}

@@ -72,6 +72,8 @@ def _shrink_part(config: Any, text_hidden: int, *, nested: bool = True) -> None:
         if hasattr(value, "get_text_config"):
             if nested:
                 _shrink_part(value, text_hidden)
+        elif nested and kind == "hidden_size" and hasattr(config, "embed_dim"):
+            setattr(config, name, text_hidden)  # Qwen2-VL: the width of the results beside that of the tower
         elif isinstance(value, int):
             setattr(config, name, _small_size(kind, value, text_hidden, depth, nested=nested))
 

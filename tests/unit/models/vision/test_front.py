@@ -24,7 +24,7 @@ def _loss(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "llava", "qwen3_vl_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_vl", "llava", "qwen3_vl_moe"])
 def test_packed_rows_equal_documents_in_loss_and_every_gradient(kind: str):
     whole = model_of(kind, torch.float64)
     processor = FamilyProcessor(processor_of(kind), whole.config)
@@ -84,7 +84,7 @@ def test_a_microbatch_without_pictures_gives_every_parameter_a_gradient_and_the_
             assert param.grad is not None and not param.grad.any(), name
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "llava", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "qwen2_vl", "llava", "gemma3"])
 def test_the_probe_accepts(kind: str):
     config = config_of(kind)
     probe_pictures(config, FamilyProcessor(processor_of(kind), config))
