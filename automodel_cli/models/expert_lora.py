@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from automodel_cli.distributed.typed_torch import disable
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.rng import generator_for
 
-if TYPE_CHECKING:
-    from automodel_cli.models.lora_config import LoRAConfig
-
 ALL_EXPERTS = "all-experts"
 _PEFT_LAYERS = {"gate_up_proj": "base_layer.", "down_proj": ""}
 
@@ -38,13 +35,12 @@ def adapted(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if has_adapters(module)]
 
 
-def inject(model: nn.Module, config: LoRAConfig, scale: float) -> None:
-    """Add adapters to the experts that `config.target_parameters` selects. Works on the meta device.
+def inject(model: nn.Module, targets: str | list[str] | None, rank: int, scale: float) -> None:
+    """Add adapters to the experts that `targets` selects. Works on the meta device.
 
     Raises ConfigError for entries that name no weight of experts, experts with an adapter on one weight only, and
     experts that are not measured to be gated MLPs.
     """
-    targets = config.target_parameters
     if targets is None:
         return
     names = {f"{name}.{weight}": (name, weight) for name in _experts(model) for weight in WEIGHTS}
@@ -64,7 +60,7 @@ def inject(model: nn.Module, config: LoRAConfig, scale: float) -> None:
                 keys=("lora.target_parameters",),
                 fix=f"model.lora.target_parameters={ALL_EXPERTS}",
             )
-        _add(name, model.get_submodule(name), config.rank, scale)
+        _add(name, model.get_submodule(name), rank, scale)
     short = sorted({".".join(name.split(".")[-2:]) for name in chosen})
     model.peft_config["default"].target_parameters = targets if isinstance(targets, list) else short  # type: ignore
 
@@ -178,6 +174,21 @@ def matrices(experts: Any, weight: str) -> tuple[Tensor, Tensor]:
     """Return the full A `[E, R, I]` and B `[E, O, R]` of a weight. Collective if adapters are sharded."""
     a, b = (transformers_compat.full_tensor(experts._parameters[f"{weight}_{matrix}"]) for matrix in MATRICES)
     return a, b
+
+
+def parameters_in_files(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the adapters with their names in files of `peft`, whose matrices have other shapes (`from_file`)."""
+    for name, experts in adapted(model):
+        for weight in WEIGHTS:
+            for matrix in MATRICES:
+                yield f"{name}.{_PEFT_LAYERS[weight]}{matrix}.weight", experts._parameters[f"{weight}_{matrix}"]
+
+
+def from_file(name: str, stored: Tensor, num_experts: int) -> Tensor:
+    """Return a matrix of a file as the parameter has it: A `[E, R, I]` or B `[E, O, R]`."""
+    if name.endswith("lora_A.weight"):
+        return stored.unflatten(0, (num_experts, -1))
+    return stored.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 
 def in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

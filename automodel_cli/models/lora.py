@@ -47,22 +47,43 @@ def inject(model: nn.Module, config: LoRAConfig, new_rows: Sequence[int] = ()) -
     if config.quantization == "nf4":
         fix = "pip install bitsandbytes, or model.lora.quantization=none"
         _need("lora.quantization=nf4 (QLoRA)", "bitsandbytes", key="lora.quantization", fix=fix)
-    import peft
-
-    if not config.target_modules:  # adapters on experts only
-        model.requires_grad_(False)
-        cast(Any, model).peft_config = {_ADAPTER: _peft_config(model, config)}
-        expert_lora.inject(model, config, config.scale)
-        _train_rows(model, [*config.trainable_token_indices, *new_rows])
-        return
     if isinstance(config.target_modules, list):
         lora_targets.check_targets(model, config.target_modules)
     settings = _settings(model, config)
     rows, settings.trainable_token_indices = _rows_of(settings, [*config.trainable_token_indices, *new_rows]), None
     saved, settings.modules_to_save = settings.modules_to_save or [], None  # trained in place, without peft's copies
+    experts, settings.target_parameters = config.target_parameters or settings.target_parameters, None
+    _wrap_layers(model, settings, config)
+    adapted = [name for name, _ in wrappers(model)]
+    lora_options.check_patterns(config, adapted)
+    scale_of_experts = settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
+    expert_lora.inject(model, experts, settings.r, scale_of_experts)
+    lora_options.train_saved_modules(model, saved, [*adapted, *(name for name, _ in expert_lora.adapted(model))])
+    settings.modules_to_save = saved or None  # of the file
+    layers = dict(wrappers(model))
+    _train_rows(model, rows)
+    if config.pretrained is not None:
+        trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+        matrices = [file_name for name, layer in wrappers(model) for file_name, _ in matrices_of(name, layer)]
+        matrices += [file_name for file_name, _ in expert_lora.parameters_in_files(model)]
+        lora_pretrained.check_matrices(config.pretrained, [*matrices, *(n for n in trained if not _is_of_adapter(n))])
+    if config.quantization == "nf4":
+        _pack_bases(model, layers, config)
+    lora_init.add_initial(layers, config)
+    lora_dora.use_own_forward(model)
+
+
+def _wrap_layers(model: nn.Module, settings: Any, config: LoRAConfig) -> None:
+    """Add the adapters of `peft` to linear layers and embeddings, and freeze everything else."""
+    import peft
+
+    if not settings.target_modules:  # adapters on experts only
+        model.requires_grad_(False)
+        cast(Any, model).peft_config = {_ADAPTER: settings}
+        return
     dead, shared = lora_targets.bypassed(model, always=True), lora_targets.shared(model)
     try:
-        with warnings.catch_warnings():  # a tied head gets a separate weight on export (`sharing`)
+        with warnings.catch_warnings():  # a tied head gets a separate weight on export (`untied_weights`)
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
             peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     except ValueError as error:
@@ -80,21 +101,6 @@ def inject(model: nn.Module, config: LoRAConfig, new_rows: Sequence[int] = ()) -
             )
         if name in shared:
             raise _unsupported_target(model, config, f"it matches {name}, which shares its weight with another layer")
-    adapted = [name for name, _ in wrappers(model)]
-    lora_options.check_patterns(config, adapted)
-    lora_options.train_saved_modules(model, saved, adapted)
-    settings.modules_to_save = saved or None  # of the file
-    layers = dict(wrappers(model))
-    _train_rows(model, rows)
-    if config.pretrained is not None:
-        trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
-        matrices = [file_name for name, layer in wrappers(model) for file_name, _ in matrices_of(name, layer)]
-        lora_pretrained.check_matrices(config.pretrained, [*matrices, *(n for n in trained if not _is_of_adapter(n))])
-    if config.quantization == "nf4":
-        _pack_bases(model, layers, config)
-    lora_init.add_initial(layers, config)
-    lora_dora.use_own_forward(model)
-    expert_lora.inject(model, config, config.scale)
 
 
 def _rows_of(settings: Any, own: list[int]) -> list[int]:
@@ -110,7 +116,7 @@ def _train_rows(model: nn.Module, rows: list[int]) -> None:
 
 
 def _is_of_adapter(name: str) -> bool:
-    return ".lora_" in name or name.endswith(".trainable_tokens_delta")
+    return ".lora_" in name or name.endswith((".trainable_tokens_delta", *expert_lora.ADAPTERS))
 
 
 def _settings(model: nn.Module, config: LoRAConfig) -> Any:
@@ -280,7 +286,8 @@ def fill_pretrained(part: ModelPart, name: str) -> None:
     """Read the adapters of this rank, and the modules trained with them, from an adapter of peft."""
     modules = _settings_of(part).modules_to_save or []
     matrices = {file_name: param for at, layer in wrappers(part.model) for file_name, param in matrices_of(at, layer)}
-    lora_pretrained.fill(name, matrices | dict(lora_options.saved_parameters(part, modules)))
+    experts = dict(expert_lora.parameters_in_files(part.model))
+    lora_pretrained.fill(name, matrices | experts | dict(lora_options.saved_parameters(part, modules)), experts)
 
 
 def _settings_of(part: ModelPart) -> Any:
@@ -376,6 +383,8 @@ def save_adapters(
         peft_config.target_modules = layers
         peft_config.target_parameters = expert_lora.full_names(experts) or None
         peft_config.exclude_modules = peft_config.layers_to_transform = None
+    elif entries := peft_config.modules_to_save:  # peft compares letters: `norm` would match `q_norm` too
+        peft_config.modules_to_save = lora_options.saved_modules(state, entries)
     if config.starts_at_weights:
         lora_init.convert(peft_config)
     peft_config.base_model_name_or_path = base_model

@@ -145,7 +145,7 @@ class LoRAConfig:
                 check_range(f"{key}.{pattern}", value, **lowest, fix=f"model.lora.{key}={{}}")  # type: ignore[arg-type]
         for layer in self.layers_to_transform:
             check_range("layers_to_transform", layer, at_least=0, fix="model.lora.layers_to_transform=[]")
-        apart = ("exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern", "modules_to_save")
+        apart = ("exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern")
         for key in apart if self.target_parameters is not None else ():
             if getattr(self, key):
                 raise ConfigError(

@@ -98,6 +98,15 @@ def saved_parameters(part: ModelPart, names: list[str]) -> Iterator[tuple[str, n
             yield name, param
 
 
+def saved_modules(files: Collection[str], entries: list[str]) -> list[str]:
+    """Return the full names of the modules that `entries` select, from the names of a file's tensors."""
+    found = set()
+    for name in files:
+        chosen = (module for module in _prefixes(name) if ends_in_any(module, entries))
+        found.add(None if ".lora_" in name or ".token_adapter." in name else next(chosen, None))
+    return sorted(module for module in found if module is not None)
+
+
 def ends_in_any(name: str, entries: Collection[str]) -> bool:
     """Return whether the name of a module ends in one of the entries."""
     return any(ends_in(name, entry) for entry in entries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import ends_in
-from automodel_cli.models import transformers_compat
+from automodel_cli.models import expert_lora, transformers_compat
 
 _PREFIX = "base_model.model."
 _FILE = "adapter_model.safetensors"
 _UNSUPPORTED = {
     "lora_bias": False,
     "bias": "none",
-    "target_parameters": None,
     "layer_replication": None,
     "alora_invocation_tokens": None,
     "megatron_config": None,
@@ -108,7 +107,7 @@ def _keys(name: str) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def fill(name: str, targets: Mapping[str, nn.Parameter]) -> None:
+def fill(name: str, targets: Mapping[str, nn.Parameter], of_experts: Collection[str] = ()) -> None:
     """Read this rank's parameters, by their names in the file. Raises ConfigError for a matrix of another shape."""
     from safetensors import safe_open
 
@@ -116,6 +115,8 @@ def fill(name: str, targets: Mapping[str, nn.Parameter]) -> None:
         for wanted, target in targets.items():
             key = next(key for key in _keys(name) if ends_in(key, wanted))
             full: Tensor = file.get_tensor(_PREFIX + key)
+            if wanted in of_experts and full.numel() == target.numel():
+                full = expert_lora.from_file(wanted, full, len(target))
             if full.shape != target.shape:
                 raise ConfigError(
                     f"lora.pretrained={name} does not fit the model: {wanted} has shape {list(full.shape)} in the "
