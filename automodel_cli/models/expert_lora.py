@@ -187,8 +187,10 @@ def parameters_in_files(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def from_file(name: str, stored: Tensor, num_experts: int) -> Tensor:
     """Return a matrix of a file as the parameter has it: A `[E, R, I]` or B `[E, O, R]`."""
     if name.endswith("lora_A.weight"):
-        return stored.unflatten(0, (num_experts, -1))
-    return stored.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+        a: Tensor = stored.unflatten(0, (num_experts, -1))
+        return a
+    b: Tensor = stored.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+    return b
 
 
 def in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.expert_parallel import low_rank
 from automodel_cli.models import (
     expert_lora,
     lora_dora,
@@ -116,7 +117,7 @@ def _train_rows(model: nn.Module, rows: list[int]) -> None:
 
 
 def _is_of_adapter(name: str) -> bool:
-    return ".lora_" in name or name.endswith((".trainable_tokens_delta", *expert_lora.ADAPTERS))
+    return ".lora_" in name or name.endswith((".trainable_tokens_delta", *low_rank.ADAPTERS))
 
 
 def _settings(model: nn.Module, config: LoRAConfig) -> Any:
