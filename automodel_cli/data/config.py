@@ -252,6 +252,13 @@ class DataConfig:
                 keys=("validation_size", "streaming"),
                 fix="data.validation_size=0 data.validation_path=<a file of held-out rows>",
             )
+        if self.num_workers is not None:
+            raise ConfigError(
+                f"num_workers={self.num_workers} has no effect with streaming, which tokenizes in threads",
+                code="no_effect",
+                keys=("num_workers", "streaming"),
+                fix=f"data.num_workers=null data.streaming.num_threads={max(1, self.num_workers)}",
+            )
         sources = self.datasets or []
         if len(sources) > 1 and any(source.sampling_weight is None for source in sources):
             raise ConfigError(

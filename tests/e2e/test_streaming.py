@@ -87,12 +87,15 @@ def test_commands_of_a_stream(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     done = automodel(tmp_path, "data", "inspect", "-c", "tiny.yaml", "--rows", "1")
     assert done.returncode == 0 and "{yes " in done.stdout, done.stdout + done.stderr
+    done = automodel(tmp_path, "plan", "-c", "tiny.yaml", "--gpus", "2", "mesh.dp_size=2")
+    assert done.returncode == 0, done.stdout + done.stderr
     for more, code in (
         (("data", "prepare", "-c", "tiny.yaml"), "no_effect"),
         (("check", "-c", "tiny.yaml", "train.max_steps=null", "train.epochs=1"), "requires_setting"),
         (("check", "-c", "tiny.yaml", "data.streaming.lanes=3"), "not_divisible"),
         (("check", "-c", "tiny.yaml", "mesh.dp_size=4", "data.streaming.lanes=2"), "not_divisible"),
         (("check", "-c", "tiny.yaml", "data.validation_size=0.1"), "unsupported_combination"),
+        (("check", "-c", "tiny.yaml", "data.num_workers=2"), "no_effect"),
         (("check", "-c", "tiny.yaml", "data.streaming.lane=2"), "unknown_key"),
     ):
         done = automodel(tmp_path, *more)
