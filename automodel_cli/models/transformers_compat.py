@@ -388,8 +388,11 @@ def name_special_tokens(tokenizer: Any, tokens: dict[str, str]) -> None:
     tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
 
 
-def without_video(cls: Any) -> Any:
-    """A processor class without its video part, which needs torchvision."""
+def without_video(cls: Any, video_settings: dict[str, Any] | None = None) -> Any:
+    """Return a processor class without its video part, which needs torchvision.
+
+    `save_pretrained` writes `video_settings` as those of the part, so that `AutoProcessor` finds them.
+    """
 
     class ImagesOnly(cls):  # type: ignore[misc]
         @classmethod
@@ -398,6 +401,13 @@ def without_video(cls: Any) -> Any:
 
         def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
             return None if value is None else super().check_argument_for_proper_class(name, value)
+
+        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            saved = super().save_pretrained(save_directory, *args, **kwargs)
+            if video_settings is not None:
+                text = json.dumps(video_settings, indent=2)
+                Path(save_directory, "video_preprocessor_config.json").write_text(text, encoding="utf-8")
+            return saved
 
     ImagesOnly.__name__ = cls.__name__
     return ImagesOnly

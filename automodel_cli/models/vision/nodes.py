@@ -87,14 +87,17 @@ class QwenProcessor:
 
         from automodel_cli.models.transformers_compat import without_video
 
-        pixels = Qwen2VLImageProcessorPil(
-            patch_size=self.patch_size,
-            merge_size=self.merge_size,
-            temporal_patch_size=self.temporal_patch_size,
-            size={"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
-        )
-        return without_video(Qwen3VLProcessor)(
-            image_processor=pixels, tokenizer=tokenizer, chat_template=tokenizer.chat_template
+        settings = {
+            "patch_size": self.patch_size,
+            "merge_size": self.merge_size,
+            "temporal_patch_size": self.temporal_patch_size,
+            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+        }
+        video = {"video_processor_type": "Qwen3VLVideoProcessor", **settings}
+        return without_video(Qwen3VLProcessor, video)(
+            image_processor=Qwen2VLImageProcessorPil(**settings),
+            tokenizer=tokenizer,
+            chat_template=tokenizer.chat_template,
         )
 
 
