@@ -104,6 +104,7 @@ def found():
     return launch(_all_cases, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _CASES)
 def test_products_that_add_give_the_gradients_of_one_process(found, name: str) -> None:
     count, tolerance = _CASES[name][3], _CASES[name][-1]

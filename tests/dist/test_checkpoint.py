@@ -300,6 +300,7 @@ def _real_run(rank: int, world: int, folder: str, parallelizer: str, lora: bool,
 _TO_DDP, _FROM_DDP = (("fsdp2", 2), ("ddp", 2)), (("ddp", 2), ("fsdp2", 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded", "lora"),
     [

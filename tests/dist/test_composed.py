@@ -126,11 +126,13 @@ def check(original: Original, rows: list[Case]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_pairs_of_axes_on_four_ranks(originals: Originals):
     """The matrices below have all families, and both kinds of rows in each layout."""
     check(originals["llama"], PAIRS)
 
 
+@pytest.mark.slow
 def test_experts_on_four_ranks(originals: Originals):
     """Two of them. `test_expert_parallel` has experts over all ranks, recomputed, and those under tp; the matrix below
     has all."""

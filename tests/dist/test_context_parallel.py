@@ -212,6 +212,7 @@ UNDER_A_PIPELINE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases", [UNDER_A_PIPELINE[1:4:2], *slow(UNDER_A_PIPELINE[5:6], UNDER_A_PIPELINE[:5:2], UNDER_A_PIPELINE[6:])]
 )

@@ -58,6 +58,7 @@ def _steps(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_experts_are_reduced_once_a_step_and_the_rest_on_each_microbatch():
     found = launch(_steps, 4)
     for errors, *_ in found.values():

@@ -65,6 +65,7 @@ def _check(original: Original, world: int, rows: dict[str, Case]) -> None:
         assert "lora_" in outcome.name or row.lora.modules_to_save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", *slow("qwen3_moe", "deepseek_v3")])
 def test_every_layout_has_the_gradients_of_one_process(family: str, tmp_path: Path):
     original = _original(tmp_path, family)
@@ -85,6 +86,7 @@ def _second_update_without_scale(batches: list[Batch]) -> list[Batch]:
     return batches
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_noticed(tmp_path: Path):
     (outcome,) = launch(run_rows, 2, _original(tmp_path, "gpt_oss"), [ROWS["ep2"]], _second_update_without_scale)
     assert outcome.gradient > 1e-2

@@ -62,6 +62,7 @@ def _load(rank: int, world: int, folder: str, layout: MeshConfig):
     return num_bytes, held, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -135,6 +136,7 @@ def _train(rank: int, world: int, layout: MeshConfig, folder: str, steps: int, r
     return numbers, str(saved)
 
 
+@pytest.mark.slow
 def test_checkpoints_load_under_any_other_layout(tmp_path: Path):
     """ep 2 x 2 shards -> one process -> ep 4 -> ep 2, against a run in one process that never stops."""
     want, _ = launch(_train, 1, MeshConfig(), str(tmp_path / "whole"), 4, None)

@@ -180,6 +180,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.slow
 def test_under_a_pipeline():
     """Each schedule with some family (zb_h1 Mixtral, zbv Qwen3); `test_every_family_under_every_schedule` has the
     others."""
@@ -192,6 +193,7 @@ def test_every_family_under_every_schedule():
     check(4, PIPELINES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [FAST[0], *slow(FAST[1]), *SLOW])
 def test_with_tensor_parallelism_in_the_same_layer(family):
     """Tokens are the same on all ranks of tp, whole or (sequence parallel) gathered for the layer."""
@@ -283,6 +285,7 @@ def _under_a_schedule(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_a_split_backward_exchanges_no_tokens_twice():
     for found in launch_all(_under_a_schedule, 4):
         assert all(layers and tokens == 4 * 4 * layers for tokens, layers in found)
@@ -383,6 +386,7 @@ ADDING = replace(FSDP2, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float6
 ON_STAGES = MeshConfig(pp_size=2, ep_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [
@@ -437,6 +441,7 @@ def _prefetched(rank, world):
     return {names[unit]: [names[module] for module in modules] for unit, modules in ahead.items()}
 
 
+@pytest.mark.slow
 def test_experts_are_gathered_ahead_with_their_layer():
     ahead = launch(_prefetched, 4)
     layers = [name for name in ahead if name]

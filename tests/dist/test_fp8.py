@@ -125,6 +125,7 @@ def found(originals):
     return alone, shared, cut
 
 
+@pytest.mark.slow
 def test_it_is_another_arithmetic_for_linear_layers_and_for_experts(found):
     alone, _, _ = found
     assert 1e-3 < relative(alone["without"], alone["dense"]) < 0.2

@@ -114,6 +114,7 @@ def test_every_field_has_the_numbers_of_one_process_on_ranks_and_in_stages(origi
         assert isinstance(errors, Errors) and errors.within_rounding(), (name, errors)
 
 
+@pytest.mark.slow
 def test_pretraining_has_the_numbers_of_one_process_on_ranks_and_in_stages(tmp_path: Path):
     """With z-loss and bits per byte."""
     objective = NextToken(z_loss_coef=0.5)

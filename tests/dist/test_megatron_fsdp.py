@@ -82,6 +82,7 @@ def test_options_do_not_change_the_numbers():
     _check(2, [Case(config=replace(MEGATRON, **OPTIONS[name]), num_layers=layers.get(name, 2)) for name in OPTIONS])
 
 
+@pytest.mark.slow
 def test_tied_embeddings_and_experts():
     _check(2, [Case(family, config=MEGATRON) for family in ("gemma3_text", "qwen3_moe")])
 
@@ -92,6 +93,7 @@ def _of_mesh(sizes, *strategies):
     return [Case("qwen3", config=config, mesh=mesh, num_microbatches=2, num_layers=2) for config in configs]
 
 
+@pytest.mark.slow
 def test_under_tensor_and_context_parallelism():
     _check(4, [*_of_mesh({"tp_size": 2}, 3), *_of_mesh({"cp_size": 2}, 3)])
 

@@ -103,6 +103,7 @@ def check(folder: Path, made: multi_token.Made, rows: Sequence[Case], ranks: int
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_same_numbers_as_the_definition(tmp_path: Path):
     rows = [
         row(dp=2),

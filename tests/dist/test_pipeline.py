@@ -32,6 +32,7 @@ def test_every_schedule_on_two_ranks():
     check(2, diagonal(0))
 
 
+@pytest.mark.slow
 def test_some_schedules_on_four_ranks():
     """Every third one; the matrix has all."""
     check(4, diagonal(3)[::3])

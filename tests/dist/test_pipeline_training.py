@@ -96,6 +96,7 @@ def test_stages_and_data_parallelism_train_like_one_process():
     _compare(4, 2, "zb_h1", "gpt_oss")
 
 
+@pytest.mark.slow
 def test_stages_and_hybrid_sharding_train_like_one_process():
     """Two stages, each on two replicas of two shards; the tied table is on both stages."""
     _compare(8, 2, "gpipe", tied=True, kind="hsdp")

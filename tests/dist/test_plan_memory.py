@@ -53,6 +53,7 @@ def _real_and_planned(world: int, family: str, sizes: MeshConfig) -> tuple[int, 
     return sum(transformers_compat.local(p).numel() for p in part.parameters()), planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", *slow("gpt_oss", "qwen3_moe")])
 def test_planned_shards_are_the_real_ones(family: str) -> None:
     names = [

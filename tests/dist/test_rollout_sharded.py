@@ -170,6 +170,7 @@ def test_hybrid_sharding_and_ddp():
     check(2, "llama", MeshConfig(dp_size=2), parallelizer=DDPConfig())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", *slow("qwen3_moe", "deepseek_v3")])
 def test_expert_parallel_ranks_keep_in_step(family):
     check(4, family, MeshConfig(dp_size=4, ep_size=2))

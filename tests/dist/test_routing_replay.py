@@ -114,6 +114,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_layouts_replay_what_one_process_with_forced_routers_computes(folder, world):
     (_, mismatch), *_ = launch(updated, 1, folder, [row()])

@@ -181,6 +181,7 @@ def same_update_put_together(rank: int, world: int, folder: Path, cases: Sequenc
     return same_update(rank, world, folder, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", CASES)
 def test_so_do_documents_that_are_put_together_as_those_of_long_rows_are(folder, world):
     cases = CASES[world][:4]

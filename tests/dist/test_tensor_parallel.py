@@ -231,6 +231,7 @@ def _fill(param, whole):
     transformers_compat.local(param).copy_(transformers_compat.local_part(param, whole))
 
 
+@pytest.mark.slow
 def test_adapters():
     want = launch(_adapted, 1, False)
     assert want and all("lora_" in name for name in want)
@@ -257,6 +258,7 @@ def _three_steps(rank, world, sizes, config):
     return steps
 
 
+@pytest.mark.slow
 def test_three_clipped_steps():
     want = torch.tensor(launch(_three_steps, 1, {}, TP))
     assert want[0, 0] > want[2, 0]

@@ -81,6 +81,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
     return Original.write(tmp_path_factory.mktemp("original") / "model", model, SFT())
 
 
+@pytest.mark.slow
 def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(original: Original):
     for row, outcome in zip(ROWS, launch(run_rows, 2, original, ROWS), strict=True):
         assert isinstance(outcome, Errors) and outcome.within(*row.bounds(TIMES_ROUNDING * outcome.rounding)), outcome

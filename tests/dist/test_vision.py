@@ -69,6 +69,7 @@ def test_eight_ranks():
 PAIRS = {"fsdp2": Case(), "tp sp": TWO["tp sp"], "pp": TWO["pp"]}
 
 
+@pytest.mark.slow
 def test_pairs_with_pictures_and_a_reference_model_on_two_ranks():
     """A rank has a microbatch without pictures, and others show a picture in both responses and in several pairs."""
     for name, errors in zip(PAIRS, launch(vision_pair_cases.compare, 2, "qwen3_vl", list(PAIRS.values())), strict=True):

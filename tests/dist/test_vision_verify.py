@@ -25,6 +25,7 @@ PACKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conf", ["qwen3_vl_8b_tiny", *slow("qwen3_vl_30b_pp2ep4_tiny")])
 def test_layouts_equal_one_process_and_another_step_does_not(conf: str, tmp_path: Path) -> None:
     """Ranks without pictures among them. The rows of one document are compared with the step of packed rows."""

@@ -33,6 +33,7 @@ def _count(found: RankResult, name: str) -> int:
     return sum(line.count for line in found.kernels if line.what == name)
 
 
+@pytest.mark.slow
 def test_soft_caps_cost_the_pairs_of_their_blocks_in_one_kernel_and_no_scores() -> None:
     """Rows of one document are 36 blocks of 128 x 128 below the diagonal, of four documents 4 x 3."""
     whole, four = (traced("llama3_8b_tp2cp2_tiny", 1, 0, *GEMMA, document=n) for n in (TOKENS, TOKENS // 4))

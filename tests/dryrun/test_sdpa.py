@@ -35,6 +35,7 @@ def _launched(found: RankResult, of: str) -> int:
     return int(sum(line.count for line in found.kernels if of in line.what))
 
 
+@pytest.mark.slow
 def test_packed_rows_keep_a_mask_of_16_bits_a_layer_and_no_scores_of_heads() -> None:
     masked, packed = (_traced(attention, 700) for attention in ("sdpa", "packed"))
     assert _launched(masked, "efficient_attention") == 2 * _LAYERS * _MICROBATCHES

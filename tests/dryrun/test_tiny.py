@@ -81,6 +81,7 @@ def test_moments_in_bfloat16_take_half_the_room_and_one_kernel_a_parameter() -> 
     assert half.num_kernels - tensors - others <= 4 * tensors, "a step size, a count and a flag beside each"
 
 
+@pytest.mark.slow
 def test_a_whole_step_has_the_same_work_however_many_of_its_microbatches_were_run() -> None:
     three, five = (traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, microbatches=n) for n in (3, 5))
     assert five.num_kernels > 1.5 * three.num_kernels
@@ -289,6 +290,7 @@ def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_products_of_8_bits_are_counted_at_twice_the_speed_and_keep_what_others_keep() -> None:
     """Four a linear layer: forward and its repetition, gradients of inputs and of the weight. Two casts each."""
     options = (*_PLAIN, *_BF16, "parallelizer.activation_checkpointing=full")
@@ -302,6 +304,7 @@ def test_products_of_8_bits_are_counted_at_twice_the_speed_and_keep_what_others_
     assert not in_fp8.syncs or len(in_fp8.syncs) == len(plain.syncs)
 
 
+@pytest.mark.slow
 def test_experts_multiply_in_8_bits_without_waiting_for_sizes() -> None:
     """Six products a layer and microbatch; gradients of weights cast two operands each by expert."""
     options = (*_BF16, "parallelizer.activation_checkpointing=false", "model.fp8={experts: true}")

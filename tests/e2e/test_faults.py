@@ -328,6 +328,7 @@ def _nap_on_rank_1(rank, world, folder):
     return lines
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_always_slower_is_named_once(tmp_path: Path) -> None:
     lines, of_rank_1 = launch_all(_nap_on_rank_1, 2, tmp_path, process_group=False)
     (said,) = lines

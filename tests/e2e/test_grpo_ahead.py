@@ -155,6 +155,7 @@ def test_a_slow_engine_is_waited_for_before_its_weights_change(whole: Path, tmp_
     assert texts(folder, 2) == texts(whole / "whole", 2)
 
 
+@pytest.mark.slow
 def test_what_fails_in_the_thread_ends_the_run_with_its_message(tmp_path: Path) -> None:
     write_config(tmp_path)
     done = run_with(tmp_path, "raise RunError('the engine is out of order', fix='mend it')", "train.max_steps=3")
@@ -223,6 +224,7 @@ def test_two_rollouts_ahead_samples_are_those_of_the_weights_of_two_steps_earlie
     assert drawn_by(model, tokenizer, deep, 5) != texts(deep, 5), "the test shows nothing"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_two_rollouts_ahead_goes_on_bitwise(deep: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     run_dir = tmp_path / "runs" / "tiny"

@@ -28,6 +28,7 @@ def overrides(fields: dict[str, object], *more: str) -> list[str]:
     return [*(f"+model.config.{key}={value}" for key, value in fields.items()), "logging.report=false", *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "fields", "layout"),
     [

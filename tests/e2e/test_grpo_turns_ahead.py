@@ -52,6 +52,7 @@ def played_by_hand(exported: Path, whole: Path, step: int) -> list[Any]:
     return [episode.response_messages for episode in episodes]
 
 
+@pytest.mark.slow
 def test_conversations_are_those_of_the_weights_of_two_steps_earlier(runs: Path) -> None:
     """Step 4 plays with the weights after step 1: those that a run of one step exports."""
     whole = runs / "whole"

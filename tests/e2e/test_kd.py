@@ -49,6 +49,7 @@ def test_a_smaller_student_comes_nearer_to_its_teacher(folder, losses):
     assert asked and all("val_answers_accuracy" in row for row in asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [*slow(("mesh.dp_size=2",)), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")])
 def test_ranks_and_stages_ask_the_teacher_the_same(folder, losses, layout):
     assert distil(folder, layout[0].replace(".", "-").replace("=", "-"), *SMALLER, *layout) == pytest.approx(
@@ -61,6 +62,7 @@ def files(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in (folder / "cache" / "teacher").glob("*.npy")}
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_a_teacher_teaches_the_very_same(folder, losses):
     """Of few rows at first, then of all, on two ranks, which measure what is missing; then nothing is."""
     kept = ("cache_teacher_logprobs=true", *SMALLER)

@@ -41,6 +41,7 @@ def test_the_critic_starts_at_0_learns_and_is_exported(folder, alone):
     assert load_file(folder / "runs" / "alone" / "export" / "value_head.safetensors")["weight"].abs().max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [*slow(("mesh.dp_size=2",)), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")], ids=["dp2", "pp2"]
 )

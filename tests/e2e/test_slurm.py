@@ -101,6 +101,7 @@ def assert_same_bits(run: Path, whole: Path) -> None:
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_preempted_job_is_requeued_and_goes_on_bitwise(folder: Path, whole: Path) -> None:
     run = folder / "runs" / "preempted"
     site = ("--sbatch=--export=NONE", "--setup", 'SITE="$NOT_SET" && export SITE OMP_NUM_THREADS=1')

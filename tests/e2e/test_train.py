@@ -159,6 +159,7 @@ def test_adapters_train_alone_and_are_merged_into_the_export(tmp_path: Path) -> 
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in adapter.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_saves_and_goes_on_with_other_ranks(whole: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     stopped = start(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "train.max_steps=200", "checkpoint.every=null")

@@ -47,6 +47,7 @@ def _train(folder: Path, name: str, *overrides: str) -> list[dict]:
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.slow)])
 def test_two_ranks_some_without_pictures_train_as_one(kind: str, tmp_path: Path):
     _project(tmp_path, kind)
@@ -201,6 +202,7 @@ def test_peft_reads_the_adapter_on_the_composite(kind: str, tmp_path: Path):
     assert (got - want).abs().max() < 2e-5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_one_run_and_refuses_an_edited_picture(tmp_path: Path):
     _project(tmp_path)
     _train(tmp_path, "halves", "train.max_steps=2", "lr_scheduler=constant")

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from automodel_cli.cli.tested_versions import TESTED
@@ -22,6 +23,7 @@ def test_the_page_has_the_table_of_tested_releases() -> None:
     assert new_release.tested_table() in (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_names_that_a_release_removes_or_moves_are_found(tmp_path: Path) -> None:
     """`_fully_shard` is imported from torch, and `_get_dtype_plan` called on a model."""
     module = "torch/distributed/fsdp/_fully_shard"

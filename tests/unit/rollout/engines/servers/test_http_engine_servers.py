@@ -101,6 +101,7 @@ def served(tokenizer, tmp_path_factory):
         process.wait(30)
 
 
+@pytest.mark.slow
 def test_transformers_serve_generates_what_the_library_does(served, tokenizer):
     url, name = served
     engine = OpenAIEngine(Server(url, timeout=120), tokenizer, model=name, concurrency=2)
