@@ -50,7 +50,13 @@ class NamesType(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--format", "fmt", default="auto", show_default=True, help="Format of the rows, as `data.format`.")
 @click.option("--column", help="Column of the text, with --format text or without --format.")
-@click.option("--text-unit", type=click.Choice(["file", "paragraph", "line"]), default="file", show_default=True)
+@click.option(
+    "--text-unit",
+    type=click.Choice(["file", "paragraph", "line"]),
+    default="file",
+    show_default=True,
+    help="Row of a text file.",
+)
 @click.option("--split", default="train", show_default=True, help="Split of each SOURCE.")
 @click.option("--name", help="Configuration of a hub dataset.")
 @click.option("--similarity", default=0.8, show_default=True, help="Smallest similarity of near duplicates.")
@@ -72,7 +78,13 @@ class NamesType(click.ParamType):  # type: ignore[type-arg]
     help="With --write: remove the rows that these checks find, or rows that cannot be read (invalid).",
 )
 @click.option("--write", type=click.Path(path_type=Path), help="Folder for the rows that stay and the removed ones.")
-@click.option("--compression", type=click.Choice(["none", "gz", "zst"]), default="none", show_default=True)
+@click.option(
+    "--compression",
+    type=click.Choice(["none", "gz", "zst"]),
+    default="none",
+    show_default=True,
+    help="Compression of the files of --write.",
+)
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report as JSON.")
 @click.option("--num-workers", type=click.IntRange(min=0), help="Processes. 0: this one.  [default: by cores]")
 @common.trust_option
@@ -93,7 +105,7 @@ def quality(
     num_workers: int | None,
     **options: Any,
 ) -> None:
-    """Report duplicates, overlap with evaluations, languages and lengths.
+    """Report duplicates, evaluation rows, languages and lengths.
 
     SOURCE is what `data.path` takes: a file, folder, glob, URL, saved dataset or hub id. Nothing is removed, unless
     --remove and --write are set. The first of several equal or similar rows stays.

@@ -101,7 +101,7 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
 
 def _new_rows(config: ModelConfig) -> list[int]:
     """Return the rows of new tokens, and unused rows behind them: a table of `peft` has other values there."""
-    if config.config is not None:
+    if not new_tokens.adds_tokens(config):
         return []
     stored = source.composite_config(replace(config, tokenizer=None)).get_text_config().vocab_size
     rows = new_tokens.new_rows(config, stored)

@@ -48,15 +48,19 @@ class NewRows:
     pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
+def adds_tokens(config: ModelConfig) -> bool:
+    """Return whether a checkpoint's tokenizer gets new tokens. Random weights have the vocabulary of their config."""
+    node = tokenizer_node(config)
+    return config.config is None and node is not None and bool(node.new_tokens)
+
+
 def new_rows(config: ModelConfig, num_stored: int) -> NewRows | None:
     """Return the growth of a checkpoint with `num_stored` rows. None if the tokenizer has no new token.
 
-    Random weights have the vocabulary of their config. Raises ConfigError if the tokenizer cannot be loaded.
+    Raises ConfigError if the tokenizer cannot be loaded.
     """
     node = tokenizer_node(config)
-    if node is None or not node.new_tokens or config.config is not None:
-        return None
-    return _of_node(node, num_stored)
+    return _of_node(node, num_stored) if node is not None and adds_tokens(config) else None
 
 
 @functools.cache

@@ -444,8 +444,9 @@ def _prefetched(rank, world):
 @pytest.mark.slow
 def test_experts_are_gathered_ahead_with_their_layer():
     ahead = launch(_prefetched, 4)
-    layers = [name for name in ahead if name]
-    assert ahead[""] == [layers[0], f"{layers[0]}.mlp.experts"]
+    layers = [name for name in ahead if "layers." in name]
+    assert ahead[""] == ["model.model.embed_tokens"]
+    assert ahead["model.model.embed_tokens"] == [layers[0], f"{layers[0]}.mlp.experts"]
     for layer, following in itertools.pairwise(layers):
         assert ahead[layer] == [following, f"{following}.mlp.experts"]
     check(4, [Case("qwen3_moe", EP2, config=PREFETCH)])

@@ -152,15 +152,15 @@ def _communication(rank, world):
 
 def test_gradients_are_reduced_once_per_step_unless_asked_and_a_pipeline_keeps_parameters():
     deferred, each, pipeline, experts = launch(_communication, 2)
-    units, microbatches = tiny.NUM_LAYERS + 1, 3  # layers and the root
+    units, microbatches = tiny.NUM_LAYERS + 3, 3  # layers, embedding, head and the root
     assert deferred["scatters"] == pipeline["scatters"] == units
     assert each["scatters"] == units * microbatches
     # experts that one rank has for itself have nobody to be summed with, and wait for the last microbatch
     assert each["reductions"] == units * microbatches
     assert experts["reductions"] == units * microbatches + tiny.NUM_LAYERS
     assert pipeline["gathers"] == units * microbatches
-    # all but the last layer and the root are gathered again for backward
-    assert deferred["gathers"] == each["gathers"] == (units + units - 2) * microbatches
+    # all but the embedding, the last layer, the head and the root are gathered again for backward
+    assert deferred["gathers"] == each["gathers"] == (units + units - 4) * microbatches
 
 
 def _matmuls(rank, world):

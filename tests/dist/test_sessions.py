@@ -89,7 +89,8 @@ def _all_steps(rank, world, folder, of, stop_at, run, *overrides):
 
 
 def _timeless(row: dict) -> dict:
-    return {key: value for key, value in row.items() if key not in ("tokens_per_second", "step_seconds", "memory_gib")}
+    times = "tokens_per_second", "step_seconds", "data_wait_share", "memory_gib"
+    return {key: value for key, value in row.items() if key not in times}
 
 
 def _pairs(rank, world, folder, *overrides):

@@ -31,6 +31,7 @@ NO_DEVICE = {
     "data/chat/time_limit.py": "watches chat templates, without torch",
     "data/pictures/pixels.py": "decodes pictures with PIL",
     "data/preparation/tokenize.py": "decodes pictures with PIL",
+    "data/streaming/stream_loader.py": "runs what the session prepares, which selects the device",
     "data/preparation/dataloader.py": "runs what the session prepares, which selects the device",
     "distributed/store_client.py": "talks to the store",
     "launch/cleanup_timeout.py": "ends processes, without torch",

@@ -99,7 +99,7 @@ def test_rows_by_words():
 
 def recipe(parallelizer=None, *, lora=None, pipeline=None, attention="packed", dtype="float32", fp8=None, **sizes: int):
     model = SimpleNamespace(
-        lora=lora, attn_implementation=attention, dtype=dtype, transformer_engine=None, mtp=None, fp8=fp8
+        lora=lora, attn_implementation=attention, dtype=dtype, transformer_engine=None, mtp=None, fp8=fp8, qat=None
     )
     return SimpleNamespace(
         model=model,
