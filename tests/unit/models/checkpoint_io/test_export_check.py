@@ -133,9 +133,10 @@ def test_the_last_stage_gives_the_head_that_was_tied_and_the_first_one_the_table
 def test_a_tied_head_in_4_bits_is_refused(tmp_path: Path):
     build_hf("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     head = ["lm_head"]
-    model = ModelConfig(pretrained=str(tmp_path), lora=LoRAConfig(target_modules=head, quantization="nf4"))
+    part = build_part(ModelConfig(pretrained=str(tmp_path), lora=LoRAConfig(target_modules=head)))
+    in_4_bits = LoRAConfig(target_modules=head, quantization="nf4")
     with raises(ConfigError, "not_supported_by_model", keys=("lora.target_modules",), values=("lm_head",)):
-        build_part(model)
+        lora._pack_bases(part.model, dict(lora.wrappers(part.model)), in_4_bits)
 
 
 def test_16_bits_of_the_trained_side_pass_beside_a_float32_export(tmp_path: Path):
