@@ -87,7 +87,7 @@ class QwenProcessor:
 
         from automodel_cli.models.transformers_compat import without_video
 
-        settings = {
+        settings: dict[str, Any] = {
             "patch_size": self.patch_size,
             "merge_size": self.merge_size,
             "temporal_patch_size": self.temporal_patch_size,
