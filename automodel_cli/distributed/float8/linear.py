@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.float8.grouped_gemm import require_grouped
 from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require_float8
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
+from automodel_cli.distributed.sharded_linear import linear_over_tp
 from automodel_cli.distributed.typed_torch import Ctx, Function
 
 
@@ -126,18 +128,10 @@ _UNSHARDED = _Sharding()
 
 
 def _over_tp(x: Tensor, weight: DTensor, fp8: Arithmetic) -> Tensor:
-    """Compute a layer sharded over tp.
+    def compute(local_x: Tensor, local_w: Tensor, placement: Shard, mesh: DeviceMesh) -> Tensor:
+        return _matmul(local_x, local_w, fp8, _Sharding(placement.dim, mesh.get_group()))
 
-    Column-parallel: full inputs, a shard of the outputs. Row-parallel: a shard of the inputs, a partial sum of the
-    outputs.
-    """
-    mesh, (placement,) = weight.device_mesh, weight.placements
-    assert isinstance(x, DTensor) and isinstance(placement, Shard), f"a weight placed as {placement}"
-    by_outputs = placement.dim == 0
-    local_x = x.to_local(grad_placements=[Partial()] if by_outputs else x.placements)
-    local_w = weight.to_local(grad_placements=[placement])
-    local_y = _matmul(local_x, local_w, fp8, _Sharding(placement.dim, mesh.get_group()))
-    return DTensor.from_local(local_y, mesh, [Shard(-1) if by_outputs else Partial()], run_check=False)
+    return linear_over_tp(x, weight, compute)
 
 
 def _matmul(x: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding) -> Tensor:

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.float8.quantization import autocast_dtype
@@ -38,6 +39,7 @@ from automodel_cli.distributed.qat.formats import (
     token_scales,
     weight_scales,
 )
+from automodel_cli.distributed.sharded_linear import linear_over_tp
 from automodel_cli.distributed.typed_torch import Ctx, Function
 
 
@@ -149,19 +151,11 @@ def switched(parts: Sequence[nn.Module], *, active: bool, activations: bool = Tr
 
 
 def _over_tp(x: Tensor, weight: DTensor, qat: FakeQuantization, amax: Tensor | None) -> Tensor:
-    """Compute a layer sharded over tp.
+    def compute(local_x: Tensor, local_w: Tensor, placement: Shard, mesh: DeviceMesh) -> Tensor:
+        group = None if placement.dim == 0 else mesh.get_group()
+        return _matmul(local_x, local_w, qat, amax, group if qat.weights.group_size is None else None, group)
 
-    Column-parallel: full inputs, a shard of the outputs. Row-parallel: a shard of the inputs, a partial sum of the
-    outputs.
-    """
-    mesh, (placement,) = weight.device_mesh, weight.placements
-    assert isinstance(x, DTensor) and isinstance(placement, Shard), f"a weight placed as {placement}"
-    by_outputs = placement.dim == 0
-    local_x = x.to_local(grad_placements=[Partial()] if by_outputs else x.placements)
-    local_w = weight.to_local(grad_placements=[placement])
-    group = None if by_outputs else mesh.get_group()
-    local_y = _matmul(local_x, local_w, qat, amax, group if qat.weights.group_size is None else None, group)
-    return DTensor.from_local(local_y, mesh, [Shard(-1) if by_outputs else Partial()], run_check=False)
+    return linear_over_tp(x, weight, compute)
 
 
 def _matmul(
