@@ -5,13 +5,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed import process_group
-from automodel_cli.models.checkpoint_io.export import rounds_weights, trained_values
+from automodel_cli.models import lora
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
+from automodel_cli.models.checkpoint_io.load import load_weights
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 
 
@@ -22,6 +29,26 @@ def verify_export(directory, parts, prompts) -> float:
     precision = Precision(parts[0].model.dtype, rounds_weights=rounds_weights(parts))
     work = partial(measure_export_error, Path(directory), token_ids, trained_side, precision)
     return process_group.from_first_rank(work, timedelta(minutes=60)).worst
+
+
+def adapted_part(base: Path, config: LoRAConfig, dtype: Any = "float32") -> tuple[ModelPart, ModelConfig]:
+    """Return a part with adapters on the weights of a folder, in evaluation, and its model section."""
+    model = ModelConfig(pretrained=str(base), lora=config, dtype=dtype)
+    part = build_part(model)
+    load_weights(part, model, device="cpu", seed=0)
+    return part.eval(), model
+
+
+def logprobs_of_files(
+    part: ModelPart, model: ModelConfig, base: PreTrainedModel, folder: Path, ids: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Write `folder/adapter` and `folder/merged`. Return log-probs of peft on `base`, and of the merged model."""
+    assert model.lora is not None
+    lora.save_adapters([part], model.lora, folder / "adapter", base_model=str(model.pretrained), write=True)
+    export_hf([part], model, None, folder / "merged", title="t")
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
+    theirs = logprobs_of(peft.PeftModel.from_pretrained(base, folder / "adapter").eval(), ids)
+    return theirs, logprobs_of(merged, ids)
 
 
 @torch.no_grad()

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import lora, lora_dora
-from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io.export import export_hf
-from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.lora_config import LoRAConfig
-from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import build_small, shrink
-from tests.exports import logprobs_of, nudged
+from tests.exports import adapted_part, logprobs_of, logprobs_of_files, nudged
 from tests.tiny import build_hf, token_row
 
 IDS = token_row(12, 4).tolist()
@@ -32,18 +26,11 @@ def _save_base(family: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _part(base: Path, config: LoRAConfig, dtype: str = "float32") -> tuple[ModelPart, ModelConfig]:
-    model = ModelConfig(pretrained=str(base), lora=config, dtype=dtype)  # type: ignore[arg-type]
-    part = build_part(model)
-    load_weights(part, model, device="cpu", seed=0)
-    return part, model
-
-
 @pytest.mark.parametrize(("family", "dropout"), [("llama", 0.0), ("gpt2", 0.0), ("llama", 0.5)])
 def test_a_layer_has_the_output_and_the_gradients_of_peft(family: str, dropout: float, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(lora_dora, "_CHUNK", 64)  # several chunks of a small layer
     _save_base(family, tmp_path)
-    part, _ = _part(tmp_path, LoRAConfig(rank=4, use_dora=True, dropout=dropout))
+    part, _ = adapted_part(tmp_path, LoRAConfig(rank=4, use_dora=True, dropout=dropout))
     part = nudged(part.double())
     for name, layer in lora.wrappers(part.model)[:4]:
         ours = type(layer)
@@ -65,7 +52,7 @@ def test_a_layer_has_the_output_and_the_gradients_of_peft(family: str, dropout: 
 def test_peft_and_the_merged_export_have_the_log_probs_and_a_run_continues(family: str, tmp_path: Path):
     _save_base(family, tmp_path / "base")
     config = LoRAConfig(rank=4, alpha=8.0, use_dora=True)
-    part, model = _part(tmp_path / "base", config)
+    part, model = adapted_part(tmp_path / "base", config)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     plain = logprobs_of(base, IDS)
     torch.testing.assert_close(logprobs_of(part.eval(), IDS), plain, atol=1e-6, rtol=0)
@@ -74,21 +61,18 @@ def test_peft_and_the_merged_export_have_the_log_probs_and_a_run_continues(famil
     assert (ours - plain).abs().max() > 0.05
     with lora.adapters_off([part.model]):
         torch.testing.assert_close(logprobs_of(part, IDS), plain, atol=1e-6, rtol=0)
-    lora.save_adapters([part], config, tmp_path / "adapter", base_model=str(tmp_path / "base"), write=True)
-    export_hf([part], model, None, tmp_path / "merged", title="t")
-    theirs = logprobs_of(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), IDS)
-    merged = logprobs_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), IDS)
+    theirs, merged = logprobs_of_files(part, model, base, tmp_path, IDS)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours, merged, atol=1e-5, rtol=0)
-    further, _ = _part(tmp_path / "base", LoRAConfig(pretrained=str(tmp_path / "adapter")))
+    further, _ = adapted_part(tmp_path / "base", LoRAConfig(pretrained=str(tmp_path / "adapter")))
     assert all(torch.equal(*pair) for pair in zip(part.parameters(), further.parameters(), strict=True))
-    anew, _ = _part(tmp_path / "merged", config)
+    anew, _ = adapted_part(tmp_path / "merged", config)
     torch.testing.assert_close(logprobs_of(anew.eval(), IDS), ours, atol=1e-5, rtol=0)
 
 
 def test_the_first_step_in_bfloat16_computes_the_base(tmp_path: Path):
     build_hf("llama").save_pretrained(tmp_path)
-    part, _ = _part(tmp_path, LoRAConfig(rank=4, use_dora=True), "bfloat16")
+    part, _ = adapted_part(tmp_path, LoRAConfig(rank=4, use_dora=True), "bfloat16")
     _, layer = lora.wrappers(part.model)[0]
     x = torch.randn(3, layer.in_features, dtype=torch.bfloat16)
     assert torch.equal(layer(x), layer.get_base_layer()(x))

@@ -12,29 +12,19 @@ from transformers import AutoModelForCausalLM
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import lora
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io.export import export_hf
-from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.lora_config import LoRAConfig
-from automodel_cli.models.model_part import ModelPart
 from automodel_cli.training.checkpoint.state_dict import model_state
-from tests.exports import logprobs_of, nudged
+from tests.exports import adapted_part, logprobs_of, logprobs_of_files, nudged
 from tests.tiny import build_hf, token_row
 
 IDS = token_row(12, 4).tolist()
 
 
-def _part(base: Path, config: LoRAConfig) -> tuple[ModelPart, ModelConfig]:
-    model = ModelConfig(pretrained=str(base), lora=config)
-    part = build_part(model)
-    load_weights(part, model, device="cpu", seed=0)
-    return part.eval(), model
-
-
 @pytest.mark.parametrize("method", ["pissa", "olora"])
 def test_adapters_begin_as_those_of_peft_on_the_unchanged_base(method: str, tmp_path: Path):
     build_hf("llama").save_pretrained(tmp_path)
-    part, _ = _part(tmp_path, LoRAConfig(rank=4, alpha=12.0, init_lora_weights=method))
+    part, _ = adapted_part(tmp_path, LoRAConfig(rank=4, alpha=12.0, init_lora_weights=method))
     base = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     plain = logprobs_of(base, IDS)
     torch.testing.assert_close(logprobs_of(part, IDS), plain, atol=1e-5, rtol=0)
@@ -62,7 +52,7 @@ def test_adapters_begin_as_those_of_peft_on_the_unchanged_base(method: str, tmp_
 def test_peft_and_the_merged_export_have_the_log_probs_and_a_run_continues(choice, tmp_path: Path):
     build_hf("llama").save_pretrained(tmp_path / "base")
     config = LoRAConfig(rank=4, alpha=6.0, **choice)
-    part, model = _part(tmp_path / "base", config)
+    part, model = adapted_part(tmp_path / "base", config)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     plain = logprobs_of(base, IDS)
     nudged(part)
@@ -70,13 +60,10 @@ def test_peft_and_the_merged_export_have_the_log_probs_and_a_run_continues(choic
     assert (ours - plain).abs().max() > 0.02
     with lora.adapters_off([part.model]):
         torch.testing.assert_close(logprobs_of(part, IDS), plain, atol=1e-6, rtol=0)
-    lora.save_adapters([part], config, tmp_path / "adapter", base_model=str(tmp_path / "base"), write=True)
-    export_hf([part], model, None, tmp_path / "merged", title="t")
-    theirs = logprobs_of(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), IDS)
-    merged = logprobs_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), IDS)
+    theirs, merged = logprobs_of_files(part, model, base, tmp_path, IDS)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours, merged, atol=1e-5, rtol=0)
-    further, _ = _part(tmp_path / "base", LoRAConfig(pretrained=str(tmp_path / "adapter")))
+    further, _ = adapted_part(tmp_path / "base", LoRAConfig(pretrained=str(tmp_path / "adapter")))
     torch.testing.assert_close(logprobs_of(further, IDS), ours, atol=1e-5, rtol=0)
     saved = {name for name in model_state([part]) if ".initial." in name}
     assert bool(saved) == config.starts_at_weights
