@@ -218,7 +218,7 @@ def _write_table(path: Path, rows: Iterator[dict[str, Any]], *, parquet: bool) -
 
 
 def create_file(path: Path, target: Path) -> IO[bytes]:
-    """Open `path` for writing, compressed as the suffix of `target` tells."""
+    """Open `path` for writing, compressed by the suffix of `target`."""
     if target.suffix not in (".gz", ".zst"):
         return path.open("wb")
     import pyarrow

@@ -55,6 +55,11 @@ def split_documents(item: Encoded | Unrolled) -> tuple[Encoded, ...]:
     return item.documents if isinstance(item, Unrolled) else (item,)
 
 
+def pad_or_eos(tokenizer: Any) -> int | None:
+    """Return the padding token of a tokenizer, else its EOS, else None."""
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), None)
+
+
 def encode_texts(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[np.ndarray]:
     """Token ids of each text, int32. One call, so that a fast tokenizer uses its threads."""
     if not texts:

@@ -52,7 +52,7 @@ def in_backward() -> bool:
 
 
 class BackwardOf:
-    """Tells whether an operator belongs to the forward or backward of a module, recomputation included. Nodes of a
+    """Whether an operator belongs to the forward or backward of a module, recomputation included. Nodes of a
     backward have the numbers of their forward."""
 
     def __init__(self, module: nn.Module):

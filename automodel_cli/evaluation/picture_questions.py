@@ -10,6 +10,7 @@ import numpy as np
 
 from automodel_cli.data.pictures.storage import PictureList
 from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.tokenized import pad_or_eos
 from automodel_cli.models.hub.source import stop_ids
 from automodel_cli.rollout.types import Completion
 from automodel_cli.run.picture_decoding import Asked, PictureDecoder
@@ -33,7 +34,7 @@ def answers_with_pictures(candidate: EvalModel, prompts: Sequence[Prompt], max_n
         support.reader(repeated=False),
         stops={tokenizer.eos_token_id, *stop_ids(recipe.model), *candidate.taught_stops},
         rows=recipe.train.microbatch_size,
-        pad_id=next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0),
+        pad_id=pad_or_eos(tokenizer) or 0,
         multiple_of=recipe.data.pad_to_multiple_of,
     )
     found = []

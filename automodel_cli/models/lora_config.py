@@ -169,7 +169,7 @@ class LoRAConfig:
         """The adapter on disk determines its structure."""
         if self.pretrained is None:
             return
-        names: tuple[str, ...] = (
+        names = (
             "rank",
             "alpha",
             "target_modules",
@@ -177,9 +177,13 @@ class LoRAConfig:
             "use_dora",
             "init_lora_weights",
             "exclude_modules",
+            "layers_to_transform",
+            "rank_pattern",
+            "alpha_pattern",
+            "modules_to_save",
+            "target_parameters",
+            "trainable_token_indices",
         )
-        names += ("layers_to_transform", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
-        names += ("trainable_token_indices",)
         usual = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
         for name in names:
             if getattr(self, name) != usual[name]:

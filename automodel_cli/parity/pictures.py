@@ -22,8 +22,7 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.freezing import freeze, freeze_by_vision
 from automodel_cli.models.hub import source
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.vision.front import TYPE_IDS
-from automodel_cli.models.vision.probe import documents_with_pictures, packed_rows, small_part
+from automodel_cli.models.vision.probe import documents_with_pictures, inputs_of_document, packed_rows, small_part
 from automodel_cli.models.vision.processor import FamilyProcessor, shared_processor
 from automodel_cli.models.vision.small import build_composite, small_composite
 from automodel_cli.objectives.base import Objective
@@ -105,16 +104,8 @@ class _Given:
         self.whole, self.processor, self.shown = whole, processor, shown
 
     def __call__(self, batch: Batch, number: int, ids_BT: Tensor) -> dict[str, Any]:
-        if hasattr(self.whole.base_model, "rope_deltas"):
-            self.whole.base_model.rope_deltas = None  # left behind by the document before
         of_batch = self.shown[int(batch.row_ids_B[0]) // len(batch.row_ids_B)]
-        images = of_batch[number]
-        types = {
-            name: (ids_BT == self.processor.placeholder).long() for name in TYPE_IDS if name in self.processor.takes
-        }
-        inputs = self.processor.inputs(images) if images else {}
-        dtype = self.whole.dtype
-        return types | {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+        return inputs_of_document(self.whole, ids_BT, of_batch[number], self.processor)
 
 
 def step_batches(processor: FamilyProcessor, *, packed: bool) -> tuple[list[Batch], list[list[list[Any]]]]:

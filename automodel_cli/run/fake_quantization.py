@@ -23,6 +23,7 @@ class FakeQuantizationRun(Callback):
     def __init__(self, session: Trainer, config: QATConfig, held_out: HeldOutLoss):
         self._session, self._config, self._held_out = session, config, held_out
         self._losses: dict[str, float] = {}
+        self._is_active: bool | None = None
 
     def on_start(self, run: Run, state: Any) -> None:
         self._losses = dict(state or {})
@@ -61,6 +62,10 @@ class FakeQuantizationRun(Callback):
         return {f"held-out loss, {name} training": f"{loss:.4f}" for name, loss in self._losses.items()}
 
     def _switch(self, completed: int) -> None:
+        is_active = completed >= self._config.fake_quant_after_n_steps
+        if is_active == self._is_active:
+            return
+        self._is_active = is_active
         for part in self._session.model.parts:
             for _, layer in quantized_layers(part):
-                layer.qat.active = completed >= self._config.fake_quant_after_n_steps
+                layer.qat.active = is_active

@@ -225,12 +225,12 @@ class PackedDataset:
         assert self.pictures is not None, "the dataset has pictures"
         stores, placeholder = self._with_pictures(), self.pictures.processor.placeholder
         tokens = sum(int(np.count_nonzero(store.ids == placeholder)) for store in stores)
-        patches_P = np.concatenate([store.patches_of_pictures() for store in stores]).astype(np.float64)
+        patches = [store.patches_of_pictures() for store in stores]
         if self.pictures.shares:
-            shown = [store.distinct_pictures() for store in stores]
-            tokens = round(tokens * sum(map(len, shown)) / max(1, len(patches_P)))
-            patches_P = np.concatenate([s.patches_of_pictures()[kept] for s, kept in zip(stores, shown, strict=True)])
-            patches_P = patches_P.astype(np.float64)
+            once = [of[store.distinct_pictures()] for of, store in zip(patches, stores, strict=True)]
+            tokens = round(tokens * sum(map(len, once)) / max(1, sum(map(len, patches))))
+            patches = once
+        patches_P = np.concatenate(patches).astype(np.float64)
         if patches_P.sum():
             return PictureLoad(float(patches_P.sum()), tokens, float((patches_P**2).sum()))
         share = tokens / max(1, example.tokens)

@@ -11,7 +11,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.formats.examples import LabeledText
 from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.row_errors import RowError, attempt
-from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, Encoded, around, as_ids
+from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, Encoded, around, as_ids, pad_or_eos
 
 
 class LabeledEncoder:
@@ -59,7 +59,7 @@ def padding_id(tokenizer: Any) -> int | None:
     The tokenizer's padding token, else its EOS. None if the tokenizer itself ends texts with this token. The classifier
     then accepts one row at a time.
     """
-    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), None)
+    pad = pad_or_eos(tokenizer)
     return None if pad in around(tokenizer)[1][-1:] else pad
 
 

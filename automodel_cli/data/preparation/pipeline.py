@@ -52,6 +52,7 @@ from automodel_cli.data.storage.cache import cache_root, entry_key, get_or_build
 from automodel_cli.data.storage.code_fingerprint import fingerprint
 from automodel_cli.data.storage.indexed_store import IndexedStore
 from automodel_cli.data.storage.memmap_store import PackedStore, TokenStore
+from automodel_cli.data.tokenized import pad_or_eos
 
 Progress = Callable[[str], None]
 
@@ -405,13 +406,12 @@ class DataBuilder:
     def dataset(self, stores: Sequence[Store], numbers: Sequence[int]) -> PackedDataset:
         """The rows as the loader reads them. `numbers`: index in the mixture of each store, -1 for none."""
         config, tokenizer = self.config, self.tokenizer
-        pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
         fixed = config.packing != "none" or config.padding == "seq_len"
         return PackedDataset(
             stores,
             self.config.mixture(),
             sources=numbers,
-            pad_id=pad,
+            pad_id=pad_or_eos(tokenizer) or 0,
             row_len=config.seq_len if fixed else None,
             pad_to_multiple_of=config.pad_to_multiple_of,
             pictures=None if self.pictures is None else self.pictures.reader(repeated=_repeats_pictures(stores)),

@@ -183,20 +183,24 @@ class RowEncoder:
         counts, results = self._own_texts([t.text for t in texts])
         moved = self._moved({i: t.text for i, t in enumerate(texts) if not isinstance(results[i], RowError)})
         out: list[Encoded | RowError] = []
-        for place, (count, ids) in enumerate(zip(counts, results, strict=True)):
-            ids, infill = moved.get(place, ids), MOVED if place in moved else UNCHANGED
-            if isinstance(ids, RowError):
-                out.append(ids)
+        for place, (count, plain) in enumerate(zip(counts, results, strict=True)):
+            in_order = moved.get(place)
+            if (error := next((ids for ids in (plain, in_order) if isinstance(ids, RowError)), None)) is not None:
+                out.append(error)
                 continue
-            ids = self._with_eos(ids if infill else self._without_eos(ids))
-            most = None if self.spec.infill is None else self.spec.infill.max_tokens
-            plain = results[place]
-            if infill and most is not None and len(ids) > most and not isinstance(plain, RowError):
-                infill, ids = TOO_LONG, self._with_eos(self._without_eos(plain))
+            ids, infill = self._ended(plain, in_order)
             trained = np.ones(len(ids), np.uint8)
             trained[self._own_end(ids) :] = 0
             out.append(Encoded(ids, trained, num_special=count, infill=infill))
         return out
+
+    def _ended(self, plain: Any, moved: Any) -> tuple[Any, int]:
+        """Return the tokens of a document with EOS, and `MOVED`, `UNCHANGED` or `TOO_LONG`."""
+        if moved is not None and self.spec.infill is not None:
+            ids, most = self._with_eos(moved), self.spec.infill.max_tokens
+            if most is None or len(ids) <= most:
+                return ids, MOVED
+        return self._with_eos(self._without_eos(plain)), UNCHANGED if moved is None else TOO_LONG
 
     def _moved(self, texts: Mapping[int, str]) -> dict[int, np.ndarray | RowError]:
         """Return the tokens of the documents whose middle is moved to the end, by their places. Without EOS."""

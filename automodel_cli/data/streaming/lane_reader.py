@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from automodel_cli.config.errors import DataError
@@ -62,8 +63,7 @@ class LaneOrder:
     def shards(self, lane: int, nth: int) -> list[tuple[str, Shard]]:
         """Return file and shard of each part of a pass."""
         out: list[tuple[str, Shard]] = []
-        for number, files in enumerate(self.generations):
-            every = plan_shards(files, self.text_unit, self.num_lanes)
+        for number, (files, every) in enumerate(zip(self.generations, self._shards, strict=True)):
             dealt = range(len(every))
             if self.shuffle:
                 dealt = shuffled(len(every), self.seed, 3, self.dataset, number).tolist()
@@ -76,7 +76,11 @@ class LaneOrder:
     @property
     def num_shards(self) -> int:
         """Shards of all lanes."""
-        return sum(len(plan_shards(files, self.text_unit, self.num_lanes)) for files in self.generations)
+        return sum(map(len, self._shards))
+
+    @cached_property
+    def _shards(self) -> list[list[Shard]]:
+        return [plan_shards(files, self.text_unit, self.num_lanes) for files in self.generations]
 
 
 class LaneReader:

@@ -99,7 +99,7 @@ class StreamLoader:
             for number, (files, stream) in enumerate(zip(self.generations, self.dataset.streams, strict=True))
         ]
         self.lanes = {lane: self._lane(lane) for lane in own}
-        self._last = _Step([], {}, self._states(), [0] * len(self.dataset.streams), LeftOut())
+        self._last = _Step([], {}, self._states(), self._tokens(), LeftOut())
 
     def _lane(self, lane: int) -> Lane:
         sources = []
@@ -143,12 +143,11 @@ class StreamLoader:
             batch, origins = self._collated(taken[first : first + self.microbatch_size])
             batches.append(self._prepare(batch))
             places.update(origins)
-        tokens = [sum(lane.tokens[i] for lane in self.lanes.values()) for i in range(len(self._orders))]
         left_out = LeftOut()
         for lane in self.lanes.values():
             for source in lane.sources:
                 left_out.add(source.left_out())
-        return _Step(batches, places, self._states(), tokens, left_out)
+        return _Step(batches, places, self._states(), self._tokens(), left_out)
 
     def _collated(self, taken: Sequence[tuple[int, Taken]]) -> tuple[Batch, dict[int, str]]:
         stores = {id(item.store): (item.store, item.source) for _, item in taken}
@@ -173,6 +172,10 @@ class StreamLoader:
         for part in self._gather(asdict(self._last.left_out)):
             total.add(LeftOut(**part))
         total.check(self.dataset.config.max_invalid_fraction, sum(order.num_shards for order in self._orders))
+
+    def _tokens(self) -> list[int]:
+        """Tokens of each dataset that this rank's lanes took."""
+        return [sum(lane.tokens[i] for lane in self.lanes.values()) for i in range(len(self._orders))]
 
     def _states(self) -> list[dict[str, Any]]:
         return [lane.state() for lane in self.lanes.values()]
@@ -214,8 +217,7 @@ class StreamLoader:
         self.position = int(state["position"])
         for number, lane in self.lanes.items():
             lane.load(state["lanes"][number])
-        tokens = [sum(lane.tokens[i] for lane in self.lanes.values()) for i in range(len(self._orders))]
-        self._last = _Step([], {}, self._states(), tokens, LeftOut())
+        self._last = _Step([], {}, self._states(), self._tokens(), LeftOut())
         return False
 
     def _known(self, state: dict[str, Any]) -> Generations:

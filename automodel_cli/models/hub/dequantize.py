@@ -26,7 +26,6 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.hub import compressed_tensors
 from automodel_cli.models.hub.lazy_tensor import LazyTensor
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E8M0_BIAS = 127
 _GROUP = 32  # values per scale in mxfp4
 _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
@@ -90,9 +89,8 @@ class _MXFP4(LazyTensor):
         g0, g1 = c0 // _GROUP, -(-c1 // _GROUP)
         blocks_ERGB = self._blocks[e0:e1, r0:r1, g0:g1]
         scales_ERG = self._scales[e0:e1, r0:r1, g0:g1]
-        table = torch.tensor(_E2M1, dtype=torch.bfloat16)
-        pairs = torch.stack([table[(blocks_ERGB & 0xF).int()], table[(blocks_ERGB >> 4).int()]], -1)
-        values = torch.ldexp(pairs.flatten(-2), scales_ERG.int()[..., None] - _E8M0_BIAS)
+        coded = compressed_tensors.unpack_e2m1(blocks_ERGB).bfloat16()
+        values = torch.ldexp(coded, scales_ERG.int()[..., None] - _E8M0_BIAS)
         return values.flatten(-2)[..., c0 - g0 * _GROUP : c1 - g0 * _GROUP].transpose(1, 2).contiguous()
 
 

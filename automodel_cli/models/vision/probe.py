@@ -63,7 +63,7 @@ def _reason(config: PretrainedConfig, processor: FamilyProcessor) -> str:
             try:
                 return _difference(whole, processor.resized(whole.config))
             finally:
-                _forget_state(whole)
+                forget_state(whole)
     except ConfigError as error:
         return error.message
     except Exception as error:  # any class of the library may fail in its own way on small sizes
@@ -210,7 +210,7 @@ def packed_rows(rows: list[list[tuple[Tensor, list[Any]]]], processor: FamilyPro
     )
 
 
-def _forget_state(whole: Any, *, gradients: bool = True) -> None:
+def forget_state(whole: Any, *, gradients: bool = True) -> None:
     """Remove what a forward leaves behind in a composite."""
     if hasattr(whole.base_model, "rope_deltas"):
         whole.base_model.rope_deltas = None
@@ -218,19 +218,23 @@ def _forget_state(whole: Any, *, gradients: bool = True) -> None:
         whole.zero_grad()
 
 
+def inputs_of_document(whole: Any, ids_BT: Tensor, images: list[Any], processor: FamilyProcessor) -> dict[str, Tensor]:
+    """Return the keywords of a composite for one document, beside its ids. The state of the last one is removed."""
+    forget_state(whole, gradients=False)
+    given = {name: (ids_BT == processor.placeholder).long() for name in TYPE_IDS if name in processor.takes}
+    given |= processor.inputs(images) if images else {}
+    return {name: x.to(whole.dtype) if x.is_floating_point() else x for name, x in given.items()}
+
+
 def _one_by_one(
     whole: Any, documents: list[tuple[Tensor, list[Any]]], processor: FamilyProcessor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the log-probs of labels under the composite, and gradients of their sum, by its parameter names."""
     values = []
-    takes = processor.takes
     for ids_T, images in documents:
-        _forget_state(whole, gradients=False)
         ids_BT = ids_T[None]
-        given = {name: (ids_BT == processor.placeholder).long() for name in TYPE_IDS if name in takes}
-        given |= processor.inputs(images) if images else {}
-        moved = {k: v.to(whole.dtype) if v.is_floating_point() else v for k, v in given.items()}
-        logits_TV = whole(input_ids=ids_BT, **moved, use_cache=False).logits[0, :-1]
+        given = inputs_of_document(whole, ids_BT, images, processor)
+        logits_TV = whole(input_ids=ids_BT, **given, use_cache=False).logits[0, :-1]
         logprobs_T = logits_TV.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0]
         values.append(logprobs_T[ids_T[1:] != processor.placeholder])
     found = torch.cat(values)

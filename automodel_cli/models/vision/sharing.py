@@ -17,7 +17,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision.probe import documents_with_pictures, packed_rows, small_part
 from automodel_cli.models.vision.processor import FamilyProcessor
-from automodel_cli.models.vision.small import build_composite, small_composite
+from automodel_cli.models.vision.small import shared_copy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,8 +39,8 @@ def shares_pictures(composite_config: PretrainedConfig, processor: FamilyProcess
 
 
 def _agrees(composite_config: PretrainedConfig, processor: FamilyProcessor) -> bool:
-    small = small_composite(composite_config)
-    whole, of_small = build_composite(small), processor.resized(small)
+    whole = shared_copy(composite_config)
+    of_small = processor.resized(whole.config)
     one, _, two = documents_with_pictures(of_small)
     repeated = packed_rows([[two, one], [two, two]], of_small)
     counts = [int((ids_T == of_small.placeholder).sum()) for ids_T, _ in (two, one)]
