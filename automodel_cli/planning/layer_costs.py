@@ -29,7 +29,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """A whole model in pieces. A table that is embedding and head is in `before` and in `after`."""
+    """A whole model in pieces. A table that is embedding and head is in `before` and in `after`.
+
+    `tower` has the layers of a vision tower, which are on the first stage. `before` has the rest of the tower.
+    """
 
     before: Unit
     layers: tuple[Unit, ...]
@@ -37,6 +40,7 @@ class Units:
     norm: Unit
     further: Unit
     num_depths: int = 0
+    tower: tuple[Unit, ...] = ()
 
     def of_stage(self, layers: range, *, is_first: bool, is_last: bool, depths: int = 0) -> list[Unit]:
         """What a stage holds. A tied table is on both ends, unless one stage is both.
@@ -49,7 +53,9 @@ class Units:
             held += [self.further, self.norm]
         if is_last and self.after.params:
             held.append(self.after)
-        if is_first or (depths == 1 and self.further.params):
+        if is_first:
+            held = [self.before, *self.tower, *held]
+        elif depths == 1 and self.further.params:
             held.insert(0, self.before)
         seen = {id(item.param) for item in self.norm.params} if depths == 2 else set[int]()
         return [_without(unit, seen) for unit in held]
@@ -69,33 +75,40 @@ def read_units(part: ModelPart, anatomy: ModelStructure | None) -> Units:
     """`anatomy` is None for a model that is not cut: then all but the layers is in `before`."""
     names = {id(param): name for name, param in part.named_parameters()}
 
-    def unit_of(modules: Sequence[nn.Module]) -> Unit:
-        return Unit(tuple(_params(modules, names)), sum(num_packed(module) for module in modules))
+    def unit_of(modules: Sequence[nn.Module], inside: Sequence[nn.Module] = ()) -> Unit:
+        packed = sum(num_packed(module) for module in modules) - sum(num_packed(module) for module in inside)
+        return Unit(tuple(_params(modules, names, inside)), packed)
 
+    def units_of(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
+        return tuple(unit_of([module]) for module in modules)
+
+    num_depths = len(part.multi_token or ())
+    first, tower = [], []
+    if part.front is not None:
+        first, in_front = [part.front], set(part.front.modules())
+        tower = [layer for layer in transformer_layers(part) if layer in in_front]
     if anatomy is None:
         layers = transformer_layers(part.model)
-        inside = {id(param) for layer in layers for param in layer.parameters()}
-        rest = [item for item in _params([part], names) if id(item.param) not in inside]
-        before, after = Unit(tuple(rest)), _NOTHING
-    else:
-        layers = list(part.model.get_submodule(anatomy.layers).children())
-        first = [] if part.front is None else [part.front]  # the vision tower is on the first stage
-        before = unit_of([*first, *(part.model.get_submodule(name) for name in anatomy.before)])
-        after = unit_of([part.model.get_submodule(name) for name in anatomy.after])
-    if anatomy is None or part.multi_token is None:
-        num_depths = len(part.multi_token or ())
-        return Units(before, tuple(unit_of([layer]) for layer in layers), after, _NOTHING, _NOTHING, num_depths)
-    head = part.model.get_output_embeddings()
-    norms = [module for name in anatomy.after if (module := part.model.get_submodule(name)) is not head]
-    further = unit_of([part.multi_token])
-    return Units(
-        before, tuple(unit_of([layer]) for layer in layers), after, unit_of(norms), further, len(part.multi_token)
-    )
+        before = unit_of([part], inside=[*tower, *layers])
+        return Units(before, units_of(layers), _NOTHING, _NOTHING, _NOTHING, num_depths, units_of(tower))
+    before = unit_of([*first, *(part.model.get_submodule(name) for name in anatomy.before)], inside=tower)
+    layers = list(part.model.get_submodule(anatomy.layers).children())
+    after = [part.model.get_submodule(name) for name in anatomy.after]
+    norm = further = _NOTHING
+    if part.multi_token is not None:
+        head = part.model.get_output_embeddings()
+        norm = unit_of([module for module in after if module is not head])
+        further = unit_of([part.multi_token])
+    return Units(before, units_of(layers), unit_of(after), norm, further, num_depths, units_of(tower))
 
 
-def _params(modules: Iterable[nn.Module], names: Mapping[int, str]) -> Iterator[TrainableParam]:
-    """Every parameter once, frozen ones too. `names`: name in the part by id, which rules of optimizers read."""
-    seen: set[int] = set()
+def _params(
+    modules: Iterable[nn.Module], names: Mapping[int, str], inside: Sequence[nn.Module]
+) -> Iterator[TrainableParam]:
+    """Yield every parameter once, frozen ones too, without those of the modules `inside`. `names`: name in the part by
+    id, which rules of optimizers read.
+    """
+    seen = {id(param) for module in inside for param in module.parameters()}
     for root in modules:
         for module in root.modules():
             for _, param in module.named_parameters(recurse=False):
