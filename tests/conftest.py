@@ -44,7 +44,14 @@ def every_fix_works_when_pasted(request: pytest.FixtureRequest) -> Iterator[None
     assert not found.complaints, "\n".join(found.complaints)
 
 
-_LONG = ("test_tutorials.py", "test_quickstarts.py", "test_composed_recipes.py", "test_slurm.py", "test_local.py")
+_LONG = (
+    "test_tutorials.py",
+    "test_quickstarts.py",
+    "test_recipes.py",
+    "test_composed_recipes.py",
+    "test_slurm.py",
+    "test_local.py",
+)
 """Files that take a minute or more."""
 _TAKE_TURNS = ("dist", "e2e", "unit/rollout")
 """Folders whose files keep cores busy, and two whose files wait for processes and servers most of the time."""

@@ -132,13 +132,6 @@ def test_pairs_of_axes_on_four_ranks(originals: Originals):
     check(originals["llama"], PAIRS)
 
 
-@pytest.mark.slow
-def test_experts_on_four_ranks(originals: Originals):
-    """Two of them. `test_expert_parallel` has experts over all ranks, recomputed, and those under tp; the matrix below
-    has all."""
-    check(originals["gpt_oss"], [replace(MOE_ROWS[4][i], packed=i != 2) for i in (2, 4)])
-
-
 def test_four_axes_on_eight_ranks(originals: Originals):
     check(originals["gpt_oss"], [MOE_ROWS[8][1]])
 
