@@ -44,6 +44,7 @@ class Shard(NamedTuple):
     trained: float
     stored_bytes: float
     """Of one element between steps."""
+    is_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class LayerTimes:
             if items:
                 stored = sum(n * size for n, _, size in held) / sum(n for n, *_ in held)
                 whole, trained = sum(n for n, *_ in held), sum(n for n, is_trained, _ in held if is_trained)
-                found.append(Shard(ranks, whole, trained, stored))
+                found.append(Shard(ranks, whole, trained, stored, is_expert))
         return found
 
     def whole_step(self, segments: Sequence[Segment], number: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -167,11 +168,13 @@ class LayerTimes:
         return apart(self._step(segments, warm), self._step(segments, measured), warm, measured)
 
     def _step(self, segments: Sequence[Segment], number: int) -> Seconds:
-        run = _Run(self)
+        run, traits = _Run(self), self.accounting.storage
         for index in range(number):
             run.forward(segments, gathers=True)
+            run.has_experts = traits.keeps_experts
             is_last = index == number - 1
-            run.backward(segments, gathers=True, reduces=is_last or self.reduces_every)
+            every = is_last or self.reduces_every
+            run.backward(segments, gathers=True, reduces=every, experts=is_last or not traits.defers_experts)
         run.optimizer(segments)
         return critical_path(0.0, run.clock.now())
 
@@ -207,6 +210,8 @@ class _Run:
     def __init__(self, times: LayerTimes):
         self.times, self.clock = times, Clock(times.gpu.rates)
         self._traits, self._groups = times.accounting.storage, times.groups
+        self.has_experts = False
+        """Whether experts stay gathered from now on."""
 
     def forward(self, segments: Sequence[Segment], *, gathers: bool) -> None:
         arrives = self.gather(segments[0]) if gathers else 0.0
@@ -228,8 +233,10 @@ class _Run:
         *,
         gathers: bool,
         reduces: bool,
+        experts: bool = True,
         of: Sequence[str] = ("inputs", "weights"),
     ) -> None:
+        """Run backward. `experts`: reduce their gradients too, if gradients are reduced."""
         order = [*reversed(segments)]
         arrives = 0.0
         for segment, following in zip_longest(order, order[1:]):
@@ -253,7 +260,7 @@ class _Run:
                 self._kernels(segment.kernels("weights"))
             self.clock.wait(0, returned)
             if reduces:
-                self.reduce(segment)
+                self.reduce(segment, experts=experts)
 
     def _kernels(self, kernels: Iterable[Kernel]) -> None:
         for kernel in kernels:
@@ -286,6 +293,8 @@ class _Run:
             return 0.0
         arrives = 0.0
         for shard in segment.shards:
+            if shard.is_expert and self.has_experts:
+                continue
             size = shard.stored_bytes if self._traits.compute_dtype is None else self._traits.compute_dtype.itemsize
             held = shard.held / len(shard.ranks)
             copies = [Kernel("memory", 0.0, held * (shard.stored_bytes + size))]
@@ -295,10 +304,12 @@ class _Run:
             arrives = max(arrives, self._message("all_gather", size * shard.held, shard.ranks, hidden=True))
         return arrives
 
-    def reduce(self, segment: Segment) -> None:
-        """Sum gradients over ranks, beside what follows."""
+    def reduce(self, segment: Segment, *, experts: bool = True) -> None:
+        """Sum gradients over ranks, beside what follows. `experts`: theirs too."""
         shards = "gradients" in self._traits.shards
         for shard in segment.shards:
+            if shard.is_expert and not experts:
+                continue
             size = shard.stored_bytes if self._traits.reduce_dtype is None else self._traits.reduce_dtype.itemsize
             whole = size * shard.trained
             if whole:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -51,10 +53,11 @@ def test_one_more_microbatch_and_a_step_with_one_follow_from_two_steps() -> None
     assert found.tokens_per_second_per_gpu == 8 * 1000 * 4 / 4 / 14.0
 
 
-def times(layout: Layout, *, ring: bool = False) -> LayerTimes:
-    accounting = Accounting(FSDP2Config().storage(), layout, AdamW(lr=1.0), 1)
-    links = Links(H100.link, rates=H100.rates)
-    return LayerTimes(H100, links, accounting, 1e8, False, sequence_parallel=True, ring=ring, reduces_every=False)
+def times(layout: Layout, *, ring: bool = False, parallelizer: FSDP2Config | None = None) -> LayerTimes:
+    parallelizer = parallelizer or FSDP2Config()
+    accounting = Accounting(parallelizer.storage(), layout, AdamW(lr=1.0), 1)
+    links, every = Links(H100.link, rates=H100.rates), parallelizer.reduces_every_microbatch
+    return LayerTimes(H100, links, accounting, 1e8, False, sequence_parallel=True, ring=ring, reduces_every=every)
 
 
 @pytest.mark.parametrize("layers", [2, 5])
@@ -71,6 +74,30 @@ def test_a_layer_that_computes_longer_than_it_is_gathered_hides_its_gather(layer
     gather = COLLECTIVE_SECONDS + 7 / 8 * 2 * 4096**2 / (H100.link * H100.rates.node)
     reduce = COLLECTIVE_SECONDS + 7 / 8 * 4 * 4096**2 / (H100.link * H100.rates.node)
     assert once["node"] == pytest.approx(gather + reduce, rel=0.01) and not more
+
+
+@pytest.mark.parametrize(
+    ("option", "num_bytes"),
+    [({"defer_fsdp_grad_sync": "experts"}, 4), ({"defer_fsdp_grad_sync": False, "keep_cast_experts": True}, 2)],
+    ids=["reduced once a step", "gathered once a step"],
+)
+def test_experts_that_two_nodes_share_cross_the_network_once_a_step(option: dict[str, Any], num_bytes: int) -> None:
+    """Each of 8 ranks of a node has one expert, half of it when sharded. Further microbatches save one message."""
+    owner = nn.Module()
+    owner.num_experts, owner.is_transposed, owner.has_gate = 8, False, True
+    weight = nn.Parameter(torch.empty(8, 4096, 4096, device="meta"))
+    unit = Unit((TrainableParam("experts.weight", weight, owner),))
+    work = [Call(GEMM, (GEMM,), (GEMM,))]
+    always, rarely = (
+        of.whole_step([of.layer(0, work, unit, 0.0, 0.0)], 4)
+        for of in (
+            times(Layout(dp_shard=16, ep=8), parallelizer=FSDP2Config(**given))
+            for given in ({"defer_fsdp_grad_sync": False}, option)
+        )
+    )
+    message = COLLECTIVE_SECONDS + num_bytes * 4096**2 / 2 / (Links.network * H100.rates.network)
+    assert always[0]["network"] == pytest.approx(rarely[0]["network"])
+    assert always[1]["network"] - rarely[1]["network"] == pytest.approx(message)
 
 
 def test_tensor_parallelism_waits_for_four_messages_a_layer_and_direction() -> None:

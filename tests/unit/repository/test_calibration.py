@@ -72,3 +72,10 @@ def test_the_page_has_the_tables_of_these_constants(fitted: dict[str, float]) ->
     text = calibrate.PAGE.read_text(encoding="utf-8")
     for line in calibrate._constants(known, fitted):
         assert line in text
+
+
+def test_the_readme_has_the_estimate_of_these_constants(fitted: dict[str, float]) -> None:
+    row = next(row for row in ROWS if row.name == "nemo-gpt-oss-20b")
+    rates, estimate = efficiency(row.gpu), row.estimate(fitted)
+    text = (calibrate.ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{round(rates.low * estimate, -2):,.0f} to {round(rates.high * estimate, -2):,.0f}, **estimated**" in text
