@@ -28,7 +28,7 @@ from transformers import (
 from automodel_cli.models.vision.nodes import GemmaProcessor, QwenProcessor, WordTokenizer
 
 WORDS = ("a", "picture", "of", "one", "two", "three", "what", "is", "here", "and", "there", "short", "yes", "no")
-_TEXT = {
+TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -68,14 +68,14 @@ _CLIP = {
 def config_of(kind: str) -> Any:
     """A config with random weights: qwen3_vl, qwen3_vl_moe, qwen2_vl, qwen2_5_vl, glm4v_moe, llava or gemma3."""
     if kind == "qwen3_vl":
-        return Qwen3VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=_QWEN, **_IDS)
+        return Qwen3VLConfig(text_config=TEXT | {"rope_parameters": _ROPE}, vision_config=_QWEN, **_IDS)
     if kind == "qwen3_vl_moe":
         moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-        text = _TEXT | moe | {"rope_parameters": _ROPE, "mlp_only_layers": []}
+        text = TEXT | moe | {"rope_parameters": _ROPE, "mlp_only_layers": []}
         return Qwen3VLMoeConfig(text_config=text, vision_config=_QWEN, **_IDS)
     if kind == "llava":
         return LlavaConfig(
-            text_config={"model_type": "llama", **_TEXT},
+            text_config={"model_type": "llama", **TEXT},
             vision_config={"model_type": "clip_vision_model", **_CLIP},
             image_token_index=2,
             image_token_id=2,
@@ -84,21 +84,21 @@ def config_of(kind: str) -> Any:
     if kind == "qwen2_5_vl":
         vision = {k: v for k, v in _QWEN.items() if k not in ("num_position_embeddings", "deepstack_visual_indexes")}
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
-        return Qwen2_5_VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_IDS)
+        return Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_IDS)
     if kind == "qwen2_vl":
         vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
         vision |= {"spatial_merge_size": 2, "temporal_patch_size": 1}
-        return Qwen2VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_IDS)
+        return Qwen2VLConfig(text_config=TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_IDS)
     if kind == "glm4v_moe":
         vision = {k: v for k, v in _QWEN.items() if k not in ("num_position_embeddings", "deepstack_visual_indexes")}
         moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
-        text = _TEXT | moe | {"n_group": 1, "topk_group": 1, "rope_parameters": _ROPE | {"partial_rotary_factor": 1.0}}
+        text = TEXT | moe | {"n_group": 1, "topk_group": 1, "rope_parameters": _ROPE | {"partial_rotary_factor": 1.0}}
         ids = {"image_token_id": 2, "image_start_token_id": 3, "image_end_token_id": 4, "video_token_id": 5}
         ids |= {"video_start_token_id": 6, "video_end_token_id": 7}
         return Glm4vMoeConfig(text_config=text, vision_config=vision | {"image_size": 16}, **ids)
     assert kind == "gemma3"
     vision = {**_CLIP, "model_type": "siglip_vision_model"}
-    text = _TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    text = TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
     ids = {"image_token_index": 2, "boi_token_index": 3, "eoi_token_index": 4}
     return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=16, **ids)
 
