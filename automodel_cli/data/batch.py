@@ -79,6 +79,8 @@ def seen_index(bounds: Sequence[int], prefixes: Sequence[Run]) -> Tensor:
     """Compute `SeenKeys.index_M`."""
     runs = [run for (a, b), prefix in zip(pairwise(bounds), prefixes, strict=True) for run in (prefix, (a, b - a))]
     first_R, length_R = torch.tensor(runs, dtype=torch.int64).view(-1, 2).unbind(1)
+    # Example: runs (0, 2), (0, 2), (2, 2) give index 0 1 0 1 2 3. Their starts in the result are 0, 2, 4, so the
+    # offsets are 0, -2, -2: result index 2 minus 2 is token 0, result index 4 minus 2 is token 2.
     skipped_R = first_R - length_R.cumsum(0) + length_R  # offset from an index here to an index into the B*T tokens
     return skipped_R.repeat_interleave(length_R) + torch.arange(int(length_R.sum()))
 
@@ -164,6 +166,7 @@ class Batch:
     @property
     def document_ids_BT(self) -> Tensor:
         """int64: which document of the batch each token belongs to, 0 to `num_documents - 1`."""
+        # cu_seqlens 0 3 5 and tokens 0 to 4: searchsorted gives 1 1 1 2 2, minus one 0 0 0 1 1.
         tokens = torch.arange(self.input_ids_BT.numel(), device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)
         return (torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1).view(self.shape)
 
@@ -177,6 +180,7 @@ class Batch:
 
     def _with_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
         positions_S, on_host, seen = self.label_positions_S, self.on_host, self.seen
+        # `nonzero` on a device waits for its result to allocate the output. On the host it is free of waits.
         if positions_S is None and self.labels_BT.device.type == "cpu":
             positions_S = (self.labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
             on_host = OnHost(tuple(self.cu_seqlens.tolist()), positions_S)
@@ -202,6 +206,8 @@ class Batch:
         return replace(self, extra=extra)._at(self.label_positions_S, self.on_host)
 
     def _at(self, label_positions_S: Tensor | None, on_host: OnHost | None) -> Batch:
+        # The dataclass is frozen. These two fields are caches that `replace` must not copy to a batch with other
+        # labels.
         object.__setattr__(self, "label_positions_S", label_positions_S)
         object.__setattr__(self, "on_host", on_host)
         return self
@@ -253,6 +259,7 @@ def further(x_BT: Tensor, by: int, cu_seqlens: Tensor, fill: int) -> Tensor:
     """
     x_N = x_BT.flatten()
     token_N = torch.arange(len(x_N), device=x_N.device)
+    # End of the document of each token: cu_seqlens 0 3 5 gives 3 3 3 5 5.
     end_N = cu_seqlens[torch.bucketize(token_N, cu_seqlens[1:], right=True) + 1]
     moved_N = torch.cat([x_N[by:], x_N.new_full((min(by, len(x_N)),), fill)])
     return torch.where(token_N + by < end_N, moved_N, fill).view_as(x_BT)
@@ -262,6 +269,7 @@ def one_document(ids: list[int]) -> Batch:
     """Return a batch with one document, in which every token after the first is a label. Used to score a text."""
     ids_BT = torch.tensor([ids], dtype=torch.int64)
     labels_BT = torch.full_like(ids_BT, IGNORE_INDEX)
+    # The label of a position is the next token. The last position keeps IGNORE_INDEX.
     labels_BT[:, :-1] = ids_BT[:, 1:]
     return Batch(
         input_ids_BT=ids_BT,

@@ -64,6 +64,9 @@ class Mixture:
             num_tokens: tokens of each dataset.
         """
         if self.phases:
+            # Example: 100 rows and 300 rows with 100,000 tokens each, shares 0.75 and 0.25. An epoch has 200,000
+            # tokens: 150,000 of the first dataset (1,000 tokens per row, 150 rows) and 50,000 of the second (333 per
+            # row, 150 rows).
             means = num_tokens / np.maximum(num_rows, 1)
             rows: np.ndarray = np.array(self.phases[0][1]) * num_tokens.sum() / np.maximum(means, 1)
         else:

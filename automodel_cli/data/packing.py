@@ -86,6 +86,8 @@ def cut_long(lengths: np.ndarray, seq_len: int, choice: LongDocuments, instead: 
         return Pieces(document, np.zeros_like(document), lengths[document])
     if choice == "truncate":
         return Pieces(document, np.zeros_like(document), np.minimum(lengths, seq_len))
+    # Example: a document of 7 tokens a to g and seq_len 4. stride = 3, ceil(6 / 3) = 2 pieces: a b c d and d e f g. The
+    # first predicts b c d, the second e f g. A piece of 4 tokens has 3 labels, because nothing follows its last token.
     stride = seq_len - 1
     num_pieces = np.maximum(1, -(-(lengths - 1) // stride))  # ceil
     document = np.repeat(document, num_pieces)
@@ -102,6 +104,9 @@ def pack(pieces: Pieces, seq_len: int, packing: Packing) -> Packed:
     if packing == "wrapped":
         return _wrap(pieces, seq_len)
     rows = best_fit_decreasing(pieces.length, seq_len)
+    # Example: lengths [3, 6, 3, 6, 3] and seq_len 10 give the rows [0, 0, 1, 1, 2]. The pieces of a row become
+    # adjacent, in their original order: row_offsets = [0, 2, 4, 5]. 21 of 30 positions have a token, so the fill is
+    # 0.7.
     order = np.argsort(rows, kind="stable")
     num_rows = int(rows.max()) + 1 if len(rows) else 0
     row_offsets = np.searchsorted(rows[order], np.arange(num_rows + 1)).astype(np.int64)
@@ -125,13 +130,18 @@ def _wrap(pieces: Pieces, seq_len: int) -> Packed:
     source = np.searchsorted(ends, bounds, side="right")
     start = pieces.start[source] + bounds - (ends - pieces.length)[source]
     length = np.diff(np.append(bounds, total))
+    # A piece goes on if its end is no document start: the document continues in the next row. Its last token there is
+    # the label of this row's last token, so the piece gets one more token.
     goes_on = ~np.isin(np.append(bounds[1:], total), np.append(document_starts, total))
     # A piece of one token that ends its document is the label of the piece before, and predicts nothing.
+    # Example: lengths [5, 3], seq_len 5. The row starts are 0 and 4. The first row has all 5 tokens, the last as a
+    # label. The second row would begin with that token alone, and contains only the document of 3.
     used = np.ones(len(bounds), bool)
     used[1:] = ~(goes_on[:-1] & ~goes_on[1:] & (length[1:] == 1))
     parts = Pieces(pieces.document[source], start, length + goes_on).take(np.flatnonzero(used))
     # Rows begin at the bounds that are row starts: pieces 0 and 2 of the example.
     row_offsets = np.append(np.searchsorted(bounds[used], row_starts), used.sum()).astype(np.int64)
+    # A row may have lost its only piece. Two equal offsets would be an empty row.
     return Packed(parts, np.unique(row_offsets))
 
 
@@ -152,6 +162,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     shortness = capacity - lengths
     small = shortness.astype(np.uint16) if capacity < 2**16 else shortness  # numpy sorts 16-bit integers by radix
     order = np.argsort(small, kind="stable")
+    # Only the number of documents per length matters for the placement. `order` turns positions back into documents.
     counts = np.bincount(lengths, minlength=capacity + 1)
     bin_of = np.empty(len(lengths), np.int64)
     open_bins: list[list[np.ndarray]] = [
@@ -167,6 +178,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
             at = bisect_left(free_spaces, length)
             if at == len(free_spaces):  # no open bin has enough space: open as many as this length needs
                 free = capacity
+                # Capacity 10, length 3: 3 documents per bin. 7 documents open ceil(7 / 3) = 3 bins at once.
                 needed = -(-unplaced // (free // length))
                 group = np.arange(num_bins, num_bins + needed)
                 num_bins += needed
@@ -226,6 +238,9 @@ def in_parts(packed: Packed, lengths: np.ndarray, counts: np.ndarray) -> Packed:
         lengths: tokens of each document of all groups.
         counts: number of documents of each group.
     """
+    # Example: groups 0 and 1 have documents of 4, 5 and 2, 3 tokens (lengths [4, 5, 2, 3], counts [2, 2]). A row with
+    # group 1 and then group 0 has part = [2, 3, 0, 1]: documents of 2, 3, 4, 5 tokens, from tokens 0, 2, 0, 4 of their
+    # groups on. Its row_offsets [0, 2] become [0, 4].
     pieces, firsts = packed.pieces, np.cumsum(counts) - counts
     of_piece = counts[pieces.document]
     piece = np.repeat(np.arange(len(of_piece)), of_piece)

@@ -124,6 +124,9 @@ def pack_for_thd(
         DataError: the numbers are inconsistent.
     """
     _check(ids, lengths, sequences_per_row, num_chunks, token_mask)
+    # Example: lengths [2, 1, 3] with sequences_per_row [2, 1] and cp_size 1 give the rows t0 t1 t2 and t3 t4 t5,
+    # cu_seqlens 0 2 3 6, and per row 0 2 3 and 0 3 -1000. The second row has one sequence less, so its table is filled
+    # with `RAGGED`.
     multiple = 2 * cp_size if cp_size > 1 else 1
     first_of_row = [0, *accumulate(sequences_per_row)]
     labels = ids if token_mask is None else ids.masked_fill(token_mask < 0.5, IGNORE_INDEX)
@@ -131,6 +134,7 @@ def pack_for_thd(
     padded = [_up(length, multiple) for length in lengths]
     rows = [padded[a:b] for a, b in pairwise(first_of_row)]
     num_tokens = _up(max(min_seq_len, *(sum(row) for row in rows)), multiple)
+    # The tail belongs to the last sequence of a row. A kernel then sees boundaries that cover every position.
     with_tail = [[*row[:-1], row[-1] + num_tokens - sum(row)] for row in rows]
     sizes = [size for row in with_tail for size in row]
 
@@ -159,6 +163,7 @@ def share(batch: THDBatch, cp_rank: int) -> THDBatch:
     indices = []
     for bounds in batch.cu_seqlens_padded_per_row.tolist():
         sequences = pairwise(bound for bound in bounds if bound != RAGGED)
+        # Chunks are taken per sequence, not per row. A row-wise split would give one rank whole short sequences.
         chosen = [dual_chunk_order(end - start, batch.cp_size)[cp_rank] + start for start, end in sequences]
         indices.append(torch.cat(chosen))
     index = torch.stack(indices).to(batch.input_ids.device)

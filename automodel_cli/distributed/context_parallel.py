@@ -66,6 +66,7 @@ class RankGroup:
         Not differentiable.
         """
         sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        # One batch: NCCL runs separate operations in order, and a ring in which every rank sends first would deadlock.
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, sent, group=self._group, group_peer=(self.rank + 1) % self.size),
@@ -73,6 +74,7 @@ class RankGroup:
             ]
         )
 
+        # The closure keeps `sent` alive until the transfer has ended.
         def arrived() -> Tensor:
             for work in works:
                 work.wait()
@@ -96,6 +98,7 @@ class _Gather(Function):
         # Every rank has the same gradient, so its own slice is complete.
         if not ctx.sums:
             return grad.chunk(ctx.group.size())[ctx.group.rank()], None, None
+        # Every rank used all keys, and has a part of the gradient of each. Rank r receives the sum for its own rows.
         own = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None, None

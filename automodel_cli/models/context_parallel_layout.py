@@ -94,6 +94,8 @@ class Context:
         self.rows, self._length = shape
         self.tokens = local_length(self._length, num_chunks // 2) * (num_chunks // 2)
         self.chunk = self.tokens // num_chunks
+        # One row of 7 tokens with documents of 3 and 4: cu_seqlens 0 3 7 becomes 0 3 7 8. Two such rows: 0 3 7 8 11 15
+        # 16.
         self.bounds = self._padded_bounds(cu_seqlens)
         # Token order after concatenating the ranks: 0 1 6 7 2 3 4 5. `_host_where_P` is the inverse: 0 1 4 5 6 7 2 3.
         order_P = torch.cat([torch.arange(self.chunk) + j * self.chunk for chunks in self.owners for j in chunks])
@@ -128,11 +130,15 @@ class Context:
 
     def local_label_positions(self, label_positions_S: Tensor) -> Tensor:
         """Map positions among the B*T tokens (host memory) to the local ones among B*t tokens, in order."""
+        # Labels at 0, 1, 3, 4, 5 of the row above: rank 0 holds tokens 0 1 6 7 and gets 0, 1. Rank 1 holds 2 3 4 5 and
+        # gets 1, 2, 3.
         row_S, token_S = label_positions_S // self._length, label_positions_S % self._length
         size = self.tokens // self.group.size
         # Position in the concatenation of all ranks, relative to this rank's first token.
         place_S = self._host_where_P[token_S] - self.group.rank * size
         is_local_S = (place_S >= 0) & (place_S < size)
+        # Sorted, because the head expects positions in ascending order, and the local order differs from that of the
+        # row.
         local = (row_S * size + place_S)[is_local_S].sort().values
         return local.to(self._local_t.device, non_blocking=True)
 
@@ -145,6 +151,7 @@ class Context:
     def local_document_lengths(self) -> Tensor:
         """Return the length of each local token's full document, `[B, t]`. Padding counts as a document."""
         lengths = torch.tensor([end - start for start, end in itertools.pairwise(self.bounds)])
+        # Documents of 3, 4 and 1 tokens (padding): 3 3 3 4 4 4 4 1. Rank 0 takes 3 3 4 1.
         whole_BP = lengths.repeat_interleave(lengths).view(self.rows, self.tokens)
         return whole_BP.to(self._local_t.device).index_select(1, self._local_t)
 
@@ -176,4 +183,5 @@ class Context:
 
 def local_length(length: int, size: int) -> int:
     """Return the number of tokens of a row on each of `size` ranks, padding included."""
+    # 7 tokens on 2 ranks: ceil(7 / 4) = 2 tokens per chunk, two chunks, 4 tokens per rank.
     return 2 * -(-length // (2 * size))

@@ -42,6 +42,7 @@ class RowPacker:
             pieces = cut_long(lengths, config.seq_len, self.choice, instead)
             pieces = replace(pieces, document=documents[pieces.document])
             if isinstance(tokens, IndexedTokens):
+                # A single token has no next token, so it has no label.
                 kept = np.flatnonzero(pieces.length > 1)
             else:
                 kept = self._with_labels(tokens, pieces, lengths)
@@ -95,8 +96,11 @@ class RowPacker:
 
     def _pieces_without_labels(self, tokens: TokenStore, pieces: Pieces) -> list[int]:
         """Return the indices of cut pieces without a label. None if every token of the dataset is trained."""
+        # Every token but the first of each document is a label: no loss mask is in use, and no piece can lack one.
         if tokens.meta["num_label_tokens"] == len(tokens.ids) - tokens.num_documents:
             return []
+        # Whole documents were checked when they were tokenized. Only parts of a document can have lost all trained
+        # tokens.
         cut = np.flatnonzero(pieces.length < tokens.lengths[pieces.document])
         ends = (pieces.start + pieces.length).tolist()
         spans = [(i, int(pieces.document[i]), int(pieces.start[i]), ends[i]) for i in cut.tolist()]

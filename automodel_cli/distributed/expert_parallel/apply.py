@@ -85,6 +85,7 @@ def apply_expert_parallel(
         _check(experts, mesh)
         num_local = int(experts.num_experts) // mesh.ep.size()  # type: ignore[arg-type]
         for name, param in experts.named_parameters(recurse=False):
+            # `src_data_rank=None`: no communication. Each rank slices its own copy, which may be on the meta device.
             shard = distribute_tensor(param.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
             experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
         experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
@@ -142,6 +143,7 @@ def _dispatched(
     def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if tp_group is None:
             return compute(hidden_TD, index_TK, weight_TK)
+        # (T, D) -> (T / tp, D): every tp rank has the same tokens, and dispatches 1 / tp of them.
         hidden_SD, index_SK, weight_SK = (scatter_to_group(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
         return gather_from_group(compute(hidden_SD, index_SK, weight_SK), len(hidden_TD), tp_group)
 
@@ -192,11 +194,14 @@ def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:
 
     def local_experts(hidden_ND: Tensor, expert_N: Tensor) -> Tensor:
         """Compute row n with local expert `expert_N[n]`. `[N, D]` -> `[N, D]`."""
+        # The family's code indexes its parameters by expert. It needs the local shard, not a DTensor.
         with_dtensors = dict(experts._parameters)
         try:
             for name, param in with_dtensors.items():
                 if param is not None:
                     experts._parameters[name] = _local(param)  # type: ignore[assignment]
+            # One expert per row with weight 1: the family's code becomes a plain per-row function, and weights are
+            # applied later.
             result_ND: Tensor = own_forward(hidden_ND, expert_N[:, None], hidden_ND.new_ones(len(expert_N), 1))
             return result_ND
         finally:

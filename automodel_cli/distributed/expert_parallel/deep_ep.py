@@ -58,12 +58,16 @@ class DeepEP:
                 fix=_FIX,
             )
         buffer = _buffer(self.group, hidden_TD.shape[1] * hidden_TD.element_size())
+        # R received tokens, each once, even if several of its experts are here. (T, D) -> (R, D), (T, K) -> (R, K).
         hidden_RD, weight_RK, index_RK, handle = _Dispatch.apply(
             buffer, self.num_experts, hidden_TD, index_TK, weight_TK.float()
         )
         row_N, choice_N = (index_RK >= 0).nonzero(as_tuple=True)  # Entries of remote experts are -1.
+        # (R, K) local choices -> N rows, one per (token, local expert). Example: index_RK [[0, -1], [1, 0]] gives the
+        # rows 0, 1, 1 with experts 0, 1, 0.
         result_ND = at_least_one_row(experts, hidden_RD[row_N], index_RK[row_N, choice_N])
         weighted_ND = result_ND * weight_RK[row_N, choice_N, None]
+        # Sum the local experts of a token before it returns. `combine` adds the sums of the ranks.
         result_RD = torch.zeros_like(hidden_RD, dtype=weighted_ND.dtype).index_add(0, row_N, weighted_ND)
         combined_TD: Tensor = _Combine.apply(buffer, handle, result_RD.to(hidden_TD.dtype))
         return combined_TD
@@ -77,6 +81,7 @@ def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
     configs = (Buffer.get_dispatch_config(size), Buffer.get_combine_config(size))
     nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
     rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
+    # All ranks compute the same sizes, so they decide together whether the buffer grows.
     held = _buffers.get(group)
     if held is None or held.num_nvl_bytes < nvl or held.num_rdma_bytes < rdma:
         _buffers[group] = held = Buffer(group, nvl, rdma)

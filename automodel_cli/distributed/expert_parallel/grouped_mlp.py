@@ -266,6 +266,13 @@ class _Call:
     gradients: Arriving | None = None
 
 
+# Example: 4 experts on 2 ranks (L = 2), K = 2. Rank 0 has token a with experts 0, 3 and token b with 1, 0. Rank 1 has
+# token c with experts 2, 3.
+# rank 0 sorts its pairs   a0 b0 b1 a3    and sends 3 rows to rank 0, 1 row to rank 1
+# rank 1 sorts its pairs   c2 c3          and sends 0 rows to rank 0, 2 rows to rank 1
+# rank 0 receives          a0 b0 b1       received_RL [[2, 1], [0, 0]], ends_L [2, 3]
+# rank 1 receives          a3 c2 c3       received_RL [[0, 1], [1, 1]], by_expert: c2 a3 c3, ends_L [1, 3]
+# After the GEMMs, each row returns to the place that it left. Token a is w_a0 E0(a) + w_a3 E3(a).
 class _Multiply(Function):
     """Send pairs to their experts, compute them, and start to return the results.
 
@@ -283,6 +290,8 @@ class _Multiply(Function):
         *parameters: Tensor,
     ) -> Tensor:
         experts = call.experts
+        # FSDP gathers the parameters before this call. What remains of a DTensor is Shard(0) over ep, the experts of
+        # this rank.
         local = [param.to_local() if isinstance(param, DTensor) else param for param in parameters]
         first, second, biases, matrices = _split(local, experts.biased)
         adapters = low_rank.aligned(matrices, first)
@@ -297,6 +306,7 @@ class _Multiply(Function):
             # First GEMM, one per expert in a single launch: (N, D) -> (N, F).
             product_NF = experts.product(rows_ND, first, rows.ends_L)
             if adapters:
+                # In place: `product_NF` is new, and a sum would keep a second (N, F) tensor.
                 product_NF += low_rank.update(rows_ND, adapters[:2], rows.ends_L, call.scale)
             return product_NF
 
@@ -310,6 +320,7 @@ class _Multiply(Function):
         call.rows = rows
 
         def results() -> Tensor:
+            # (N, F) -> (N, I) by the gate, (N, I) -> (N, D) by the second GEMM.
             gated_NI = experts.gate(inner_NF, *rows.bias(biases))
             result_ND = experts.product(gated_NI, second, rows.ends_L)
             if adapters:
@@ -367,6 +378,9 @@ class _Multiply(Function):
                 weight_grads_arriving = rows.back(grad_weight_N)
             # 4. Weight gradients.
             pairs = (rows_ND, grad_inner_NF), (weighted_NI, grad_ND)
+            # Per expert: dW1 = rows^T grad_inner (D, F), and dW2 = (w * gated)^T dy (I, D). The weight w is in
+            # `weighted_NI`,
+            # because `grad_ND` is the gradient of the weighted sum.
             param_grads = _weight_gradients(experts, rows, pairs, wants, ctx.main_grads)
             if is_of_NL is not None:
                 param_grads.append(is_of_NL.t() @ grad_inner_NF if wants[2] else None)
@@ -440,6 +454,8 @@ class _Sum(Function):
     def forward(ctx: Ctx, call: _Call, sent_ND: Tensor, dtype: torch.dtype) -> Tensor:
         def sum_up() -> Tensor:
             assert call.results is not None and call.rows is not None, "they were sent"
+            # `place_P` turns sorted rows back into token order: rows a0 b0 b1 a3 have place_P [0, 3, 2, 1], so token a
+            # reads rows 0 and 3, and token b reads rows 2 and 1.
             result: Tensor = call.experts.sum_of_pairs(call.results(), call.rows.routes.place_P, call.weight_TK, dtype)
             return result
 
@@ -461,6 +477,7 @@ class _Sum(Function):
 def _is_standard(experts: nn.Module) -> bool:
     """Return whether results and gradients equal those of the family's own loop over experts, on a small copy."""
     # The original forward, below the dispatch to an experts implementation of transformers.
+    # The reference must be the family's loop over experts. The dispatched forward could be the grouped path itself.
     loop = getattr(type(experts).forward, "__wrapped__", None)
     # transformers 5.17 has no norm after experts. This default can go when 5.23 is the oldest supported release.
     if loop is None or not experts.has_gate or getattr(experts, "has_post_expert_norm", False):

@@ -30,15 +30,20 @@ def _through_gate(
     # y = w down g(x) gives dw = <down^T dy, g(x)> and dx = g'(x) (w down^T dy), with grad_gated_NI = down^T dy.
     if bias:
         inner_NF = add_expert_bias(inner_NF, *bias)
+    # The gate runs again here, because its (N, I) result is not saved. One pass over `inner_NF` is cheaper than its
+    # memory.
     gated_NI, back = torch.func.vjp(family._apply_gate, inner_NF)  # type: ignore[misc]  # two, without `has_aux`
     grad_weight_N = (grad_gated_NI * gated_NI).sum(-1, dtype=weight_N1.dtype)
+    # `out` keeps the dtype of the rows. A float32 weight times bfloat16 rows would promote the result to float32.
     weighted_NI = torch.mul(gated_NI, weight_N1, out=torch.empty_like(gated_NI))
+    # `grad_gated_NI` is overwritten. Its unweighted values were needed for `grad_weight_N` only.
     (grad_inner_NF,) = back(grad_gated_NI.mul_(weight_N1))
     return weighted_NI, grad_weight_N, grad_inner_NF
 
 
 def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum weighted results of sorted pairs by token, `[T, D]`. Rounds as transformers does."""
+    # (P, D) in expert order -> (P, D) in token order -> (T, K, D).
     result_TKD = result_PD.index_select(0, place_P).view(*weight_TK.shape, -1)
     return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(dtype)
 

@@ -46,9 +46,11 @@ def aligned(adapters: list[Tensor], rows: Tensor) -> list[Tensor]:
 
     Missing columns are zeros, which change neither the update nor the gradients of the others.
     """
+    # Adapters may have another dtype than the rows. Grouped GEMMs need one dtype for rows and matrices.
     cast = [matrix.to(rows.dtype) for matrix in adapters]
     if not cast or (missing := -cast[0].shape[1] % _MULTIPLE) == 0:
         return cast
+    # A is (L, R, I) and gets rows, B is (L, O, R) and gets columns. Rank 4 becomes 8 with 4 rows and columns of zeros.
     return [
         F.pad(matrix, (0, missing)) if i % 2 else F.pad(matrix, (0, 0, 0, missing)) for i, matrix in enumerate(cast)
     ]
@@ -57,6 +59,7 @@ def aligned(adapters: list[Tensor], rows: Tensor) -> list[Tensor]:
 def update(rows_NI: Tensor, pair: Sequence[Tensor], ends_L: Tensor, scale: float) -> Tensor:
     """Return the update of the outputs by A and B, `[N, O]`."""
     a_LRI, b_LOR = pair
+    # (N, I) -> (N, R) -> (N, O). Cost per row: R (I + O) instead of I O. With I = O = 2048 and R = 16 that is 1/64.
     return grouped_mm(_inner(rows_NI, a_LRI, ends_L, scale), b_LOR.transpose(-2, -1), offs=ends_L)
 
 
@@ -82,6 +85,7 @@ def matrix_gradients(
     """Return the gradients of A and B. `rank`: number of columns that are parameters."""
     grad_a_LRI = empty_groups.weight_gradient(inner_grad_NR, rows_NI, ends_L)
     grad_b_LOR = empty_groups.weight_gradient(grad_NO, _inner(rows_NI, a_LRI, ends_L, scale), ends_L)
+    # The padding is no parameter. Its gradients are dropped.
     return grad_a_LRI[:, :rank], grad_b_LOR[:, :, :rank]
 
 

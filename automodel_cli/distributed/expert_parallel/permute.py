@@ -41,9 +41,12 @@ def _(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tupl
 
 def _pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     pair_P = torch.arange(len(order_P), device=order_P.device)
+    # Inverse of a permutation: place[order[i]] = i. A scatter costs one pass, `argsort` would sort again.
     place_P = torch.empty_like(order_P).scatter_(0, order_P, pair_P)
     experts = torch.arange(num_experts + 1, device=order_P.device)
     # searchsorted instead of bincount, which synchronizes with the host twice to allocate its result.
+    # expert_P [0, 0, 1, 2] and 3 experts: the first positions are [0, 2, 3] and the end is 4, so the counts are [2, 1,
+    # 1].
     return order_P // choices, place_P, torch.searchsorted(expert_P, experts).diff()
 
 
@@ -79,6 +82,7 @@ def _arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
     # Example: received_RL [[1, 1], [2, 1]] arrives as experts 0 1 0 0 1. Sorted: order 0 2 3 1 4, place 0 3 1 2 4, ends
     # 3 5.
     expert_RL = torch.arange(num_local, device=received_RL.device).repeat(ranks)
+    # `output_size` avoids a host synchronization, which `repeat_interleave` needs to learn its output size.
     arrived_N = expert_RL.repeat_interleave(received_RL.flatten(), output_size=num_rows)
     expert_N, order_N = torch.sort(arrived_N, stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(num_rows, device=order_N.device))
@@ -101,6 +105,7 @@ def agree(device: torch.device) -> bool:
     from automodel_cli.distributed.expert_parallel import permute_triton
 
     generator = torch.Generator().manual_seed(0)
+    # More pairs than a block, a single pair, and more experts than pairs. Half of the experts are unused.
     for num_experts, tokens, choices in ((6, 3000, 2), (5, 1, 1), (3000, 4, 3)):
         index_P = torch.randint(num_experts // 2 + 1, (tokens * choices,), generator=generator)
         expert_P, order_P = torch.sort(index_P.to(device), stable=True)

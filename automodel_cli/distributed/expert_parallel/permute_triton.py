@@ -19,6 +19,8 @@ def _pairs(
     tl.store(token + at, pair // choices, mask=at < num_pairs)
     tl.store(place + pair, at.to(tl.int64), mask=at < num_pairs)
     # Binary search for the first pair of this expert (`first`) and the first pair of the next one (`end`).
+    # Program lanes are pairs above and experts here. Lane `at` counts expert `at`: two binary searches in the sorted
+    # ids.
     first, last = tl.zeros([block], tl.int32), tl.zeros([block], tl.int32) + num_pairs
     end, over = first, last
     for _ in range(halvings):
@@ -35,20 +37,25 @@ def _pairs(
 def _arrivals(
     received, order, place, expert, ends, num_local, groups: tl.constexpr, padded: tl.constexpr, block: tl.constexpr
 ):
+    # One program per (source rank, local expert). It copies one contiguous run of rows.
     group = tl.program_id(0)
     its_rank, its_expert = group // num_local, group % num_local
     other = tl.arange(0, padded)
     rank_of, expert_of = other // num_local, other % num_local
     rows = tl.load(received + other, mask=other < groups, other=0)
+    # received [[1, 1], [2, 1]] and program 2 (rank 1, expert 0): here = 2 rows. They arrived after 1 + 1 = 2 rows, and
+    # are sorted behind the 1 row of rank 0 for expert 0.
     here = tl.sum(tl.where(other == group, rows, 0), 0)
     arrived = tl.sum(tl.where(other < group, rows, 0), 0)
     is_before = (expert_of < its_expert) | ((expert_of == its_expert) & (rank_of < its_rank))
     sorted_first = tl.sum(tl.where(is_before, rows, 0), 0)
+    # Only the programs of the last rank write: after their rows, all rows of the expert are counted.
     tl.store(ends + its_expert, (sorted_first + here).to(tl.int32), mask=group >= groups - num_local)
     for start in range(0, here, block):
         at = start + tl.arange(0, block)
         tl.store(order + sorted_first + at, arrived + at, mask=at < here)
         tl.store(place + arrived + at, sorted_first + at, mask=at < here)
+        # `at * 0` turns the scalar expert into a vector of the block's shape.
         tl.store(expert + sorted_first + at, (at * 0 + its_expert).to(tl.int64), mask=at < here)
 
 

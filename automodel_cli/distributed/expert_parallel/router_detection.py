@@ -66,6 +66,7 @@ def rule_of(router: nn.Module) -> tuple[RouterRule, bool] | None:
     names = {name for name, param in router._parameters.items() if param is not None}
     if weight is None or len(weight) > MOST_EXPERTS or not names <= {"weight", "bias"} or len(router._modules):
         return None
+    # An instance with its own forward (a hook, a fused kernel) may differ from the class that would be measured.
     if "forward" in vars(router) or len(inspect.signature(own).parameters) != 2:
         return None
     correction = _correction(router, len(weight))
@@ -134,6 +135,8 @@ def _measured(router: nn.Module, correction: str | None) -> tuple[RouterRule, bo
         for sigmoid in (False, True):
             for normalised in (True, False):
                 rule = RouterRule(weight_NK.shape[1], sigmoid, normalised)
+                # If the rule is right, all weights differ from the rule's by the same factor, so the ratio of sums is
+                # the scale.
                 scale = float(weight_NK.detach().sum() / rule.defined(logits_NE, correction_E)[0].detach().sum())
                 rule = replace(rule, scale=round(scale, 6), in_float32=weights_in_float32)
                 got = _ordered(*rule.defined(_logits(hidden_ND, weight, bias, in_float32), correction_E), hidden_ND)
@@ -156,8 +159,11 @@ def _dtypes(router: nn.Module, hidden_ND: Tensor) -> tuple[bool, bool]:
 
 def _ordered(weight_NK: Tensor, index_NK: Tensor, hidden_ND: Tensor) -> list[Tensor]:
     """Return experts, weights and the gradient of the hidden states, sorted by expert."""
+    # `topk(sorted=False)` returns experts in any order. Compare by expert.
     order_NK = index_NK.argsort(-1)
     weight_NK = weight_NK.gather(1, order_NK)
+    # Random slopes: normalized weights sum to a constant, so the gradient of their plain sum is zero for every such
+    # rule.
     slope_NK = torch.randn(weight_NK.shape, generator=torch.Generator().manual_seed(4))
     grad_ND = torch.autograd.grad((weight_NK.float() * slope_NK).sum(), hidden_ND, retain_graph=True)[0]
     return [index_NK.gather(1, order_NK).float(), weight_NK.detach(), grad_ND]

@@ -77,8 +77,10 @@ class RouterMismatchCounter:
         """Number of selections that differ, and number of all selections."""
 
     def add(self, own_NK: Tensor, given_NK: Tensor) -> None:
+        # The same set in another order is no mismatch: [3, 1] equals [1, 3] after sorting.
         known_N = (given_NK >= 0).all(-1)
         differ_N = (own_NK.sort(-1).values != given_NK.sort(-1).values).any(-1) & known_N
+        # On the device, without synchronization. Float64 counts exactly up to 2^53.
         self.counts_2 += torch.stack([differ_N.sum(), known_N.sum()])
 
 
@@ -100,12 +102,16 @@ class Replay:
         given_NK = self._of(layer, own_NK)
         if self._tally is not None:
             self._tally.add(own_NK, given_NK)
+        # given [[2, 5], [-1, -1]] and own [[2, 4], [0, 1]] give [[2, 5], [0, 1]].
         return torch.where(given_NK >= 0, given_NK, own_NK)
 
     def again(self) -> Replay:
+        # Without the tally: a recomputed layer would be counted twice.
         return Replay(self._experts_BTLK.flatten(-2), self._experts_BTLK.shape[2], None)
 
     def _of(self, layer: int, own_NK: Tensor) -> Tensor:
+        # [B, T, L, K] -> [B, T, K] of this layer -> [B * T, K]. Layers with fewer experts per token are padded with -1
+        # at the end.
         given_BTK = self._experts_BTLK[:, :, layer, : own_NK.shape[-1]].to(own_NK.dtype)
         padding = own_NK.shape[0] // given_BTK.shape[0] - given_BTK.shape[1]  # Sequence parallelism may pad sequences.
         return nn.functional.pad(given_BTK, (0, 0, 0, padding), value=-1).flatten(0, 1)
@@ -119,6 +125,7 @@ class RoutedLayers(Protocol):
         ...
 
 
+# Per thread, because autograd recomputes layers on threads of its own.
 class _Now(threading.local):
     choices: RouterDecisions | None = None
 
@@ -167,6 +174,7 @@ def recomputes_alike(layer: nn.Module) -> None:
         return
 
     def checkpointed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Captured during the forward. In backward, recomputation runs outside the `choosing` context of the forward.
         choices, runs = _now.choices, itertools.count()
 
         def bound(*args: Any, **kwargs: Any) -> Any:

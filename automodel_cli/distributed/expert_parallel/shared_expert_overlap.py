@@ -94,6 +94,7 @@ def find_shared_expert(block: nn.Module, experts: nn.Module) -> nn.Module | None
             error,
         )
         return None
+    # Called twice, or two children with the block's input: the stored result could be returned to the wrong call.
     if len(candidates) != 1 or called.count(candidates[0]) != 1 or called.count(name_of[experts]) != 1:
         return None
     return block.get_submodule(candidates[0])

@@ -50,9 +50,13 @@ class AllToAll:
 
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
         routes = save_or_replay(lambda: find_routes(index_TK, self.num_local_experts, self.group), SaveLevel.ROUTES)
+        # (T, D) -> (P, D): each token once per expert, sorted by expert -> all-to-all -> (N, D).
         hidden_ND = _Exchange.apply(hidden_TD[routes.token_P], routes, True)
         result_ND = at_least_one_row(experts, hidden_ND, routes.experts_of_arrivals())
+        # (N, D) -> all-to-all -> (P, D), in the order in which the pairs were sent.
         result_PD = _Exchange.apply(result_ND, routes, False)
+        # (P, D) in expert order -> (T, K, D). The weights never left this rank, so their gradient needs no
+        # communication.
         result_TKD = result_PD[routes.place_P].view(*index_TK.shape, -1)
         result_TD: Tensor = (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
         return result_TD
@@ -72,6 +76,7 @@ class Arriving:
     """`dist.Work`, or None after the transfer."""
 
     def __call__(self) -> Tensor:
+        # A second call finds None and returns at once, so `__del__` may follow a normal call.
         if self.work is not None:
             self.work.wait()
             self.sent = self.work = None
@@ -136,6 +141,7 @@ def find_routes(index_TK: Tensor, num_local_experts: int, group: dist.ProcessGro
     """
     size = 1 if group is None else dist.get_world_size(group)
     # index_TK holds global expert ids. Sorting by id also sorts by rank: rank r has the ids r L to (r + 1) L - 1.
+    # Stable, so the tokens of an expert keep their order. The sums of a run are then the same each time.
     expert_P, order_P = torch.sort(index_TK.flatten(), stable=True)
     num_experts = num_local_experts * size
     token_P, place_P, sent = permute.permute_pairs(expert_P, order_P, index_TK.shape[1], num_experts)

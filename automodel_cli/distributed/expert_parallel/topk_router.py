@@ -45,12 +45,17 @@ class RouterRule:
 
         `correction_E` is added for the selection only. Weights are scores without it.
         """
+        # Example: scores [0.5, 0.3, 0.15, 0.05] and K = 2 select experts 0 and 1 with weights 0.5 and 0.3, or 0.625 and
+        # 0.375 if normalized. With the bias [0, 0, 0.2, 0], expert 2 (0.35) replaces expert 1. Its weight comes from
+        # its score 0.15: 0.5 / 0.65 and 0.15 / 0.65.
+        # float32: in bfloat16, close scores become equal and `topk` would break ties arbitrarily.
         x_NE = logits_NE.float()
         score_NE = x_NE.sigmoid() if self.sigmoid else x_NE.softmax(-1)
         chosen_NE = score_NE if correction_E is None else score_NE + correction_E
         index_NK = chosen_NE.topk(self.choices, dim=-1).indices
         weight_NK = score_NE.gather(1, index_NK)
         if self.normalised:
+            # Sigmoid scores can all be 0. The constant of DeepSeek's code avoids 0 / 0.
             weight_NK = weight_NK / (weight_NK.sum(-1, keepdim=True) + 1e-20)
         return (weight_NK * self.scale).to(torch.float32 if self.in_float32 else logits_NE.dtype), index_NK
 
@@ -69,7 +74,9 @@ class _Route(Function):
         )
         ctx.save_for_backward(logits_NE, index_NK)
         ctx.rule = rule
+        # The selection has no gradient. Gradients reach the logits through the weights of the selected experts.
         ctx.mark_non_differentiable(index_NK)
+        # Without this, autograd allocates zeros for the gradient of the indices.
         ctx.set_materialize_grads(False)
         return weight_NK, index_NK
 
@@ -159,6 +166,7 @@ def router_kernel_error(device: torch.device) -> float:
                 weight_NK, index_NK = function(leaf_NE, correction)
                 results.append((weight_NK, index_NK, torch.autograd.grad((weight_NK * grad_NK).sum(), leaf_NE)[0]))
             (weights, chosen, gradient), (weights_, chosen_, gradient_) = results
+            # With other experts, a comparison of weights has no meaning.
             if not torch.equal(chosen, chosen_):
                 return float("inf")
             errors += [(weights - weights_).abs().max(), (gradient - gradient_).abs().max()]

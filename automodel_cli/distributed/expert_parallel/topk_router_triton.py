@@ -18,6 +18,7 @@ _SMALLEST = 1e-20  # Added to the sum of weights, as in DeepSeek's code.
 def _scores(x, is_expert, sigmoid: tl.constexpr):
     if sigmoid:
         return tl.where(is_expert, 1.0 / (1.0 + tl.exp(-x)), 0.0)
+    # Subtract the maximum first: exp overflows float32 above 88.
     e = tl.where(is_expert, tl.exp(x - tl.max(tl.where(is_expert, x, -float("inf")), 1)[:, None]), 0.0)
     return e / tl.sum(e, 1)[:, None]
 
@@ -36,11 +37,14 @@ def _choose(
     c = s + tl.load(correction + expert, mask=expert < num_experts, other=0.0).to(tl.float32) if corrected else s
     c = tl.where(c == c, c, -3e38)  # Select K experts even if scores are NaN.
     c = tl.where(expert < num_experts, c, -float("inf"))
+    # K rounds of argmax instead of a sort: K is small, and the row stays in registers.
     picked, chosen = tl.zeros([rows, places], tl.float32), tl.zeros([rows, places], tl.int64)
     for k in tl.static_range(choices):
         best = tl.argmax(c, 1)[:, None]
+        # Registers cannot be indexed. A sum over the row with one non-zero term reads `s` at `best`.
         picked = tl.where(place == k, tl.sum(tl.where(expert == best, s, 0.0), 1)[:, None], picked)
         chosen = tl.where(place == k, best.to(tl.int64), chosen)
+        # Exclude the selected expert from the next rounds.
         c = tl.where(expert == best, -float("inf"), c)
     if normalised:
         picked = picked / (tl.sum(picked, 1)[:, None] + smallest)
@@ -63,6 +67,7 @@ def _back(
     is_chosen, g = tl.zeros([rows, padded], tl.int1), tl.zeros([rows, padded], tl.float32)
     for k in tl.static_range(choices):
         of_choice = row.to(tl.int64) * choices + k
+        # Scatter of the K gradients to their experts, again without indexed registers.
         its = expert == tl.load(index + of_choice, mask=row < num_rows, other=0)
         is_chosen = is_chosen | its
         g = tl.where(its, tl.load(grads + of_choice, mask=row < num_rows, other=0.0).to(tl.float32), g)
@@ -70,6 +75,7 @@ def _back(
     if normalised:
         total = tl.sum(tl.where(is_chosen, s, 0.0), 1)[:, None] + smallest
         g = tl.where(is_chosen, (g - tl.sum(g * s, 1)[:, None] / total) / total, 0.0)
+    # Sigmoid: ds/dx = s (1 - s) for each expert. Softmax: experts outside the K also get a gradient, -s sum(g s).
     d = g * s * (1.0 - s) if sigmoid else s * (g - tl.sum(g * s, 1)[:, None])
     tl.store(result + at, d.to(result.dtype.element_ty), mask=is_expert)
 

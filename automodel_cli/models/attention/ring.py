@@ -72,6 +72,10 @@ def ring_attention(
     return out[..., : value_NKV.shape[-1]]
 
 
+# Example of one merge: a query has scores 0, 0 for the keys of its own rank with values 1, 3, and score ln 2 for a key
+# of the next rank with value 6. Part 1 has O = 2, L = ln 2. Part 2 has O = 6, L = ln 2. L = ln 4, so both parts have
+# the share 1/2, and O = 4. The softmax over all three keys has probabilities 1/4, 1/4, 1/2 and gives the same. A sink
+# with logit ln 4 halves it: L = ln 8 and O = 2.
 class _Ring(Function):
     """Ring attention over one block `(2, M, K, D)` of keys and values per rank."""
 
@@ -83,20 +87,25 @@ class _Ring(Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         # Partial results are merged in fp32, because each merge would otherwise round the output once more.
         out = torch.zeros_like(q, dtype=exact)
+        # -inf is the log-sum-exp of no keys. `logaddexp` with it returns the other part.
         lse_NH = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
         block = torch.stack([k, v])  # (2, M, K, D), sent around the ring
         for turn in range(group.size):
             # Send the current block while computing with it. In turn t it is the block of rank - t.
             arriving = group.pass_on(block) if turn < group.size - 1 else None
+            # No call if all keys of the block are masked. The rank still passes the block on, because later ranks need
+            # it.
             for call in calls(context, (group.rank - turn) % group.size, setting):
                 _merge(out, lse_NH, *call.forward(q, block[0], block[1], setting))
             block = block if arriving is None else arriving()
         # A sink is one more key without a value. It only reduces the weight of the other keys.
         if sink_H is not None:
             with_sink = torch.logaddexp(lse_NH, sink_H.to(exact))
+            # [N, H] -> [N, H, 1], the factor of each query and head.
             out *= torch.exp(lse_NH - with_sink).unsqueeze(-1)
             lse_NH = with_sink
         out = out.to(q.dtype)
+        # Own keys only: O(N) memory. Keys of other ranks travel again in backward.
         ctx.save_for_backward(q, k, v, out, lse_NH, sink_H)
         ctx.context, ctx.setting = context, setting
         return out
@@ -115,10 +124,12 @@ class _Ring(Function):
             grads = torch.zeros_like(block, dtype=lse_NH.dtype)
             for call in calls(ctx.context, (group.rank - turn) % group.size, setting):
                 grad_q, grad_k, grad_v = call.backward(grad, q, block[0], block[1], out, lse_NH, setting)
+                # Add and not assign: a query sees keys in several calls, and padding repeats indices.
                 dq.index_add_(0, call.query_index, grad_q.to(dq.dtype))
                 grads[0].index_add_(0, call.key_index, grad_k.to(dq.dtype))
                 grads[1].index_add_(0, call.key_index, grad_v.to(dq.dtype))
             if travelling is not None:
+                # The sum so far arrives from the previous rank, which had this block one turn earlier.
                 grads += travelling()
             travelling = group.pass_on(grads)  # also in the last turn, so that each gradient reaches its owner
             block = block if arriving is None else arriving()
@@ -127,6 +138,7 @@ class _Ring(Function):
         grad_sink = None
         if sink_H is not None:
             prob_NH = torch.exp(sink_H.to(lse_NH.dtype) - lse_NH)
+            # dL/dsink = p_sink (dO . v_sink - dO . O) with v_sink = 0, summed over the queries: [N, H] -> [H].
             grad_sink = -(prob_NH * (grad * out).sum(-1)).sum(0).to(sink_H.dtype)
         return dq.to(q.dtype), dk, dv, grad_sink, None, None
 
@@ -147,6 +159,7 @@ def calls(context: Context, source: int, setting: Setting) -> list[KernelCall]:
 
     Cached, because all layers of a microbatch need the same.
     """
+    # Keys of one rank are indexed from 0: position in the gathered keys modulo the tokens of a rank.
     key_position_M = context.gathered_index() % (context.rows * context.tokens // context.group.size)
     if setting.way == "flex":
         sees = any(segments.context_segments(context, setting.window, chunk) for chunk in context.owners[source])
@@ -216,6 +229,8 @@ def _varlen_calls(
     """Return one call per mask, because flash attention has one mask for all segments of a call."""
     by_mask: dict[tuple[bool, int | None, int | None], list[segments.Segment]] = {}
     for segment in kernel_calls:
+        # Example: rows of 8 tokens, 2 ranks. For queries 6, 7 and keys 6, 7, ahead = 0 and beyond = 0: causal. For keys
+        # 4, 5, ahead = 2 and beyond = 2: all keys precede all queries, so no mask is needed.
         beyond = segment.ahead + segment.num_queries - segment.num_keys  # distance from the last key to the last query
         if window is None:
             mask: tuple[bool, int | None, int | None] = (beyond == 0, None, None)

@@ -95,9 +95,13 @@ def context_segments(context: Context, window: int | None, key_chunk: int | None
         key_chunk: None: all keys. Each local token is in exactly one segment, whose queries and keys end at the same
             token. An index: only the keys of this chunk of the rows. Each local token is in at most one segment.
     """
+    # Example: a row of 7 tokens with documents 0-2 and 3-6, padded to 8, 2 ranks. Rank 1 holds tokens 2 3 4 5, chunks 1
+    # and 2 of the row. Its segments are query 2 with keys 0-2, query 3 with key 3, and queries 4-5 with keys 3-5. The
+    # last two are one document in two chunks.
     segments = []
     # Keys from the start of the document to the last query of the piece, less those outside the window.
     for query, row, position, stop, start in _pieces(context):
+        # `position` is the first query and `stop` the end of the piece. A query at p sees keys from p - window + 1 on.
         key, key_stop, last = start if window is None else max(start, position - window + 1), stop, stop
         if key_chunk is not None:
             # Intersect with the key chunk. With a window, later queries see no key of the chunk and are excluded.
@@ -119,6 +123,7 @@ def _pieces(context: Context) -> Iterator[tuple[int, int, int, int, int]]:
         for chunk in context.chunks:
             position = row * context.tokens + chunk * context.chunk
             end = position + context.chunk
+            # The document that contains the first token of the chunk. It may have started on another rank.
             document = bisect.bisect_right(context.bounds, position) - 1
             while position < end:
                 stop = min(end, context.bounds[document + 1])
@@ -229,6 +234,8 @@ def group_by_length(
     Returns:
         The groups, and `back_N`: the index of each of the N queries in the concatenated outputs of all groups.
     """
+    # Example: lengths 5, 1, 3. The group of 5 accepts 3 (2 * 3 >= 5) and pads it to 5. The document of 1 is a group of
+    # its own. back_N is [0 1 2 3 4, 10, 5 6 7]: the single token comes after the 2 * 5 outputs of the first group.
     remaining = sorted(segments, key=lambda s: (s.num_keys, s.num_queries), reverse=True)
     total = max(segment.query + segment.num_queries for segment in segments)
     groups, back_N, num_grouped = [], torch.empty(total, dtype=torch.int64), 0

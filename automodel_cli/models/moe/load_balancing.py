@@ -43,6 +43,7 @@ def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor, seen: SeenKeys | None = N
     labeled_N = (labels_BT != IGNORE_INDEX).flatten()
     token_N = torch.arange(len(labeled_N), device=labels_BT.device)
     # Example: cu_seqlens 0 3 5. Tokens 0 to 2 are in document 0, tokens 3 and 4 in document 1.
+    # `right=True` puts a boundary into the document that starts there. A padding token behaves like any other document.
     document_N = torch.bucketize(token_N, cu_seqlens[1:], right=True)
     num_labels = torch.zeros(len(cu_seqlens), dtype=torch.int64, device=labels_BT.device)
     num_labels.index_add_(0, document_N, labeled_N.long())
@@ -55,6 +56,9 @@ def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor, seen: SeenKeys | None = N
     return real_N.view_as(labels_BT)
 
 
+# Example of the loss: E = 2, top-1, router probabilities of expert 0 [0.75, 0.75, 0.5, 0.25]. Three tokens select
+# expert 0 (a tie selects the first), so f = [0.75, 0.25]. P = [0.5625, 0.4375]. balance = 2 (0.75 * 0.5625 + 0.25 *
+# 0.4375) = 1.0625. Perfect balance is 1.
 class LoadBalancer:
     """`StepHook` that balances experts.
 
@@ -70,6 +74,7 @@ class LoadBalancer:
         dist.all_gather_object(stage_sizes, sizes, group=mesh.pp.get_group())
         all_sizes = {name: size for sizes_of_stage in stage_sizes for name, size in sizes_of_stage.items()}
         self._sizes = list(all_sizes.values())
+        # All layers in one table, so that a step has one collective instead of one per layer.
         width = max(self._sizes, default=0) + 1  # one load per expert, then the loss
         self._table = torch.zeros(len(all_sizes), width, dtype=torch.float64, device=mesh.device)
         rows = {name: row for row, name in enumerate(all_sizes)}
@@ -130,6 +135,7 @@ class LoadBalancer:
         self._table.zero_()
         if self._config.aux_loss_coef:
             counts = [real_tokens(batch.labels_BT, batch.cu_seqlens, batch.seen).sum() for batch in batches]
+            # N must be known before the first backward: the gradient of each microbatch is divided by it.
             self.num_tokens = self._mesh.sum_over(self._mesh.dp, torch.stack(counts).sum().double()).clamp(min=1)
 
     @torch.no_grad()
@@ -180,6 +186,8 @@ class LoadBalancer:
 
         Collective over context-parallel ranks.
         """
+        # coef * n / N * E * sum_e (c_e / n) (m_e / n) with c_e choices and m_e probability mass. The choices c_e are
+        # counts and have no gradient.
         probs_NE = logits_NE.float().softmax(-1)
         sums = torch.cat([load_E, (probs_NE * mask_N[:, None]).sum(0).double(), mask_N.sum()[None].double()])
         if self._mesh.cp.size() > 1:
@@ -190,6 +198,7 @@ class LoadBalancer:
         slope_E = self._config.aux_loss_coef * num_experts * choices_E / count.clamp(min=1) / self.num_tokens
         self._table[row, -1] += (slope_E * mass_E).sum()
         slope_E = slope_E.to(probs_NE.dtype)
+        # Backward of softmax: dz = p (s - sum(p s)). Tokens outside the mask get no gradient.
         grad_NE = probs_NE * (slope_E - (probs_NE * slope_E).sum(-1, keepdim=True)) * mask_N[:, None]
         result: Tensor = grad_NE.to(logits_NE.dtype)
         return result
@@ -227,6 +236,7 @@ class _Layer:
 
     def move_bias(self, speed: float, load_E: Tensor) -> None:
         if speed and self.bias is not None:
+            # Example: loads [6, 1, 1] have mean 2.67. With rate 0.001, the biases move by [-0.001, +0.001, +0.001].
             self.bias += (speed * torch.sign(load_E.mean() - load_E)).to(self.bias.dtype).view_as(self.bias)
 
 

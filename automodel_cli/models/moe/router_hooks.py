@@ -75,6 +75,7 @@ def _measured(small: SmallConfig) -> Selectors | str:
         own = dict(enumerate(watch.chosen))
         if not torch.equal(_logits(model, ids_BT, own, own), before):
             return "computes other logits if its own selection is replayed"
+        # Every token gets other experts. If the module computed its indices again, the check in `_logits` would fail.
         other = {number: (chosen + 1) % _num_experts(model) for number, chosen in own.items()}
         _logits(model, ids_BT, other, other)
     except _OtherExperts as error:
@@ -145,6 +146,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in (torch.topk, torch.Tensor.topk) and self._running:
+            # A call also counts for the modules around it, as `_Selection` counts it when it wraps one of them.
             for _, count in self._running:
                 count[0] += 1
             module, count = self._running[-1]
@@ -159,6 +161,7 @@ class _Watch(TorchFunctionMode):
 
     def _experts(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index_NK = _index_of(args, kwargs)
+        # Compared by value, because families pass the indices on through views, casts or copies.
         calls = [(module, nth) for module, nth, chosen in self._calls if torch.equal(chosen, index_NK)]
         self._calls.clear()
         self.chosen.append(index_NK)
@@ -221,6 +224,8 @@ class Routing:
         """Return the decisions of layers with experts, from those of all layers or of layers with experts. Raises
         RunError."""
         count = chosen_TLK.shape[1]
+        # Engines return either the layers with experts only, or a row for every layer with unused rows for dense
+        # layers.
         if count == len(self.slots):
             return chosen_TLK
         if count == self.num_slots:
