@@ -313,9 +313,9 @@ def fsdp_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield "unreduced gradients", param.unsharded_accumulated_grad
 
 
-def on_stage_actions(begin: Callable[[], None], end: Callable[[str, int], None]) -> None:
-    """Call `begin()` before and `end(kind, stage)` after every forward ("F") and backward ("B": whole, "I": of inputs,
-    "W": of weights) of a pipeline stage."""
+def on_stage_actions(stage: type[PipelineStage], begin: Callable[[], None], end: Callable[[str, int], None]) -> None:
+    """Call `begin()` before and `end(kind, index)` after every forward ("F") and backward ("B": whole, "I": of inputs,
+    "W": of weights) of a `stage`."""
 
     def watched(method: Callable[..., Any], kind_of: Callable[[dict[str, Any]], str]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -333,4 +333,4 @@ def on_stage_actions(begin: Callable[[], None], end: Callable[[str, int], None])
         "backward_weight_one_chunk": lambda _: "W",
     }
     for name, kind_of in kinds.items():
-        setattr(PipelineStage, name, watched(getattr(PipelineStage, name), kind_of))
+        setattr(stage, name, watched(getattr(stage, name), kind_of))

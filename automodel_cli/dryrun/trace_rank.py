@@ -34,7 +34,7 @@ from automodel_cli.models.hub.source import hf_config
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.timeline.simulator import peak_activations
-from automodel_cli.pipelining.torch_runtime.torch_compat import Runtime
+from automodel_cli.pipelining.torch_runtime.torch_compat import Runtime, Stage
 from automodel_cli.planning.plan import Plan, make_plan
 from automodel_cli.planning.simulated_clock import Clock, Seconds, critical_path, summed
 from automodel_cli.planning.step_time import apart, program_to_json
@@ -95,7 +95,7 @@ class RankTrace:
             if self.mode.counts.on:
                 self.actions[kind, stage].append(critical_path(self._action_began, self.clock.at(0)))
 
-        torch_compat.on_stage_actions(begin, end)
+        torch_compat.on_stage_actions(Stage, begin, end)
 
     def watch_front(self) -> None:
         """Count the kernels of tower and projector by themselves."""

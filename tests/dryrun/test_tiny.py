@@ -277,6 +277,7 @@ def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
     request = TraceRequest("", (), 8)
     found = estimate(ranks, request.device, 8)
     assert found.timeline is not None
+    assert all(rank.actions.keys() == {"F", "B"} for rank in ranks)
     work = [
         rank.num_microbatches
         * sum(sum(seconds.values()) for stages in rank.actions.values() for seconds in stages.values())
@@ -331,6 +332,7 @@ def test_experts_multiply_in_8_bits_without_waiting_for_sizes() -> None:
 def test_the_step_goes_through(overrides: tuple[str, ...]) -> None:
     found = traced("llama3_8b_tp2cp2_tiny", 8, 0, *overrides)
     assert found.peak > 0 and found.num_kernels > 0
+    assert found.actions.keys() == ({"F", "I", "W"} if "mesh.pp_size=2" in overrides else set())
 
 
 @pytest.mark.slow
