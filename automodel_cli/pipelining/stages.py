@@ -257,12 +257,15 @@ class PipelineStages:
         with self._spelling():
             runtime = self._runtime(len(batches), train=True)
         plain, tied = self._plain_parameters(), self._tied_copies()
+        # Two calls without an optimizer step between them: without this, the second call would reduce the first
+        # gradients again.
         with gradient_sync.only_this_step([*plain, *tied]):
             results = self._run(runtime, batches, loss, request)
             gradient_sync.sum_over_groups(plain, self._axes.sum_groups())
             if tied:
                 gradient_sync.sum_tied(tied, self._table_ranks(), self._axes.group)
         total = torch.zeros((), device=self.device)
+        # Summed in microbatch order, whatever the order of the schedule. The loss is then bitwise independent of it.
         return torch.stack([results[i].detach() for i in range(len(batches))]).sum() if info.has_last_stage else total
 
     @torch.no_grad()

@@ -82,6 +82,7 @@ class Settings:
         if self.kind.name == "scale":
             return z_sV.mul_(self.kind.value)
         if self.kind.name == "softcap":
+            # In place: these are the largest tensors of a step.
             return z_sV.div_(self.kind.value).tanh_().mul_(self.kind.value)
         return z_sV
 
@@ -124,6 +125,7 @@ def plain_scores(logits_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Score
     lse_s = z_sV.logsumexp(-1) if settings.lse else None
     if not settings.entropy and not settings.topk:
         return Scores(picked_sN, lse_S=lse_s)
+    # 0 * -inf is nan. A filtered token has probability 0 and adds nothing to the entropy.
     finite_sV = logp_sV.masked_fill(logp_sV.isinf(), 0) if settings.filters else logp_sV
     entropy_s = -(logp_sV.exp() * finite_sV).sum(-1) if settings.entropy else None
     if not settings.topk:
@@ -149,6 +151,10 @@ def fused_scores(
     return Scores(*_FusedScores.apply(hidden_SD, weight_VD, ids_SN, settings, early, weight_sum))
 
 
+# Example: V = 3 with p = (0.7, 0.2, 0.1) and label 1. The log-prob is ln 0.2. With g = -1, dz = p - onehot = (0.7,
+# -0.8, 0.1). The entropy is H = 0.802 with dH/dz = -p (log p + H) = (-0.312, 0.162, 0.150). Both sum to 0, because a
+# constant added to all logits changes nothing.
+# Memory: 8,192 tokens of a vocabulary of 128,256 would be 4.2 GB of fp32 logits. A chunk of 1,046 tokens has 0.5 GB.
 class _FusedScores(Function):
     """Autograd function of the fused head. See the module docstring.
 
@@ -216,6 +222,8 @@ class _FusedScores(Function):
         settings: Settings = ctx.settings
         grad, grad_entropy, grad_topk, _, grad_lse = incoming
         early = grad_hidden is not None or grad_weight is not None
+        # One comparison of S numbers instead of three GEMMs of S x D x V. `early` runs on CPUs only, so `bool` is no
+        # device wait.
         if early and grad is not None and len(ids) > 0 and bool((grad == grad[0]).all()):
             grad_hidden = None if grad_hidden is None else grad_hidden * grad[0]
             grad_weight = None if grad_weight is None else grad_weight * grad[0]
@@ -317,6 +325,7 @@ class _Gradients:
             sampling_logits_sV: shaped logits with log-sum-exp `lse_s`. Overwritten. May be the same tensor as `z_sV`.
         """
         kind, multiplier = self._settings.kind, self._settings.multiplier
+        # z = c tanh(x / c) has the slope 1 - tanh^2 = 1 - (z / c)^2, so x is not needed.
         slope_sV = (z_sV / kind.value).square_().neg_().add_(1) if kind.name == "softcap" else None
         if multiplier != 1:  # scale the incoming gradients, which are far fewer than logits
             grad_entropy_s = None if chunk.grad_entropy_s is None else chunk.grad_entropy_s * multiplier
@@ -371,4 +380,5 @@ class _Gradients:
             factor_sV = logp_sV.add_(chunk.entropy_s[:, None]).mul_(chunk.grad_entropy_s[:, None]).add_(total_s1)
             dz_sV = factor_sV.mul_(p_sV).neg_()
         index_sN, is_own_sN = self._settings.vocabulary.local(chunk.ids_sN.clamp(min=0))
+        # `scatter_add_` and not an assignment: a requested token may be the label too, and both gradients count.
         return dz_sV.scatter_add_(-1, index_sN, grad_sN.where(is_own_sN, 0))

@@ -102,12 +102,14 @@ class Head:
         ids_SN = labels_BT.flatten()[index_S, None]
         if token_ids_BTN is not None:
             ids_SN = torch.cat([ids_SN, token_ids_BTN.flatten(0, 1)[index_S]], 1)
+        # (B, T, D) -> (S, D): only positions with a label reach the GEMM.
         scores = self._scores(hidden_BTD.flatten(0, 1)[index_S], ids_SN, request)
         where = torch.unravel_index(index_S, labels_BT.shape)  # FSDP2 warns about views of a flat tensor
 
         def whole(of_S: Tensor | None) -> Tensor | None:
             if of_S is None:
                 return None
+            # (S, ...) -> (B, T, ...), 0 where nothing is trained. Sums over tokens then need no mask.
             zeros = torch.zeros(*labels_BT.shape, *of_S.shape[1:], dtype=of_S.dtype, device=of_S.device)
             return zeros.index_put(where, of_S)
 
@@ -193,6 +195,7 @@ def default_chunk_size(vocab: int, device: torch.device) -> int:
     On other devices, they use a fixed amount of memory.
     """
     if device.type != "cpu":
+        # Vocabulary 128,256: 512 MiB / (4 * 128,256) = 1,046 tokens per chunk.
         return max(16, _CHUNK_BYTES_DEVICE // (4 * vocab))
     upper = max(16, _CHUNK_BYTES_CPU // (4 * vocab))
     of_cores = torch.get_num_threads() * _CHUNK_BYTES_CORE // (4 * vocab)
@@ -229,6 +232,8 @@ def _as_forward_of(linear: nn.Linear, compute: Callable[[Tensor], Any], hidden_S
     """Return `compute(hidden_SD)`. If `linear` is an FSDP unit, compute in its forward, inside FSDP's hooks."""
     if not isinstance(linear, FSDPModule):
         return compute(hidden_SD)
+    # FSDP's hooks run around `forward`: they gather the weight before and reshard it after. Calling `compute` outside
+    # would see a shard.
     linear.forward = compute  # type: ignore[method-assign, assignment]
     try:
         return linear(hidden_SD)
@@ -281,6 +286,7 @@ def head_logits(model: PreTrainedModel, hidden_BTD: Tensor) -> Tensor:
     name = model.base_model_prefix
     real = model._modules[name]
     assert real is not None, f"{type(model).__name__} has no base model at {name!r}"
+    # The rest of the forward is the family's own code, with its caps and scales.
     model._modules[name] = _BaseStub(real, hidden_BTD)
     try:
         output = model(inputs_embeds=hidden_BTD, use_cache=False)
@@ -350,6 +356,7 @@ def classify(logits: Tensor, matmul: Tensor, cap: float | None) -> HeadKind:
     tolerance = 1e-5 * matmul.abs().max().item()
     if torch.allclose(logits, matmul, rtol=0, atol=tolerance):
         return HeadKind("plain")
+    # Least squares: the scale s that minimizes |logits - s matmul|.
     scale = ((logits * matmul).sum() / (matmul * matmul).sum()).item()
     if torch.allclose(logits, matmul * scale, rtol=0, atol=tolerance * abs(scale)):
         return HeadKind("scale", scale)

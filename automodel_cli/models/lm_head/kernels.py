@@ -96,6 +96,7 @@ def head_kernel_error(device: torch.device) -> float:
     x_sV, grad_sN, grad_s, grad_lse_s = (
         torch.randn(shape, generator=generator).to(device) for shape in ((6, 5000), (6, 2), (6,), (6,))
     )  # fmt: skip
+    # First and last column, both sides of the block boundary at 4096, a repeated column, and -1.
     columns_sN = torch.tensor([[0, 4999], [4096, -1], [7, 7], [-1, 3], [4095, 1], [2, 8]], device=device)
     grad_sN = grad_sN.where(columns_sN >= 0, 0)
     errors = []

@@ -42,6 +42,8 @@ class SamplingTransform:
             logits_SV = logits_SV / self.temperature
         if not self.filters:
             return logits_SV
+        # Example: probabilities 0.5, 0.3, 0.15, 0.05. Temperature 0.5 squares them: 0.685, 0.247, 0.062, 0.007. top_k 2
+        # keeps 0.625, 0.375. top_p 0.9 keeps three tokens, because the first two sum to 0.8.
         dropped_SV = torch.zeros_like(logits_SV, dtype=torch.bool)
         if 0 < self.top_k < logits_SV.shape[-1]:
             dropped_SV = logits_SV < logits_SV.topk(self.top_k, dim=-1).values[:, -1:]
@@ -58,5 +60,6 @@ class SamplingTransform:
         """
         ascending_SV, order_SV = logits_SV.sort(dim=-1)
         outside_SV = ascending_SV.softmax(-1).cumsum(-1) <= 1 - self.top_p
+        # The likeliest token is always kept, also if rounding of `1 - top_p` excludes it.
         outside_SV[:, -1] = False
         return torch.zeros_like(outside_SV).scatter_(-1, order_SV, outside_SV)

@@ -36,6 +36,8 @@ def _statistics(
         z = multiplier * (cap * _tanh(x / cap) if capped else x)
         z = tl.where(at < vocabulary, z, -float("inf"))
         new = tl.maximum(largest, tl.max(z, 0))
+        # A larger maximum shrinks the earlier sums. Example: blocks (0, 0) and (ln 4). After the first: m = 0, total =
+        # 2. Then m = ln 4, shrunk = 1/4, total = 2/4 + 1 = 1.5, and the log-sum-exp is ln 4 + ln 1.5 = ln 6.
         shrunk, e = tl.exp(largest - new), tl.exp(z - new)
         if entropy:
             moment = shrunk * (moment + total * (largest - new)) + tl.sum(tl.where(e > 0, e * (z - new), 0.0), 0)
@@ -46,6 +48,7 @@ def _statistics(
         tl.store(entropies + row, tl.log(total) - moment / total)
     for n in tl.static_range(num_columns):
         column = tl.load(columns + row * num_columns + n)
+        # A column of -1 (other rank, no token) loads a valid address, and is replaced by 0 below.
         x = tl.load(logits + tl.maximum(column, 0)).to(tl.float32)
         z = multiplier * (cap * _tanh(x / cap) if capped else x)
         tl.store(picked + row * num_columns + n, tl.where(column >= 0, z, 0.0))
@@ -58,6 +61,7 @@ def _gradient(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
+    # Writing over the logits is safe: each program reads and writes its own row only, block by block.
     row_lse, factor = tl.load(lse + row), tl.load(totals + row)
     for start in range(0, vocabulary, block):
         at = start + tl.arange(0, block)

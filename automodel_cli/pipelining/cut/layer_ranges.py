@@ -185,6 +185,8 @@ def balanced_sizes(
     stage costs, then by small early stages, which have the most activations. Dynamic programming over (stages, layers),
     O(num_stages * num_layers**2).
     """
+    # Example: 4 layers of cost 1 on 2 stages, head of cost 2. 3 and 1 layers give the costs 3 and 3. 2 and 2 give 2 and
+    # 4.
     num_layers = len(layer_costs)
     if num_stages < 1 or num_stages * min_layers > num_layers:
         raise ConfigError(
@@ -199,6 +201,8 @@ def balanced_sizes(
         extra = (embedding_cost if stage == 0 else 0.0) + (head_cost if stage == num_stages - 1 else 0.0)
         return prefix[end] - prefix[start] + extra
 
+    # First pass: the smallest possible maximum. Second pass: among the splits with this maximum, the most even one. A
+    # schedule waits for the slowest stage, and the others should not differ without need.
     worst = _best_split(num_layers, num_stages, min_layers, stage_cost, max)[0]
     slack = worst * (1 + 1e-12)  # Sums in another order differ by rounding.
 
@@ -227,12 +231,14 @@ def _best_split(
     for stage in range(num_stages):
         now, cut = [float("inf")] * (num_layers + 1), [0] * (num_layers + 1)
         for end in range(min_layers, num_layers + 1):
+            # `<` keeps the first of equal values: the smallest start, so the last stage so far is as large as possible.
             for start in range(end - min_layers + 1):
                 value = combine(best[start], cost(stage, start, end)) if best[start] < float("inf") else float("inf")
                 if value < now[end]:
                     now[end], cut[end] = value, start
         best = now
         cuts.append(cut)
+    # Walk back from the last stage: the cut of each stage is the end of the stage before.
     sizes, end = [], num_layers
     for cut in reversed(cuts):
         sizes.append(end - cut[end])

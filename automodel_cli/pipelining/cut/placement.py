@@ -192,6 +192,7 @@ def _fixed_ends(num_layers: int, pp_size: int, chunks: int, first: int | None, l
             raise PlacementError(f"{name}={value} must be at least 1", code="not-positive", keys=(name,))
     fixed = [n for n in (first, last) if n is not None]
     middle_ranks, middle = pp_size - len(fixed), num_layers - sum(fixed)
+    # Layers without a rank for them, or ranks without layers.
     if middle_ranks < 0 or (middle_ranks == 0) != (middle == 0) or middle < 0:
         raise PlacementError(
             f"{num_layers} layers minus {' + '.join(map(str, fixed))} leave {middle} layers for {middle_ranks} ranks",
@@ -216,6 +217,8 @@ def _fixed_ends(num_layers: int, pp_size: int, chunks: int, first: int | None, l
 
 
 def _placement(letters: Sequence[str], pp_size: int, chunks: int, source: str | None) -> Placement:
+    # Example: 8 layers, 2 ranks, 2 chunks. Stages 0 to 3 are ranks 0, 1, 0, 1. Rank 0 has layers 0-1 and 4-5, rank 1
+    # has layers 2-3 and 6-7. Offsets count decoder layers only, not embedding (E), MTP (m) or loss (L).
     stages, offset = [], 0
     for s, stage in enumerate(letters):
         count = stage.count("t")

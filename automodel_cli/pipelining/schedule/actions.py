@@ -29,6 +29,7 @@ def rank_programs(torch_class: str, pp_size: int, num_microbatches: int, num_chu
     torch's single-stage schedules are loops in code. Their published order is wrong on the last rank of 1F1B.
     """
     num_stages = pp_size * num_chunks
+    # Rank 0's stages would be 0, p, 2p, ... The constructor only counts its stages, so any indices work.
     stages = [
         SimpleNamespace(
             stage_index=chunk,

@@ -89,6 +89,7 @@ def forward_only_program(program: Program) -> Program:
     Runs rounds of p microbatches, one stage of the rank after another. A rank then has work while its microbatches are
     on other ranks.
     """
+    # Example: 2 ranks with 2 stages each and 4 microbatches. Rank 0 runs 0F0 0F1 2F0 2F1, then 0F2 0F3 2F2 2F3.
     p, m = program.pp_size, program.num_microbatches
     stages = [[s for s, owner in enumerate(program.owner) if owner == rank] for rank in range(p)]
     rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
@@ -100,6 +101,7 @@ def unsplit_backwards(program: Program) -> Program:
     """Return a program that computes weight gradients together with input gradients."""
 
     def whole(action: Action) -> Action:
+        # B takes the place of I, because the previous stage waits for the input gradient. W is dropped.
         return action._replace(kind="B") if action.kind == "I" else action
 
     ranks = tuple(
@@ -139,6 +141,7 @@ def read_csv(path: Path | str) -> Program:
     owner: dict[int, int] = {}
     microbatches = 0
     for rank in range(len(ranks)):
+        # An unnamed program only to split pairs. Microbatches and owners are what this loop determines.
         for action in Program("", 0, (), tuple(ranks)).actions(rank):
             if owner.setdefault(action.stage, rank) != rank:
                 raise ConfigError(
@@ -184,6 +187,7 @@ def check_complete(program: Program) -> None:
                 or (kind == "B" and Action("I", stage, k) in done)
             ):
                 raise ConfigError(f"{program.schedule}: {action} repeats work on rank {rank}", code="invalid_schedule")
+            # Dependencies inside a stage. Those between stages are checked by the simulator, which finds deadlocks.
             needs = {"F": None, "I": "F", "B": "F", "W": "I"}[kind]
             if needs and Action(needs, stage, k) not in done:
                 raise ConfigError(

@@ -33,6 +33,7 @@ def stages_of_rank(rank: int, pp_size: int, num_stages: int, style: Style = "loo
             code="stage_count",
             fix=f"{2 * pp_size} stages",
         )
+    # On a V, the last stage is on rank 0 with the first one, and the bend is on the last rank: no transfer there.
     return (rank, num_stages - 1 - rank)
 
 

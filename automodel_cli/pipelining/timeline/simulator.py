@@ -125,6 +125,7 @@ def _lower_bound(program: Program, costs: Costs) -> float:
     first = [min(s for s, owner in enumerate(program.owner) if owner == rank) for rank in range(program.pp_size)]
     bounds = []
     for rank, stage in enumerate(first):
+        # Adjacent stages on one rank, as at the bend of a V, need no hop.
         hops = sum(program.owner[s] != program.owner[s + 1] for s in range(stage))
         bounds.append(sum(costs.forward[:stage]) + hops * costs.hop + costs.of_rank(program, rank))
     return max(bounds)
@@ -140,6 +141,7 @@ def peak_activations(program: Program, per_stage: Sequence[float] | None = None)
     """
     amounts = per_stage or [1 / program.num_chunks] * program.num_stages
     # Activations are needed until the weight gradient, so I frees nothing.
+    # 1F1B on 4 ranks with 8 microbatches: peaks 4, 3, 2, 1. GPipe has 8 on every rank.
     change = {"F": 1, "I": 0, "W": -1, "B": -1}
     return tuple(
         max(accumulate((change[a.kind] * amounts[a.stage] for a in program.actions(rank)), initial=0.0))
@@ -150,6 +152,9 @@ def peak_activations(program: Program, per_stage: Sequence[float] | None = None)
 def simulate(program: Program, costs: Costs) -> Timeline:
     """Simulate a program. Raises ConfigError if ranks deadlock, with the pending action of each."""
     # (result, stage, microbatch) -> time at which it exists
+    # Example: 1F1B, 2 ranks, 3 microbatches, F = I = W = 1. Rank 0 runs 0F0 at 0-1 and 0F1 at 1-2, and then waits for
+    # the gradient of microbatch 0. Rank 1 runs 1F0 at 1-2 and 1B0 at 2-4, so 0B0 runs at 4-6. The makespan is 12. Each
+    # rank works 3 * 3 = 9 units and is idle for 3. The lower bound is 9 + 1 = 10.
     ends: dict[tuple[str, int, int], float] = {}
     spans: list[list[Span]] = [[] for _ in program.ranks]
     queue: list[list[Step]] = [list(steps) for steps in program.ranks]
@@ -196,6 +201,7 @@ def _block(
                 return None
             ready = max(ready, ends[key] + (costs.hop if program.owner[key[1]] != rank else 0.0))
     duration = sum(costs.of(action) for action in actions)
+    # overlap 0.8 with F = 1 and B = 2: the pair takes 2.4 instead of 3.
     if len(actions) > 1 and costs.overlap is not None:
         duration *= costs.overlap
     return ready, duration, actions

@@ -31,6 +31,7 @@ def fsdp_dtype(part: nn.Module) -> torch.dtype | None:
 def reshards_after_forward(module: FSDPModule) -> bool:
     """Return whether this FSDP module frees its gathered parameters between forward and backward."""
     groups = param_groups(fully_shard.state(module))  # type: ignore[attr-defined]
+    # FSDP sets this mesh only if it reshards after forward.
     return any(group.post_forward_mesh_info is not None for group in groups)
 
 
@@ -43,6 +44,7 @@ def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
     contexts = [fully_shard.state(root)._state_ctx for root in roots]  # type: ignore[attr-defined]
     before = [context.iter_forward_root for context in contexts]
     for context in contexts:
+        # Any value but None makes the roots behave as nested modules.
         context.iter_forward_root = context
     try:
         yield

@@ -29,6 +29,7 @@ def only_this_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for param, old in before.items():
             if old is not None:
+                # Summed over ranks already: the sum over ranks of (old + new) would count `old` once per rank.
                 param.grad = old if param.grad is None else old.add_(param.grad)
 
 
@@ -39,9 +40,12 @@ def sum_over_groups(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Pr
         return
     for param in parameters:
         if param.grad is None:
+            # A parameter without a gradient here may have one on another rank (experts, unused towers). All ranks must
+            # send the same number of elements.
             param.grad = torch.zeros_like(param)
     grads = [param.grad for param in parameters if param.grad is not None]
     for bucket in _buckets(grads):
+        # One collective per bucket. Norm weights have a few thousand elements, for which latency dominates.
         flat = torch.cat([grad.flatten() for grad in bucket])
         for group in groups:
             dist.all_reduce(flat, group=group)
@@ -53,6 +57,7 @@ def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for grad in grads:
+        # `cat` needs one dtype. A gradient larger than a bucket is a bucket of its own.
         if bucket and (size + grad.numel() > _BUCKET_ELEMENTS or grad.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
@@ -73,6 +78,7 @@ def sum_tied(copies: Sequence[nn.Parameter], ranks: Sequence[int], group: dist.P
         ranks: ranks in `group` with copies, including this one.
     """
     local = [_local(_gradient(param)) for param in copies]
+    # A rank may have two copies: on a V, rank 0 has the first and the last stage.
     local_sum = sum(local[1:], local[0]).contiguous()
     sum_of_rank = {rank: torch.empty_like(local_sum) for rank in ranks if rank != dist.get_rank(group)}
     operations = []
@@ -85,6 +91,8 @@ def sum_tied(copies: Sequence[nn.Parameter], ranks: Sequence[int], group: dist.P
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     sum_of_rank[dist.get_rank(group)] = local_sum
+    # In the order of ranks on every rank, so that floating-point sums are equal. An all-reduce needs a group of these
+    # ranks.
     first, *others = (sum_of_rank[rank] for rank in ranks)
     total = sum(others, first)
     for gradient in local:

@@ -103,6 +103,7 @@ class Stage(PipelineStage):
         self._late = late_units(part)
         self.reduction = Reduction()
         is_first, is_last = stage_index == 0, stage_index == num_stages - 1
+        # Placeholders on the meta device. torch wants example tensors, but every step replaces the shapes in `begin`.
         hidden = torch.empty(1, 1, hidden_size, dtype=boundary_dtype, device="meta", requires_grad=True)
         logprobs = torch.empty(1, 1, device="meta", requires_grad=True)
         super().__init__(
@@ -221,6 +222,7 @@ class Stage(PipelineStage):
         output = self.forward_maybe_with_nosync(*inputs, **(kwargs or {}))
         for info in self.args_recv_info[fwd_chunk_id]:
             info.buffer = None  # The forward cache keeps it until the backward.
+        # Nothing to keep for a backward. The cache would hold activations until the next step.
         if self.is_last and not self.has_backward:
             return output
         if self.has_backward and isinstance(output, Tensor) and not output.requires_grad:
@@ -403,6 +405,7 @@ def _lower(program: Program, train: bool) -> dict[int, list[Any]]:
     owner, count = program.owner, program.num_microbatches
     ranks: dict[int, list[Any]] = {}
     for rank, steps in enumerate(program.ranks):
+        # `max_active_stages` = all chunks of the rank: no stage is resharded between its microbatches.
         actions: list[Any] = torch_schedules._add_unshard_reshard(to_torch(steps), max_active_stages=program.num_chunks)
         if train and program.splits_backward:
             actions = torch_schedules._add_reduce_grad(actions, count)

@@ -35,6 +35,8 @@ def orthogonalize(update_RC: Tensor, num_steps: int, dtype: torch.dtype) -> Tens
         num_steps: number of iterations.
         dtype: dtype of the GEMMs.
     """
+    # Each singular value s of X becomes a s + b s^3 + c s^5. diag(3, 1) is scaled to (0.949, 0.316). Five iterations
+    # give (0.753, 1.134): near 1, not equal to 1, and nearly independent of the scale before.
     a, b, c = _COEFFICIENTS
     # Iterate on the orientation with fewer rows, so that A = X X^T is as small as possible.
     tall = update_RC.shape[0] > update_RC.shape[1]

@@ -66,6 +66,8 @@ class RoundedAdamW(torch.optim.Optimizer):
     def _step_one(self, param: Tensor, group: dict[str, Any], index: int, bad: Tensor | None) -> None:
         state, dtype = self.state[param], self._dtype_of(param)
         if not state:
+            # On the device: a captured graph can count steps, and a skipped step changes nothing without a host
+            # synchronization.
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             state |= {name: torch.zeros_like(param, dtype=dtype) for name in MOMENTS}
         tensors = [_flat(tensor) for tensor in (param, param.grad, *(state[name] for name in MOMENTS))]
@@ -145,6 +147,7 @@ def update(
     grad, mean, square, param = grad_N.float(), mean_N.float(), square_N.float(), param_N.float()
     mean = mean + (grad - mean) * (1 - beta1)
     square = square * beta2 + grad * grad * (1 - beta2)
+    # Bias corrections: moments start at 0. In step 1, mean / (1 - beta1) is the gradient itself.
     root = (square / (1 - beta2**count)).sqrt() + eps
     param = param * (1 - lr * weight_decay) - lr / (1 - beta1**count) * mean / root
     for place, (target, value) in enumerate(((param_N, param), (mean_N, mean), (square_N, square))):
@@ -157,6 +160,8 @@ def update(
 
 def round_bf16_stochastically(value_N: Tensor, step: Tensor, key: Tensor) -> Tensor:
     """bfloat16 numbers next to float32 `value_N`, the mean of which over steps and keys is `value_N`."""
+    # Example: 1 + 2^-9 lies 1/4 of the way from 1 to the next bfloat16 number, 1 + 2^-7. Its 16 low bits are 0x4000.
+    # Adding a random number from 0 to 0xFFFF carries into the upper bits in 1 of 4 cases.
     element_N = torch.arange(len(value_N), device=value_N.device)
     below_N = _hash(element_N * 0x9E3779B1 + step.long() * 0x85EBCA77 + key * 0xC2B2AE3D) & 0xFFFF
     # Added to the 16 bits that bfloat16 lacks it carries as often as they are large.

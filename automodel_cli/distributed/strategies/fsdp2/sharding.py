@@ -101,6 +101,7 @@ def is_noop(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> bool:
     policy, stored = config.build_mp_policy(), {param.dtype for param in part.parameters()}
     casts = [dtype for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
     in_parallel = mesh.layout.world_size > 1 or config.offload_policy is not None
+    # A policy that casts is no no-op, even on one rank: bfloat16 compute of float32 parameters.
     return not in_parallel and policy.output_dtype is None and all({dtype} == stored for dtype in casts)
 
 
@@ -132,6 +133,7 @@ def reduce_in_backward(root: FSDPModule, late: Sequence[FSDPModule], *, is_last:
     """
     root.set_requires_gradient_sync(is_last or every_microbatch)
     if every_microbatch and not is_last:
+        # `recurse=False`, because a layer contains its experts, which may reduce at another time.
         for unit in late:
             unit.set_requires_gradient_sync(False, recurse=False)
     root.set_is_last_backward(is_last or every_microbatch)
@@ -162,6 +164,7 @@ def enable_wgrad_fusion(module: nn.Module) -> None:
         for owner, name, weight_sum in torch_compat.weight_sums(unit):
             of_owners.setdefault(owner, {})[name] = weight_sum
     for owner, sums in of_owners.items():
+        # An exact type: a subclass (LoRA, 8-bit) may use its weight in another GEMM.
         if type(owner) is nn.Linear:
             wgrad_fusion_linear.fuse_wgrad(owner, sums.get("weight"))
         elif is_experts(owner) or class_of(owner) is nn.Linear:  # a head that is a unit, computed by `Head`
@@ -257,6 +260,7 @@ def fsdp2_strategy_parallelize(
     wide: list[nn.Module] = []
     for unit in units_of(layers):
         reshard = pp_size == 1 and layers[-1] not in unit
+        # Inner units first: FSDP2 assigns a parameter to the innermost unit around it. The layer then gets the rest.
         for module in modules_in_other_dtype(model, unit):
             fully_shard(module, mp_policy=stored_precision(layer_policy), reshard_after_forward=reshard, **shard)
             wide.append(module)
@@ -286,6 +290,7 @@ def modules_in_other_dtype(model: nn.Module, roots: Sequence[nn.Module], *, sepa
     """
     sizes: Counter[torch.dtype] = Counter()
     for param in model.parameters():
+        # Weighted by size: many small float32 norms do not outvote a few large bfloat16 matrices.
         sizes[param.dtype] += param.numel() * param.requires_grad
     usual = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)  # A stage may have no parameters.
     found: list[nn.Module] = []
@@ -320,6 +325,7 @@ def units_of(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     units: list[list[nn.Module]] = []
     for layer in layers:
         params = {id(param) for param in layer.parameters()}
+        # Example: layers A, B, C where A and C share a block give the units [A, C] and [B].
         sharing = [unit for unit in units if any(id(p) in params for other in unit for p in other.parameters())]
         if not sharing:
             units.append([layer])
@@ -364,6 +370,8 @@ def chain_prefetch(root: nn.Module, layers: Sequence[nn.Module], forward_depth: 
     assert all(isinstance(module, FSDPModule) for module in (root, *layers)), "prefetch needs modules that are sharded"
     assert isinstance(root, FSDPModule)
     for i, (layer, *_) in enumerate(units):
+        # Example: layers 0 1 2 3, forward depth 2. While layer 0 runs, 1 and 2 are gathered. With backward depth 1,
+        # layer 3 prefetches 2. A larger depth hides slow links and keeps more layers gathered.
         layer.set_modules_to_forward_prefetch(_flat(units[i + 1 : i + 1 + forward_depth]))
         layer.set_modules_to_backward_prefetch(_flat(units[max(0, i - backward_depth) : i][::-1]))
     root.set_modules_to_forward_prefetch(_flat(units[:forward_depth]))

@@ -35,6 +35,7 @@ def copy_once(unit: FSDPModule) -> None:
     """Cast parameters and sum gradients of a unit on one rank in one pass instead of two."""
     for group in _groups(unit):
         for param in group.fsdp_params:
+            # The objects exist already, and torch has no hook for their type.
             param.__class__ = _CastOnce
         unit.set_custom_reduce_scatter(_InPlace())
 
@@ -79,6 +80,7 @@ def _forget_gathered(groups: Sequence[Any]) -> None:
     """Free gathered parameters. The next gather allocates them in the dtype of the policy."""
     for group in groups:
         for param in group.fsdp_params:
+            # Both names are caches: the flat buffer of a gather, and the parameter that views it.
             param.all_gather_outputs = []
             param.__dict__.pop("_unsharded_param", None)
         group._init_mp_dtypes()
@@ -108,6 +110,7 @@ class UnreducedSum:
         if self._group.reduce_grads:
             return None  # Nothing is summed over microbatches.
         unsharded = param._unsharded_param
+        # Uninitialized: the first GEMM writes with beta = 0. `True` tells the caller so.
         total = torch.empty_like(_local(unsharded), dtype=param.reduce_dtype, requires_grad=False)
         if _SUMS_IN_GRAD:
             unsharded.grad = of_local(total, unsharded)
@@ -147,6 +150,8 @@ class _InPlace(ReduceScatter):
         self._given: Tensor | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # torch allocates an input buffer, then an output buffer of the same size. The second call returns the first
+        # buffer.
         given, self._given = self._given, None
         if given is not None and (given.shape, given.dtype) == (torch.Size(size), dtype):
             return given
