@@ -159,6 +159,10 @@ def _correction(value: object, options: tuple[Any, ...]) -> str | None:
         return _choice(value, choices, nothing=types.NoneType in options)
     if value is False and types.NoneType in options and bool not in options:
         return "null"
+    if value is True or str(value).lower() in _ON:
+        sections = [option for option in options if dataclasses.is_dataclass(option)]
+        if len(sections) == 1 and not any(_is_required(field) for field in dataclasses.fields(sections[0])):
+            return "{}"
     if isinstance(value, str) and bool in options and value.lower() in ("yes", "on", "no", "off", "true", "false"):
         return "true" if value.lower() in ("yes", "on", "true") else "false"
     if isinstance(value, str) and (float in options or int in options):
@@ -177,6 +181,11 @@ def _correction(value: object, options: tuple[Any, ...]) -> str | None:
     return None
 
 
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+_ON = ("true", "yes", "on", "auto")
 _OFF = ("none", "off", "never", "false", "no")
 
 

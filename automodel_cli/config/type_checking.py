@@ -284,7 +284,13 @@ class Binder:
             return
         suggestion = suggest(key, value, self.known)
         note = f" ({suggestion.note})" if suggestion and suggestion.note else ""
-        self.add("unknown_key", key, f"unknown key {key}{note}", suggestion.fix if suggestion else None)
+        self.add("unknown_key", key, f"unknown key {key}{note}", suggestion.fix if suggestion else self._listing(key))
+
+    def _listing(self, key: str) -> str | None:
+        """Return the command that lists the keys of the section of an unknown key."""
+        section = key.rpartition(".")[0]
+        is_known = any(other.startswith(f"{section}.") for other in self.known)
+        return f"automodel options {section}" if section and is_known else None
 
     def is_of_another_node(self, key: str) -> bool:
         """Report a key of another node of this position, which remains after `_target_` was replaced."""

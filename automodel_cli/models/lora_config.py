@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
@@ -123,11 +124,12 @@ class LoRAConfig:
     def _check_init(self) -> None:
         method = self.init_lora_weights
         if method not in _INITIAL and not re.fullmatch(r"pissa_niter_[1-9]\d*", method):
+            near = difflib.get_close_matches(method, _INITIAL, 1, 0.5) or ["default"]
             raise ConfigError(
                 f"init_lora_weights={method} must be one of {', '.join(_INITIAL)}, or pissa_niter_N",
                 code="invalid_value",
                 keys=("init_lora_weights",),
-                fix="model.lora.init_lora_weights=default",
+                fix=f"model.lora.init_lora_weights={near[0]}",
             )
         if self.use_dora and self.starts_at_weights:
             raise ConfigError(

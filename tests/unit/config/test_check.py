@@ -143,6 +143,7 @@ def test_all_errors_at_once_by_file_and_line() -> None:
     assert str(error) == (
         "5 errors in x.yaml, nothing was started\n"
         "  x.yaml:4      [unknown_key] unknown key mesh.ep\n"
+        "                fix  automodel options mesh\n"
         "  x.yaml:5      [ambiguous] seed: yes is ambiguous: a boolean in a file, text on the command line\n"
         "                fix  seed=true\n"
         "  x.yaml:5      [unknown_key] unknown key seed\n"
@@ -394,7 +395,7 @@ def test_a_bug_in_a_trusted_node_is_reported_with_its_key(here: Path, monkeypatc
     ("overrides", "key", "fix"),
     [
         (["model.tokenizer={chat_template: x}"], "model.tokenizer.chat_template", None),
-        (["model.tokenizer.banana=3"], "model.tokenizer.banana", None),
+        (["model.tokenizer.banana=3"], "model.tokenizer.banana", "automodel options model.tokenizer"),
         (["model.tokenizer=3"], "model.tokenizer", "model.tokenizer='\"3\"'"),
         (
             ["~optimizer", "optimizer={lr: 3}"],
@@ -411,6 +412,8 @@ def test_a_bug_in_a_trusted_node_is_reported_with_its_key(here: Path, monkeypatc
         (["data.packing=false"], "data.packing", "data.packing=none"),
         (["data.packing=off"], "data.packing", "data.packing=none"),
         (["data.packing=true"], "data.packing", "data.packing=best_fit"),
+        (["data.streaming=true"], "data.streaming", "data.streaming={}"),
+        (["data.streaming=yes"], "data.streaming", "data.streaming={}"),
         (["logging.profile=false"], "logging.profile", "logging.profile=null"),
         (["validation.every=false"], "validation.every", "validation.every=null"),
     ],
