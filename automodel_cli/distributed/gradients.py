@@ -32,6 +32,8 @@ def grad_norm(parts: Sequence[nn.Module], mesh: Mesh) -> Tensor:
     of a rank counts once. In float64 squares do not overflow: a gradient of 6e31 gives a finite norm, and only inf or
     nan give inf or nan. Collective over all ranks of the parts.
     """
+    # Example: a matrix sharded over 2 ranks with norms 3 and 4, and a replicated vector with norm 12. The first group
+    # sums 9 + 16 over its axis, the second has 144 on every rank and no axis. The norm is sqrt(25 + 144) = 13.
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for (device_mesh, axes), local_grads in _groups(_gradients(parts, count_once=True)).items():
         # Shards of one parameter are disjoint, so their squares add up to the square of the full norm.
@@ -60,6 +62,7 @@ def clip_grad_norm_(parts: Sequence[nn.Module], max_norm: float | None, mesh: Me
             local = _local(grad)
             alike.setdefault((local.device, local.dtype), []).append(local)
         for (device, dtype), grads in alike.items():
+            # One kernel for many tensors. The loop groups them, because `_foreach` needs one device and dtype.
             torch._foreach_mul_(grads, factor.to(device=device, dtype=dtype))
     return norm
 

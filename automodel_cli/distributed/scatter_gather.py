@@ -80,6 +80,7 @@ def _gathered(share: Tensor, num: int, group: dist.ProcessGroup, dim: int) -> Te
     share = padding(share, _size(num, group), dim).contiguous()
     of_ranks = share.new_empty(ranks * share.shape[0], *share.shape[1:])
     dist.all_gather_into_tensor(of_ranks, share, group=group)
+    # The collective concatenates along dim 0. For another dim, the ranks' tensors are concatenated again.
     full = of_ranks if dim == 0 else torch.cat(of_ranks.chunk(ranks), dim)
     return full if full.shape[dim] == num else full.narrow(dim, 0, num).clone()
 

@@ -140,6 +140,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     for name, experts in adapted(model):
         for weight in WEIGHTS:
             a, b = (experts._parameters[f"{weight}_{matrix}"] for matrix in MATRICES)
+            # The full tensor on every rank, then its shard: values do not depend on the layout.
             full = torch.empty(a.shape, dtype=torch.float32)
             generator = generator_for(seed, f"{name}.{weight}.lora_A")
             nn.init.kaiming_uniform_(full.view(-1, full.shape[-1]), a=math.sqrt(5), generator=generator)
@@ -189,6 +190,8 @@ def from_file(name: str, stored: Tensor, num_experts: int) -> Tensor:
     if name.endswith("lora_A.weight"):
         a: Tensor = stored.unflatten(0, (num_experts, -1))
         return a
+    # Example: 2 experts, rank 1. B of expert 0 is (1, 2), of expert 1 (3, 4). The file has [[1, 3], [2, 4]], a column
+    # per expert. [O, R E] -> [O, R, E] -> [E, O, R].
     b: Tensor = stored.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
     return b
 

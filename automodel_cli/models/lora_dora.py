@@ -51,6 +51,8 @@ def _own_class() -> Any:
     return type("DoRALinear", (_DoRA, Linear), {})
 
 
+# Example: W has the rows (3, 4) and (1, 0), so m = (5, 1) at the start. With s B A = ((0, -4), (0, 1)), W + s B A has
+# the rows (3, 0) and (1, 1) with norms n = (3, 1.414), and W' = ((5, 0), (0.707, 0.707)): new directions, old norms.
 class _DoRA:
     """Forward of a converted layer, mixed into the class of `peft`."""
 
@@ -64,11 +66,14 @@ class _DoRA:
         dropout = self.lora_dropout[_ADAPTER]
         dropped = dropout(x)
         update = up(down(dropped.to(down.weight.dtype))) * scale
+        # Dropout that does nothing returns its input itself.
         if dropped is x:  # also in evaluation
+            # `plain` contains the bias, which must not be scaled. The next line adds what the factor took away.
             y: Tensor = factor_O * (plain + update.to(plain.dtype))
             return y if base.bias is None else y + (1 - factor_O) * _local(base.bias)
         of_dropped = base(dropped)
         of_dropped = of_dropped if base.bias is None else of_dropped - _local(base.bias)
+        # As in `peft`: only `plain` is computed without dropout.
         z: Tensor = plain + (factor_O - 1) * of_dropped + factor_O * update.to(plain.dtype)
         return z
 
@@ -77,6 +82,7 @@ class _DoRA:
         first step computes with a factor of 1."""
         own = magnitude(self)
         matrices = self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight
+        # Squares and not norms: squares of shards of a row can be summed over ranks.
         squares = _row_squares(_weight(self.base_layer), *matrices, self.scaling[_ADAPTER], is_transposed(self))
         if transformers_compat.is_dtensor(own):
             norm_O = squares.redistribute(placements=own.placements).to_local().sqrt()  # type: ignore[attr-defined]
@@ -131,6 +137,7 @@ def _squares(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Ten
     a_RI = a_RI.to(wide) * scale
     rows = max(1, _CHUNK // max(weight_OI.shape[1], 1))
     chunks = zip(weight_OI.split(rows), b_OR.split(rows), strict=True)
+    # 16.8 million elements at a time: 64 MiB in float32, instead of a float32 copy of the weight.
     return torch.cat([torch.addmm(own.to(wide), of_b.to(wide), a_RI).square_().sum(1) for own, of_b in chunks])
 
 

@@ -97,6 +97,7 @@ class _FusedLoRA:
         h_TR = self._automodel_group.down(self, x, x_TI, gradient, shares)
         if not _is_frozen_linear(base, x):
             y_TO = base(x).reshape(-1, up.shape[0])
+            # `addmm` adds in the GEMM: y is read and written once, and no `s h B^T` of size [T, O] is stored.
             y_TO = torch.addmm(y_TO, h_TR, up.t(), alpha=scale)
         elif shares:
             y_TO = _Up.apply(x_TI, gradient, base.weight, base.bias, h_TR, up, scale)
@@ -145,6 +146,9 @@ class _Projected:
     by_layer: dict[int, Tensor]
 
 
+# Example: q, k and v read x `[T, I]`. The first call, by q, computes `x [A_q; A_k; A_v]^T` `[T, C]` and stores the
+# parts of k and v. Their calls with the same x take them. A call with another tensor, or after an in-place change of x,
+# computes again.
 class _Group:
     """Layers that usually read the same tensor."""
 
@@ -159,6 +163,7 @@ class _Group:
         latest = self._latest
         if latest is None or not self._is_of(latest, x, shares) or id(layer) not in latest.by_layer:
             latest = self._latest = self._projected(layer, x, x_TI, gradient, shares)
+        # Each layer takes its result once, so a second call of the layer (recomputation) computes it again.
         h_TR = latest.by_layer.pop(id(layer))
         if not latest.by_layer:
             self._latest = None
@@ -179,6 +184,7 @@ class _Group:
         else:
             outputs = _project(x_TI, weights)[0]
         results = dict(zip(map(id, layers), outputs, strict=True))
+        # A weak reference: a group must not keep activations alive. `_version` detects in-place changes.
         return _Projected(weakref.ref(x, self._forget), x._version, shares, results)
 
     def _forget(self, of: weakref.ref[Tensor]) -> None:
@@ -208,6 +214,7 @@ class _Down(Function):
     @once_differentiable
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, down_CI = ctx.saved_tensors
+        # [T, C] of all readers, so that their input gradient and their weight gradients are one GEMM each.
         grad_TC = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
         if ctx.gradient is not None:
             ctx.gradient.add(grad_TC, down_CI)

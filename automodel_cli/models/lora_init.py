@@ -82,6 +82,7 @@ def _own_class() -> Any:
     return type("CenteredLoRALinear", (_Centered, Linear), {})
 
 
+# At the start A = A0 and B = B0, so the update is exactly 0 and the model equals its base.
 class _Centered:
     """Forward of a layer with initial matrices, mixed into the class of `peft`."""
 
@@ -143,6 +144,7 @@ def _decomposed(layers: Mapping[str, Any], method: str, seed: int) -> Iterator[t
     if dist.is_initialized():
         held = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(held, list(layers))
+    # Reversed, so that the first rank that has a layer wins.
     owners = {name: rank for rank, names in reversed(list(enumerate(held))) for name in names}
     for name in dict.fromkeys(name for names in held for name in names):
         is_owner = not dist.is_initialized() or owners[name] == dist.get_rank()
@@ -185,6 +187,7 @@ def joined(layer: Any, adapter: str = _ADAPTER) -> tuple[Tensor, Tensor]:
     if adapter == _INITIAL or not has_initial(layer):
         return a, b
     a0, b0 = joined(layer, _INITIAL)
+    # [B, -B0] [A; A0] = B A - B0 A0: the difference as one product, of rank 2 r.
     return torch.cat([a, a0]), torch.cat([b, -b0], 1)
 
 
@@ -199,6 +202,7 @@ def constant(layer: Any) -> Tensor | None:
 
 def convert(settings: Any) -> None:
     """Change a `peft.LoraConfig` to that of the joined matrices: twice the rank, the same scale."""
+    # The scale is alpha / r, or alpha / sqrt(r) with rsLoRA. It must not change when r doubles.
     factor = math.sqrt(2) if settings.use_rslora else 2
     settings.r *= 2
     settings.lora_alpha *= factor

@@ -80,10 +80,14 @@ def group_advantages(
     above_N = unit_N - total(unit_N) / count_N.clamp(min=1)
     unit_std_N = (total(above_N.square()) / count_N.clamp(min=1)).sqrt()
     if leave_one_out:
+        # Rewards 1, 0, 0, 0: r - m = 0.75 and -0.25, times 4/3 = 1 and -1/3. The good sample is compared with 0, the
+        # mean of the others.
         above_N = torch.where(valid_N > 0, above_N * count_N / (count_N - 1).clamp(min=1), above_N)
 
     largest_N = torch.maximum(highest_N.abs(), lowest_N.abs())
+    # A relative bound: rewards 0.1 + 0.2 and 0.3 differ in the last bit, and must not become advantages of +-1.
     differs_N = (count_N > 1) & (unit_std_N * range_N > _FLOOR * largest_N)
+    # A single sample has nothing to be compared with. Its advantage is 0 and its baseline its own reward.
     raw_N = torch.where(count_N > 1, above_N * range_N, 0.0)
     scaled_N = above_N / unit_std_N if normalize else raw_N
     if normalize and scale == "batch":

@@ -96,5 +96,6 @@ class BradleyTerry:
         from automodel_cli.objectives.segment_reduce import at_last_token
 
         assert output.values_BT is not None, "a reward model needs values"
+        # [B, T] values -> [documents] -> [P, 2].
         scores_P2 = at_last_token(output.values_BT, batch)[batch.extra["pairs_P2"]]
         return scores_P2[:, 0], scores_P2[:, 1], valid_pairs(batch).float()

@@ -19,6 +19,8 @@ def generalized_advantages(rewards_T: Tensor, values_T: Tensor, *, gamma: float,
     values 0 and `lam` 1, the result is the discounted sum of the rewards from each token on. Example: rewards 0, 0, 1,
     values 0, gamma 0.5 and lam 1 give 0.25, 0.5, 1.
     """
+    # Example: rewards 0, 0, 1, values 0.5, gamma 1 and lam 0.5. d = 0, 0, 0.5, so A = 0.125, 0.25, 0.5. With lam 1 all
+    # are 0.5.
     rewards, values = rewards_T.double().tolist(), [*values_T.double().tolist(), 0.0]
     advantages, later = [0.0] * len(rewards), 0.0
     # A_t = d_t + gamma lam A_(t+1), from the last token to the first.
@@ -43,6 +45,7 @@ def whitened(values: Tensor, moments_3: Tensor) -> Tensor:
     if count < 2:
         return values
     mean = total / count
+    # Rounding can make the difference slightly negative.
     variance = max(squares / count - mean * mean, 0.0) * count / (count - 1)
     result: Tensor = (values - mean) / (variance + _EPS) ** 0.5
     return result

@@ -32,6 +32,7 @@ def kl_penalty(
         score_term: let the weight 1 have the gradient of the token's log-prob. The gradient is then that of the sampled
             estimate, `grad(value) + value * grad(logprob)`. Otherwise it is `grad(value)`.
     """
+    # Example: log-probs -1.0 of the policy and -1.5 of the reference. d = -0.5: k1 = 0.5, k2 = 0.125, k3 = 0.107.
     difference = ref_logprobs - logprobs
     if importance is not None:
         weight = importance
@@ -40,6 +41,7 @@ def kl_penalty(
     else:
         weight = logprobs.new_ones(logprobs.shape)
     if input_clamp is not None:
+        # A clamped d has no gradient. The score term of the same token is dropped with it.
         weight = weight.detach().where(difference.abs() > input_clamp, weight)
         difference = difference.clamp(-input_clamp, input_clamp)
     value = {

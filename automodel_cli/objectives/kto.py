@@ -74,7 +74,11 @@ class KTO:
         good_S, bad_S = self._kinds(batch)
         gain_S = log_ratios(output.logprobs_BT, batch)
         if self.reference_point == "kl":
+            # [documents] - [1]. The baseline has no gradient: it was measured before the step.
             gain_S = gain_S - batch.extra["kl_baseline_1"]
+        # Example: x = 3, z = 1, beta 0.1. Desirable: 1 - sigmoid(0.2) = 0.450. Undesirable: 1 - sigmoid(-0.2) = 0.550.
+        # The slope is largest at x = z and vanishes far from it: a response that is already much likelier is not pushed
+        # further.
         losses_S = self.desirable_weight * good_S * (1 - (self.beta * gain_S).sigmoid())
         losses_S = losses_S + self.undesirable_weight * bad_S * (1 - (-self.beta * gain_S).sigmoid())
         return losses_S.sum()

@@ -50,6 +50,7 @@ class WithMultiToken:
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         logprobs_BTM = _further(output)
         term = -self.loss_weight / logprobs_BTM.shape[-1] * weighted(logprobs_BTM, batch).sum()
+        # The difference is 0 in value. Its gradient is that of `term`.
         return self.objective(output, batch) + (term - term.detach())
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:

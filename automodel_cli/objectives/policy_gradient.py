@@ -110,6 +110,7 @@ class PolicyTerms:
             return batch.extra[name].masked_fill(~mask_BT, 0.0)
 
         now_BT = output.logprobs_BT.masked_fill(~mask_BT, 0.0)
+        # Detached: the ratio is exactly 1 in value, and its gradient is that of log p.
         given = objective.uses_old_logprobs and "old_logprobs_BT" in batch.extra
         old_BT = column("old_logprobs_BT") if given else now_BT.detach()
         assert output.entropy_BT is not None, "GRPO needs entropies"
@@ -147,6 +148,7 @@ class PolicyTerms:
         objective, mask_BT = self.objective, self.mask_BT
         gap_BT = self.old_BT - self.sampler_BT
         q_BT, clamped_BT = self._ratio, self._clamped()
+        # log((p + q) / 2), from log-probs.
         mixture_BT = torch.logaddexp(self.old_BT, self.sampler_BT) - torch.log(torch.tensor(2.0))
         by_token = {
             "token_mult_prob_error": gap_BT.abs().exp(),
@@ -196,6 +198,8 @@ class PolicyTerms:
             mean_BT = mean_BT.detach() + (self.now_BT - self.now_BT.detach())
         return mean_BT.exp()
 
+    # Example of sequence levels: two tokens with log-ratios 0.3 and -0.1. `token`: q = 1.35 and 0.90. `sequence`: the
+    # mean 0.1 gives q = 1.105 at both. The mean and not the sum, so that long responses are not clamped more often.
     def _clamped(self) -> Tensor:
         return self._ratio.clamp(1 - self.objective.clip_low, 1 + self.objective.clip_high)
 
@@ -203,21 +207,26 @@ class PolicyTerms:
         objective, a_BT = self.objective, self.advantages_BT
         if objective.policy_loss == "reinforce":
             return -a_BT * self.now_BT
+        # q is detached, so also clamped tokens have a gradient, with the weight clamp(q).
         if objective.policy_loss == "cispo":
             return -a_BT * self._clamped().detach() * self.now_BT
         if objective.policy_loss == "sapo":
+            # The slope at q = 1 is t * 1/4 * 4 / t = 1, as without a gate.
             t_BT = torch.where(a_BT > 0, objective.sapo_positive, objective.sapo_negative)
             return -a_BT * (t_BT * (self._ratio - 1)).sigmoid() * 4 / t_BT
         # PPO's pessimistic bound: no gradient for A > 0 and q > 1 + clip_high, or for A < 0 and q < 1 - clip_low.
         losses_BT = torch.maximum(-a_BT * self._ratio, -a_BT * self._clamped())
         if objective.dual_clip_ratio is None:
             return losses_BT
+        # Example: A = -1 and q = 10. The pessimistic bound is 10, without limit. With dual_clip_ratio 3 it is 3,
+        # without gradient.
         return torch.where(a_BT < 0, torch.minimum(losses_BT, -a_BT * objective.dual_clip_ratio), losses_BT)
 
     @cached_property
     def _correction(self) -> tuple[Tensor, Tensor | None]:
         """The weight at every token (0 if not finite), and the sum of values outside the bounds."""
         objective = self.objective
+        # Two programs computed the same policy: the trainer's forward, and the engine with other kernels and dtypes.
         gap_BT = self.old_BT - self.sampler_BT
         by_sequence = objective.corrects_by_sequence
         # Per response: the product of the token ratios, as a sum of logs.
@@ -263,6 +272,8 @@ class PolicyTerms:
 
     def aggregate(self, values_BT: Tensor) -> Tensor:
         """Return the sum that `GRPO.weight` divides."""
+        # Example: responses of 2 and 4 tokens with losses 1 and 0.5 per token. `token`: (2 + 2) / 6 = 0.667.
+        # `sequence`: (1 + 0.5) / 2 = 0.75, so a token of the short response has twice the weight.
         if self.objective.loss_aggregation == "sequence":
             return self._by_sequence(values_BT)
         total = self._sum(values_BT)

@@ -14,6 +14,8 @@ def label_mask(batch: Batch) -> Tensor:
 
 def sum_by_document(values_BT: Tensor, batch: Batch) -> Tensor:
     """Return the sum over each document's tokens, `[documents]`. Values of ignored labels must be 0."""
+    # Example: cu_seqlens 0 3 5 and values 1 2 3 | 4 5 give the sums 6 and 9, and `to_tokens` gives 6 6 6 | 9 9. Padding
+    # is a document too, whose labels are ignored.
     sums_S = values_BT.new_zeros(batch.num_documents)
     return sums_S.scatter_add(0, batch.document_ids_BT.flatten(), values_BT.flatten())
 

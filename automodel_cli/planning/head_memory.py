@@ -36,6 +36,7 @@ def head_bytes(
     kernels: bool = False,
 ) -> float:
     """The sum above; `vocabulary` rows of a weight that is `trained`."""
+    # A float32 weight needs no converted copy of its gradient.
     narrow = dtype.itemsize if dtype.itemsize < _FLOAT else 0
     weight = vocabulary * width if trained else 0
     chunk_logits = min(chunk, tokens) * vocabulary

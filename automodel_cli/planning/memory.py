@@ -152,6 +152,7 @@ class Accounting:
         if self.storage.keeps_experts and self.layout.ep > 1:
             kept = self._gathered([_part(unit, is_experts) for unit in layers], dtype)
             layers = [_part(unit, lambda owner: not is_experts(owner)) for unit in layers]
+        # The two largest: one that computes and one that is prefetched.
         by_size = sorted((self._gathered([unit], dtype) for unit in layers[:-1]), reverse=True)
         return self._gathered([*outside, *layers[-1:]], dtype) + sum(by_size[:2]) + kept
 
@@ -175,6 +176,7 @@ def _part(unit: Unit, chosen: Callable[[nn.Module], bool]) -> Unit:
     return replace(unit, params=tuple(item for item in unit.params if chosen(item.owner)))
 
 
+# 10 rows on 4 ranks: 3, 3, 3 and 1.
 def sharded_rows(rows: int, shards: int) -> int:
     """Rows on the first rank, which has the most: FSDP2 cuts the first dim into equal chunks, rounded up."""
     return -(-rows // shards)

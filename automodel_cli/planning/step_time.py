@@ -113,6 +113,7 @@ def step_time(ranks: Sequence[RankTimes], gpu: Gpu, num_gpus: int, margin: float
         step = total(slowest)
     else:
         timeline = _timeline(ranks, first.pipeline)
+        # Reductions and the optimizer start when a rank's last action ends. The slowest rank determines the step.
         step = timeline.makespan + max(max(total(rank.outside_seconds), 0.0) for rank in ranks)
         work = max((_whole(rank) for rank in ranks), key=total)
         slowest = {kind: seconds * step / total(work) for kind, seconds in work.items()}
@@ -164,6 +165,7 @@ def _timeline(ranks: Sequence[RankTimes], pipeline: dict[str, Any]) -> Timeline:
         traced = known[kind]
         if not traced:
             return [0.0] * len(weights)
+        # Example: stage 0 with weight 2 was traced with 4 s. A stage with weight 3 then counts 6 s.
         unit = sum(traced.values()) / max(sum(weights[s] for s in traced), 1e-9)
         return [traced.get(s, unit * weight) for s, weight in enumerate(weights)]
 
@@ -171,6 +173,7 @@ def _timeline(ranks: Sequence[RankTimes], pipeline: dict[str, Any]) -> Timeline:
     if any(inputs):  # a schedule that splits some backwards may run others whole
         backward = inputs, parameters
     else:
+        # B is I plus W, and the schedule runs them together. How they are divided does not change the result.
         backward = [b / 2 for b in whole], [b / 2 for b in whole]
     hop = max(rank.hop_seconds for rank in ranks)
     return simulate(program, Costs(tuple(filled("F")), tuple(backward[0]), tuple(backward[1]), hop))

@@ -61,6 +61,7 @@ class Minibatch:
             column_BT = torch.zeros(batch.shape)
             for row, first, number in spread:
                 sample = samples[number]
+                # Tool replies between generated tokens have no label, and keep 0.
                 column_BT[row, first : first + len(sample.tokens)] = sample.at_generated(values[number])
             columns.append(column_BT)
         return self.with_column(name, columns)
@@ -105,6 +106,7 @@ def _update(
     num_tokens = plan.seq_len if plan.packed else -(-longest // plan.pad_to_multiple_of) * plan.pad_to_multiple_of
     # One microbatch on every rank. Empty rows fill the last one, so that all ranks have the same number of collectives.
     unit = plan.microbatch_size * dp_size
+    # 7 rows, microbatches of 2 on 2 ranks: ceil(7 / 4) = 2 microbatches per rank, and one empty row.
     count = -(-len(rows) // unit)
     while not plan.fits(count):
         count += 1

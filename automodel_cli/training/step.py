@@ -116,6 +116,7 @@ def train_step(
         NonFiniteError: on all ranks, if the loss or the gradient norm is not finite. No parameter has changed.
     """
     batches = [batch.to(mesh.device) for batch in batches]
+    # Known before the first forward: every microbatch divides by the denominator of the whole step, over all ranks.
     weight, batches = with_denominators(objective, batches, lambda local: mesh.sum_over(mesh.dp, local))
     tally = MetricAccumulator(objective, mesh.device)
     for hook in hooks:
@@ -126,6 +127,7 @@ def train_step(
     progress("the gradient norm")
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
     # One vector of scalars, so that one collective reduces all of them.
+    # Collectives cost latency, not bytes, at this size.
     local = torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()])
     loss, num_bad_norms, sums, noticed, seconds = _over_all_ranks(
         local, stop_signal(), (busy_seconds(), data_seconds), mesh
@@ -254,6 +256,7 @@ def _raise_non_finite(
 
 def _suspects(stages: Stages, batches: Sequence[Batch]) -> list[int]:
     """Return the rows of all ranks with non-finite log-probs in a new forward, else all rows. Collective."""
+    # A second forward, only after a failure. A normal step stores no log-probs per row.
     bad_B = stages.forward(batches, lambda output, batch: ~output.logprobs_BT.isfinite().all(1))
     row_ids = torch.cat([batch.row_ids_B for batch in batches])
     bad = torch.cat(bad_B)

@@ -147,6 +147,7 @@ class BatchLoader(Generic[T]):
         rows = self._rows_at(position)
         if self.row_costs is not None:
             rows = rows[dealt(self.row_costs[rows], len(rows) // self.microbatch_size)]
+        # [G] -> [microbatches, ranks, microbatch_size] -> this rank's [microbatches, microbatch_size].
         return rows.reshape(-1, self.dp_size, self.microbatch_size)[:, self.dp_rank]
 
     def peek_step(self, ahead: int = 0) -> list[T]:
@@ -248,6 +249,7 @@ def eval_batches(
     ranks the same number of batches. `num_batches`: only the first batches of each rank.
     """
     unit = microbatch_size * dp_size
+    # 10 sequences, microbatches of 2 on 2 ranks: unit 4, so 12 rows, of which 2 are empty.
     rows = np.full(-(-len(dataset) // unit) * unit, DUMMY_ROW)
     rows[: len(dataset)] = np.arange(len(dataset))
     local_rows = rows.reshape(-1, dp_size, microbatch_size)[:num_batches, dp_rank]

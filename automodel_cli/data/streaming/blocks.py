@@ -128,4 +128,5 @@ def _memory_folder() -> str | None:
 
 
 def _in_memory(store: PackedStore) -> PackedStore:
+    # Copies: the files that the arrays map are deleted with the temporary folder.
     return replace(store, ids=np.array(store.ids), label_mask=np.array(store.label_mask))

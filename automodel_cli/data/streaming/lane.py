@@ -61,6 +61,7 @@ class SourceLane:
                 self._before.add(self._block.left_out)
                 self._begin, self._number, self._offset = self._block.end, self._number + 1, 0
                 self._exactly, self._block = None, None
+                # More than two passes without a usable row. Without this check, the loop would read the files forever.
                 if self._begin[0] > first_pass + 2:
                     raise DataError(
                         f"no row of {self._reader.source.name} can be used", code="not_enough_rows", keys=("data.path",)
@@ -69,9 +70,12 @@ class SourceLane:
             assert self._ahead is not None
             self._block, self._ahead = self._ahead.result(), None
             end = self._block.end
+            # Bound as a default argument: a closure would see the `end` of a later block.
             self._ahead = self._submit(lambda end=end: self._built(end))  # type: ignore[misc]
             order, size = self._reader.order, self._block.num_sequences
             seeds = order.seed, 5, order.dataset, self._reader.lane, self._number
+            # Two levels of shuffling: shards of a pass, and sequences of a block. A full shuffle would need all data in
+            # memory.
             self._permuted = shuffled(size, *seeds) if order.shuffle else np.arange(size)
         assert self._block.store is not None
         return Taken(source, self._block.store, int(self._permuted[self._offset]))
@@ -92,6 +96,8 @@ class SourceLane:
         return {
             "begin": list(self._begin),
             "block": self._number,
+            # The number of rows is stored: a resumed run builds the same block even if the limit of bytes or the files
+            # changed.
             "rows": self._exactly if self._block is None else self._block.num_rows,
             "taken": self._offset,
             "left_out": asdict(self._before),
@@ -119,9 +125,12 @@ class Lane:
         for source in self.sources:
             source.prefetch()
 
+    # Example: shares 0.75 and 0.25, sequences of 100 tokens. Each is due at (tokens so far + 50) / share, the middle of
+    # the sequence: 67 and 200 at first. The order is 0 0 1 0 0 0 1 0. At equal due times, the first dataset wins.
     def take(self, phase: int, shares: Sequence[float]) -> Taken:
         """Take the sequence that is due next. Shares of a phase are counted from its begin."""
         if phase != self._phase:
+            # Shares are counted anew. Otherwise a dataset whose share rises would first catch up for the time before.
             self._base, self._phase = list(self.tokens), phase
         best: tuple[float, Taken] | None = None
         for number, (source, share) in enumerate(zip(self.sources, shares, strict=True)):

@@ -67,6 +67,8 @@ class LaneOrder:
             dealt = range(len(every))
             if self.shuffle:
                 dealt = shuffled(len(every), self.seed, 3, self.dataset, number).tolist()
+            # Example: 5 shards, 2 lanes, without shuffling. Lane 0 has shards 0, 2, 4 and lane 1 has 1, 3. The
+            # assignment does not change between passes, so each lane reads each of its rows once per pass.
             own = [every[index] for index in dealt[lane :: self.num_lanes]]
             if self.shuffle:
                 own = [own[i] for i in shuffled(len(own), self.seed, 4, self.dataset, number, lane, nth).tolist()]
@@ -101,6 +103,7 @@ class LaneReader:
         chunk, size, passes = Chunk(at), 0, 0
         while len(chunk.rows) < (most if exactly is None else exactly) and size < MOST_BYTES:
             shards = self._shards(nth)
+            # The end of a pass. A block never crosses it, so the rows of a block are of one pass.
             if index == len(shards):
                 if chunk.rows:
                     break
@@ -118,6 +121,7 @@ class LaneReader:
             self._moved((nth, index, number))
             if isinstance(row, RowError) and row.code == DAMAGED:
                 chunk.damaged.append(f"{place_of(name, shard)}: {row.message}")
+                # The rest of a damaged shard is skipped, because rows after the damage have no known boundary.
                 index, number, self._open = index + 1, 0, None
                 continue
             chunk.add(place_of(name, shard), line, row)
@@ -137,6 +141,7 @@ class LaneReader:
             try:
                 if self._open is None or self._open[0] != at:
                     rows = self.source.rows_of(name, shard)
+                    # Reading from a place skips the rows before it. In sequence, the open iterator is already there.
                     self._open = at, itertools.islice(rows, at[2], None)
                 found = next(self._open[1], None)
             except DataError as error:
@@ -156,6 +161,7 @@ class LaneReader:
             if failure is not None and attempt >= _ATTEMPTS:
                 raise unreadable(name, failure) from failure
             warn("server_rejected", "%s cannot be read, and is opened again: %s", name, failure or found)
+            # Waits of 2 and 4 seconds before the second and third attempt.
             time.sleep(_PAUSE * attempt)
         raise AssertionError
 

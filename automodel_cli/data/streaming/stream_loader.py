@@ -134,6 +134,8 @@ class StreamLoader:
         phase = max(i for i, (first, _) in enumerate(self._phases) if first <= position)
         rounds = self._size_at(position) // self.num_lanes
         taken = [
+            # Example: 4 lanes, step of 8 sequences at position 16. Round 0 has entries 16 to 19 of lanes 0 to 3, round
+            # 1 has 20 to 23. A rank has some of the lanes and takes their entries only.
             (position + nth * self.num_lanes + number, lane.take(phase, self._phases[phase][1]))
             for nth in range(rounds)
             for number, lane in self.lanes.items()

@@ -38,6 +38,9 @@ class _Current(threading.local):
     call: _Call | None = None
 
 
+# Example with level EXCHANGES: the first run makes routes and rows, so `results` = [routes, rows]. The first GEMM has
+# the level PRODUCTS and is not saved. In recomputation `next` is 0: the calls return routes, then rows, and the GEMM
+# runs.
 class _Call:
     """One call of one layer. Freed together with its graph."""
 
@@ -108,6 +111,7 @@ class _Repeatedly(AbstractContextManager[None]):
 
 @contextmanager
 def _within(call: _Call, start: int | None) -> Iterator[None]:
+    # `next` restarts at 0, so a second recomputation gets the same results.
     outer, _current.call, call.next = _current.call, call, start
     try:
         yield

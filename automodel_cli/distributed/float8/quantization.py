@@ -231,6 +231,7 @@ def scale_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
     # In float64, because compiled code divides with an error above 1 ulp in float32.
     scale = (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST)).float()
     if power_of_two:  # Keep the exponent bits. Logarithms would round numbers next to a power of two up to it.
+        # 149.3 = 2^7 * 1.167 becomes 128: without its mantissa bits, a float is the power of two below it.
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
     return scale
 
@@ -253,6 +254,7 @@ def _cast_to(
 ) -> tuple[Tensor, Tensor]:
     limit, scale = torch.finfo(dtype).max, scale_of(largest, dtype, power_of_two)
     x_MK = x_TF.transpose(-2, -1) if transposed else x_TF
+    # `clamp`: a conversion to e4m3 turns values above 448 into nan.
     values_MK = (x_MK.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
     return values_MK, scale.reciprocal()
 

@@ -23,6 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Example: a group (1.5, -0.75, 0.3, 0.1), so amax = 1.5.
+# int4    s = 1.5 / 7.5 = 0.2      codes 7 -4 1 0      values 1.40 -0.80 0.20 0.00
+# int8    s = 1.5 / 127.5          codes 127 -64 25 8  values 1.496 -0.754 0.294 0.094
+# mxfp4   s = 2^ceil(log2(0.25))   codes 6 -3 1 0.5    values 1.50 -0.75 0.25 0.125
 FP8_MAX, E2M1_MAX = 448.0, 6.0
 _TINY = torch.finfo(torch.float32).smallest_normal
 _SMALLEST_E4M3 = 2.0**-9
@@ -67,6 +71,7 @@ def weight_scales(
         tensor_amax: largest absolute value of the tensor, and of all that share its factor g. nvfp4 only.
         over_shards: returns the maximum over all shards of a row, if a scale belongs to a row that is sharded.
     """
+    # [O, I] -> [O, G, group] -> [O, G].
     amax_OG = _grouped(weight_OI.float(), form).abs().amax(-1)
     if over_shards is not None:
         amax_OG = over_shards(amax_OG)
@@ -74,9 +79,12 @@ def weight_scales(
         return Scales(_power_of_two_above(amax_OG / E2M1_MAX))
     if form.name == "nvfp4":
         assert tensor_amax is not None, "nvfp4 has a scale of the tensor"
+        # g brings the largest group scale to 448, the end of e4m3: scales use its full range, whatever the weights'
+        # magnitude.
         factor_1 = (FP8_MAX * E2M1_MAX / tensor_amax.float().clamp(min=_TINY)).clamp(max=1 / _TINY).reshape(1)
         coded_OG = (factor_1 * (amax_OG / E2M1_MAX)).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
         return Scales(coded_OG.clamp(min=_SMALLEST_E4M3) / factor_1, factor_1)
+    # amax 1.1 in int4: 1.1 / 7.5 is rounded down to 0.1465, so 1.1 / s = 7.51 rounds to 8, which is clamped to 7.
     return Scales((amax_OG / _largest(form)).bfloat16().float().clamp(min=_TINY))
 
 
@@ -132,6 +140,8 @@ def _clamped(scaled: Tensor, form: Format) -> Tensor:
     if form.name == "fp8":
         return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
     size = scaled.abs().clamp(max=E2M1_MAX)
+    # e2m1 has the values 0 0.5 1 1.5 2 3 4 6: steps of 0.5 up to 2, 1 up to 4, 2 up to 6. 2.4 becomes 2, 2.6 becomes 3,
+    # 5.1 becomes 6.
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     return torch.copysign((size / step).round() * step, scaled)
 
@@ -139,5 +149,6 @@ def _clamped(scaled: Tensor, form: Format) -> Tensor:
 def _power_of_two_above(x: Tensor) -> Tensor:
     """Return the smallest power of two that is at least x, by its bits."""
     bits = x.view(torch.int32)
+    # A float32 is 2^(exponent - 127) * 1.mantissa. A mantissa that is not 0 rounds up: 0.25 stays, 0.26 becomes 0.5.
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0)
     return (exponent.clamp(1, 254) << 23).view(torch.float32)

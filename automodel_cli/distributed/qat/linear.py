@@ -81,6 +81,7 @@ class QATLinear(nn.Linear):
         dtype = autocast_dtype(x.device)
         if dtype is not None:
             x, weight = x.to(dtype), cast(nn.Parameter, weight.to(dtype))
+        # One factor for q, k and v, because engines load them as one matrix with one factor.
         amax = self.tensor_amax() if self.qat.weights.name == "nvfp4" else None
         if isinstance(weight, DTensor):
             y = _over_tp(x, weight, self.qat, amax)
@@ -152,6 +153,7 @@ def switched(parts: Sequence[nn.Module], *, active: bool, activations: bool = Tr
 
 def _over_tp(x: Tensor, weight: DTensor, qat: FakeQuantization, amax: Tensor | None) -> Tensor:
     def compute(local_x: Tensor, local_w: Tensor, placement: Shard, mesh: DeviceMesh) -> Tensor:
+        # Sharded outputs (dim 0): a rank has complete rows. Sharded inputs (dim 1): a row's maximum is over all ranks.
         group = None if placement.dim == 0 else mesh.get_group()
         return _matmul(local_x, local_w, qat, amax, group if qat.weights.group_size is None else None, group)
 
@@ -197,6 +199,7 @@ class _Linear(Function):
         of_weight = weight_scales(qat.rounded(weight_OI), qat.weights, amax, over_rows)
         of_x = None if qat.activations is None else token_scales(x_TI, qat.activations, over_tokens)
         ctx.qat = qat
+        # Scales are 1 / group of the weight's size. The quantized weight would be a second copy of it per layer.
         ctx.save_for_backward(x_TI, weight_OI, of_weight.of_groups, None if of_x is None else of_x.of_groups)
         return _quantized_x(x_TI, qat, of_x) @ _quantized_weight(weight_OI, qat, of_weight).t()
 
@@ -214,6 +217,8 @@ class _Linear(Function):
                 grad_x = masked(grad_x, x_TI, qat.activations, of_x)
         if wants_weight:
             grad_weight = grad_TO.t() @ _quantized_x(x_TI, qat, of_x)
+            # The gradient of Q(W) is passed to W, except where W is outside the range of the codes and Q(W) does not
+            # depend on it.
             grad_weight = masked(grad_weight, qat.rounded(weight_OI), qat.weights, of_weight)
         return grad_x, grad_weight, None, None, None, None
 

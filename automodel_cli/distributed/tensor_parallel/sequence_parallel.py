@@ -143,6 +143,7 @@ def norms(layer: nn.Module) -> Iterator[nn.Module]:
 
 def _is_norm(module: nn.Module) -> bool:
     params = list(module.parameters())
+    # By shape and not by name: a module with vectors only applies them to each token alone.
     return bool(params) and all(param.ndim == 1 for param in params)
 
 
@@ -157,6 +158,7 @@ def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
     def scatter(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not is_uniform:
             return _with_first(output, lambda whole_BTD: shard_tokens(whole_BTD, mesh))
+        # 5 tokens on 2 ranks: shares of 3, the second padded by one token.
         share = -(-_hidden(args, kwargs).shape[_TOKENS] // mesh.size())
         return _with_first(output, lambda own_BtD: padding(own_BtD, share, _TOKENS))
 

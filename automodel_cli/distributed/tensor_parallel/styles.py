@@ -48,6 +48,8 @@ class _SumValue(Function):
 
 def sum_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the same value, and sum its gradient over the mesh. For replicated tensors that ranks use differently."""
+    # Example: x is equal on 2 ranks, and each computes y_r = x W_r^T. The gradient of x is dy_0 W_0 + dy_1 W_1, so the
+    # parts of the ranks are summed (f of Megatron-LM). `sum_value` is the transpose: forward sums, backward copies (g).
     result: Tensor = _SumGradient.apply(tensor, mesh.get_group())
     return result
 
@@ -119,6 +121,7 @@ class MLAKeyProjection(ParallelStyle):
         assert rope_dim is not None, "the width of the shared key comes from the model's config"
 
         def sum_rope(module: nn.Module, args: Any, out_BTF: Tensor) -> Tensor:
+            # 512 compressed features and 64 of the shared key, for example.
             compressed, rope = out_BTF.split([out_BTF.shape[-1] - rope_dim, rope_dim], dim=-1)
             return torch.cat([compressed, sum_gradient(rope, device_mesh)], dim=-1)
 
@@ -181,6 +184,8 @@ class ExpertsOverTP(ParallelStyle):
             # Use one token with weight 0, because every rank must compute a gradient of its experts.
             if len(token_P) == 0:
                 token_P, index_P, weights_P = token_P.new_zeros(1), index_P.new_zeros(1), weights_NK[:1, 0] * 0
+            # All ranks have all N tokens. Each computes the P (token, expert) pairs of its own experts: [N, D] -> [P,
+            # D] -> [N, D], and the sum over ranks is the result of all experts.
             tokens_PD = sum_gradient(hidden_ND, device_mesh)[token_P]
             out_PD = forward(tokens_PD, index_P[:, None], weights_P[:, None])
             out_ND = torch.zeros_like(hidden_ND).index_add(0, token_P, out_PD.to(hidden_ND.dtype))

@@ -21,6 +21,7 @@ def add_grouped_(total_LIO: Tensor, left_NI: Tensor, right_NO: Tensor, count_L: 
         count_L: rows of each expert, which are consecutive.
         first: overwrite the sum.
     """
+    # count_L [2, 0, 1]: rows 0-1 add to expert 0, row 2 to expert 2. Expert 1 gets zeros if the sum is new.
     begin = 0
     for total_IO, count in zip(total_LIO, count_L, strict=True):
         rows = slice(begin, begin + count)

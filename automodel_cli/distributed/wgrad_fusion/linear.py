@@ -125,11 +125,14 @@ def of_local(local: Tensor, param: Tensor) -> Tensor:
     """Convert a local gradient to the type that autograd expects for `param`."""
     if not isinstance(param, DTensor):
         return local
+    # Shape and stride are given, because shards may be uneven and `from_local` would assume even ones.
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
 
 
+# Example: q, k and v read x. In backward, q overwrites: sum = dq W_q. k and v add: sum += dk W_k, sum += dv W_v. Then
+# `_Alias.backward` returns the sum as the gradient of x. Autograd alone would store three [T, I] tensors and add them.
 class InputGradient:
     """Input gradient that the readers of one tensor accumulate."""
 
@@ -227,6 +230,7 @@ class _Linear(Function):
     ) -> Tensor:
         wants_x, _, wants_weight, *_ = ctx.needs_input_grad
         local_OI = weight_OI.to_local() if isinstance(weight_OI, DTensor) else weight_OI
+        # x for dW, W for dx. A frozen layer saves no input.
         ctx.save_for_backward(x_TI if wants_weight else None, local_OI if wants_x else None)
         ctx.gradient, ctx.weight_sum, ctx.dtype = gradient, weight_sum, local_OI.dtype
         ctx.like = weight_OI
@@ -274,6 +278,7 @@ def _products_add_in_float32(device: str, dtype: torch.dtype) -> bool:
     """Return whether `addmm` accumulates GEMMs of `dtype` in place in float32. Tested, because not all devices and
     versions of torch do.
     """
+    # A kernel that ignores `total` gives 16 instead of 1016.
     total, ones = torch.full((16, 16), 1000.0, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
         torch.mm(ones, ones, out_dtype=torch.float32, out=torch.empty_like(total))

@@ -46,6 +46,7 @@ def get_overlap_moe_expert_parallel_comm_order(
     With split weight gradients, each backward layer is followed by its weight gradient. In a pair, the last weight
     gradient moves to the end of the pair.
     """
+    # Example: chunks of 2 and 1 layers, pair (+2, -1): forward of layer 3, backward of layers 2 and 1. Merged: 3 -2 -1.
     first = [sum(num_layers_per_chunk[:c]) for c in range(len(num_layers_per_chunk))]
 
     def forward(step: int) -> list[float]:
@@ -92,6 +93,8 @@ def checkpoint_activations_microbatch(
     """
     if num_microbatches_with_partial_activation_checkpoints is None:
         return None
+    # Warm-up 3 and N = 1: of forwards 0 to 3, forward 0 keeps its activations and 1 to 3 recompute. Then 4 keeps, and
+    # so on.
     return virtual_microbatch % (num_warmup + 1) >= num_microbatches_with_partial_activation_checkpoints
 
 

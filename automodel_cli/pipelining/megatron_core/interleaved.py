@@ -146,6 +146,8 @@ class _Interleaved:
         if k < self.p2p.size - 1:
             return None
         # The last rank of the direction sends to this rank. Its chunk c feeds chunk c + 1 here (c - 1 in backwards).
+        # Example: p = 2, v = 2, groups of 2, forwards of rank 0: (0,0) (1,0) (0,1) (1,1). While k = 1 runs, rank 1 has
+        # computed k = 0 (chunk 0), so the input of chunk 1 arrives.
         made_by = self._chunk(k - (self.p2p.size - 1), forward)
         following = made_by + 1 if forward else made_by - 1
         return following if 0 <= following < self.v else None
@@ -258,6 +260,7 @@ class _Interleaved:
         tensor, handles = got if overlap else (got, {})
         self._sent("send_next", handles, output)
         if arriving is not None:
+            # With overlap, the wait is in `take`, when the forward needs the tensor.
             self.inputs[arriving].append(_Arrival(tensor, handles.get("recv_prev")))
 
     def _move_backward(self, grad: Tensor | None, arriving: int | None, overlap: bool) -> None:

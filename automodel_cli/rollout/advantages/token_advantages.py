@@ -70,10 +70,12 @@ class TokenAdvantages:
             for row, first, number in spread:
                 drawn_T = first + samples[number].generated_T().nonzero()[:, 0]
                 rewards_T = -taken_BT[row, drawn_T]
+                # The reward of a response belongs to its last token. KL terms belong to each token.
                 rewards_T[-1] += rewards_N[number]
                 values_T = values_BT[row, drawn_T]
                 advantages_T = generalized_advantages(rewards_T, values_T, gamma=self.gamma, lam=self.lam)
                 advantages_BT[row, drawn_T] = advantages_T
+                # A = return - V, so return = A + V: the target of the critic.
                 returns_BT[row, drawn_T] = advantages_T + values_T
             out.append((advantages_BT, returns_BT))
         return out

@@ -68,6 +68,7 @@ class AdvantageEstimator:
     def build_minibatches(self, samples: list[Sample], phases: StepTimers) -> TrainingBatches:
         """Build the minibatches of a step. Groups with equal rewards and invalid samples are excluded. Log-probs of
         the rest are computed before the first update, under the sampled distribution. Collective."""
+        # By the rewards before shaping: a length penalty alone must not make a group of equal answers worth training.
         differs_N = self._advantages(samples, _totals(samples)).differs_N
         rewards_N = self._shaped_rewards(samples)
         units = self._units(samples, rewards_N, differs_N)
@@ -85,6 +86,8 @@ class AdvantageEstimator:
             updates, advantages_N = self._by_token.into(updates, samples, rewards_N, mesh)
         else:
             if (kl := self.objective.reward_kl) is not None:
+                # A rank knows the KL of its own rows only. A group may have samples on several ranks, so the sum comes
+                # first.
                 rewards_N -= mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl)).cpu()
             advantages_N = self._advantages(samples, rewards_N).advantages_N
             updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]

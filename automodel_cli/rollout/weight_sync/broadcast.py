@@ -76,6 +76,7 @@ class GroupTransfer:
     def _meet(self, receivers: Sequence[Receiver], watch: Watch) -> None:
         """Return a group of exactly these servers: the current group, or a new one if servers were lost or returned."""
         servers = tuple(receiver.server.url for receiver in receivers)
+        # Creating a group costs time on all servers, so it is kept between updates.
         if self._group is not None and servers == self._servers:
             return
         limit = timedelta(seconds=receivers[0].server.timeout)
@@ -89,6 +90,7 @@ class GroupTransfer:
         self._name, self._servers = f"weights-{uuid.uuid4().hex[:8]}", servers
         workers = [receiver.num_ranks() for receiver in receivers]
         backend = "nccl" if self._device.type == "cuda" else "gloo"
+        # Servers with 4 and 2 workers: rank_offset 1 and 5, world_size 7. Rank 0 is the trainer.
         bodies = [
             {
                 "master_address": self._address,
@@ -105,6 +107,7 @@ class GroupTransfer:
             begun(partial(posted, receiver.server, "/init_weights_update_group", body, watch))
             for receiver, body in zip(receivers, bodies, strict=True)
         ]
+        # Servers and trainer meet in a rendezvous, so the requests must be in flight while the trainer joins.
         self._group = watch.run(join)
         for post in posts:
             post.result()
@@ -112,6 +115,7 @@ class GroupTransfer:
     def _broadcast(self, bucket: Bucket) -> None:
         assert self._group is not None
         for _, tensor in bucket:
+            # One tensor after the other, in the order of `names`. The servers run the same loop.
             dist.broadcast(tensor.detach().to(self._device).contiguous(), src=0, group=self._group)
 
 

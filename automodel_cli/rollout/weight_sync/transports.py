@@ -76,6 +76,7 @@ class FileTransfer:
 
     def send(self, receiver: Receiver, buckets: Iterator[Bucket], paused: Paused) -> None:
         """Write one file per bucket while the server generates. Then the server reads the folder, and it is removed."""
+        # The order matters: generation stops only while the server reads, not while the files are written.
         with self.written(buckets) as folder, paused():
             receiver.load_files(folder)
 
@@ -295,6 +296,7 @@ class Watch:
         # A daemon thread, because it may hang in a collective that the server never joins.
         threading.Thread(target=on_this_device(ours), daemon=True).start()
         try:
+            # The first entry wins: either the end of the local call, or a failure of a request.
             result, error = self._ended.get(
                 timeout=self._server.timeout + 1
             )  # requests have their own limit, with a better message

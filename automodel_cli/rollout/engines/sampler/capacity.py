@@ -26,6 +26,8 @@ def max_num_seqs(hf_config: PretrainedConfig, seq_len: int, mesh: Mesh, state_by
     is used instead of free memory, so that a resumed run decodes bitwise identically. Collective.
     """
     config = hf_config.get_text_config()
+    # Example: 32 layers, 8 KV heads of width 128, 4,096 tokens. 2 * 8 * 128 = 2,048 numbers per token and layer, in
+    # float32 1 GiB per sequence. An eighth of 80 GiB has room for 9.
     layers = -(-config.num_hidden_layers // mesh.layout.pp)
     of_slot = seq_len * layers * cached_numbers(config) * _CACHE_BYTES
     of_slot += state_bytes + config.vocab_size * _LOGIT_BYTES

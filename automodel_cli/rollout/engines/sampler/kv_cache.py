@@ -69,6 +69,8 @@ class Prefill:
         return [slice(end - length, end) for length, end, of_prompt in spans for _ in of_prompt]
 
 
+# Example: 2 slots at positions 3 and 1, `longest` 4. The mask hides cached tokens 2 and 3 of the second slot. With a
+# window of 2, it also hides tokens 0 and 1 of the first.
 class Decode:
     """One token for each of the slots 0..B-1, at `position_B` of its sequence.
     Afterwards `longest` tokens are cached."""
@@ -164,6 +166,7 @@ class KVCache:
                 keys=("rollout.engine",),
                 fix="rollout=hf",
             )
+        # A module that two layers share has two caches: the n-th call of a forward is the n-th layer.
         call = (module, self._calls[module])
         self._calls[module] += 1
         scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
@@ -187,9 +190,12 @@ class KVCache:
     ) -> tuple[Tensor, Tensor]:
         keys, values = self._room(call, key_BK1D, value_BK1V, forward.longest)
         target = (forward.slot_B, slice(None), forward.position_B)
+        # One write for all slots: slot b at its own position. The copy of the whole cache that `torch.cat` makes is
+        # avoided.
         keys[target] = key_BK1D[:, :, 0]
         values[target] = value_BK1V[:, :, 0]
         used = slice(0, len(forward.slot_B))
+        # Views, not copies.
         return keys[used, :, : forward.longest], values[used, :, : forward.longest]
 
     def _room(self, call: _Call, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -213,12 +219,14 @@ class KVCache:
 def _store_at_once(stored: Tensor, new_1KTD: Tensor, forward: Prefill) -> None:
     """The prompts of a row into their slots, in one launch of a kernel."""
     source_M, slot_M, position_M = forward.copies_3M
+    # [1, K, T, D] -> [T, K, D] -> [M, K, D]. Samples of one prompt get copies, because each continues differently.
     stored[slot_M, :, position_M] = new_1KTD[0].transpose(0, 1)[source_M]
 
 
 def _store_by_prompt(stored: Tensor, new_1KTD: Tensor, forward: Prefill) -> None:
     """Store contiguous tokens with one copy per prompt. Takes less than half of the time on a CPU."""
     for (start, end), slots in zip(itertools.pairwise(forward.bounds), forward.slots, strict=True):
+        # A slice is one strided copy. A list of slots needs an index tensor.
         follow_one_another = slots[-1] - slots[0] == len(slots) - 1
         where = slice(slots[0], slots[-1] + 1) if follow_one_another else list(slots)
         stored[where, :, : end - start] = new_1KTD[:, :, start:end]

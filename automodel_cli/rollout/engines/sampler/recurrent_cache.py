@@ -79,6 +79,7 @@ class StateSlots:
             self._caches = [self._new_cache() for _ in self._batches]
             if self._decoding is None:
                 self._decoding = self._caches[0]
+        # What appears in the cache during the call is the state of this layer. Names of the family are not needed.
         before = {id(tensor) for cache in self._caches for _, tensor in _tensors(cache)}
         output = self._documents.run(layer, forward, (), keywords, [{name: cache} for cache in self._caches])
         for cache, batch in zip(self._caches, self._batches, strict=True):
@@ -96,6 +97,8 @@ class StateSlots:
         slots = [slot for prompt in batch for slot in of.slots[prompt]]
         rows = [row for row, prompt in enumerate(batch) for _ in of.slots[prompt]]
         for path, x in found.items():
+            # Example: prompts 0 and 1 of equal length, prompt 0 with slots 0 and 1, prompt 1 with slot 2. slots = [0,
+            # 1, 2], rows = [0, 0, 1]: the state of prompt 0 is copied twice.
             states[path][slots] = x[rows]
 
     def _room(self, state: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ def draw(logprobs_SV: Tensor, uniform_S: Tensor) -> Tensor:
     rounding over a large vocabulary reaches the probability of a rare token.
     """
     cumulative_SV = logprobs_SV.double().exp().cumsum(-1)
+    # Times the last sum, which rounding leaves slightly different from 1.
     target_S1 = uniform_S[:, None] * cumulative_SV[:, -1:]
     return torch.searchsorted(cumulative_SV, target_S1, right=True)[:, 0].clamp(max=logprobs_SV.shape[-1] - 1)
 
