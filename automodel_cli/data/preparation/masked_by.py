@@ -10,11 +10,11 @@ from automodel_cli.data.config import DataConfig
 def masked_by(makes: str, template: ChosenTemplate, config: DataConfig) -> str:
     """Return the origin of the loss mask of documents of this kind."""
     if makes in ("labeled", "groups"):
-        return "nothing: texts are compared as a whole"
+        return "none, texts are compared as a whole"
     if makes == "texts":
-        return "nothing: every token is trained"
+        return "none, every token is trained"
     if template.text is None:
-        return "the end of the prompt" if config.loss_mask != "all" else "nothing: every token is trained"
+        return "the end of the prompt" if config.loss_mask != "all" else "none, every token is trained"
     turns = {"assistant": "assistant turns", "last_turn": "last assistant turn", "all": "all tokens"}[config.loss_mask]
     by_tags = GENERATION_TAG.search(template.text) and config.loss_mask != "all"
     way = "the template's generation tags" if by_tags else "prefix difference, verified per row"

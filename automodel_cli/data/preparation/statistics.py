@@ -146,7 +146,7 @@ class SourceReport:
         yield from self.infill.lines(self.num_rows - self.num_rejected)
         share = 100 * self.num_label_tokens / max(1, self.num_tokens)
         trained = f"{self.num_label_tokens:,} trained ({share:.1f}%)"
-        yield f"  {self.num_tokens:,} tokens, {trained}, mask by {self.masked_by}"
+        yield f"  {self.num_tokens:,} tokens, {trained}, loss mask: {self.masked_by}"
         if self.unrolled.rows:
             yield f"  {self.unrolled.text(self.num_rows, self.num_tokens)}"
         long = self.long.text(self.num_documents)

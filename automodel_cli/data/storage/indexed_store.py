@@ -93,7 +93,7 @@ def write_index(
         "kind": "documents",
         "is_text": True,
         "format": ", ".join(dict.fromkeys(file.format for file in opened)),
-        "masked_by": "nothing: every token is trained",
+        "masked_by": "none, every token is trained",
         "num_rows": len(lengths),
         "num_rejected": 0,
         "num_turns": len(lengths),

@@ -171,11 +171,13 @@ def _lines(config: DataConfig, stream: Stream, sample: PackedStore, number: int)
     source, meta = stream.source, stream.builder.writer.meta
     use = config.mixture().describe(number) if config.datasets else ""
     files = "1 file" if len(source.files) == 1 else f"{len(source.files):,} files"
-    out = [
-        f"{source.name}: streamed, {files}, {source.num_bytes / 1e9:.3g} GB ({meta['format']})" + (use and f", {use}")
-    ]
+    out = [f"{source.name}: streamed, {files}, {_size(source.num_bytes)} ({meta['format']})" + (use and f", {use}")]
     if meta["unused"]:
         out.append(f"  columns without effect: {', '.join(meta['unused'])}")
     fill = int(sample.offsets[-1]) / (config.seq_len * sample.num_rows)
     packed = f"packed {config.packing}, {100 * fill:.1f}% full in the first rows"
-    return [*out, f"  mask by {meta['masked_by']}; {packed}"]
+    return [*out, f"  loss mask: {meta['masked_by']}; {packed}"]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

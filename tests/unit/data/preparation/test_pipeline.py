@@ -426,7 +426,7 @@ def test_the_report_says_what_was_done(config):
     report = prepare_data(config, tiny_tokenizer(), seed=0).report
     lines = report.lines()
     assert lines[0] == "train.jsonl: 40 rows (messages, detected)"
-    assert lines[1].endswith("mask by prefix difference, verified per row (assistant turns)")
+    assert lines[1].endswith("loss mask: prefix difference, verified per row (assistant turns)")
     assert lines[2].startswith("  packed best_fit into ") and lines[2].endswith("no document longer than a row")
     assert lines[3].startswith("prepared in ")
     assert (
