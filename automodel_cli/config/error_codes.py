@@ -275,6 +275,14 @@ _WARNINGS = {
     "known_tokens": ErrorCode(
         "Tokens that should be added are in the tokenizer already.", "Nothing needs to be done, or correct their text."
     ),
+    "new_score_layer": ErrorCode(
+        "The checkpoint is a classifier, but its score layer is not used. The new one starts at zero.",
+        "Set `objective.labels` to the labels of the checkpoint to train its score layer further, or continue.",
+    ),
+    "other_embedding_settings": ErrorCode(
+        "The checkpoint is an embedding model that was trained with another pooling or other prompts.",
+        "Set the keys to the printed values, or continue if the change is wanted.",
+    ),
     "server_restored": ErrorCode("A generation server responds again.", "Nothing needs to be done."),
 }
 

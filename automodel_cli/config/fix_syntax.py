@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 Kind = Literal["overrides", "command", "words"]
@@ -21,6 +21,9 @@ _COMMANDS = (
 )
 _SHELL_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 _KEY = re.compile(r"^('?~?)([A-Za-z_][\w.]*)(?==|$)")
+_PLAIN = re.compile(r"[\w./*?:+-]+")
+_SPELLABLE = re.compile(r"(?!(?:null|true|false|nan|inf)$)[a-z_][\w ./*|()\[\]{}:=,+$-]*", re.A | re.I)  # keys of dicts
+_ESCAPED = re.compile(r"[()\[\]{}:=,]")
 _OVERRIDE = re.compile(r"~[A-Za-z_][\w.]*|~?[A-Za-z_][\w.]*=\S.*", re.S)
 
 
@@ -43,8 +46,28 @@ def override(key: str, value: str) -> str:
 
 def list_override(key: str, values: Iterable[str]) -> str:
     """Return `key=[...]` quoted for a shell and for the grammar of overrides."""
-    plain = re.compile(r"[\w./*?:+-]+")
-    return word(f"{key}=[{','.join(value if plain.fullmatch(value) else _quoted(value) for value in values)}]")
+    return word(f"{key}=[{','.join(map(_plain, values))}]")
+
+
+def mapping_override(key: str, entries: Mapping[str, str | float]) -> str | None:
+    """Return overrides that replace the mapping of `key`, quoted for a shell and for the grammar of overrides.
+
+    An override of a mapping merges, so the first one clears it: `key={} 'key={a: 1, b: 2}'`. None if the grammar has no
+    spelling for a name.
+    """
+    if not entries:
+        return f"{key}={{}}"
+    if not all(_SPELLABLE.fullmatch(name) for name in entries):
+        return None
+    names = (_ESCAPED.sub(lambda found: f"\\{found[0]}", name) for name in entries)
+    pairs = ", ".join(f"{name}: {_plain(value)}" for name, value in zip(names, entries.values(), strict=True))
+    return f"{key}={{}} " + word(f"{key}={{{pairs}}}")
+
+
+def _plain(value: str | float) -> str:
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) else _quoted(value)
+    return repr(int(value) if value == int(value) else value)
 
 
 def _quoted(value: str) -> str:

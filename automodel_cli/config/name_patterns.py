@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fix_syntax import list_override
+from automodel_cli.config.fix_syntax import list_override, mapping_override
 
 _SHOWN = 12
 
@@ -71,8 +70,8 @@ def _fix(listed: NameList, meant: Mapping[str, str | None]) -> str:
     if not kept:
         return f"{listed.key}={listed.empty}"
     if isinstance(listed.entries, Mapping):
-        if not all(isinstance(value, str) for value in listed.entries.values()):
-            return f"{listed.key}={listed.empty}"  # objects, which no override spells
-        pairs = ",".join(f"{name}:{listed.entries[entry]}" for name, entry in kept.items())
-        return shlex.quote(f"{listed.key}={{{pairs}}}")
+        values = {name: listed.entries[entry] for name, entry in kept.items()}
+        plain = {name: value for name, value in values.items() if isinstance(value, (str, int, float))}
+        fix = mapping_override(listed.key, plain) if len(plain) == len(values) else None
+        return fix or f"{listed.key}={listed.empty}"  # objects, which no override spells
     return list_override(listed.key, kept)

@@ -16,9 +16,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fix_syntax import mapping_override
 from automodel_cli.data.head_output import HeadRequest
 from automodel_cli.objectives.base import Metric
 
@@ -244,22 +246,26 @@ def check_labels(labels: list[str], *, at_least: int) -> None:
 
 
 def check_weights(weights: Mapping[str, float], labels: list[str]) -> None:
-    """Raise ConfigError for a weight of an unknown label, and for one that is not positive."""
-    from difflib import get_close_matches
+    """Raise ConfigError for weights of unknown labels, and for those that are not positive.
 
+    The fix keeps all others. The most similar label without a weight replaces an unknown one.
+    """
+    unknown = [name for name in weights if name not in labels]
+    small = [name for name, weight in weights.items() if not (weight > 0 and math.isfinite(weight))]
+    if not unknown and not small:
+        return
+    kept: dict[str, float] = {}
     for name, weight in weights.items():
-        if name not in labels:
-            near = get_close_matches(name, labels, 1, 0.0)
-            raise ConfigError(
-                f"class_weights has {name!r}, which is not in labels: {', '.join(labels)}",
-                code="unknown_name",
-                keys=("class_weights", "labels"),
-                fix=f"'objective.class_weights={{{near[0]}: {weight:g}}}'",
-            )
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ConfigError(
-                f"class_weights.{name}={weight:g} must be finite and greater than 0",
-                code="out_of_range",
-                keys=("class_weights",),
-                fix=f"'objective.class_weights={{{name}: 1.0}}'",
-            )
+        free = [label for label in labels if label not in weights and label not in kept]
+        near = [name] if name in labels else get_close_matches(name, free, 1, 0.0)
+        kept |= dict.fromkeys(near[:1], 1.0 if name in small else weight)
+    if unknown:
+        message = f"class_weights has {unknown[0]!r}, which is not in labels: {', '.join(labels)}"
+    else:
+        message = f"class_weights.{small[0]}={weights[small[0]]:g} must be finite and greater than 0"
+    raise ConfigError(
+        message,
+        code="unknown_name" if unknown else "out_of_range",
+        keys=("class_weights", "labels") if unknown else ("class_weights",),
+        fix=mapping_override("objective.class_weights", kept) or "objective.class_weights={}",
+    )

@@ -65,7 +65,14 @@ class Model:
         stages = empty_stages(recipe, mesh, frozen=frozen)
         device = recipe.parallelizer.parameter_device(mesh.device)
         for part in _parts(stages):
-            load_weights(part, recipe.model, device=device, buffer_device=mesh.device, seed=recipe.seed)
+            load_weights(
+                part,
+                recipe.model,
+                device=device,
+                buffer_device=mesh.device,
+                seed=recipe.seed,
+                score_head=recipe.score_head,
+            )
             fill_front(part, recipe.model, buffer_device=mesh.device, seed=recipe.seed)
         return cls.filled(stages, recipe, mesh)
 

@@ -134,7 +134,8 @@ class Trainer:
         for line in (self._other_weights, self._new_data):
             if line:
                 self.print(line)
-        if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
+        unclaimed = self.model.parts[0].unclaimed if recipe.score_head is None else ()  # models of scores lack them
+        if self.is_main and unclaimed:  # it reads the headers of all files
             self.print(passthrough_tensors.passthrough_summary(recipe.model, unclaimed))
 
     def _make_meter(self) -> MetricLogger:

@@ -67,6 +67,16 @@ def test_the_export_gives_the_validation_metrics_in_padded_batches(folder, losse
     assert [answer["label"] for answer in found] == [model.config.id2label[i] for i in padded.argmax(1).tolist()]
 
 
+def test_a_second_run_starts_from_the_first_ones_scores(folder, losses):
+    """Also with the labels in another order."""
+    export = ("model.config=null", "model.pretrained=runs/whole/export", "objective.labels=[positive,negative,mixed]")
+    train(folder, "second", *export, "train.max_steps=1")
+    before, after = metrics(folder / "runs" / "second")[0], metrics(folder / "runs" / "whole")[-1]
+    names = ("val_loss", "val_accuracy", "val_f1", "val_auroc")
+    assert before["step"] == 0
+    assert [before[name] for name in names] == pytest.approx([after[name] for name in names], rel=1e-6)
+
+
 def test_stages_and_ranks_train_the_same_classifier(folder, losses):
     staged = train(folder, "stages", "mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")
     assert staged == pytest.approx(losses, rel=2e-6)

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.models import lora, new_tokens, nf4, transformers_compat
+from automodel_cli.models.checkpoint_io import stored_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import dequantize, multimodal_backbone, passthrough_tensors, source
-from automodel_cli.models.lm_head import value_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.mtp import layers as mtp_layers
 from automodel_cli.models.rng import seed_for
+from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 from automodel_cli.models.uneven_dtensor import is_uneven
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def load_weights(
     device: torch.device | str,
     seed: int,
     buffer_device: torch.device | None = None,
+    score_head: ScoreHead | EmbeddingHead | None = None,
 ) -> LoadReport:
     """Allocate meta tensors on `device` and fill all tensors.
 
@@ -63,6 +65,8 @@ def load_weights(
 
     Args:
         buffer_device: device of buffers and 4-bit weights. None: `device`.
+        score_head: scores or embeddings that replace the log-probs. Then a checkpoint may lack the LM head, which is
+            set to 0 because nothing reads it, and scores of a classifier continue from its score layer.
     """
     materialize(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
@@ -78,7 +82,8 @@ def load_weights(
                 init_buffers(skeleton_of(unsharded, target), target)
             else:
                 checkpoint = _Checkpoint(weights)
-                report = _load_safetensors(unsharded, target, checkpoint, config)
+                optional = frozenset() if score_head is None else stored_head.head_names(unsharded)
+                report = _load_safetensors(unsharded, target, checkpoint, config, optional)
                 init_buffers(unsharded, target)
                 report = _load_depths(part, config, checkpoint, report, target.packed_device)
     part.unclaimed, part.within = report.unclaimed, report.within
@@ -93,8 +98,7 @@ def load_weights(
     lora.init_adapters(part.model, config.lora, seed)
     if config.lora is not None and config.lora.pretrained is not None:
         lora.fill_pretrained(part, config.lora.pretrained)
-    if part.value_head is not None:
-        value_head.fill_value_head(part.value_head, source.folder(config))
+    stored_head.fill_scores(part, config, score_head)
     return report
 
 
@@ -236,9 +240,13 @@ class _Checkpoint:
 
 
 def _load_safetensors(
-    whole: PreTrainedModel, target: Target, checkpoint: _Checkpoint, config: ModelConfig
+    whole: PreTrainedModel,
+    target: Target,
+    checkpoint: _Checkpoint,
+    config: ModelConfig,
+    optional: frozenset[str] = frozenset(),
 ) -> LoadReport:
-    """Load safetensors files. `whole` becomes the skeleton."""
+    """Load safetensors files. `whole` becomes the skeleton. `optional` parameters become 0 if they are not there."""
     tensors, repository = checkpoint.tensors, source.composite_config(config)
     within = None
     if multimodal_backbone.text_config(repository) is not repository:
@@ -248,11 +256,17 @@ def _load_safetensors(
     no_place = set(transformers_compat.unclaimed_keys(whole, mapping, known_as.values()))
     unclaimed = [key for key in tensors if key not in known_as or known_as[key] in no_place]
     tensors = new_tokens.grown(tensors, config, repository, unclaimed)
-    _fill_from({name: tensors[key] for key, name in known_as.items()}, whole, target, mapping)
+    _fill_from({name: tensors[key] for key, name in known_as.items()}, whole, target, mapping, optional)
     return LoadReport(checkpoint.num_bytes_read, tuple(unclaimed), within)
 
 
-def _fill_from(named_tensors: dict[str, Any], whole: PreTrainedModel, target: Target, mapping: list[Any]) -> None:
+def _fill_from(
+    named_tensors: dict[str, Any],
+    whole: PreTrainedModel,
+    target: Target,
+    mapping: list[Any],
+    optional: frozenset[str] = frozenset(),
+) -> None:
     """Load lazy tensors by hub name into the target, one layer after another. `whole` becomes the skeleton."""
     units: dict[str, dict[str, Any]] = {}
     for name, tensor in named_tensors.items():
@@ -277,6 +291,10 @@ def _fill_from(named_tensors: dict[str, Any], whole: PreTrainedModel, target: Ta
                 cut = name in target.joined or _read_whole(param)
                 target.fill(name, transformers_compat.local_part(param, value.detach()) if cut else value.detach())
                 _to_meta(module, leaf)
+    for name in optional & set(target.missing()):
+        with torch.no_grad():
+            target.filled[name] = name
+            target.tensors[name].zero_()
     if missing := target.missing():
         raise ConfigError(
             f"the checkpoint lacks {len(missing)} tensors of the model: {', '.join(missing[:3])}",

@@ -92,8 +92,7 @@ def config_of(
     if head.labels:
         config.id2label = dict(enumerate(head.labels))
         config.label2id = {label: i for i, label in enumerate(head.labels)}
-    if head.problem is not None and not head.of_tokens:
-        config.problem_type = head.problem
+    config.problem_type = None if head.of_tokens else head.problem  # a classifier that is trained further has another
     if head.of_tokens:
         config.classifier_dropout = 0.0
     if head.plain_text and tokenizer is not None:

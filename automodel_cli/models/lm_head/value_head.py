@@ -8,7 +8,7 @@ file, which transformers ignores. Loading the folder restores it. Reward models 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,20 +30,19 @@ class ValueHead(nn.Linear):
         return F.linear(hidden_BTD.float(), self.weight.float()).clone()  # FSDP2 warns about modules that return a view
 
 
-def fill_value_head(head: ValueHead, folder: Path | None) -> None:
-    """Load the value head of the export in `folder`. Without one, initialize with zeros, so all values are 0."""
-    saved = _read(folder)
+def fill_value_head(head: ValueHead, weight_LD: Tensor | None) -> None:
+    """Set the weight, which may be sharded. None: zeros, so all values are 0."""
     with torch.no_grad():
-        for name, param in head.named_parameters():
-            value = saved[name] if name in saved else torch.zeros(param.shape)
-            local = transformers_compat.local(param)
-            local.copy_(transformers_compat.local_part(param, value.to(param.dtype)))
+        value = torch.zeros(head.weight.shape) if weight_LD is None else weight_LD
+        local = transformers_compat.local(head.weight)
+        local.copy_(transformers_compat.local_part(head.weight, value.to(head.weight.dtype)))
 
 
-def _read(folder: Path | None) -> Mapping[str, Tensor]:
+def read_value_head(folder: Path | None) -> Tensor | None:
+    """Return the weight `[L, D]` in the file of an export, None without a file."""
     from safetensors.torch import load_file
 
-    return load_file(folder / FILE) if folder is not None and (folder / FILE).exists() else {}
+    return load_file(folder / FILE)["weight"] if folder is not None and (folder / FILE).exists() else None
 
 
 def named_weights(heads: Sequence[ValueHead]) -> Iterator[tuple[str, Tensor]]:

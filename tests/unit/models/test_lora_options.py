@@ -87,7 +87,11 @@ def test_layers_and_ranks_are_those_that_were_chosen(tmp_path: Path):
 REFUSED = [
     ({"exclude_modules": ["down_poj"]}, "unknown_name", "'model.lora.exclude_modules=[down_proj]'"),
     ({"layers_to_transform": [0, 99]}, "out_of_range", "model.lora.layers_to_transform=[0]"),
-    ({"rank_pattern": {"q_poj": 2}}, "unknown_name", "model.lora.rank_pattern={}"),
+    (
+        {"rank_pattern": {"q_poj": 2, "v_proj": 3}},
+        "unknown_name",
+        "model.lora.rank_pattern={} 'model.lora.rank_pattern={q_proj: 2, v_proj: 3}'",
+    ),
     ({"modules_to_save": ["lm_hed"]}, "unknown_name", "'model.lora.modules_to_save=[lm_head]'"),
     ({"modules_to_save": ["mlp"]}, "unsupported_combination", "model.lora.modules_to_save=[]"),
     ({"modules_to_save": ["lm_head"]}, "requires_setting", "'model.lora.modules_to_save=[lm_head,embed_tokens]'"),

@@ -87,8 +87,11 @@ def test_labels_and_weights_are_checked():
         SingleLabel()
     with raises(ConfigError, "invalid_value", keys=("labels",), fix="objective.labels=[a,b]"):
         SingleLabel(labels=["a", "b", "a"])
-    with raises(ConfigError, "unknown_name", keys=("class_weights",), fix="'objective.class_weights={bad: 2}'"):
-        SingleLabel(labels=["bad", "good"], class_weights={"bat": 2.0})
+    fix = "objective.class_weights={} 'objective.class_weights={bad: 2, good: 0.5}'"
+    with raises(ConfigError, "unknown_name", keys=("class_weights",), fix=fix):
+        SingleLabel(labels=["bad", "good"], class_weights={"bat": 2.0, "good": 0.5})
+    with raises(ConfigError, "out_of_range", fix="objective.class_weights={} 'objective.class_weights={a: 1, b: 0.5}'"):
+        MultiLabel(labels=["a", "b"], class_weights={"a": 0.0, "b": 0.5})
     for weight in (0.0, math.inf, math.nan):
         with raises(ConfigError, "out_of_range", keys=("class_weights",)):
             MultiLabel(labels=["a"], class_weights={"a": weight})
