@@ -11,7 +11,8 @@ In files, A is `[E R, I]` with experts outside, and B is `[O, R E]` with experts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ def adapted(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if has_adapters(module)]
 
 
-def inject(model: nn.Module, targets: str | list[str] | None, rank: int, scale: float) -> None:
+def inject(model: nn.Module, targets: str | list[str] | None, settings: Any) -> None:
     """Add adapters to the experts that `targets` selects. Works on the meta device.
 
-    Raises ConfigError for entries that name no weight of experts, experts with an adapter on one weight only, and
-    experts that are not measured to be gated MLPs.
+    `settings` is a `peft.LoraConfig`, whose rank and alpha patterns apply to the names of the weights, as in peft.
+    Raises ConfigError for entries that name no weight of experts, experts with an adapter on one weight only or with
+    two ranks, and experts that are not measured to be gated MLPs.
     """
     if targets is None:
         return
@@ -60,9 +62,34 @@ def inject(model: nn.Module, targets: str | list[str] | None, rank: int, scale: 
                 keys=("lora.target_parameters",),
                 fix=f"model.lora.target_parameters={ALL_EXPERTS}",
             )
-        _add(name, model.get_submodule(name), rank, scale)
+        _add(name, model.get_submodule(name), *_rank_and_scale(name, settings))
     short = sorted({".".join(name.split(".")[-2:]) for name in chosen})
     model.peft_config["default"].target_parameters = targets if isinstance(targets, list) else short  # type: ignore
+
+
+def _rank_and_scale(name: str, settings: Any) -> tuple[int, float]:
+    """Return rank and scale of the adapters of an experts module. Raises ConfigError if its weights differ in them."""
+    ranks, alphas = (
+        [_by_pattern(patterns, f"{name}.{weight}", usual) for weight in WEIGHTS]
+        for patterns, usual in ((settings.rank_pattern, settings.r), (settings.alpha_pattern, settings.lora_alpha))
+    )
+    for key, values in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        if values[0] != values[1]:
+            both = ", ".join(f"{weight} {value:g}" for weight, value in zip(WEIGHTS, values, strict=True))
+            raise ConfigError(
+                f"lora.{key} gives the weights of {name} different values ({both}), but the adapters of an expert have "
+                "one rank and one alpha",
+                code="not_supported",
+                keys=(f"lora.{key}", "lora.target_parameters"),
+                fix=f"model.lora.{key}={{}}",
+            )
+    return ranks[0], alphas[0] / (ranks[0] ** 0.5 if settings.use_rslora else ranks[0])
+
+
+def _by_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
+    """Return the value of the first pattern that matches a name, as `peft` matches it."""
+    matched = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
+    return next(matched, usual)
 
 
 def full_names(experts: Iterable[str]) -> list[str]:

@@ -56,9 +56,8 @@ def inject(model: nn.Module, config: LoRAConfig, new_rows: Sequence[int] = ()) -
     experts, settings.target_parameters = config.target_parameters or settings.target_parameters, None
     _wrap_layers(model, settings, config)
     adapted = [name for name, _ in wrappers(model)]
-    lora_options.check_patterns(config, adapted)
-    scale_of_experts = settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
-    expert_lora.inject(model, experts, settings.r, scale_of_experts)
+    expert_lora.inject(model, experts, settings)
+    lora_options.check_patterns(config, [*adapted, *expert_lora.weights(model)])
     lora_options.train_saved_modules(model, saved, [*adapted, *(name for name, _ in expert_lora.adapted(model))])
     settings.modules_to_save = saved or None  # of the file
     layers = dict(wrappers(model))
@@ -86,6 +85,7 @@ def _wrap_layers(model: nn.Module, settings: Any, config: LoRAConfig) -> None:
     try:
         with warnings.catch_warnings():  # a tied head gets a separate weight on export (`untied_weights`)
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+            warnings.filterwarnings("ignore", message=".*_pattern keys did not match.*")  # `check_patterns` raises
             peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     except ValueError as error:
         raise _unsupported_target(model, config, str(error), no_match=True) from error

@@ -57,7 +57,8 @@ class LoRAConfig:
     layers_to_transform: list[int] = field(default_factory=list)
     """Decoder layers with adapters, counted from 0. Empty: all. Requires `target_modules` as a list or `all-linear`."""
     rank_pattern: dict[str, int] = field(default_factory=dict)
-    """Rank of some layers, by name ending or regular expression: `{down_proj: 32}`. Each must match an adapter."""
+    """Rank of some layers, by name ending or regular expression: `{down_proj: 32}`. Each must match an adapter. Names
+    of experts are those of their weights (`mlp.experts.gate_up_proj`), which must have the same rank and alpha."""
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     """Alpha of some layers, by name ending or regular expression: `{down_proj: 64}`. Each must match an adapter."""
     modules_to_save: list[str] = field(default_factory=list)
@@ -147,14 +148,13 @@ class LoRAConfig:
                 check_range(f"{key}.{pattern}", value, **lowest, fix=f"model.lora.{key}={{}}")  # type: ignore[arg-type]
         for layer in self.layers_to_transform:
             check_range("layers_to_transform", layer, at_least=0, fix="model.lora.layers_to_transform=[]")
-        apart = ("exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern")
-        for key in apart if self.target_parameters is not None else ():
+        for key in ("exclude_modules", "layers_to_transform") if self.target_parameters is not None else ():
             if getattr(self, key):
                 raise ConfigError(
-                    f"{key} is not supported with target_parameters, because adapters on experts do not follow it",
+                    f"{key} is not supported with target_parameters, because peft does not apply it to experts",
                     code="unsupported_combination",
                     keys=(key, "target_parameters"),
-                    fix=f"model.lora.{key}={'{}' if key.endswith('pattern') else '[]'}",
+                    fix=f"model.lora.{key}=[]",
                 )
         by_regex = isinstance(self.target_modules, str) and self.target_modules != "all-linear"
         for key in ("exclude_modules", "layers_to_transform"):

@@ -52,3 +52,14 @@ def test_a_classifier_has_the_numbers_of_one_process_in_every_layout(name: str, 
     rows = layouts(objective)
     for layout, errors in zip(rows, launch(run_rows, 2, original, list(rows.values())), strict=True):
         assert isinstance(errors, Errors) and errors.within_rounding(), (layout, errors)
+
+
+def test_a_classifier_on_experts_has_the_numbers_of_one_process(tmp_path: Path):
+    objective = OBJECTIVES["single label"]
+    original = Original.write(
+        tmp_path, tiny.build_hf("qwen3_moe", num_hidden_layers=2), objective, kinds=(True,), counts=(4,)
+    )
+    experts = LoRAConfig(rank=4, target_parameters="all-experts")
+    ep2 = Case(MeshConfig(dp_size=2, ep_size=2), FSDP2Config(mp_policy=FP32), num_microbatches=4, objective=objective)
+    for errors in launch(run_rows, 2, original, [ep2, replace(ep2, lora=experts)]):
+        assert isinstance(errors, Errors) and errors.within_rounding(), errors

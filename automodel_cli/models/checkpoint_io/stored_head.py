@@ -52,7 +52,8 @@ def stored_scores(config: ModelConfig, wanted: ScoreHead) -> Tensor | None:
     if SCORE not in tensors:
         return None
     hf_config = source.composite_config(config)
-    names = [str(hf_config.id2label[index]) for index in range(hf_config.num_labels)]
+    labels: Any = hf_config.id2label
+    names = [str(labels[index]) for index in range(len(labels))]
     if reason := _difference(hf_config, names, wanted, bias=tensors.get("score.bias")):
         warn("new_score_layer", "the score layer of %s is not used, because %s", config.pretrained, reason)
         return None

@@ -81,6 +81,30 @@ def test_gradients_equal_those_of_materialized_updates(family: str, tmp_path: Pa
             assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
 
 
+def test_patterns_give_experts_pefts_ranks_and_scales(tmp_path: Path):
+    patterns = {"rank_pattern": {"layers.1.mlp.experts.*": 5, "q_proj": 2}, "alpha_pattern": {"experts.*": 9.0}}
+    part, config = trained(tmp_path / "base", target_modules=["q_proj"], **patterns)
+    assert [len(experts.gate_up_proj_lora_A[0]) for _, experts in expert_lora.adapted(part.model)] == [3, 5]
+    lora.save_adapters([part], config.lora, tmp_path / "adapter", base_model=str(tmp_path / "base"), write=True)
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
+    ids = token_row(12, 4)
+    batch = packed_batch([[ids]])
+    with torch.no_grad():
+        ours = part.eval()(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT[0]
+        theirs = reference_logprobs(model(input_ids=ids[None]).logits[0], batch.labels_BT[0])
+        with model.disable_adapter():
+            base = reference_logprobs(model(input_ids=ids[None]).logits[0], batch.labels_BT[0])
+    assert (ours - theirs).abs().max() < 1e-5 and (ours - base).abs().max() > 0.1
+    further = ModelConfig(pretrained=str(tmp_path / "base"), lora=LoRAConfig(pretrained=str(tmp_path / "adapter")))
+    continued = build_part(further)
+    load_weights(continued, further, device="cpu", seed=7)
+    for (name, param), other in zip(part.named_parameters(), continued.parameters(), strict=True):
+        assert torch.equal(param, other), name
+    with raises(ConfigError, "not_supported", keys=("lora.rank_pattern",), values=("5", "3")):
+        trained(tmp_path / "other", rank_pattern={"gate_up_proj": 5})
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("modules", [[], "all-linear"])
 def test_peft_loads_the_files_and_computes_the_same(family: str, modules, tmp_path: Path):
@@ -169,7 +193,7 @@ def test_settings_that_adapters_on_experts_do_not_support():
         )
 
 
-@pytest.mark.parametrize("other", [{"rank_pattern": {"q_proj": 4}}, {"layers_to_transform": [0]}])
+@pytest.mark.parametrize("other", [{"exclude_modules": ["q_proj"]}, {"layers_to_transform": [0]}])
 def test_options_that_do_not_reach_experts_are_refused(other):
     with raises(ConfigError, "unsupported_combination", keys=(next(iter(other)), "target_parameters")):
         LoRAConfig(target_parameters="all-experts", **other)

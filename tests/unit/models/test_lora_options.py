@@ -114,7 +114,7 @@ def test_values_are_checked_without_a_model():
         ({"layers_to_transform": [-1]}, "out_of_range"),
         ({"target_modules": ".*q", "exclude_modules": ["q"]}, "unsupported_combination"),
         ({"pretrained": "a/b", "rank": 4}, "mutually_exclusive"),
-        ({"target_parameters": "all-experts", "rank_pattern": {"q": 2}}, "unsupported_combination"),
+        ({"target_parameters": "all-experts", "exclude_modules": ["q_proj"]}, "unsupported_combination"),
     ]:
         with pytest.raises(ConfigError) as refusal:
             LoRAConfig(**fields)
