@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from automodel_cli.data.packing import Packed, cut_long, pack
-from automodel_cli.data.storage.memmap_store import TokenStore, write_packed
+from automodel_cli.data.storage.memmap_store import TokenStore
+from automodel_cli.data.storage.memmap_writer import write_packed
 
 
 def log_normal(number: int) -> np.ndarray:

@@ -34,7 +34,7 @@ from automodel_cli.models.hub import multimodal_backbone
 from automodel_cli.models.packing_support import probe_packing
 from automodel_cli.pipelining.cut.model_structure import NotMeasuredError, SplitError
 from automodel_cli.pipelining.cut.split_check import probe
-from automodel_cli.rollout.engines.policy_engine import check_decoding
+from automodel_cli.rollout.engines.decoding_check import check_decoding
 
 SECONDS_PER_FAMILY = 60
 SECONDS_PER_TRAINING = 240  # of two processes that share the machine with others

@@ -43,7 +43,7 @@ from automodel_cli.models.vision.probe import probe_pictures
 from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.models.vision.small import build_composite, small_composite
 from automodel_cli.pipelining.cut.picture_split import layers_of_first_stage
-from automodel_cli.rollout.engines.policy_engine import check_decoding
+from automodel_cli.rollout.engines.decoding_check import check_decoding
 
 UNMEASURED = ("a small copy of the model does not run", "cannot be built")
 SECONDS, MOST_BYTES = 20, 8 << 30

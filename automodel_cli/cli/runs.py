@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,8 +15,6 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.plain_text import visible
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from automodel_cli.runs.index import RunEntry
     from automodel_cli.runs.rollouts import Order
 
@@ -49,7 +47,7 @@ def ls(folder: str, as_json: bool) -> None:
 def _list(found: Sequence[tuple[str, RunEntry]], folder: str, as_json: bool) -> None:
     if as_json:
         for name, run in found:
-            click.echo(json.dumps(_as_json(run) | {"folder": name}))
+            click.echo(json.dumps(run.as_json() | {"folder": name}))
         return
     if not found:
         click.echo(f"no runs in {folder}; begin one with: automodel finetune llm -c quickstart")
@@ -57,7 +55,11 @@ def _list(found: Sequence[tuple[str, RunEntry]], folder: str, as_json: bool) -> 
     table = table_rendering.table("run", "recipe", "state", "steps", "loss", "val loss", "metric", "age")
     for name, run in found:
         of = f"/{run.num_steps}" if run.num_steps else ""
-        numbers = (table_rendering.number(run.last("loss")), table_rendering.number(run.last("val_loss")), _metric(run))
+        numbers = (
+            table_rendering.number(run.last("loss")),
+            table_rendering.number(run.last("val_loss")),
+            table_rendering.metric(run),
+        )
         shown = name.removeprefix(folder.rstrip("/")).strip("/") or run.name
         table.add_row(
             shown, run.recipe, table_rendering.state(run), f"{run.step}{of}", *numbers, table_rendering.age(run.age)
@@ -84,7 +86,7 @@ def show(run: str | None, as_json: bool) -> None:
     """
     entry = _one(run)
     if as_json:
-        click.echo(json.dumps({**_as_json(entry), "record": entry.record}, indent=1))
+        click.echo(json.dumps({**entry.as_json(), "record": entry.record}, indent=1))
         return
     from automodel_cli.runs.show import details
 
@@ -215,7 +217,9 @@ def diff(first: str, second: str, tolerance: float) -> None:
     found = differences(a, b)
     for index, entry in enumerate(found):
         where = entry.where if index == 0 or found[index - 1].where != entry.where else ""
-        table.add_row(where, entry.name, _with_origin(entry.first), _with_origin(entry.second))
+        table.add_row(
+            where, entry.name, table_rendering.with_origin(entry.first), table_rendering.with_origin(entry.second)
+        )
     console = table_rendering.console()
     if found:
         console.print(table)
@@ -275,30 +279,6 @@ def _one(name: str | None) -> RunEntry:
     return found[-1]
 
 
-def _as_json(run: RunEntry) -> dict[str, Any]:
-    metrics = {
-        key: run.last(key) for key in ("loss", "val_loss", "reward", "val_accuracy") if run.last(key) is not None
-    }
-    return {
-        "folder": str(run.folder),
-        "recipe": run.recipe,
-        "state": run.state,
-        "step": run.step,
-        "num_steps": run.num_steps,
-        **metrics,
-        "age_seconds": round(run.age),
-    }
-
-
-def _metric(run: RunEntry) -> str:
-    """Return the metrics that are more informative than the loss, if there are any."""
-    for key in ("val_reward", "reward", "val_accuracy", "accuracy"):
-        if (value := run.last(key)) is not None:
-            return f"{key.replace('_', ' ')} {table_rendering.number(value)}"
-    accuracy = run.record.get("numbers", {}).get("accuracy after")
-    return f"accuracy {accuracy}" if accuracy else ""
-
-
 def _parting(a: RunEntry, b: RunEntry, column: str, tolerance: float) -> str:
     from automodel_cli.runs.compare import parting
 
@@ -312,11 +292,3 @@ def _parting(a: RunEntry, b: RunEntry, column: str, tolerance: float) -> str:
     ends = [table_rendering.number(value) for value in difference.at_end]
     end = f"{ends[0]} and {ends[1]} at the last step that both have"
     return f"{label} parts at step {difference.unequal} ({apart} than {tolerance:g} of itself); {end}"
-
-
-def _with_origin(text: str) -> Text:
-    """Format `value` with its origin, dimmed."""
-    from rich.text import Text
-
-    value, _, origin = map(visible, text.partition("\n"))
-    return Text.assemble(value, *([("  ", ""), (origin, "dim")] if origin else []))

@@ -3,20 +3,20 @@ SkyPilot. Imports no torch."""
 
 from __future__ import annotations
 
-import functools
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.cli.cluster_options import cluster_options
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import kubernetes_skypilot, slurm
+from automodel_cli.launch import kubernetes_skypilot, slurm, slurm_script
 from automodel_cli.launch.local_launcher import safe_path
 from automodel_cli.launch.slurm_queue import why_never
 from automodel_cli.launch.slurm_servers import RolloutNodes
@@ -25,71 +25,10 @@ if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from automodel_cli.run.config_root import ConfigRoot
 
-F = TypeVar("F", bound=Callable[..., object])
 _SHARED = ("nodes", "ranks_per_node", "gpus_per_node", "image", "cpus_per_task", "notice", "max_requeues", "setup")
 """Options that mean the same to every scheduler."""
 _CPUS_PER_GPU = 4
 """CPUs per rank. Slurm's default of one is too few for a rank that also reads data and drives NCCL."""
-
-
-def cluster_options(*, required: bool) -> Callable[[F], F]:
-    """Add the resources of a job as options. Nodes and GPUs are `required` or optional."""
-    options = (
-        click.option("--nodes", required=required, type=click.IntRange(min=1), metavar="N", help="Number of nodes."),
-        click.option(
-            "--gpus-per-node",
-            required=required,
-            type=click.IntRange(min=0),
-            metavar="G",
-            help="GPUs of each node, one rank each. 0: CPU ranks.",
-        ),
-        click.option(
-            "--ranks-per-node",
-            type=click.IntRange(min=1),
-            metavar="R",
-            help="With --gpus-per-node 0: CPU ranks of each node.",
-        ),
-        click.option(
-            "--cpus-per-task",
-            type=click.IntRange(min=1),
-            metavar="C",
-            help="CPU cores of each rank.  [default with GPUs: 4]",
-        ),
-        click.option("--partition", metavar="NAME", help="Slurm partition."),
-        click.option("--account", metavar="NAME", help="Slurm account."),
-        click.option("--time", metavar="LIMIT", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS."),
-        click.option(
-            "--notice",
-            default=300,
-            show_default=True,
-            type=click.IntRange(1, 65535),
-            metavar="SECONDS",
-            help="Time before the limit at which ranks save.",
-        ),
-        click.option(
-            "--max-requeues",
-            default=20,
-            show_default=True,
-            type=click.IntRange(min=0),
-            metavar="N",
-            help="How often a stopped job is requeued.",
-        ),
-        click.option(
-            "--setup", multiple=True, metavar="LINE", help="Shell line to run before the ranks start. Repeatable."
-        ),
-        click.option(
-            "--sbatch",
-            "options",
-            multiple=True,
-            metavar="OPTION",
-            help="Additional #SBATCH option, for example --qos=high. Repeatable.",
-        ),
-        click.option(
-            "--image", metavar="IMAGE", help="Container image of the ranks. On Slurm, this needs the pyxis plugin."
-        ),
-    )
-
-    return lambda function: functools.reduce(lambda command, option: option(command), reversed(options), function)
 
 
 @click.command()
@@ -288,7 +227,7 @@ def _refuse_foreign(to: str, dry_run: bool, options: Mapping[str, Any], cloud: M
 def _send(sbatch: str, job: slurm.Job, *, remove: bool) -> None:
     folder = job.run_dir
     (folder / "logs").mkdir(exist_ok=True)  # Slurm would not make it, and the job would end without a word
-    script = folder / slurm.SCRIPT
+    script = folder / slurm_script.SCRIPT
     script.write_text(job.script())
     try:
         number = slurm.send(sbatch, script)

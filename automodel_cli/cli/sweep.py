@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from automodel_cli.cli import common, table_rendering
-from automodel_cli.cli.submit import cluster_options, fitted, job_of, warn_of_a_job_that_waits_forever
+from automodel_cli.cli.cluster_options import cluster_options
+from automodel_cli.cli.submit import fitted, job_of, warn_of_a_job_that_waits_forever
+from automodel_cli.cli.sweep_points import (
+    Point,
+    check_own_keys,
+    check_same_sweep,
+    grid_points,
+    point_of,
+    remember,
+    short_value,
+    state_of,
+)
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fix_syntax import override, word
+from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import signals, slurm
+from automodel_cli.launch import signals, slurm, slurm_script
 from automodel_cli.launch.local_launcher import safe_path
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from automodel_cli.run.config_root import ConfigRoot
-
-_FILE = "sweep.json"
-_OWN = ("run_name", "output_dir", "checkpoint.resume")
-_MOST = 1000
-
-
-@dataclass(frozen=True)
-class Point:
-    """One run of a sweep: its swept values, all its overrides (including its folder), and the folder."""
-
-    swept: tuple[str, ...]
-    overrides: tuple[str, ...]
-    folder: Path
 
 
 @click.command()
@@ -98,18 +92,18 @@ def sweep(
             )
         code, points = _search(folder, conf, overrides, trust, optuna, metric, maximize=maximize, dry_run=dry_run)
         return _print_result(code, points, metric, maximize)
-    points = _points(folder, overrides)
-    _same_sweep(folder, conf, overrides)
+    points = grid_points(folder, overrides)
+    check_same_sweep(folder, conf, overrides)
     checked = [(point, *common.load(conf, point.overrides, trust)) for point in points]
     if dry_run and not on_slurm:
         for point in points:
             words = ["automodel", "finetune", "llm", "-c", conf, *trust.arguments()]
-            click.echo(f"{_state(point):<12} {' '.join(map(word, [*words, *point.overrides]))}")
+            click.echo(f"{state_of(point):<12} {' '.join(map(word, [*words, *point.overrides]))}")
         return 0
     _check_cluster(on_slurm, at_once, cluster)
     if on_slurm:
         return _submit(folder, conf, overrides, checked, at_once, cluster, dry_run=dry_run)
-    _remember(folder, conf, overrides)
+    remember(folder, conf, overrides)
     return _print_result(_run_all(points, conf, trust), points, metric, maximize)
 
 
@@ -119,50 +113,6 @@ def _print_result(code: int, points: Sequence[Point], metric: str, maximize: boo
     if code in signals.EXIT_CODES.values():
         click.echo("the same command goes on")
     return code
-
-
-def _points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
-    """Raise ConfigError if no value is swept, or if a swept key is set by the sweep itself."""
-    from automodel_cli.config import hydra_adapter
-
-    _check_own(folder, overrides)
-    try:
-        points = hydra_adapter.points(overrides)
-    except ValueError as error:
-        raise ConfigError(
-            f"{error} must be a list of values or a range",
-            code="invalid_override",
-            keys=(str(error).partition("=")[0],),
-            origin=f"{error} (command line)",
-            fix="--optuna 20" if "interval(" in str(error) else None,
-        ) from error
-    except hydra_adapter.HydraException as error:
-        message = f"the overrides cannot be parsed: {str(error).splitlines()[0]}"
-        raise ConfigError(message, code="invalid_override") from error
-    if len(points) == 1:
-        fix = "automodel finetune llm, or a list: seed=0,1"
-        raise ConfigError("the sweep has one run because each key has one value", code="empty_value", fix=fix)
-    if len(points) > _MOST:
-        raise ConfigError(f"the sweep has {len(points):,} runs. The limit is {_MOST:,}", code="limit_exceeded")
-    return [_point(folder, number, swept, everything) for number, (swept, everything) in enumerate(points)]
-
-
-def _point(folder: Path, number: int, swept: Sequence[str], everything: Sequence[str]) -> Point:
-    name = _name(number, swept)
-    own = (override("output_dir", str(folder)), override("run_name", name), override("checkpoint.resume", "auto"))
-    places = [text for words in own for text in shlex.split(words)]
-    return Point(tuple(swept), (*everything, *places), folder / name)
-
-
-def _check_own(folder: Path, overrides: Sequence[str]) -> None:
-    for text in overrides:
-        if (key := text.lstrip("+").partition("=")[0]) in _OWN:
-            raise ConfigError(
-                f"{key} cannot be set in a sweep, which gives each run a separate folder",
-                code="unsupported_combination",
-                keys=(key,),
-                fix=f"--name {folder.name}",
-            )
 
 
 def _search(
@@ -180,20 +130,20 @@ def _search(
     from automodel_cli.cli.optuna_sweep import STUDY, Search, axes, corners
     from automodel_cli.runs.index import RunEntry
 
-    _check_own(folder, overrides)
+    check_own_keys(folder, overrides)
     found, fixed = axes(overrides)
     signature = (*overrides, f"metric={metric}", f"maximize={maximize}".lower())
-    _same_sweep(folder, conf, signature)
+    check_same_sweep(folder, conf, signature)
     for words in corners(found):
         common.load(conf, (*fixed, *words), trust)
     if dry_run:
         click.echo("\n".join(str(axis) for axis in found))
         return 0, []
-    _remember(folder, conf, signature)
+    remember(folder, conf, signature)
     search = Search(folder, found, num_trials, maximize=maximize)
 
     def point(number: int, words: Sequence[str]) -> Point:
-        return _point(folder, number, words, (*fixed, *words))
+        return point_of(folder, number, words, (*fixed, *words))
 
     code = search.run(
         lambda number, words: _run_one(point(number, words), f"{number + 1}/{num_trials}", conf, trust),
@@ -201,40 +151,6 @@ def _search(
     )
     click.echo(f"study      optuna-dashboard {folder / STUDY}")
     return code, [point(number, words) for number, words in enumerate(search.trials())]
-
-
-def _name(number: int, swept: Sequence[str]) -> str:
-    """`003 lr=1e-05 seed=1` as a name of a folder."""
-    words = [f"{text.partition('=')[0].rpartition('.')[2]}={_short(text.partition('=')[2])}" for text in swept]
-    return re.sub(r"[^\w.,+=-]+", "_", f"{number:03}-{','.join(words)}")[:120]
-
-
-def _short(value: str) -> str:
-    """Four digits of a number that has many."""
-    return f"{float(value):.4g}" if re.fullmatch(r"-?\d+\.\d{6,}(e-?\d+)?", value) else value
-
-
-def _same_sweep(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
-    """Raise if the folder holds another sweep, whose finished runs would be mixed with this one's."""
-    try:
-        before = json.loads((folder / _FILE).read_bytes())
-    except (OSError, ValueError):
-        return
-    if before != {"conf": conf, "overrides": list(overrides)}:
-        command = " ".join([before.get("conf", "?"), *before.get("overrides", [])])
-        message = f"{folder} belongs to another sweep: {command}"
-        raise ConfigError(message, code="resume_conflict", keys=("--name",), fix=f"--name {folder.name}-2")
-
-
-def _remember(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _FILE).write_text(json.dumps({"conf": conf, "overrides": list(overrides)}, indent=1) + "\n")
-
-
-def _state(point: Point) -> str:
-    from automodel_cli.runs.index import RunEntry
-
-    return RunEntry(point.folder).state if (point.folder / "config.yaml").is_file() else "new"
 
 
 def _run_all(points: Sequence[Point], conf: str, trust: Trust) -> int:
@@ -250,7 +166,7 @@ def _run_all(points: Sequence[Point], conf: str, trust: Trust) -> int:
 
 def _run_one(point: Point, label: str, conf: str, trust: Trust) -> int:
     """Return the exit code of a run, 0 if it has finished or is already running."""
-    skipped = {"finished": "finished already", "running": "runs already"}.get(_state(point))
+    skipped = {"finished": "finished already", "running": "runs already"}.get(state_of(point))
     click.echo(click.style(f"[{label}] {point.folder}  {skipped or ''}".rstrip(), bold=True))
     if skipped:
         return 0
@@ -278,7 +194,7 @@ def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
     names = list(dict.fromkeys(("loss", "val_loss", metric)))
     table = table_rendering.table("run", *(text.partition("=")[0] for text in points[0].swept), "state", "step", *names)
     for _, run, point in measured:
-        values = (_short(text.partition("=")[2]) for text in point.swept)
+        values = (short_value(text.partition("=")[2]) for text in point.swept)
         numbers = (table_rendering.number(run.last(name)) for name in names)
         table.add_row(run.name, *values, table_rendering.state(run), str(run.step), *numbers)
     table_rendering.console().print(table)
@@ -308,7 +224,7 @@ def _submit(
     dry_run: bool,
 ) -> int:
     """One array task for each run that has not finished."""
-    open_ones = [entry for entry in checked if _state(entry[0]) not in ("finished", "running")]
+    open_ones = [entry for entry in checked if state_of(entry[0]) not in ("finished", "running")]
     for _, _, recipe in open_ones:
         servers = recipe.generation_servers()
         if servers is not None and not servers.colocated:
@@ -328,7 +244,7 @@ def _submit(
         click.echo(script, nl=False)
         return 0
     sbatch = slurm.find_sbatch()
-    _remember(folder, conf, overrides)
+    remember(folder, conf, overrides)
     from automodel_cli.run.run_directory import run_directory
 
     made = []
@@ -336,9 +252,9 @@ def _submit(
         is_new = not point.folder.exists()
         point.folder.mkdir(parents=True, exist_ok=True)
         run_directory(recipe, composed, make=True)
-        (point.folder / slurm.SCRIPT).write_text(job.script())
+        (point.folder / slurm_script.SCRIPT).write_text(job.script())
         made += [point.folder] if is_new else []
-    path = folder / slurm.SCRIPT
+    path = folder / slurm_script.SCRIPT
     path.write_text(script)
     try:
         number = slurm.send(sbatch, path)

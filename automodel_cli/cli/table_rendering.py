@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from automodel_cli.config.plain_text import visible
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -22,6 +24,23 @@ def state(run: RunEntry) -> Text:
     from rich.text import Text
 
     return Text(run.state, _STYLES.get(run.state, ""))
+
+
+def metric(run: RunEntry) -> str:
+    """Return the metrics that are more informative than the loss, if there are any."""
+    for key in ("val_reward", "reward", "val_accuracy", "accuracy"):
+        if (value := run.last(key)) is not None:
+            return f"{key.replace('_', ' ')} {number(value)}"
+    accuracy = run.record.get("numbers", {}).get("accuracy after")
+    return f"accuracy {accuracy}" if accuracy else ""
+
+
+def with_origin(text: str) -> Text:
+    """Format `value` with its origin, dimmed."""
+    from rich.text import Text
+
+    value, _, origin = map(visible, text.partition("\n"))
+    return Text.assemble(value, *([("  ", ""), (origin, "dim")] if origin else []))
 
 
 def number(value: float | None) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fix_syntax import word
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHOWN_AS: dict[Path, Path] = {}
@@ -72,3 +76,40 @@ def describe_recipe(name: str) -> Description:
         elif not summary and not text.startswith("@package"):
             summary = text
     return Description(summary, fits_on)
+
+
+def locate(conf: str) -> Path:
+    """The absolute path of `-c CONF`. Raises ConfigError with the nearest bundled name or file."""
+    path = Path(conf)
+    if path.suffix == ".yml":
+        fix = f"mv {word(conf)} {word(path.with_suffix('.yaml'))}"
+        raise ConfigError(f"{conf} must end in .yaml", code="unsupported_file_type", keys=("--conf",), fix=fix)
+    if path.suffix == ".yaml" or "/" in conf:
+        if path.is_file() and path.suffix == ".yaml":
+            return path.resolve()
+        if path.with_suffix(".yaml").is_file():
+            fix = f"-c {word(path.with_suffix('.yaml'))}"
+            raise ConfigError(f"{conf} must end in .yaml", code="missing_file", keys=("--conf",), fix=fix)
+        if path.parent == Path("conf") and path.suffix == ".yaml" and path.stem in recipe_names():
+            return recipe_path(path.stem)  # as messages and the docs call it, from wherever it is typed
+        known = f"-c {path.stem}   (bundled)" if path.stem in recipe_names() else None
+        suggestion = known or _nearest_file(path)
+        raise ConfigError(f"config file {conf} does not exist", code="missing_file", keys=("--conf",), fix=suggestion)
+    if conf in recipe_names():
+        return recipe_path(conf)
+    if Path(f"{conf}.yaml").is_file():
+        message = f"{conf} is not a bundled recipe, but the file {conf}.yaml exists"
+        raise ConfigError(message, code="unknown_name", keys=("--conf",), fix=f"-c {word(conf)}.yaml")
+    near = difflib.get_close_matches(conf, recipe_names(), 1, 0.5)
+    raise ConfigError(
+        f"{conf} is not a bundled recipe",
+        code="unknown_name",
+        keys=("--conf",),
+        fix=f"-c {near[0]}" if near else "automodel recipes ls   (lists them)",
+    )
+
+
+def _nearest_file(path: Path) -> str | None:
+    siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(str(path), siblings, 1, 0.6)
+    return f"-c {word(near[0])}" if near else None

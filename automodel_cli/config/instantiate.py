@@ -10,7 +10,8 @@ from automodel_cli.config.compose import Composed
 from automodel_cli.config.diagnostics import Origin, Problem, format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import map_keys
-from automodel_cli.config.type_checking import WRONG, BoundTarget, join
+from automodel_cli.config.type_checking import WRONG, BoundTarget
+from automodel_cli.config.unknown_keys import join
 
 
 class Builder:

@@ -10,13 +10,13 @@ from typing import Any
 from automodel_cli.config import key_reference, scalar_conversion, schema, targets
 from automodel_cli.config import trust as trusting
 from automodel_cli.config.compose import MISSING, Composed
-from automodel_cli.config.diagnostics import COMMAND_LINE, Problem, format_value
+from automodel_cli.config.diagnostics import Problem, format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.importer_registry import recognise
-from automodel_cli.config.suggestions import section as nearest_section
 from automodel_cli.config.suggestions import suggest
 from automodel_cli.config.trust import Need, Trust
+from automodel_cli.config.unknown_keys import join, leaves, problem_at, unknown_key
 
 _WHOLE = 10_000  # characters: text that users paste is not truncated
 WRONG = object()
@@ -56,7 +56,7 @@ class Binder:
             self.add("no_recipe", "", f"the keys are those of {tool.tool}. Each key is translated below")
             self.problems.insert(0, self.problems.pop())
         for key, value in self.unknown:
-            self.report_unknown(key, value)
+            self.problems += unknown_key(self.composed, self.known, key, value)
         return node
 
     def refuse_without_recipe(self) -> None:
@@ -70,9 +70,7 @@ class Binder:
         recipe = schema.keys(targets.resolve("automodel_cli.recipes.sft.SFTRecipe"))
         known = {*recipe, "optimizer.lr", "optimizer.betas", "optimizer.eps", "lr_scheduler.warmup_ratio"}
         known |= {"lr_scheduler.warmup_steps", "parallelizer.activation_checkpointing", "parallelizer.enable_compile"}
-        fixes = [
-            suggestion.fix for k, v in _leaves(tree, "") if (suggestion := suggest(k, v, known)) and suggestion.fix
-        ]
+        fixes = [suggestion.fix for k, v in leaves(tree, "") if (suggestion := suggest(k, v, known)) and suggestion.fix]
         text = (
             f"this is a {tool.tool} config. Translate it with `automodel import-config "
             f"{word(self.composed.path.name)}`, or begin a new config with `defaults: [sft, _self_]`"
@@ -80,10 +78,8 @@ class Binder:
         known_here = " ".join(dict.fromkeys(fixes))
         self.add("no_recipe", "", text, fix=f"automodel check -c sft {known_here}   (the keys that exist here)")
 
-    def add(self, code: str, key: str, message: str, fix: str | None = None, *, source: bool = True) -> None:
-        where = self.composed.nearest_origin(key)
-        text = f"{key}={format_value(_at(self.composed.tree, key))} ({where})" if source and key else str(where)
-        self.problems.append(Problem(code, key, message, where, text, fix))
+    def add(self, code: str, key: str, message: str, fix: str | None = None) -> None:
+        self.problems.append(problem_at(self.composed, key, message, fix, code=code))
 
     def node(self, value: dict[str, Any], key: str, hint: Any) -> BoundTarget | None:
         """Bind one mapping to its `_target_`, or to the one dataclass that the annotation names."""
@@ -265,49 +261,6 @@ class Binder:
         message = f"{key} is missing: expects {kind}"
         self.problems.append(Problem("missing_key", key, message, where, str(where), f"{key}=..."))
 
-    def report_unknown(self, key: str, value: object) -> None:
-        if key.rpartition(".")[2].startswith("_"):
-            message = f"{key} is not allowed: only _target_ and _partial_ begin with an underscore"
-            self.add("unknown_key", key, message)
-            return
-        if isinstance(value, dict) and value:
-            meant = nearest_section(key, self.known)
-            if meant and all(join(meant, str(k)) in self.known for k in value):
-                self.add("unknown_key", key, f"unknown section {key}", f"call it {meant}")
-                return
-            inner = [(k, v) for k, v in _leaves(value, key) if suggest(k, v, self.known)]
-            for k, v in inner:
-                self.report_unknown(k, v)
-            if inner:
-                return
-        if self.is_of_another_node(key):
-            return
-        suggestion = suggest(key, value, self.known)
-        note = f" ({suggestion.note})" if suggestion and suggestion.note else ""
-        self.add("unknown_key", key, f"unknown key {key}{note}", suggestion.fix if suggestion else self._listing(key))
-
-    def _listing(self, key: str) -> str | None:
-        """Return the command that lists the keys of the section of an unknown key."""
-        section = key.rpartition(".")[0]
-        is_known = any(other.startswith(f"{section}.") for other in self.known)
-        return f"automodel options {section}" if section and is_known else None
-
-    def is_of_another_node(self, key: str) -> bool:
-        """Report a key of another node of this position, which remains after `_target_` was replaced."""
-        section, _, name = key.rpartition(".")
-        target = _at(self.composed.tree, join(section, "_target_"))
-        owner = key_reference.node_for(section, {name: None})
-        if not isinstance(target, str) or owner is None or owner == target:
-            return False
-        is_typed = self.composed.where(key).text == COMMAND_LINE
-        fix = f"remove {key} from the command line" if is_typed else f"~{key}"
-        if option := key_reference.option_of(section, owner):
-            fix += f", or {section}={option}"
-        leaf = target.rpartition(".")[2]
-        message = f"unknown key {key}: it belongs to {owner}, but {section}._target_ is {leaf}"
-        self.add("unknown_key", key, message, fix)
-        return True
-
 
 def _what_it_makes(node: BoundTarget) -> str:
     """Return the error of a target that is not a config node of the right class, and how to use a model instead."""
@@ -324,26 +277,5 @@ def _what_it_makes(node: BoundTarget) -> str:
     return f", which returns {getattr(made, '__name__', made)}"
 
 
-def join(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
-
-
 def _prefixed(fix: str | None, key: str) -> str | None:
     return join(key, fix) if fix is not None and fix.startswith("_target_=") else fix
-
-
-def _at(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        if isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
-            tree = tree[int(part)]
-        elif isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        else:
-            return None
-    return tree
-
-
-def _leaves(value: object, key: str) -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [leaf for k, v in value.items() if not str(k).startswith("_") for leaf in _leaves(v, join(key, k))]
-    return [(key, value)]

@@ -17,7 +17,8 @@ from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.engines.base import Engine
 from automodel_cli.rollout.engines.context import EngineHost
-from automodel_cli.rollout.engines.policy_engine import check_decoding, check_lengths
+from automodel_cli.rollout.engines.decoding_check import check_decoding
+from automodel_cli.rollout.engines.policy_engine import check_lengths
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.run.model_builder import Model
 from automodel_cli.run.picture_data import picture_support

@@ -14,7 +14,8 @@ from automodel_cli.evaluation.settings import GenerationSettings, refuse_samples
 from automodel_cli.rollout.collection.multi_turn import play_episodes, scored_samples
 from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.environments.episode import Episode
-from automodel_cli.rollout.rewards.aggregate import RewardSum, check_reward_rows
+from automodel_cli.rollout.rewards.aggregate import RewardSum
+from automodel_cli.rollout.rewards.row_checks import check_reward_rows
 from automodel_cli.rollout.types import Completion, SamplingParams
 from automodel_cli.run.checks.token_ids import check_tokens
 from automodel_cli.run.picture_data import picture_rows

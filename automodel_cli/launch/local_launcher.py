@@ -14,19 +14,17 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from automodel_cli.config.errors import RunError
 from automodel_cli.launch import environment, rank_process, safe_output, signals
+from automodel_cli.launch.attempt import FAILED, Attempt, left_by, report_failure, report_killed, report_restart
 from automodel_cli.launch.kill_diagnosis import MemoryWatch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_FAILED, _OUT_OF_MEMORY = 1, 4
 _STOPPED_SECONDS = 5.0
 """Seconds without progress of a rank (Ctrl-Z and fg) before a message is printed."""
 _PEER_SECONDS = 3.0
@@ -57,7 +55,7 @@ def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_
             if relay.received is not None or not attempt.may_be_tried_again():
                 break
             run_folder = rank_process.run_folder_in(attempt.status)
-            _report_restart(attempt, f"{restart} of {max_restarts}", run_folder)
+            report_restart(attempt, f"{restart} of {max_restarts}", run_folder)
             status = rank_process.make_status(base / f"attempt-{restart}", run_folder)
             attempt = _start(arguments, num_ranks, relay, status)
     try:
@@ -68,7 +66,7 @@ def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_
             shutil.rmtree(base, ignore_errors=True)
 
 
-def _start(arguments: Sequence[str], num_ranks: int, relay: _Relay, status: Path) -> _Attempt:
+def _start(arguments: Sequence[str], num_ranks: int, relay: _Relay, status: Path) -> Attempt:
     """Start every rank and wait until all have ended.
 
     Each attempt has its own torch agent and store. The agent could restart the ranks, but while the relay still waits
@@ -100,54 +98,20 @@ def _start(arguments: Sequence[str], num_ranks: int, relay: _Relay, status: Path
             failures = error.failures
         except SignalException:
             relay.killed = True
-    return _Attempt(status, failures, relay.first_failed, memory)
+    return Attempt(status, failures, relay.first_failed, memory)
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """All ranks, from their start to their end.
-
-    `failures` are torch's records of failed ranks in the order of their discovery. `first_seen` is the first failed
-    rank that the relay saw.
-    """
-
-    status: Path
-    failures: Mapping[int, ProcessFailure]
-    first_seen: int | None
-    memory: MemoryWatch
-
-    def first(self) -> int:
-        """Return the rank that failed first. Requires a failure."""
-        return self.first_seen if self.first_seen is not None else _first_failure(self.status, self.exit_codes())
-
-    def exit_codes(self) -> dict[int, int]:
-        return {rank: failure.exitcode for rank, failure in self.failures.items()}
-
-    def killed_process(self) -> int | None:
-        """Return the process of the first failed rank if SIGKILL ended it."""
-        failure = self.failures.get(self.first())
-        if failure is None or failure.exitcode != -signal.SIGKILL or _left_by(self.status, self.first()) is not None:
-            return None
-        return failure.pid
-
-    def may_be_tried_again(self) -> bool:
-        if not self.failures or rank_process.is_final(_left_by(self.status, self.first())):
-            return False
-        pid = self.killed_process()
-        return pid is None or not self.memory.why(pid).out_of_memory
-
-
-def _outcome(relay: _Relay, attempt: _Attempt) -> int:
+def _outcome(relay: _Relay, attempt: Attempt) -> int:
     """Return the exit code of the run: that of rank 0, or of the rank that failed first, which is reported."""
     if relay.killed:
-        return signals.EXIT_CODES[signal.SIGINT] if relay.received == signal.SIGINT else _FAILED
+        return signals.EXIT_CODES[signal.SIGINT] if relay.received == signal.SIGINT else FAILED
     if not attempt.failures:
-        return _left_by(attempt.status, 0) or 0
-    code = _left_by(attempt.status, attempt.first())
+        return left_by(attempt.status, 0) or 0
+    code = left_by(attempt.status, attempt.first())
     if (pid := attempt.killed_process()) is not None:
-        code = _report_killed(attempt, pid)
-    _report(attempt)
-    return code or _FAILED
+        code = report_killed(attempt, pid)
+    report_failure(attempt)
+    return code or FAILED
 
 
 def safe_path() -> list[str]:
@@ -232,7 +196,7 @@ class _Relay:
             failed = [rank for rank, pid in (started | pids).items() if self._failed(status, rank, pid)]
             if failed and self.first_failed is None:
                 # a rank that died without a message is the cause of the errors of its peers
-                self.first_failed = min(failed, key=lambda rank: _left_by(status, rank) is not None)
+                self.first_failed = min(failed, key=lambda rank: left_by(status, rank) is not None)
                 last_moment = time.monotonic() + _PEER_SECONDS
 
     def _watch_for_stopped(self, pids: Mapping[int, int], since: dict[int, float]) -> None:
@@ -250,12 +214,12 @@ class _Relay:
     def _failed(self, status: Path, rank: int, pid: int) -> bool:
         """Whether a rank has left a bad exit code, or is gone without leaving any."""
         alive = _alive(pid)
-        code = _left_by(status, rank)
+        code = left_by(status, rank)
         return not alive if code is None else code not in (0, *signals.EXIT_CODES.values())
 
     def _kill(self, status: Path) -> None:
         for rank, pid in self._pids(status).items():
-            if _left_by(status, rank) is None:  # a rank that has ended keeps its own message
+            if left_by(status, rank) is None:  # a rank that has ended keeps its own message
                 _send(pid, signal.SIGKILL)
 
     def _pids(self, status: Path) -> dict[int, int]:
@@ -303,68 +267,3 @@ def _alive(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
-
-
-def _first_failure(status: Path, exit_codes: Mapping[int, int]) -> int:
-    """Return the failed rank (in the order of discovery) that is the cause, if none was seen to fail first.
-
-    Ranks that elastic ended with a signal are victims. Of the others, a rank that died without a message comes before
-    its peers, which then lose their connection. Otherwise the rank that wrote its exit code first is the cause.
-    """
-    ended = (-signal.SIGTERM, -signal.SIGKILL)
-    suspects = [rank for rank, code in exit_codes.items() if code not in ended] or list(exit_codes)[:1]
-    files = {rank: status / f"rank-{rank}.exit" for rank in suspects}
-    return min(suspects, key=lambda rank: files[rank].stat().st_mtime_ns if files[rank].exists() else 0)
-
-
-def _ending(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "killed?"
-    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
-
-
-def _left_by(status: Path, rank: int) -> int | None:
-    path = status / f"rank-{rank}.exit"
-    return int(path.read_text()) if path.exists() else None
-
-
-def _report_restart(attempt: _Attempt, which: str, run_folder: Path | None) -> None:
-    """Print why the ranks restart, and from which checkpoint."""
-    pid = attempt.killed_process()
-    if pid is not None:
-        print(f"\nrank {attempt.first()} was killed: process {pid} {attempt.memory.why(pid).by}", file=sys.stderr)
-    else:
-        _report(attempt)
-    begin = signals.begins_at(run_folder) if run_folder is not None else "starts over: no step was trained yet"
-    print(f"restart {which} (train.max_restarts): {begin}", file=sys.stderr)
-
-
-def _report_killed(attempt: _Attempt, pid: int) -> int:
-    """Print which rank was killed, by whom and how to resume. Return the exit code."""
-    rank, evidence = attempt.first(), attempt.memory.why(pid)
-    less = "model.dtype=bfloat16, a smaller train.microbatch_size or data.seq_len, or more ranks; then "
-    error = RunError(
-        f"rank {rank} (process {pid}) was killed by SIGKILL, {evidence.by}",
-        code="out_of_memory" if evidence.out_of_memory else "rank_failure",
-        origin=evidence.source,
-        fix=(less if evidence.out_of_memory else "") + signals.resume_hint(rank_process.run_folder_in(attempt.status)),
-    )
-    print(error.full_text, file=sys.stderr)
-    return _OUT_OF_MEMORY if evidence.out_of_memory else _FAILED
-
-
-def _report(attempt: _Attempt, num_lines: int = 20) -> None:
-    """Print which rank failed and the end of its log. Rank 0 has already written to the terminal."""
-    failed, left = attempt.first(), _left_by(attempt.status, attempt.first())
-    pointer = attempt.status / f"rank-{failed}.log"
-    how = "failed" if left else f"ended without an error message ({_ending(attempt.exit_codes().get(failed))})"
-    if not pointer.exists():
-        if left is None:
-            print(f"rank {failed} {how}", file=sys.stderr)
-        return
-    start, _, path = pointer.read_text().partition(" ")
-    print(f"\nrank {failed} {how}; the end of {path}:", file=sys.stderr)
-    with Path(path).open(errors="replace") as stream:
-        stream.seek(int(start))
-        for line in stream.read().splitlines()[-num_lines:]:
-            print(f"  {line}", file=sys.stderr)

@@ -281,7 +281,8 @@ def check_prompts_per_rank(recipe: PolicyRecipe, dp_size: int) -> None:
 def check_sampled_model(recipe: PolicyRecipe, hf_config: PretrainedConfig) -> None:
     """Measure that sampling is exact for this model: sequence length, incremental decoding, prompt sharing and routing
     replay, as far as the config uses them. Raises ConfigError."""
-    from automodel_cli.rollout.engines.policy_engine import check_decoding, check_lengths
+    from automodel_cli.rollout.engines.decoding_check import check_decoding
+    from automodel_cli.rollout.engines.policy_engine import check_lengths
 
     model, rollout = recipe.model, recipe.rollout
     check_lengths(hf_config, recipe.data.seq_len)

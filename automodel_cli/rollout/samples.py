@@ -17,7 +17,6 @@ from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX, NO_RUN, ROUTED_EXPERTS, Batch, Run, SeenKeys
 from automodel_cli.data.packing import best_fit_decreasing
-from automodel_cli.objectives.base import RewardKL
 from automodel_cli.rollout.types import Sample
 
 _PARTS = (1, 2, 3, 4)
@@ -293,18 +292,3 @@ def _routing_width(samples: Sequence[Sample]) -> int | None:
     """Return layers x experts per token of the samples, or None if no sample has routed experts."""
     known = next((sample.routed_experts for sample in samples if sample.routed_experts is not None), None)
     return None if known is None else known[0].size
-
-
-def kl_sums(updates: Sequence[Minibatch], samples: Sequence[Sample], kl: RewardKL) -> Tensor:
-    """Return the KL term of each sample's reward on this rank, summed over its tokens. Float64 `[N]`, 0 for other
-    samples."""
-    sums_N = torch.zeros(len(samples), dtype=torch.float64)
-    for update in updates:
-        for batch, spread in zip(update.batches, update.spread, strict=True):
-            old_BT, ref_BT = (batch.extra[f"{name}_logprobs_BT"].cpu() for name in ("old", "ref"))
-            kl_BT = kl.of(old_BT, ref_BT)
-            for row, first, number in spread:
-                sample = samples[number]
-                kl_T = kl_BT[row, first : first + len(sample.tokens)]
-                sums_N[number] = kl_T[sample.generated_T()].sum()
-    return sums_N

@@ -14,7 +14,7 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import Layout, MeshConfig
 from automodel_cli.models.score_head import EmbeddingHead
 from automodel_cli.models.tokenizer import load_tokenizer
-from automodel_cli.report.html_page import ShownSample
+from automodel_cli.report.shown_run import ShownSample
 from automodel_cli.run.checkpoint_selection import chosen_checkpoint
 from automodel_cli.run.export import export_and_verify
 from automodel_cli.run.heldout_accuracy import Accuracy, Answer, before_and_after

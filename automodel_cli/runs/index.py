@@ -105,6 +105,21 @@ class RunEntry:
         spans = [(a["began"], a["ended"]) for a in self.attempts if a.get("ended") and a["began"]]
         return sum((datetime.fromisoformat(b) - datetime.fromisoformat(a)).total_seconds() for a, b in spans)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the state, the steps and the newest metrics."""
+        metrics = {
+            key: self.last(key) for key in ("loss", "val_loss", "reward", "val_accuracy") if self.last(key) is not None
+        }
+        return {
+            "folder": str(self.folder),
+            "recipe": self.recipe,
+            "state": self.state,
+            "step": self.step,
+            "num_steps": self.num_steps,
+            **metrics,
+            "age_seconds": round(self.age),
+        }
+
     @property
     def checkpoints(self) -> CheckpointDir:
         return CheckpointDir(self.folder / "checkpoints")

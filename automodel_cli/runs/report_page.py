@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from automodel_cli.config.safe_files import replace
-from automodel_cli.report.html_page import Dataset, ShownRun, ShownSample, TaskScore, page_html
+from automodel_cli.report.html_page import page_html
 from automodel_cli.report.loss_curve import loss_curve_svg
+from automodel_cli.report.shown_run import Dataset, ShownRun, ShownSample, TaskScore
 from automodel_cli.runs import rollouts
 from automodel_cli.runs.compare import NOTHING, config_with_origins
 from automodel_cli.runs.index import RunEntry

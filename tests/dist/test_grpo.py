@@ -28,7 +28,8 @@ from automodel_cli.rollout.engines.base import sample_seed
 from automodel_cli.rollout.engines.policy_engine import RankZeroEngine, at_once, build_sampler
 from automodel_cli.rollout.engines.sampler.sampling import shaping_of
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
-from automodel_cli.rollout.samples import Minibatch, PackingConfig, kl_sums, pack_minibatches
+from automodel_cli.rollout.minibatches.advantage_estimation import kl_sums
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, pack_minibatches
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
 from automodel_cli.training.step import train_step
 from tests import tiny

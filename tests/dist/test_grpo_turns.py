@@ -25,9 +25,10 @@ from automodel_cli.rollout.engines.policy_engine import build_sampler
 from automodel_cli.rollout.environments.calculator import Calculator
 from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
 from automodel_cli.rollout.environments.pool import EnvironmentPool
+from automodel_cli.rollout.minibatches.advantage_estimation import kl_sums
 from automodel_cli.rollout.rewards.aggregate import RewardSum
 from automodel_cli.rollout.rewards.text import FormatRegex
-from automodel_cli.rollout.samples import Minibatch, PackingConfig, kl_sums, pack_minibatches
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, pack_minibatches
 from automodel_cli.rollout.types import Sample, SamplingParams, Score
 from automodel_cli.training.step import train_step
 from tests import tiny

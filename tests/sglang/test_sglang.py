@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engines.servers.server_pool import LivePool
+from automodel_cli.rollout.engines.servers.live_pool import LivePool
 from automodel_cli.rollout.engines.servers.sglang import SGLangEngine
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import Completion, SamplingParams

@@ -15,10 +15,11 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCW
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engines.servers.server_pool import LivePool
+from automodel_cli.rollout.engines.servers.live_pool import LivePool
 from automodel_cli.rollout.engines.servers.vllm import VLLMEngine
 from automodel_cli.rollout.http import Server
-from automodel_cli.rollout.weight_sync.transports import FactoryTransfer, bucket_source, ipc_init, json_safe, nccl_init
+from automodel_cli.rollout.weight_sync.transports import FactoryTransfer, bucket_source, ipc_init, nccl_init
+from automodel_cli.rollout.weight_sync.update_requests import json_safe
 from tests.vllm.wire import TrainerInit, register
 
 urls, weights, backend = sys.argv[1:]

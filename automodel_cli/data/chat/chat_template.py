@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.chat.encoder import GENERATION_TAG, RENDER_FIX, RENDER_SECONDS, ChatEncoder
+from automodel_cli.data.chat.encoder import GENERATION_TAG, ChatEncoder
 from automodel_cli.data.chat.multi_turn import reasoning_key, with_key
+from automodel_cli.data.chat.renderer import RENDER_FIX, RENDER_SECONDS
 from automodel_cli.data.chat.time_limit import time_limit
 from automodel_cli.data.config import Turns
 from automodel_cli.data.formats.examples import Conversation

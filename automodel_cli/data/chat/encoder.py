@@ -30,29 +30,31 @@ from typing import Any
 
 import numpy as np
 
-from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.end_of_turn import TurnEnds, kind_of
-from automodel_cli.data.chat.multi_turn import STAND_IN, TurnTexts, continuation, reasoning_key, turn_document, with_key
+from automodel_cli.data.chat.multi_turn import STAND_IN, TurnTexts, continuation, turn_document
 from automodel_cli.data.chat.prefix_tokenizer import PrefixEncoder
+from automodel_cli.data.chat.renderer import ChatRenderer, template_difference
 from automodel_cli.data.chat.template_coverage import RenderedCheck
-from automodel_cli.data.chat.time_limit import time_limit
+from automodel_cli.data.chat.turn_spans import (
+    assistant_turns,
+    block_spans,
+    located_turns,
+    prefix_spans,
+    selected_turns,
+    trained_turns,
+    turn_texts,
+)
 from automodel_cli.data.config import Mask, Turns
 from automodel_cli.data.formats.examples import Conversation
-from automodel_cli.data.formats.tool_calls import ArgumentForm
-from automodel_cli.data.pictures.rows import content_parts
 from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, Encoded, Unrolled, as_ids, encode_texts
 
-RENDER_SECONDS = 60.0
-"""Time limit of one call of the renderer. One second is added per conversation."""
-RENDER_FIX = "data.chat_template=chatml, or a template whose loops end"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-UNROLL_FIX = "data.multi_turn=per_turn, or data.multi_turn=auto"
 NOT_WHOLE = ("not_a_prefix", "no_stop", "generation_blocks", "dropped_by_template")
 """Codes of rows that cannot be encoded as one document, but possibly as one document per turn."""
 
 
-class ChatEncoder:
+class ChatEncoder(ChatRenderer):
     """Renderer and encoder of conversations with one template and one mask rule. Picklable, for worker processes."""
 
     def __init__(
@@ -78,19 +80,11 @@ class ChatEncoder:
                 turn of every row identically.
             pictures: rows can have pictures, whose templates may read content as a list of parts only.
         """
-        self.tokenizer, self.template, self.mask, self.turns = tokenizer, template, mask, turns
-        self.own_template = own_template
-        self.rendered, self.rendered_turn, self.arguments = RenderedCheck(), RenderedCheck(), ArgumentForm()
-        self.prefixes = PrefixEncoder(tokenizer)
+        super().__init__(tokenizer, template, pictures=pictures)
+        self.mask, self.turns, self.own_template = mask, turns, own_template
+        self.rendered, self.rendered_turn, self.prefixes = RenderedCheck(), RenderedCheck(), PrefixEncoder(tokenizer)
         self.uses_tags = mask != "all" and tokenizer.is_fast and bool(GENERATION_TAG.search(template))
-        self.reasoning_key = reasoning_key(template)
-        self.parts_only = pictures and self._ignores_text()
         self.ends = TurnEnds.of(tokenizer, self._render_text, stop_ids)
-
-    def _ignores_text(self) -> bool:
-        """Return whether the template renders content in parts and omits content that is a string."""
-        word, self.parts_only = "qzxwordxzq", False
-        return word not in str(attempt(self._render_text, [{"role": "user", "content": word}], None))
 
     def encode(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
         """Return tokens and mask of each conversation, or its error."""
@@ -128,8 +122,7 @@ class ChatEncoder:
         return out
 
     def _whole_prompt(self, chat: Conversation, text: str | RowError) -> str:
-        if isinstance(text, RowError):
-            raise text
+        text = _text(text)
         self.rendered.check(chat, text, (), self._render_text)
         return text
 
@@ -141,114 +134,25 @@ class ChatEncoder:
 
     def _like_the_tokenizers(self, chats: Sequence[Conversation], texts: Sequence[Any]) -> list[Any]:
         """Replace texts whose first turn the tokenizer's template renders differently by an error."""
-        first = [(chat, _assistant_turns(chat)[0] + 1) if _assistant_turns(chat) else (chat, 0) for chat in chats]
+        first = [(chat, assistant_turns(chat)[0] + 1) if assistant_turns(chat) else (chat, 0) for chat in chats]
         prefixes = [(chat.messages[:count], chat.tools) for chat, count in first]
         expected = self._apply_many(prefixes, chat_template=self.own_template, tokenize=False)
         rendered = self._apply_many(prefixes, tokenize=False)
         return [
-            text if isinstance(text, RowError) or own == our else _unlike(our, own)
+            text if isinstance(text, RowError) or own == our else template_difference(our, own)
             for text, own, our in zip(texts, expected, rendered, strict=True)
         ]
 
-    # -- rendering
-
-    def render(self, chat: Conversation) -> str:
-        """Return the text of a conversation. Raises RowError with the error of the template."""
-        chat = self._formed(chat)
-        return self._render_text(chat.messages, chat.tools)
-
-    def render_messages(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        """Return the text of unmodified messages. Raises RowError like `render`."""
-        return self._render_text(messages, tools)
-
-    def _render(self, jobs: Sequence[tuple[Conversation, int, bool]]) -> list[str | RowError]:
-        """Render the first n messages of each job `(conversation, n, add_generation_prompt)`."""
-        out: list[Any] = [None] * len(jobs)
-        for prompt in (False, True):
-            places = [i for i, job in enumerate(jobs) if job[2] == prompt]
-            prefixes = [(jobs[i][0].messages[: jobs[i][1]], jobs[i][0].tools) for i in places]
-            texts = self._apply_many(prefixes, tokenize=False, add_generation_prompt=prompt)
-            for place, text in zip(places, texts, strict=True):
-                out[place] = text
-        return out
-
-    def _apply_many(self, asked: Sequence[tuple[list[Any], Any]], **options: Any) -> list[Any]:
-        """Render all conversations without tools in one call, which is ten times as fast as one call each."""
-        out: list[Any] = [None] * len(asked)
-        together = [i for i, (_, tools) in enumerate(asked) if tools is None]
-        try:
-            for place, result in zip(
-                together, self._apply([asked[i][0] for i in together], None, **options), strict=True
-            ):
-                out[place] = result
-        except RowError:  # one of them failed: render them one by one below
-            pass
-        for i, (messages, tools) in enumerate(asked):
-            if out[i] is None:
-                results = attempt(self._apply, [messages], tools, **options)
-                out[i] = results if isinstance(results, RowError) else results[0]
-        return out
-
-    def _apply(self, conversations: list[list[Any]], tools: Any, **options: Any) -> list[Any]:
-        """Call `apply_chat_template`: returns texts or (ids, mask) pairs. Errors of the template become RowError."""
-        if not conversations:
-            return []
-        options = {"chat_template": self.template, **options}
-        conversations = [[self._with_parts(m) for m in messages] for messages in conversations]
-        if self.reasoning_key is not None:
-            conversations = [[with_key(m, self.reasoning_key) for m in messages] for messages in conversations]
-        try:
-            with time_limit(RENDER_SECONDS + len(conversations), "the chat template", RENDER_FIX):
-                out = self.tokenizer.apply_chat_template(conversations, tools=tools, **options)
-        except DataError:
-            raise
-        except Exception as error:  # jinja errors, and TypeError, KeyError, ... from values of the row
-            reason = str(error).strip() or type(error).__name__
-            raise RowError("template_error", f"the chat template raised an error for the row: {reason}") from error
-        return out if isinstance(out, list) else list(zip(out["input_ids"], out["assistant_masks"], strict=True))
-
-    def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with image parts in the place of marks, and in parts if the template needs them."""
-        content = content_parts(message["content"])
-        if self.parts_only and isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        return message if content is message["content"] else {**message, "content": content}
-
-    def _render_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        return str(self._apply([messages], tools, tokenize=False)[0])
-
-    def _formed(self, chat: Conversation) -> Conversation:
-        """Return the conversation with tool arguments in the form that the template expects: text or an object."""
-        messages = self.arguments.formed(chat.messages, lambda other: self._render_text(other, chat.tools))
-        return chat if messages is chat.messages else replace(chat, messages=messages)
-
-    # -- checks of every row, and selection of the trained turns
+    # -- checks of every row
 
     def _check(self, chat: Conversation, text: str | RowError) -> str:
         """Return the text if it contains every part of the row (`data/chat/template_coverage.py`)."""
-        if isinstance(text, RowError):
-            raise text
-        trained = _assistant_turns(chat) if self.mask == "all" else self._turns(chat)
+        text = _text(text)
+        trained = assistant_turns(chat) if self.mask == "all" else selected_turns(chat, self.mask)
         if self.mask != "all" and not self.uses_tags:  # the prefixes show whether earlier turns keep reasoning
             trained = trained[-1:]
         self.rendered.check(chat, text, trained, self._render_text)
         return text
-
-    def _turns(self, chat: Conversation) -> list[int]:
-        """Return the indices of the assistant messages that the mask rule trains. Raises RowError if there is none."""
-        spoken = _assistant_turns(chat)
-        if not spoken:
-            raise RowError("no_label_token", "the conversation has no assistant message to train on")
-        chosen = [i for i in (spoken[-1:] if self.mask == "last_turn" else spoken) if chat.trained[i]]
-        if not chosen:
-            raise RowError("no_label_token", "every assistant message that data.loss_mask selects has train: false")
-        return chosen
-
-    def _located(self, chat: Conversation) -> list[int]:
-        """Return the turns whose tokens must be located: trained turns, or untrained turns if the mask is `all`."""
-        if self.mask == "all":
-            return [i for i in _assistant_turns(chat) if not chat.trained[i]]
-        return self._turns(chat)
 
     # -- generation tags
 
@@ -259,7 +163,7 @@ class ChatEncoder:
         out = [attempt(self._select_runs, chat, pair) for chat, pair in zip(chats, pairs, strict=True)]
         if self.turns == "auto":
             # if a template changes earlier turns, its blocks mark tokens that the model would not generate
-            several = [i for i, chat in enumerate(chats) if len(_assistant_turns(chat)) > 1]
+            several = [i for i, chat in enumerate(chats) if len(assistant_turns(chat)) > 1]
             located_edges = self._edges_of([chats[i] for i in several], [texts[i] for i in several])
             for i, edges in zip(several, located_edges, strict=True):
                 if isinstance(edges, RowError) and not isinstance(out[i], RowError):
@@ -271,20 +175,10 @@ class ChatEncoder:
         if isinstance(pair, RowError):
             raise pair
         ids, trained = as_ids(pair[0]), np.asarray(pair[1], np.uint8)
-        turns, spoken = self._turns(chat), _assistant_turns(chat)
-        spans = _runs(trained)
-        if len(spans) != len(spoken):
-            if turns != spoken:
-                raise RowError(
-                    "generation_blocks",
-                    f"the template renders {len(spans)} generation blocks for {len(spoken)} assistant messages, so "
-                    "single turns cannot be selected",
-                    fix="data.loss_mask=assistant without train: false, or a template with one generation block per "
-                    "turn",
-                )
+        kept = block_spans(trained, assistant_turns(chat), selected_turns(chat, self.mask))
+        if kept is None:
             return Encoded(ids, trained)
-        kept = [(turn, span) for turn, span in zip(spoken, spans, strict=True) if turn in turns]
-        return self._trained(chat, ids, kept)
+        return trained_turns(self.tokenizer, self.ends, chat, ids, kept)
 
     # -- prefix difference
 
@@ -297,8 +191,8 @@ class ChatEncoder:
         return out
 
     def _edges_of(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[list[str] | RowError]:
-        """Return `_edges` of the located turns of each conversation."""
-        turns = [self._located(chat) for chat in chats]
+        """Return `turn_texts` of the located turns of each conversation."""
+        turns = [located_turns(chat, self.mask) for chat in chats]
         jobs = []
         for chat, located in zip(chats, turns, strict=True):
             for turn in located:
@@ -311,7 +205,7 @@ class ChatEncoder:
             prefixes: list[str | RowError] = []
             for turn in located:
                 prefixes += [next(rendered), next(rendered) if turn + 1 < len(chat.messages) else text]
-            out.append(attempt(_edges, text, located, prefixes, self.tokenizer.eos_token))
+            out.append(attempt(turn_texts, text, located, prefixes, self.tokenizer.eos_token))
         return out
 
     def _between(self, chat: Conversation, pieces: Sequence[np.ndarray]) -> Encoded:
@@ -320,21 +214,9 @@ class ChatEncoder:
         `pieces`: token ids of the full text, then for each located turn the ids of the prefix before the turn and of
         the prefix up to its end.
         """
-        ids, prefixes = pieces[0], pieces[1:]
-        located = self._located(chat)
-        spans = []
-        for turn, before, upto in zip(located, prefixes[::2], prefixes[1::2], strict=True):
-            for prefix, side in ((before, "start"), (upto, "end")):
-                if not np.array_equal(ids[: len(prefix)], prefix):
-                    raise RowError(
-                        "not_a_prefix",
-                        f"a token crosses the {side} of message {turn}, so the trained tokens differ from the tokens "
-                        "that follow its prompt",
-                        fix=UNROLL_FIX,
-                    )
-            spans.append((turn, (len(before), len(upto))))
+        ids, spans = pieces[0], prefix_spans(located_turns(chat, self.mask), pieces)
         if self.mask != "all":
-            return self._trained(chat, ids, spans)
+            return trained_turns(self.tokenizer, self.ends, chat, ids, spans)
         last = chat.messages[-1]
         if last["role"] == "assistant" and chat.trained[-1]:
             kind = kind_of(last)
@@ -345,38 +227,11 @@ class ChatEncoder:
             trained[start:stop] = 0
         return Encoded(ids, trained)
 
-    def _trained(self, chat: Conversation, ids: np.ndarray, spans: Sequence[tuple[int, tuple[int, int]]]) -> Encoded:
-        """Return the document in which the given turns are trained, each including its stop token.
-
-        If the template writes no stop token after the last turn, it is appended. If other text follows the turn,
-        RowError is raised, because the token would have to be inserted before this text.
-        """
-        ends = []
-        for turn, (start, stop) in spans:
-            kind = kind_of(chat.messages[turn])
-            end = self.ends.end(ids, start, stop, kind, tokenizer=self.tokenizer)
-            if end is None:
-                token = self.ends.missing(kind)
-                if self.tokenizer.decode(ids[stop:]).strip():
-                    raise RowError(
-                        "no_stop",
-                        f"the chat template writes no token that ends message {turn}, so the model would not learn to "
-                        "stop there",
-                        fix=UNROLL_FIX,
-                    )
-                ids = np.append(ids[:stop], np.int32(token))
-                end = stop + 1
-            ends.append((start, end))
-        trained = np.zeros(len(ids), np.uint8)
-        for start, end in ends:
-            trained[start:end] = 1
-        return Encoded(ids, trained)
-
     # -- one document per turn
 
     def _unroll(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
         """Encode each conversation as one document per trained turn (`data/chat/multi_turn.py`)."""
-        turns: list[Any] = [attempt(self._turns, chat) for chat in chats]
+        turns: list[Any] = [attempt(selected_turns, chat, self.mask) for chat in chats]
         pairs = [(i, turn) for i, located in enumerate(turns) if not isinstance(located, RowError) for turn in located]
         prompts = self._render([(chats[i], turn, True) for i, turn in pairs])
         continuations = self._generated_texts([(chats[i], turn) for i, turn in pairs], prompts)
@@ -441,58 +296,3 @@ def _text(rendered: str | RowError) -> str:
 
 def _is_unrollable(result: Any) -> bool:
     return isinstance(result, RowError) and result.code in NOT_WHOLE
-
-
-def _unlike(ours: Any, own: Any) -> RowError:
-    """Return the error of a row whose first turn differs between the two templates."""
-    for text in (own, ours):
-        if isinstance(text, RowError):
-            return text
-    return RowError(
-        "other_template",
-        "the tokenizer's chat template and the training template render the first turn of this row differently",
-        fix="data.multi_turn=per_turn, or data.chat_template=tokenizer",
-    )
-
-
-def _assistant_turns(chat: Conversation) -> list[int]:
-    return [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-
-
-def _edges(whole: str, located: Sequence[int], prefixes: Sequence[str | RowError], eos_token: str | None) -> list[str]:
-    """Return the full text, then for each turn the text before it and up to its end, without trailing white space.
-
-    An EOS token that a template writes only after the last message (Phi-3) is not part of a turn.
-
-    Args:
-        whole: text of the complete conversation.
-        located: indices of the turns.
-        prefixes: two rendered prefixes per turn: with the generation prompt before it, and up to its end.
-        eos_token: the EOS token of the tokenizer.
-
-    Raises:
-        RowError: a prefix is not a prefix of `whole`.
-    """
-    texts = [whole]
-    for turn, before, upto in zip(located, prefixes[::2], prefixes[1::2], strict=True):
-        if isinstance(upto, str) and eos_token and not whole.startswith(upto):
-            upto = upto.rstrip().removesuffix(eos_token)
-        for text in (before, upto):
-            if isinstance(text, RowError):
-                raise text
-            if not whole.startswith(text):
-                raise RowError(
-                    "not_a_prefix",
-                    f"the chat template renders the text up to message {turn} differently once later messages follow, "
-                    "so one document cannot contain every turn as the model will see it",
-                    fix=UNROLL_FIX,
-                )
-        assert isinstance(before, str) and isinstance(upto, str), "errors are raised above"
-        texts += [before, max(upto.rstrip(), before, key=len)]
-    return texts
-
-
-def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
-    """Return start and stop of each run of ones: [0, 1, 1, 0, 1] gives [(1, 3), (4, 5)]."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], flags, [0])).astype(np.int8)))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -13,7 +13,8 @@ from automodel_cli.data.packing import Pieces, cut_long, pack
 from automodel_cli.data.preparation.statistics import KEEP_MOST, LongReport
 from automodel_cli.data.row_errors import Rejected, rows_error
 from automodel_cli.data.storage.indexed_store import IndexedTokens, write_indexed
-from automodel_cli.data.storage.memmap_store import TokenStore, write_packed
+from automodel_cli.data.storage.memmap_store import TokenStore
+from automodel_cli.data.storage.memmap_writer import write_packed
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from automodel_cli.data.row_errors import read_rejected, write_rejected
 from automodel_cli.data.sources.sources import ShardedSource
 from automodel_cli.data.sources.spans import Span
 from automodel_cli.data.storage.cache import get_or_build
-from automodel_cli.data.storage.memmap_store import COUNTS
+from automodel_cli.data.storage.memmap_writer import COUNTS
 
 SHARD = "shard.json"
 """File of a shard: mapped columns that no row had, columns of its rows, and lines of its spans."""

@@ -13,7 +13,7 @@ from automodel_cli.data.formats.unused_columns import IgnoredNames
 from automodel_cli.data.pictures.storage import PictureWriter
 from automodel_cli.data.preparation.tokenize import RowEncoder, encode_all
 from automodel_cli.data.row_errors import RowError, SourceRow
-from automodel_cli.data.storage.memmap_store import write_tokens
+from automodel_cli.data.storage.memmap_writer import write_tokens
 from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
 
 Count = Callable[[int, int], None]

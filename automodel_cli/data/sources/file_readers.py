@@ -13,7 +13,8 @@ from typing import IO, Any
 
 from automodel_cli.config import hub
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.json_reader import MAX_ROW, NumberedRow, Row, read_array, read_lines, too_long
+from automodel_cli.data.json_array import read_array
+from automodel_cli.data.json_reader import MAX_ROW, NumberedRow, Row, read_lines, too_long
 from automodel_cli.data.row_errors import DAMAGED, RowError, TableRow
 from automodel_cli.data.source_config import SourceConfig, TxtRows
 from automodel_cli.data.sources.compressed import DAMAGE, open_file, plain_name, tool_of

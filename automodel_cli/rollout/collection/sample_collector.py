@@ -31,8 +31,8 @@ from automodel_cli.rollout.environments.episode import Episode
 from automodel_cli.rollout.environments.pool import EnvironmentPool, check_environment_rows
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
 from automodel_cli.rollout.rewards.aggregate import RewardSum
-from automodel_cli.rollout.rewards.aggregate import check_reward_rows as check_reward_rows
 from automodel_cli.rollout.rewards.base import RewardFunction
+from automodel_cli.rollout.rewards.row_checks import check_reward_rows as check_reward_rows
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams, WeightStream
 
 if TYPE_CHECKING:

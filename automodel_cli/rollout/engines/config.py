@@ -301,7 +301,7 @@ class LiveServerConfig(ServerConfig):
     def _served(self, host: EngineContext, urls: Sequence[str], transfer: SharedTransfer | None = None) -> Engine:
         """Return the engine on the rank that talks to the servers. `transfer=None` sends weights by files."""
         from automodel_cli.rollout.engines.servers.colocated import SharedGPUs
-        from automodel_cli.rollout.engines.servers.server_pool import LivePool
+        from automodel_cli.rollout.engines.servers.live_pool import LivePool
         from automodel_cli.rollout.weight_sync.transports import FileTransfer
 
         servers = self.at(urls)

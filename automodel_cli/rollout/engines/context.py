@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.models.moe.router_hooks import mark_selections
 from automodel_cli.rollout.engines.base import Engine, Joins
-from automodel_cli.rollout.engines.policy_engine import (
-    RankZeroEngine,
-    build_replica,
-    build_sampler,
-    stop_token_ids,
-)
+from automodel_cli.rollout.engines.policy_engine import RankZeroEngine, build_replica, build_sampler, stop_token_ids
 from automodel_cli.rollout.engines.sampler.capacity import max_num_seqs as slots_for
 from automodel_cli.rollout.engines.sampler.cuda_graphs import settled
 from automodel_cli.rollout.engines.servers.server_launcher import start_servers

@@ -14,8 +14,6 @@ import hashlib
 import json
 import signal
 import threading
-import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +23,7 @@ from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.config.value_checks import require_package
 from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.environments.tools import ToolCall, calls_in
+from automodel_cli.rollout.environments.verifiers_client import client_class, to_message, to_response
 from automodel_cli.rollout.rewards.text import check_pattern
 from automodel_cli.rollout.types import Message
 
@@ -60,7 +59,7 @@ class VerifiersTasks:
             return
         read = loaded.get_dataset if split == "train" else loaded.get_eval_dataset
         for entry in read(n=-1 if count is None else count):
-            messages = [_message(message) for message in entry["prompt"]]
+            messages = [to_message(message) for message in entry["prompt"]]
             answer = str(entry.get("answer") or "")
             kept = {key: value for key, value in entry.items() if value is not None}
             yield {"messages": messages, "answer": answer, "kind": self.environment, "entry": kept}
@@ -160,7 +159,7 @@ class _Talk:
     def __init__(self, theirs: Theirs, entry: Mapping[str, Any]):
         self._question: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
         self._reply: asyncio.Future[Any] | None = None
-        client = _client_class()(self._ask)
+        client = client_class()(self._ask)
         work = theirs.run_rollout(dict(entry), client, "policy", {})
         self.task = asyncio.ensure_future(work)
 
@@ -171,10 +170,10 @@ class _Talk:
             return None
         question = self._question.result()
         for number, (theirs, ours) in enumerate(zip(question, known, strict=False)):
-            if theirs != _message(ours):
+            if theirs != to_message(ours):
                 raise DataError(
                     f"message {number + 1}: the environment changed the conversation to {theirs}, but the model has "
-                    f"{_message(ours)}. Changed messages cannot be trained",
+                    f"{to_message(ours)}. Changed messages cannot be trained",
                     code="environment_failed",
                 )
         if len(question) < len(known):
@@ -189,7 +188,7 @@ class _Talk:
         """The model's message."""
         assert self._reply is not None
         self._question = asyncio.get_running_loop().create_future()
-        self._reply.set_result(_response(text, calls))
+        self._reply.set_result(to_response(text, calls))
 
     async def broken_off(self) -> Any:
         """How it ends when it gets no further message."""
@@ -201,67 +200,8 @@ class _Talk:
 
     async def _ask(self, messages: Sequence[Any]) -> Any:
         self._reply = asyncio.get_running_loop().create_future()
-        self._question.set_result([_message(message) for message in messages])
+        self._question.set_result([to_message(message) for message in messages])
         return await self._reply
-
-
-@functools.cache
-def _client_class() -> Any:
-    from verifiers.clients import Client
-
-    class Waiting(Client):  # type: ignore[misc]
-        """Client that waits for messages of the engine."""
-
-        def __init__(self, ask: Any):
-            super().__init__(ask)
-            self._ask = ask
-
-        async def get_response(
-            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
-        ) -> Any:
-            return await self._ask(prompt)
-
-        async def close(self) -> None:
-            pass
-
-        def setup_client(self, config: Any) -> Any:
-            raise NotImplementedError
-
-        async def to_native_tool(self, tool: Any) -> Any:
-            raise NotImplementedError
-
-        async def to_native_prompt(self, messages: Any) -> Any:
-            raise NotImplementedError
-
-        async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError
-
-        async def raise_from_native_response(self, response: Any) -> None:
-            raise NotImplementedError
-
-        async def from_native_response(self, response: Any) -> Any:
-            raise NotImplementedError
-
-    return Waiting
-
-
-def _response(text: str, calls: Sequence[ToolCall]) -> Any:
-    from verifiers.types import Response, ResponseMessage, ToolCall
-
-    made = [ToolCall(id=uuid.uuid4().hex, name=call.name, arguments=json.dumps(call.arguments)) for call in calls]
-    message = ResponseMessage(
-        content=text, tool_calls=made or None, finish_reason="tool_calls" if made else "stop", is_truncated=False
-    )
-    return Response(id=uuid.uuid4().hex, created=int(time.time()), model="policy", message=message)
-
-
-def _message(message: Any) -> Message:
-    """Return role and text. Content in parts is joined."""
-    fields = message if isinstance(message, Mapping) else message.model_dump()
-    content = fields.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
-    return {"role": str(fields["role"]), "content": str(content or "")}
 
 
 def load_environment(environment: str, arguments: Mapping[str, Any]) -> Theirs:

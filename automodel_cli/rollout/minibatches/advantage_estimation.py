@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from automodel_cli.objectives.advantages import Advantages
-from automodel_cli.objectives.base import PolicyObjective, selection_of
+from automodel_cli.objectives.base import PolicyObjective, RewardKL, selection_of
 from automodel_cli.rollout.advantages import batch, critic, group, own
 from automodel_cli.rollout.advantages.base import RewardedSamples
 from automodel_cli.rollout.advantages.token_advantages import TokenAdvantages
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
-from automodel_cli.rollout.samples import Minibatch, PackingConfig, kl_sums, pack_minibatches
+from automodel_cli.rollout.samples import Minibatch, PackingConfig, pack_minibatches
 from automodel_cli.rollout.timers import StepTimers
 from automodel_cli.rollout.types import Sample
 
@@ -131,3 +131,18 @@ def _groups(samples: Sequence[Sample]) -> Tensor:
 
 def _totals(samples: Sequence[Sample]) -> Tensor:
     return torch.tensor([sample.score.total for sample in samples], dtype=torch.float64)
+
+
+def kl_sums(updates: Sequence[Minibatch], samples: Sequence[Sample], kl: RewardKL) -> Tensor:
+    """Return the KL term of each sample's reward on this rank, summed over its tokens. Float64 `[N]`, 0 for other
+    samples."""
+    sums_N = torch.zeros(len(samples), dtype=torch.float64)
+    for update in updates:
+        for microbatch, spread in zip(update.batches, update.spread, strict=True):
+            old_BT, ref_BT = (microbatch.extra[f"{name}_logprobs_BT"].cpu() for name in ("old", "ref"))
+            kl_BT = kl.of(old_BT, ref_BT)
+            for row, first, number in spread:
+                sample = samples[number]
+                kl_T = kl_BT[row, first : first + len(sample.tokens)]
+                sums_N[number] = kl_T[sample.generated_T()].sum()
+    return sums_N

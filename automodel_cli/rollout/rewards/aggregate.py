@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import math
 import queue
 import textwrap
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.name_patterns import NameList, check_entries
 from automodel_cli.config.value_checks import check_choice
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.rollout.rewards.base import Many, OnError, RewardFunction, RewardInput, SupportsBatchScoring
+from automodel_cli.rollout.rewards.row_checks import applies_to
 from automodel_cli.rollout.rewards.worker_process import Helper
 from automodel_cli.rollout.types import Score
 
@@ -188,78 +187,6 @@ def _reject(name: str, code: str, what: str) -> None:
     raise ConfigError(f"rewards.{name}: {what}", code=code, keys=(f"rewards.{name}",))
 
 
-def check_reward_rows(
-    rewards: Mapping[str, RewardFunction], rows: Iterable[tuple[str, Mapping[str, Any]]], *, all_judged: bool
-) -> None:
-    """Raise ConfigError for rows without a column that an applicable reward reads, rows without any applicable reward
-    (if `all_judged`), and rewards that apply to no row."""
-    judging, seen = set[str](), dict[str, set[str]]()
-    for origin, row in rows:
-        applicable = []
-        for name, reward in rewards.items():
-            columns = _filter_of(reward)
-            _check_columns(origin, row, name, columns)
-            for column in columns:
-                seen.setdefault(column, set()).add(repr(row[column]))
-            if _judges(reward, row):
-                fix = f"rewards.{name}.column={_nearest(reward, row)}" if hasattr(reward, "column") else None
-                _check_columns(origin, row, name, getattr(reward, "columns", ()), fix)
-                applicable.append(name)
-        if all_judged and not applicable:
-            rules = ", ".join(f"rewards.{name}.filter={dict(_filter_of(reward))}" for name, reward in rewards.items())
-            raise ConfigError(
-                f"{origin}: no reward applies to this row: {rules}",
-                code="unknown_name",
-                keys=tuple(f"rewards.{name}.filter" for name in rewards),
-            )
-        judging |= set(applicable)
-    for name, reward in rewards.items():
-        if (columns := _filter_of(reward)) and name not in judging:
-            have = "; ".join(f"{column}: {', '.join(sorted(seen.get(column, ()))[:_SHOWN])}" for column in columns)
-            raise ConfigError(
-                f"rewards.{name}.filter={dict(columns)} applies to no row. Rows have {have}",
-                code="no_effect",
-                keys=(f"rewards.{name}.filter",),
-                fix=f"~rewards.{name}",
-            )
-        _check_filter(name, columns, seen)
-
-
-def _check_filter(name: str, columns: Mapping[str, Any], seen: Mapping[str, set[str]]) -> None:
-    """Raise if a value of a list in `filter` occurs in no row."""
-    for column, values in columns.items():
-        if isinstance(values, list) and column in seen:
-            absent = {str(value) for value in values if repr(value) not in seen[column]}
-            listed = NameList(f"rewards.{name}.filter.{column}", [str(value) for value in values], "no row has")
-            present = {str(value) for value in values} - absent
-            check_entries(listed, present.__contains__, _texts(seen[column]))
-
-
-def _texts(values: Iterable[str]) -> list[str]:
-    """Values of rows as a config spells them."""
-    return [value.strip("'") for value in values]
-
-
-def _nearest(reward: RewardFunction, row: Mapping[str, Any]) -> str:
-    """The row's column that `column` may have meant."""
-    matches = difflib.get_close_matches(str(getattr(reward, "column", "")), row, 1)
-    return matches[0] if matches else "<the column>"
-
-
-def _check_columns(
-    origin: str, row: Mapping[str, Any], name: str, columns: Iterable[str], fix: str | None = None
-) -> None:
-    for column in columns:
-        if column not in row:
-            have = ", ".join(sorted(row)) or "none"
-            raise ConfigError(
-                f"{origin}: rewards.{name} reads the column {column!r}, but the row has {have}",
-                code="unknown_name",
-                keys=(f"rewards.{name}",),
-                fix=fix,
-            )
-
-
 _EXAMPLE = "automodel_cli.rollout.rewards.text.ExactAnswer"
 
 
@@ -272,17 +199,7 @@ def call_kind(reward: RewardFunction) -> Way:
 
 def _judged_by(reward: RewardFunction, samples: Sequence[RewardInput]) -> list[int]:
     """Return the indices of the samples that a reward scores: rows that match its `filter`."""
-    return [i for i, sample in enumerate(samples) if _judges(reward, sample.row)]
-
-
-def _judges(reward: RewardFunction, row: Mapping[str, Any]) -> bool:
-    return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in _filter_of(reward).items())
-
-
-def _filter_of(reward: RewardFunction) -> Mapping[str, Any]:
-    """Return the column values of the rows that a reward scores. A class without our base class scores all rows."""
-    columns: Mapping[str, Any] = getattr(reward, "filter", {})
-    return columns
+    return [i for i, sample in enumerate(samples) if applies_to(reward, sample.row)]
 
 
 def _refuse_nothing(results: Mapping[str, dict[int, Given]], num_samples: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from automodel_cli.launch.environment import of_user
 from automodel_cli.rollout.rewards.base import RewardFunction, RewardInput
-from automodel_cli.rollout.rewards.sandbox import linux_isolation
+from automodel_cli.rollout.rewards.sandbox import linux_isolation, seccomp
 
 _SPARE_SECONDS = 5.0  # for the helper to notice that a worker is out of time
 _MOST_BYTES = 1 << 16
@@ -171,7 +171,7 @@ def confine() -> bool:
     ]
     closed = (
         linux_isolation.landlock(readable, ["/dev/null"]),
-        linux_isolation.filter_calls(own_root=False, own_processes=False),
+        seccomp.filter_calls(own_root=False, own_processes=False),
     )
     return all(closed)
 

@@ -23,7 +23,8 @@ from torch.distributed import TCPStore
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed.process_group import group_beside
-from automodel_cli.rollout.weight_sync.transports import Bucket, Paused, Receiver, Watch, begun, once, posted
+from automodel_cli.rollout.weight_sync.transports import Bucket, Paused, Receiver
+from automodel_cli.rollout.weight_sync.update_requests import Watch, begun, once, posted
 
 if TYPE_CHECKING:
     from automodel_cli.rollout.http import Server

@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from automodel_cli.config import bundled_recipes
-from automodel_cli.config.compose import compose, locate
+from automodel_cli.config.bundled_recipes import locate
+from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.hydra_adapter import Loader
 from automodel_cli.training.config import TrainConfig

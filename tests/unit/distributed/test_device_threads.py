@@ -41,9 +41,10 @@ NO_DEVICE = {
     "rollout/rewards/remote.py": "waits for answers of servers",
     "rollout/engines/servers/server_launcher.py": "starts processes",
     "rollout/engines/servers/server_pool.py": "waits for answers of servers",
+    "rollout/engines/servers/live_pool.py": "waits for answers of servers",
     "rollout/engines/servers/http_engine.py": "waits for answers of servers",
     "rollout/engines/servers/colocated.py": "waits for answers of servers",
-    "rollout/weight_sync/transports.py": "posts requests, besides a thread that selects the device",
+    "rollout/weight_sync/update_requests.py": "posts requests, besides a thread that selects the device",
 }
 """Files that start threads of which none touches CUDA, and why."""
 

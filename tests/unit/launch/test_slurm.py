@@ -11,7 +11,8 @@ import pytest
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import peer_failure
-from automodel_cli.launch.slurm import Job, setup_block
+from automodel_cli.launch.slurm import Job
+from automodel_cli.launch.slurm_script import setup_block
 from tests.errors import assert_error, raises
 from tests.unit.cli.test_main import TRUST, automodel, check_quick
 

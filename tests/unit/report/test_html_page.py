@@ -13,8 +13,9 @@ import torch
 
 from automodel_cli.report.chart_axes import nice_ticks, padded_range, smoothed, thinned, tick_label
 from automodel_cli.report.charts import layout_svg
-from automodel_cli.report.html_page import Dataset, ShownRun, ShownSample, page_html
+from automodel_cli.report.html_page import page_html
 from automodel_cli.report.loss_curve import loss_curve_svg
+from automodel_cli.report.shown_run import Dataset, ShownRun, ShownSample
 from automodel_cli.report.software_versions import environment
 from automodel_cli.report.sparkline import panel_svg
 

@@ -14,7 +14,8 @@ import pytest
 from automodel_cli.pipelining.schedule.programs import build_program
 from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 from automodel_cli.pipelining.timeline.svg import draw_svg
-from automodel_cli.report.html_page import Dataset, ShownRun, ShownSample, TaskScore, page_html
+from automodel_cli.report.html_page import page_html
+from automodel_cli.report.shown_run import Dataset, ShownRun, ShownSample, TaskScore
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LONG = "x" * 300

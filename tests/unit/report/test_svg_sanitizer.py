@@ -7,7 +7,8 @@ import pytest
 from automodel_cli.pipelining.schedule.programs import build_program
 from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 from automodel_cli.pipelining.timeline.svg import draw_svg
-from automodel_cli.report.html_page import ShownRun, page_html
+from automodel_cli.report.html_page import page_html
+from automodel_cli.report.shown_run import ShownRun
 from automodel_cli.report.svg_sanitizer import plain_svg
 
 program = build_program("1F1B", 2, 4)

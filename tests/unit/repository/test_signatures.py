@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_cli.rollout.weight_sync import transports
+from automodel_cli.rollout.weight_sync import update_requests
 from tests.signatures import SIGNATURES, bind
 
 ROOT = Path(__file__).parents[3]
@@ -125,7 +125,7 @@ def test_what_vllm_calls_of_a_client_is_what_ours_has() -> None:
     members = [member for member in SIGNATURES["vllm"] if member.startswith(prefix)]
     assert len(members) == 4
     for member in members:
-        ours = inspect.signature(getattr(transports._Client, member.removeprefix(prefix))).parameters
+        ours = inspect.signature(getattr(update_requests.UpdateClient, member.removeprefix(prefix))).parameters
         recorded = SIGNATURES["vllm"][member]
         assert list(ours) == ["self", *recorded["required"], *recorded["optional"]]
 
@@ -151,7 +151,7 @@ def test_the_words_that_start_a_server_are_in_its_files(
     [
         (
             "vllm",
-            ("weight_sync/transports", "engines/servers/vllm", "engines/servers/openai"),
+            ("weight_sync/transports", "weight_sync/update_requests", "engines/servers/vllm", "engines/servers/openai"),
             16,
         ),
         ("sglang", ("engines/servers/sglang", "weight_sync/broadcast"), 11),

@@ -14,18 +14,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.warn import warn
 from automodel_cli.rollout.engines.base import resolve_seeds
-from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
 from automodel_cli.rollout.engines.servers.http_engine import HTTPEngine
 from automodel_cli.rollout.http import ServerError
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
-from automodel_cli.rollout.weight_sync.transports import FileTransfer, SharedTransfer
 
 E = TypeVar("E", bound=HTTPEngine)
 
@@ -33,7 +29,7 @@ _HEALTH_TIMEOUT = 5.0  # seconds
 
 
 @dataclass(eq=False)
-class _Member(Generic[E]):
+class Member(Generic[E]):
     """One server: its open requests, and why it is excluded (None: it is not)."""
 
     engine: E
@@ -58,7 +54,7 @@ class _Call:
     """State of one call of `generate`: open requests, and the last server of each prompt."""
 
     unanswered: int
-    homes: dict[tuple[int, ...], _Member[Any]] = field(default_factory=dict)
+    homes: dict[tuple[int, ...], Member[Any]] = field(default_factory=dict)
 
 
 class ServerPool(Generic[E]):
@@ -74,7 +70,7 @@ class ServerPool(Generic[E]):
     """
 
     def __init__(self, engines: Sequence[E], *, concurrency: int, health_every: float = 10.0):
-        self._members = [_Member(engine) for engine in engines]
+        self._members = [Member(engine) for engine in engines]
         self._concurrency, self._every = concurrency, health_every
         self._changed = threading.Condition()
         self._looked = time.monotonic()
@@ -131,10 +127,10 @@ class ServerPool(Generic[E]):
 
     def _generate_on_servers(
         self, requests: Sequence[tuple[tuple[int, ...], int]], params: SamplingParams
-    ) -> list[tuple[_Member[E], Completion]]:
+    ) -> list[tuple[Member[E], Completion]]:
         """Return an answer to each (prompt, seed), and the server that generated it."""
         call = _Call(len(requests))
-        futures: list[Future[tuple[_Member[E], Completion]]] = []
+        futures: list[Future[tuple[Member[E], Completion]]] = []
         with ThreadPoolExecutor(min(len(requests), self._concurrency * len(self._members))) as threads:
             try:
                 for prompt, seed in requests:
@@ -147,8 +143,8 @@ class ServerPool(Generic[E]):
                 threads.shutdown(wait=False, cancel_futures=True)
 
     def _answered(
-        self, member: _Member[E], prompt: tuple[int, ...], params: SamplingParams, seed: int, call: _Call
-    ) -> tuple[_Member[E], Completion]:
+        self, member: Member[E], prompt: tuple[int, ...], params: SamplingParams, seed: int, call: _Call
+    ) -> tuple[Member[E], Completion]:
         """Send a request to `member`, or to others if it does not respond. At most as many attempts as servers,
         because a request may crash its server."""
         for _ in self._members:
@@ -176,7 +172,7 @@ class ServerPool(Generic[E]):
             fix="read the logs of the servers; then automodel resume RUN",
         )
 
-    def _taken(self, prompt: tuple[int, ...], call: _Call, *, beyond: bool = False) -> _Member[E]:
+    def _taken(self, prompt: tuple[int, ...], call: _Call, *, beyond: bool = False) -> Member[E]:
         """Return the server for a sample of `prompt`, with the request counted as open. Waits for a free slot unless
         `beyond`."""
         with self._changed:
@@ -195,17 +191,17 @@ class ServerPool(Generic[E]):
             call.homes[prompt] = member
             return member
 
-    def _release(self, member: _Member[E]) -> None:
+    def _release(self, member: Member[E]) -> None:
         with self._changed:
             member.open -= 1
             self._changed.notify_all()
 
     # -- who is there
 
-    def _live(self) -> list[_Member[E]]:
+    def _live(self) -> list[Member[E]]:
         return [member for member in self._members if member.gone is None]
 
-    def _is_sure(self, member: _Member[E], losses: int) -> bool:
+    def _is_sure(self, member: Member[E], losses: int) -> bool:
         """Return whether the server had the current weights since `losses` losses. A server that cannot be verified is
         excluded."""
         try:
@@ -217,7 +213,7 @@ class ServerPool(Generic[E]):
         self._leave_out(member, reason)
         return False
 
-    def _leave_out(self, member: _Member[E], reason: str) -> None:
+    def _leave_out(self, member: Member[E], reason: str) -> None:
         with self._changed:
             if member.gone is not None:
                 return
@@ -233,7 +229,7 @@ class ServerPool(Generic[E]):
             reason,
         )
 
-    def _take_back(self, member: _Member[E]) -> None:
+    def _take_back(self, member: Member[E]) -> None:
         with self._changed:
             if member.gone is None or member.engine.weight_version != self.weight_version:
                 return
@@ -289,61 +285,3 @@ class ServerPool(Generic[E]):
             keys=("rollout.engine.url",),
             fix="start the servers again; then automodel resume RUN",
         )
-
-
-class LivePool(ServerPool[WeightUpdateMixin]):
-    """Servers that get new weights by one transfer: all read the files that are written once, or are in one group."""
-
-    def __init__(
-        self,
-        engines: Sequence[WeightUpdateMixin],
-        transfer: FileTransfer | SharedTransfer,
-        *,
-        concurrency: int,
-        health_every: float = 10.0,
-    ):
-        super().__init__(engines, concurrency=concurrency, health_every=health_every)
-        self._transfer = transfer
-
-    def update_weights(self, stream: WeightStream) -> None:
-        """Update every server that responds, including excluded ones, which are then used again. Raises RunError if a
-        server rejects the weights, and if none is left. If a server ends during a broadcast, the run ends, because
-        the other servers have a mixture of weights."""
-        if isinstance(self._transfer, FileTransfer):
-            with self._transfer.written(iter(stream)) as folder:
-                requested = self._servers_to_update(sure=False)
-                with ThreadPoolExecutor(max(1, len(requested))) as threads:
-                    list(threads.map(lambda member: self._update_server(member, folder), requested))
-        elif requested := self._servers_to_update(sure=True):
-            paused = [partial(member.engine.paused, self.weight_version) for member in requested]
-            self._transfer.send_to([member.engine for member in requested], iter(stream), paused)
-            for member in requested:
-                member.engine.weight_version = self.weight_version
-                self._take_back(member)
-        for member in self._live():
-            if member.engine.weight_version != self.weight_version:
-                self._leave_out(member, "it was taken back while the others were given new weights")
-        if not self._live():
-            raise self._all_gone()
-
-    def _servers_to_update(self, *, sure: bool) -> list[_Member[WeightUpdateMixin]]:
-        """Return the servers that get the next version, and count it. With `sure`, only servers that respond now."""
-        requested = []
-        for member in self._members:
-            if (member.gone is None and not sure) or member.is_healthy():
-                requested.append(member)
-            else:
-                self._leave_out(member, "it does not answer /health")
-        with self._changed:
-            self.weight_version += 1  # from here on, no server is used again without these weights
-        return requested
-
-    def _update_server(self, member: _Member[WeightUpdateMixin], folder: Path) -> None:
-        try:
-            member.engine.read_weights(folder, self.weight_version)
-        except ServerError as error:
-            if member.gone is None and error.status is not None and member.is_healthy():
-                raise  # the server responds and rejects the weights
-            self._leave_out(member, error.message)
-        else:
-            self._take_back(member)

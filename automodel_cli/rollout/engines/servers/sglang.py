@@ -20,7 +20,8 @@ from automodel_cli.rollout.engines.servers.version_check import check_release
 from automodel_cli.rollout.http import Server, ServerError
 from automodel_cli.rollout.routed_experts import decode_experts, from_int32
 from automodel_cli.rollout.types import Completion, SamplingParams
-from automodel_cli.rollout.weight_sync.transports import Transfer, once
+from automodel_cli.rollout.weight_sync.transports import Transfer
+from automodel_cli.rollout.weight_sync.update_requests import once
 
 if TYPE_CHECKING:
     import numpy as np

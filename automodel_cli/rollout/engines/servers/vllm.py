@@ -20,7 +20,8 @@ from automodel_cli.rollout.engines.servers.openai import OpenAIEngine
 from automodel_cli.rollout.engines.servers.version_check import check_release
 from automodel_cli.rollout.http import Server, ServerError
 from automodel_cli.rollout.types import SamplingParams
-from automodel_cli.rollout.weight_sync.transports import Transfer, once
+from automodel_cli.rollout.weight_sync.transports import Transfer
+from automodel_cli.rollout.weight_sync.update_requests import once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +26,7 @@ from typing import IO, Any
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_range
 from automodel_cli.config.warn import warn
+from automodel_cli.rollout.rewards.sandbox.work_folder import work_folder
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> SandboxO
     effects."""
     last = list(processes)[-1]
     with (
-        _folder() as folder,
+        work_folder() as folder,
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as stderr,  # files, not pipes: a surviving process could keep a pipe open
         tempfile.TemporaryFile() as ignored,
@@ -256,38 +256,6 @@ def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> SandboxO
         return SandboxOutcome(
             None if expired else code, _text(stdout), _text(stderr), common if raw else _cut_off(common)
         )
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    """A temporary folder that is removed however its contents were made."""
-    folder = tempfile.mkdtemp(prefix="sandbox-")
-    try:
-        yield folder
-    finally:
-        _remove(folder)
-
-
-def _remove(folder: str) -> None:
-    """Remove a tree of any depth. Contents of a folder move up before it is removed, so that paths stay short."""
-    with contextlib.suppress(OSError):
-        number = 0
-        while entries := list(os.scandir(folder)):
-            for entry in entries:
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(entry.path)
-                    continue
-                os.chmod(entry.path, 0o700)
-                for name in os.listdir(entry.path):
-                    inner = f"{entry.path}/{name}"
-                    if os.path.isdir(inner) and not os.path.islink(inner):
-                        os.chmod(inner, 0o700)  # a folder without the right to write cannot move
-                        number += 1
-                        os.rename(inner, f"{folder}/.{number}")
-                    else:
-                        os.unlink(inner)
-                os.rmdir(entry.path)
-        os.rmdir(folder)
 
 
 def _text(file: IO[bytes]) -> str:

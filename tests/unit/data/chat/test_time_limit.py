@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data import json_reader
-from automodel_cli.data.chat import chat_template, encoder
+from automodel_cli.data import json_array, json_reader
+from automodel_cli.data.chat import chat_template, renderer
 from automodel_cli.data.chat.encoder import ChatEncoder
 from automodel_cli.data.chat.time_limit import time_limit
 from automodel_cli.data.formats.examples import Conversation
@@ -26,11 +26,11 @@ MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
 
 
 def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(renderer, "RENDER_SECONDS", 0.2)
     began = time.monotonic()
     with raises(DataError, "timeout", values=("chat template",)) as error:
         ChatEncoder(ByteTokenizer().build(), ENDLESS, "all", turns="single").encode([Conversation(MESSAGES, [True])])
-    assert time.monotonic() - began < 30 and error.value.fix == encoder.RENDER_FIX
+    assert time.monotonic() - began < 30 and error.value.fix == renderer.RENDER_FIX
 
 
 def test_a_template_that_does_not_end_is_not_asked_for_its_like(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_a_limit_ends_its_own_thread_alone() -> None:
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz", "x.csv.gz", "x.jsonl", "x.csv"])
 def test_a_row_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A few kB of gzip that hold one row of 8 MiB, with room for 1 MiB."""
-    for module in (json_reader, file_readers):
+    for module in (json_array, json_reader, file_readers):
         monkeypatch.setattr(module, "MAX_ROW", 1 << 20)
     row = b'{"text": "' + b"a" * (8 << 20) + b'"}'
     content = {"jsonl": row, "json": b"[" + row + b"]", "csv": b"text\n" + b"a" * (8 << 20)}[name.split(".")[1]]

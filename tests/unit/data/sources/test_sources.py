@@ -12,7 +12,7 @@ import pytest
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.json_reader import BLOCK, read_array
+from automodel_cli.data.json_array import BLOCK, read_array
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.row_errors import DAMAGED, RowError
 from automodel_cli.data.source_config import SourceConfig
@@ -119,7 +119,7 @@ def pieces(content: str | bytes) -> list:
 @pytest.mark.parametrize("block", [1, 2, 7, 64])
 @pytest.mark.parametrize("indent", [None, 1])
 def test_arrays_are_the_library_s_wherever_blocks_end(monkeypatch, block, indent):
-    monkeypatch.setattr("automodel_cli.data.json_reader.BLOCK", block)
+    monkeypatch.setattr("automodel_cli.data.json_array.BLOCK", block)
     rows = [{"a": 'b}]"{ \\ ü \U0001f600', "n": [1.5e-3, -12, True, None, {"x": []}]}, {}, {"tail": "]"}] * 3
     assert pieces(json.dumps(rows, indent=indent)) == rows
     assert pieces(json.dumps(rows, ensure_ascii=False)) == rows
@@ -144,7 +144,7 @@ def test_arrays_are_the_library_s_wherever_blocks_end(monkeypatch, block, indent
 )
 @pytest.mark.parametrize("block", [3, BLOCK])
 def test_where_the_syntax_of_an_array_breaks(monkeypatch, content, number, problem, block):
-    monkeypatch.setattr("automodel_cli.data.json_reader.BLOCK", block)
+    monkeypatch.setattr("automodel_cli.data.json_array.BLOCK", block)
     rows = list(read_array(io.BytesIO(content.encode())))
     assert (rows[-1][0], rows[-1][1].code, rows[-1][1].message) == (number, DAMAGED, problem)
     assert [row for _, row in rows[:-1]] == [{"a": 1}] * (number - 1)

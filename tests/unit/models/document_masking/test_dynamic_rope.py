@@ -18,7 +18,8 @@ from automodel_cli.models.lm_head.head import HeadKind
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
 from automodel_cli.models.probes.tiny_model import SWITCH, shrink
-from automodel_cli.rollout.engines.policy_engine import check_decoding, check_lengths
+from automodel_cli.rollout.engines.decoding_check import check_decoding
+from automodel_cli.rollout.engines.policy_engine import check_lengths
 from tests import tiny
 from tests.errors import raises
 from tests.tiny import gradient_error, gradients, next_token_labels, packed_batch, reference_logprobs, token_row

@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.aggregate import RewardSum, check_reward_rows
+from automodel_cli.rollout.rewards.aggregate import RewardSum
 from automodel_cli.rollout.rewards.base import BatchReward, Many, Reward, RewardInput
+from automodel_cli.rollout.rewards.row_checks import check_reward_rows
 from automodel_cli.rollout.rewards.text import ExactAnswer, FunctionReward, Length
 from tests.errors import raises
 

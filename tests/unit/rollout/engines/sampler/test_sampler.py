@@ -18,7 +18,7 @@ from automodel_cli.models.lm_head.head import detect_head
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.base import sample_seed
-from automodel_cli.rollout.engines.policy_engine import check_decoding
+from automodel_cli.rollout.engines.decoding_check import check_decoding
 from automodel_cli.rollout.engines.sampler.decoder import Decoder
 from automodel_cli.rollout.engines.sampler.sampler import Sampler
 from automodel_cli.rollout.engines.sampler.sampling import draw, sample_tokens, shaping_of, streams, uniforms

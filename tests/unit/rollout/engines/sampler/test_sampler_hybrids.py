@@ -23,7 +23,7 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.document_masking.recurrent_layers import StateLayer
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.base import sample_seed
-from automodel_cli.rollout.engines.policy_engine import check_decoding
+from automodel_cli.rollout.engines.decoding_check import check_decoding
 from automodel_cli.rollout.engines.sampler.decoder import Decoder
 from automodel_cli.rollout.engines.sampler.sampler import Sampler
 from automodel_cli.rollout.engines.sampler.sampling import shaping_of

@@ -40,7 +40,8 @@ from automodel_cli.rollout.environments.episode import Episode, EpisodeRunner
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import SamplingParams
-from automodel_cli.rollout.weight_sync.transports import FileTransfer, Watch, check_gpus
+from automodel_cli.rollout.weight_sync.transports import FileTransfer, check_gpus
+from automodel_cli.rollout.weight_sync.update_requests import Watch
 from tests import tiny
 from tests.errors import raises
 from tests.signatures import bind

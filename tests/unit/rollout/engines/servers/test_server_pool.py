@@ -16,8 +16,9 @@ import pytest
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.engines.config import ServerConfig, VLLMConfig
+from automodel_cli.rollout.engines.servers.live_pool import LivePool
 from automodel_cli.rollout.engines.servers.openai import OpenAIEngine
-from automodel_cli.rollout.engines.servers.server_pool import LivePool, ServerPool
+from automodel_cli.rollout.engines.servers.server_pool import ServerPool
 from automodel_cli.rollout.engines.servers.vllm import VLLMEngine
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.http import Server

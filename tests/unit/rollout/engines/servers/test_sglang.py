@@ -19,7 +19,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.engines.servers.colocated import SharedGPUs
-from automodel_cli.rollout.engines.servers.server_pool import LivePool
+from automodel_cli.rollout.engines.servers.live_pool import LivePool
 from automodel_cli.rollout.engines.servers.sglang import SGLangEngine
 from automodel_cli.rollout.engines.servers.sglang_config import SGLangConfig
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
