@@ -19,7 +19,7 @@ from automodel_cli.models.hub import bundled_configs
 from automodel_cli.models.vision.processor import FamilyProcessor, shared_processor
 from tests.dryrun.traces import trace_in_fork
 from tests.errors import raises
-from tests.vision import config_of, processor_of
+from tests.vision import config_of, noise, processor_of
 
 KINDS = ("qwen3_vl", "llava")
 
@@ -94,6 +94,16 @@ def test_the_processor_of_a_bundled_config_needs_no_files() -> None:
         found = shared_processor(recipe.model)
     assert found.grid(768, 1024) == (1, 48, 64)
     assert found.replacement(768, 1024).tolist() == [151655] * (48 * 64 // 4)
+
+
+def test_the_processor_of_the_bundled_gemma_writes_the_published_tokens() -> None:
+    """Newlines, begin, 256 image tokens, end, newlines: ids of the tokenizer of google/gemma-3-12b-it."""
+    recipe: Any = load(TraceRequest("gemma3_12b_vlm", ("data.path=rows.jsonl",), 1))
+    with bundled_configs.preferred():
+        found = shared_processor(recipe.model)
+    assert found.grid(768, 1024) == (0, 0, 0)
+    assert found.replacement(768, 1024).tolist() == [108, 255999, *[262144] * 256, 256000, 108]
+    assert found.inputs([noise(80, 60)])["pixel_values"].shape == (1, 3, 896, 896)
 
 
 def test_pictures_of_a_text_model_are_refused() -> None:

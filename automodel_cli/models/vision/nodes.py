@@ -55,15 +55,15 @@ class WordTokenizer:
         return fast
 
 
-def image_tokenizer(image_token_id: int) -> Any:
-    """Return a tokenizer that knows the image token only, with its id in a published model."""
+def image_tokenizer(ids: dict[str, int]) -> Any:
+    """Return a tokenizer that knows these tokens only, with their ids in a published model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     unknown = "<|unknown|>"  # not a password
-    tokenizer = Tokenizer(models.WordLevel({unknown: 0, IMAGE: image_token_id}, unk_token=unknown))
+    tokenizer = Tokenizer(models.WordLevel({unknown: 0, **ids}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unknown, extra_special_tokens=[IMAGE])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unknown, extra_special_tokens=list(ids))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ class GemmaProcessor:
         from automodel_cli.models.transformers_compat import name_special_tokens
 
         name_special_tokens(tokenizer, {"boi_token": START, "eoi_token": STOP, "image_token": IMAGE})
-        tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE + STOP, "")  # the processor adds them
+        if tokenizer.chat_template is not None:
+            tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE + STOP, "")  # the processor adds them
         side = {"height": self.image_size, "width": self.image_size}
         return Gemma3Processor(
             image_processor=Gemma3ImageProcessorPil(size=side),

@@ -20,12 +20,14 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import bundled_configs, source
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.models.vision.front import TYPE_IDS, composite_on_meta
-from automodel_cli.models.vision.nodes import QwenProcessor, image_tokenizer
+from automodel_cli.models.vision.nodes import IMAGE, START, STOP, GemmaProcessor, QwenProcessor, image_tokenizer
 from automodel_cli.models.vision.small import placeholder_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_GEMMA_NEWLINES = {"\n\n": 108}  # the processor writes this token of the published vocabulary around a picture
+_KEYS = ("model.vision.processor",)
 _BLANK = 32  # pixels of the side of the blank picture, before the processor resizes it
 
 
@@ -48,6 +50,8 @@ def load_processor(config: ModelConfig, tokenizer: Any) -> Any:
             return transformers_compat.images_only_processor(chosen, config.revision, tokenizer)
     except Exception as error:  # processors raise any class, for packages and for files
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, ImportError) and "torchvision" in reason.lower():  # Pixtral has no other code
+            require_package("torchvision", f"the image processor of {chosen}", install="torchvision", keys=_KEYS)
         raise ConfigError(
             f"the image processor of {chosen} cannot be loaded: {reason}",
             code="model_not_found",
@@ -67,6 +71,7 @@ class FamilyProcessor:
         self.marker = int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
         self.takes = frozenset(inspect.signature(self._meta.base_model.forward).parameters)
         self.has_grid = self._rope_index is not None
+        self._image_settings = _image_settings(processor)
         self._expanded = functools.lru_cache(maxsize=4096)(self._expand)
         ids = self.replacement(_BLANK, _BLANK)
         if not (ids == self.placeholder).any():
@@ -116,7 +121,7 @@ class FamilyProcessor:
         return np.asarray(ids.tolist() if isinstance(ids, Tensor) else ids, np.int32), (time, rows, columns)
 
     def inputs(self, images: Sequence[Any]) -> dict[str, Tensor]:
-        output = self.processor.image_processor(images=[list(images)], return_tensors="pt")
+        output = self.processor.image_processor([list(images)], **self._image_settings, return_tensors="pt")
         return {name: value for name, value in output.items() if name in self.takes}
 
     def positions(self, ids_T: Tensor, grid_N3: Tensor) -> Tensor | None:
@@ -139,6 +144,29 @@ class FamilyProcessor:
 
     def blank(self) -> tuple[Tensor, dict[str, Tensor]]:
         return self._blank
+
+
+def _image_settings(processor: Any) -> dict[str, Any]:
+    """Return the keywords that a processor passes to its image processor (Pixtral: the size of merged patches)."""
+    from PIL import Image
+
+    own, found = processor.image_processor, {}
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(own, name)
+
+        def __call__(self, *images: Any, **settings: Any) -> Any:
+            found.update(settings)
+            return own(*images, **settings)
+
+    processor.image_processor = Recorder()
+    try:
+        with transformers_compat.quiet():
+            processor(text=[processor.image_token], images=[[Image.new("RGB", (_BLANK, _BLANK))]])
+    finally:
+        processor.image_processor = own
+    return {name: value for name, value in found.items() if name not in ("images", "return_tensors")}
 
 
 _loaded: dict[str, FamilyProcessor] = {}
@@ -166,13 +194,18 @@ def shared_processor(config: ModelConfig) -> FamilyProcessor:
 
 
 def _of_bundled(config: ModelConfig) -> FamilyProcessor | None:
-    """Return the processor of a bundled config of Qwen3-VL. None: it is not one."""
+    """Return the processor of a bundled config of Qwen3-VL or Gemma 3. None: it is not one."""
     fields = None if config.pretrained is None else bundled_configs.fields(config.pretrained, config.revision)
     if fields is None or (config.vision is not None and config.vision.processor is not None):
         return None
-    if not fields["model_type"].startswith("qwen3_vl"):
-        return None
     vision = fields["vision_config"]
-    node = QwenProcessor(vision["patch_size"], vision["spatial_merge_size"], vision["temporal_patch_size"])
-    tokenizer = image_tokenizer(fields["image_token_id"])
-    return FamilyProcessor(node.build_processor(tokenizer), source.composite_config(config))
+    if fields["model_type"].startswith("qwen3_vl"):
+        qwen = QwenProcessor(vision["patch_size"], vision["spatial_merge_size"], vision["temporal_patch_size"])
+        made = qwen.build_processor(image_tokenizer({IMAGE: fields["image_token_id"]}))
+    elif fields["model_type"] == "gemma3":
+        ids = {START: "boi_token_index", STOP: "eoi_token_index", IMAGE: "image_token_index"}
+        tokenizer = image_tokenizer({token: fields[name] for token, name in ids.items()} | _GEMMA_NEWLINES)
+        made = GemmaProcessor(vision["image_size"], fields["mm_tokens_per_image"]).build_processor(tokenizer)
+    else:
+        return None
+    return FamilyProcessor(made, source.composite_config(config))

@@ -74,8 +74,8 @@ def check_vision(kind: str, model: ModelConfig, data: DataConfig, parallelizer: 
 def _check_parallelizer(parallelizer: Strategy) -> None:
     if not isinstance(parallelizer, (FSDP2Config, DDPConfig)):
         raise ConfigError(
-            f"{type(parallelizer).__name__} is not supported with pictures, because it was not compared with "
-            "one process for the front end",
+            f"{type(parallelizer).__name__} is not supported with pictures, because its gradients of a vision tower "
+            "have not been compared with one process",
             code="unsupported_combination",
             keys=("parallelizer", "model.vision"),
             fix="parallelizer=fsdp2",
@@ -124,8 +124,8 @@ def _check_model(model: ModelConfig, parallelizer: Strategy) -> None:
         )
     if parallelizer.activation_checkpointing == "auto":
         raise ConfigError(
-            "parallelizer.activation_checkpointing=auto is not supported with pictures, because the memory of the "
-            "vision tower is not estimated",
+            "parallelizer.activation_checkpointing=auto is not supported with pictures, because it chooses by an "
+            "estimate in which the memory of a vision tower has not been compared with a GPU",
             code="unsupported_combination",
             keys=("parallelizer.activation_checkpointing", "model.vision"),
             fix="parallelizer.activation_checkpointing=full",

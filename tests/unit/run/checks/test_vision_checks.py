@@ -1,0 +1,45 @@
+"""Settings that do not support pictures are refused with codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.config import DataConfig
+from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
+from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.vision.config import VisionConfig
+from automodel_cli.run.checks.vision_checks import check_vision, refuse_vision
+from tests.errors import raises
+
+MODEL = ModelConfig(pretrained="org/name", vision=VisionConfig())
+DATA = DataConfig(path="rows.jsonl", truncation="drop")
+
+
+@pytest.mark.parametrize(
+    ("parallelizer", "key"),
+    [
+        (MegatronFSDPConfig(), "parallelizer"),
+        (FSDP2Config(activation_checkpointing="auto"), "parallelizer.activation_checkpointing"),
+        (FSDP2Config(enable_compile=True), "parallelizer.enable_compile"),
+    ],
+)
+def test_a_parallelizer_that_does_not_support_pictures_is_refused(parallelizer: Any, key: str):
+    with raises(ConfigError, "unsupported_combination", keys=(key, "model.vision")):
+        check_vision("vlm", MODEL, DATA, parallelizer)
+
+
+def test_the_recommended_parallelizer_is_accepted():
+    check_vision("vlm", MODEL, DATA, FSDP2Config(activation_checkpointing="full", enable_compile=False))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "kd", "rm"])
+def test_recipes_of_text_refuse_pictures(kind: str):
+    with raises(ConfigError, "unsupported_combination", keys=("model.vision",)):
+        refuse_vision(kind, MODEL, DATA, may_read=False)
+    with raises(ConfigError, "no_effect", keys=("data.media_dir",), fix="data.media_dir=null"):
+        text = ModelConfig(pretrained="org/name")
+        refuse_vision(kind, text, DataConfig(path="rows.jsonl", media_dir="pictures"), may_read=False)
