@@ -2,7 +2,7 @@
 
 Every family is built tiny from its default config and probed with the checks of a run, as `support_table.py` does.
 The image processor is the family's own, for pictures of the size of the tower. Its number of tokens for a picture is
-that of the features that the composite computes, so that no tokenizer is needed.
+that of the features that the composite computes, so that no tokenizer is needed. Some processors need torchvision.
 
     python scripts/support_vision.py [--families qwen3_vl,llava] [--output docs/support_vision.md]
 """
@@ -30,6 +30,7 @@ from support_table import measure, short, with_usual_fields
 from torch import Tensor
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.utils import is_torchvision_available
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config
@@ -56,6 +57,7 @@ SECTIONS = {"ernie4_5_vl_moe": [22, 22, 20]}
 """Rotary dimensions of time, height and width, as published. The two of a plane are equal here."""
 # Default sizes of the library that do not fit each other, as (part, field): a size that does.
 FITTING: dict[str, dict[tuple[str, str], int]] = {
+    "aya_vision": {("vision_config", "num_attention_heads"): 16, ("vision_config", "image_size"): 364},
     "gemma3": {("", "mm_tokens_per_image"): 49},
     "shieldgemma2": {("", "mm_tokens_per_image"): 49},
     "smolvlm": {("vision_config", "patch_size"): 16},
@@ -85,6 +87,7 @@ class ImagesOnly(FamilyProcessor):
 
     def __init__(self, image_processor: Any, composite_config: PretrainedConfig):
         self.image_processor = image_processor
+        self._image_settings: dict[str, Any] = {}
         self.processor: Any = self
         self._set_model(composite_config)
         self.original_placeholder = self.placeholder
@@ -114,14 +117,21 @@ class ImagesOnly(FamilyProcessor):
         return sum(piece.numel() // piece.shape[-1] for piece in pieces)
 
 
+def image_processor_names(family: str) -> dict[str, str] | None:
+    """Return the image processors of a family by backend, `pil` and `torchvision`."""
+    found: Any = IMAGE_PROCESSOR_MAPPING_NAMES
+    names: dict[str, str] | None = found.get(family) or found.get(LIKE.get(family, ""))
+    return names
+
+
 def image_processor_of(family: str, config: PretrainedConfig) -> Any:
-    """Return the family's image processor, for the sizes of the config. Raises ConfigError if it needs torchvision."""
-    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or IMAGE_PROCESSOR_MAPPING_NAMES.get(LIKE.get(family, ""))
+    """Return the family's image processor, for the sizes of the config. Raises ConfigError if a package is missing."""
+    names = image_processor_names(family)
     if not names:
         raise ConfigError("the library lists no image processor for it", code="not_measured")
-    if "pil" not in names:
+    if "pil" not in names and not is_torchvision_available():
         raise ConfigError(f"{names['torchvision']} needs torchvision", code="not_measured")
-    cls: Any = getattr(transformers, names["pil"])
+    cls: Any = getattr(transformers, names.get("pil") or names["torchvision"])
     vision = next((v for n, v in vars(config).items() if hasattr(v, "get_text_config") and "vision" in n), config)
     size = getattr(vision, "image_size", None)
     side = size[0] if isinstance(size, (list, tuple)) else size
@@ -142,12 +152,20 @@ def image_processor_of(family: str, config: PretrainedConfig) -> Any:
         value = getattr(vision, own, None)
         if isinstance(value, int) and isinstance(getattr(default, name, None), int):
             chosen[name] = value
+    if isinstance(getattr(default, "patch_size", None), dict) or hasattr(
+        getattr(default, "patch_size", None), "height"
+    ):
+        merged = vision.patch_size * getattr(config, "spatial_merge_size", 1)  # Pixtral: sides are multiples of it
+        chosen["patch_size"] = {"height": merged, "width": merged}
     return cls(**chosen)
 
 
 def default_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
     """Return the default config of a family, with fields that every published config has."""
-    config = with_usual_fields(config_class())
+    config = config_class()
+    if getattr(config, "vision_config", "") is None:  # Gemma 4: a default config has no tower
+        config.vision_config = config_class.sub_configs["vision_config"]()
+    config = with_usual_fields(config)
     for (part, name), value in FITTING.get(config.model_type, {}).items():
         setattr(getattr(config, part) if part else config, name, value)
     text: Any = config.get_text_config()
@@ -227,12 +245,14 @@ def render(rows: list[Row]) -> str:
     """Return the page."""
     totals = {what: Counter(row.verdicts[i] for row in rows) for i, what in enumerate(CAPABILITIES)}
     library, torch_version = transformers.__version__, torch.__version__.split("+")[0]
+    only_torchvision = [r.family for r in rows if "pil" not in (image_processor_names(r.family) or {"pil": ""})]
     return "\n".join(
         [
             INTRO,
-            f"Measured with transformers {library} and torch {torch_version} by `scripts/support_vision.py`, without",
-            "torchvision. *Unknown*: the copy, or its image processor, cannot be built or run. Published configs can",
-            "have fields that the default config lacks.",
+            f"Measured with transformers {library} and torch {torch_version} by `scripts/support_vision.py`.",
+            "*Unknown*: the copy, or its image processor, cannot be built or run. Published configs can have fields",
+            "that the default config lacks. Image processors run on PIL. These families have one for torchvision",
+            f"only, and need it: {', '.join(only_torchvision)}.",
             "",
             f"| {len(rows)} families | yes | no | unknown |",
             "|---|--:|--:|--:|",
@@ -244,7 +264,7 @@ def render(rows: list[Row]) -> str:
             "",
             "## Reasons",
             "",
-            *(f"- {r.family}: {'; '.join(r.notes)}." for r in rows if r.notes),
+            *(f"- {r.family}: {'; '.join(r.notes).removesuffix('.')}." for r in rows if r.notes),
             "",
         ]
     )
