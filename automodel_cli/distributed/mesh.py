@@ -105,6 +105,9 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         layout=layout,
         device=device,
         root=root,
+        # tp is the innermost axis, because its collectives are the most frequent and neighbors have the fastest links.
+        # pp is the outermost: it sends least. Rank = (((pp * 2 + dp_replicate) * 2 + dp_shard) * 2 + cp) * 2 + tp for
+        # axes of 2.
         dp=root["dp_replicate", "dp_shard"]._flatten("dp"),
         dp_cp=root["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
         dp_shard_cp=root["dp_shard", "cp"]._flatten("dp_shard_cp"),
@@ -130,6 +133,8 @@ def _own_group(axis: DeviceMesh) -> dist.ProcessGroup:
     """
     if axis.size() < dist.get_world_size():
         return axis.get_group()
+    # On one communicator, NCCL runs collectives in the order of their launch: tokens would wait for gathers of
+    # parameters.
     group: dist.ProcessGroup = dist.new_group(group_desc="experts")
     return group
 

@@ -53,6 +53,9 @@ class Layout:
     @property
     def ep_shard(self) -> int:
         """Ranks that share one copy of the same experts."""
+        # Example: 32 ranks with pp = 2, dp_replicate = 2, dp_shard = 2, cp = 2, tp = 2 and ep = 8. dp = 4, and dense
+        # parameters are sharded over dp_shard x cp = 4 ranks. The 16 ranks of a stage hold 16 / 8 = 2 copies of each
+        # expert, which ep_shard = 2 shards.
         return self.dp_cp * self.tp // self.ep
 
     def to_config(self) -> MeshConfig:
@@ -155,6 +158,7 @@ class MeshConfig:
             product = " x ".join(f"{name}={getattr(self, name)}" for name in replica_sizes)
             return f"{world_size} ranks are not divisible by {product}", tuple(replica_sizes)
         dp = world_size // replica
+        # dp_replicate = dp would leave nothing to shard.
         if dp_replicate > 1 and dp_replicate >= dp:
             rule = f"must be smaller than the {dp} data-parallel ranks; whole copies on every rank are parallelizer=ddp"
             return f"dp_replicate_size={dp_replicate} {rule}", ("dp_replicate_size",)
@@ -193,11 +197,13 @@ class MeshConfig:
         options = []
         for size in range(1, world_size + 1):
             if size != current and replace(self, **{name: size})._problem(world_size) is None:
+                # By ratio: 4 is as near to 8 as 16 is.
                 options.append((abs(math.log(size / current)), f"mesh.{name}={size}"))
         yield from sorted(options)
 
     def _fitting_ranks(self, start: int) -> Iterator[int]:
         """Yield valid rank counts for these sizes, in ascending order from `start`."""
         unit = self.ranks_per_replica
+        # The next multiple of a replica: ceil(start / unit) * unit.
         first = -(-start // unit) * unit
         yield from (n for n in range(first, MAX_SUGGESTED_RANKS, unit) if self._problem(n) is None)

@@ -69,6 +69,9 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         from automodel_cli.distributed.tensor_parallel.apply import apply_tensor_parallel
 
         apply_tensor_parallel(part, mesh.tp, options, shard_experts=mesh.ep is None)
+    # The order of the steps matters. Fused ops first: they look at the family's own forwards. Tensor parallelism before
+    # float8: whether a layer divides depends on its shard. Experts before FSDP, which shards what ep leaves on a rank.
+    # Data parallelism last, because it wraps everything else.
     float8_linear.exclude_indivisible(part, mesh.device, fuser)
     qat_linear.settle(part, strategy.compute_dtype() or stored)
     if mesh.ep is not None:

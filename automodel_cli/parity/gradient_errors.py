@@ -40,6 +40,8 @@ def gradient_errors(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> di
         if name not in want or want[name].shape != grad.shape or not bool(torch.isfinite(grad).all()):
             errors[name] = float("inf")
         else:
+            # Relative to the largest gradient of the model: a tiny gradient has a large relative error of its own from
+            # rounding.
             errors[name] = (grad - want[name]).abs().max().item() / scale
     return errors
 

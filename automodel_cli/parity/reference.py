@@ -92,6 +92,7 @@ def one_process(
             gradients |= {f"{parity_value_head.NAME}.{name}": grad for name, grad in full_gradients([head]).items()}
             head.zero_grad()
         for name, grad in gradients.items():
+            # One backward per microbatch, with float64 sums: accumulation in `.grad` would round in float32.
             sums[name] = sums.get(name, torch.zeros(())) + grad.double()
     norm = torch.stack([grad.square().sum() for grad in sums.values()]).sum().sqrt()
     return Reference(loss, norm.item(), {name: grad.float() for name, grad in sums.items()})
@@ -107,6 +108,7 @@ def exact_process(
     """
     model.set_experts_implementation("eager")  # a loop over experts; the grouped implementation has no float64
     own = one_process(model, batches, objective, given)
+    # The same weights, so the difference to float32 is rounding alone.
     exact = one_process(model.double(), batches, objective, given)
     model.float()  # restore the weights
     return replace(exact, rounding=exact.error_of(own))

@@ -75,6 +75,7 @@ def flops(func: Any, args: Sequence[Any], ends: Ends) -> float:
     if name.startswith("_flash_attention"):
         pairs, _ = _pairs(name, args, ends)
         query = args[1] if name.endswith("backward") else args[0]
+        # Two GEMMs of 2 FLOPs per pair and width. Backward has five GEMMs, which is 2.5 times two.
         result: float = 4.0 * pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1.0)
         return result
     if name.startswith(_SDPA):
@@ -100,6 +101,8 @@ def _pairs(name: str, args: Sequence[Any], ends: Ends) -> tuple[float, float]:
     backward = name.endswith("backward")
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     bounds = [ends(bound) if bound is not None else None for bound in ((args[6], args[7]) if backward else args[3:5])]
+    # A segment of q queries and k keys has q * k pairs, less q^2 / 2 above the diagonal if it is causal: q = k = 4
+    # gives 8.
     behind = 0.5 if args[11 if backward else 8] else 0.0
     if bounds[0] is None or bounds[1] is None:
         return query.shape[0] * (key.shape[0] - behind * query.shape[0]), key.shape[0]
@@ -181,6 +184,7 @@ def kernel(
         return Kernel("attention", work, moved, size=args[1].shape[2], is_backward=is_backward)
     # Sums of experts' gradients are one kernel for each expert.
     number = max(1, len(args[3])) if name == "add_grouped_" else 1
+    # A GEMM that accumulates reads and writes its sum.
     adds = 2 * _size(args[0]) if "add" in name and args[0].dtype == torch.float32 != args[1].dtype else 0
     bits = 8 * factor.dtype.itemsize
     if name == "_grouped_mm" and bits < 32:

@@ -73,6 +73,9 @@ class Segment:
 
 
 @dataclass(frozen=True)
+# Example: the mesh of `mesh_config.Layout.ep_shard`, 16 ranks per stage. tp 0 1, cp 0 2, shard 0 2 4 6, replicate 0 8,
+# ep 0 to 7, ep_shard 0 8. The next stage begins at rank 16. Which ranks a group has decides over which links it
+# communicates.
 class Groups:
     """Global ranks of the groups of rank 0. From the inside: tp, cp, dp_shard, dp_replicate. Experts use neighbors."""
 
@@ -137,6 +140,8 @@ class LayerTimes:
         """Return a layer at this place of its stage."""
         tp = self.accounting.layout.tp
         if tp > 1:
+            # Without sequence parallelism, about half of the other kernels (norms, residuals) see all tokens on each
+            # rank.
             others = 1 / tp if self.sequence_parallel else (1 + 1 / tp) / 2
             calls = [call.scaled(1 / tp, others) for call in calls]
         again: Sequence[Call] = ()
@@ -215,6 +220,7 @@ class _Run:
 
     def forward(self, segments: Sequence[Segment], *, gathers: bool) -> None:
         arrives = self.gather(segments[0]) if gathers else 0.0
+        # Gather layer i + 1, then compute layer i: the gather is hidden if it takes less time than the layer.
         for segment, following in zip_longest(segments, segments[1:]):
             self.clock.wait(0, arrives)
             if gathers and following is not None:
@@ -299,6 +305,7 @@ class _Run:
             held = shard.held / len(shard.ranks)
             copies = [Kernel("memory", 0.0, held * (shard.stored_bytes + size))]
             if len(shard.ranks) > 1:
+                # FSDP copies the gathered buffer into the parameters: one read and one write.
                 copies.append(Kernel("memory", 0.0, 2 * size * shard.held))
             self._kernels(copies)
             arrives = max(arrives, self._message("all_gather", size * shard.held, shard.ranks, hidden=True))

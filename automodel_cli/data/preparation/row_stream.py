@@ -76,6 +76,8 @@ class _Order:
         return shuffled(size, self.seed, 2, source, nth) if self.shuffle else np.arange(size)
 
 
+# Example: datasets of 4 and 3 sequences (indices 0 to 3 and 4 to 6), epochs 0.5 and 2, without shuffling. An epoch
+# takes 2 and 6 sequences: 0 1 4 5 6 4 5 6, then 2 3 4 5 6 4 5 6.
 class EpochStream:
     """An epoch holds `round(epochs * rows)` sequences of every dataset, at least one, shuffled together.
 
@@ -111,6 +113,7 @@ class EpochStream:
 
     def _source_rows(self, source: int, epoch: int) -> np.ndarray:
         size, take = self._of.sizes[source], self.takes[source]
+        # Positions of this epoch in an endless traversal of the dataset. Each pass over it has an order of its own.
         positions = np.arange(epoch * take, (epoch + 1) * take)
         passes, rows = positions // size, positions % size
         for nth in np.unique(passes).tolist():
@@ -196,6 +199,8 @@ class TokenBlend:
     def _advance(self) -> np.ndarray:
         """Return the indices that are due in the next `_chunk_tokens` tokens, and move on."""
         place, (_, shares) = self._next, self.phases[self._next.phase]
+        # A chunk has the sequences of all datasets that are due before the horizon. Chunks make the order a function of
+        # the position: the stream can start anywhere, and stores one chunk instead of an epoch.
         horizon = (place.chunk + 1) * self._chunk_tokens
         taken = list(place.taken)
         rows, due, sources = [], [], []
@@ -203,6 +208,8 @@ class TokenBlend:
             while share:
                 nth, offset = divmod(taken[source], self._of.sizes[source])
                 this = self._pass(source, nth)
+                # All numbers are doubled, so that the middle of a sequence of odd length is an integer and comparisons
+                # are exact.
                 before_2 = 2 * (nth * self._tokens[source] - place.base[source])
                 stop = max(offset, int(np.searchsorted(this.middles_2, 2 * horizon * share - before_2)))
                 rows.append(this.rows[offset:stop] + self._of.first[source])
@@ -216,6 +223,7 @@ class TokenBlend:
         self._next = replace(place, position=place.position + len(chunk), chunk=place.chunk + 1, taken=tuple(taken))
         if place.phase + 1 < len(self.phases) and self._next.position >= self.phases[place.phase + 1][0]:
             end = self.phases[place.phase + 1][0]
+            # A new phase begins inside the chunk. The rest of it is not used, and is planned again with the new shares.
             chunk = chunk[: end - place.position]
             used = np.bincount(np.concatenate(sources)[order][: len(chunk)], minlength=len(shares))
             now = tuple((np.array(place.taken) + used).tolist())
@@ -233,5 +241,6 @@ class TokenBlend:
         if known is None or known.nth != nth:
             rows = self._of.local(source, nth)
             lengths = self._lengths[source][rows].astype(np.int64)
+            # Lengths 100, 300 end at 100, 400. Their middles are 50 and 250, doubled 100 and 500 = 2 * 400 - 300.
             known = self._passes[source] = _Pass(nth, rows, 2 * np.cumsum(lengths) - lengths)
         return known

@@ -83,6 +83,8 @@ def apply_activation_checkpointing(
         contexts = _contexts(mode, keeps(layer))
         if contexts is not None:
             keywords["context_fn"] = contexts
+        # Non-reentrant: recomputation stops at the last tensor that backward needs, and inputs without gradients are
+        # allowed.
         recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, **keywords)
         if compile_backend is not None:
             recompute = functools.partial(_compiled_inside, recompute, torch.compile(_call, backend=compile_backend))
@@ -136,6 +138,7 @@ class _KeepListed(TorchDispatchMode):
         if func not in KEPT_RESULTS:
             return make()
         result, versions = save_or_replay(lambda: _with_versions(make()))
+        # `_version` counts changes in place. A changed result would be replayed with wrong values.
         assert versions == _versions(result), f"a kept result of {func} was changed in place"
         return tree_map_only(Tensor, Tensor.detach, result)  # A saved result must not keep the graph of its first use.
 

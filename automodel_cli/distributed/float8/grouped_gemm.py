@@ -94,6 +94,8 @@ def weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_L
 
 
 def _weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_L: Tensor) -> Tensor:
+    # The summed dimension is tokens, so scales are per expert and column, and each expert's rows are padded to a
+    # multiple.
     first_IP, inverse_LI, padded_ends_L = group_cast.cast_groups(first_NI, ends_L)
     second_OP, inverse_LO, _ = group_cast.cast_groups(second_NO, ends_L)
     if fp8.emulate:

@@ -116,6 +116,9 @@ class _Sharding(NamedTuple):
 
     def of_weight(self, by_row: bool, *, transposed: bool) -> dist.ProcessGroup | None:
         """Return the group over which the dimension of a weight scale is sharded."""
+        # y = x W^T sums over inputs (dim 1), dx = dy W over outputs (dim 0). A scale per row belongs to values along
+        # the summed dimension. If tensor parallelism shards that dimension, the maximum of a row is a maximum over
+        # ranks.
         shared = 0 if transposed else 1
         return self.group if not by_row or self.dim == shared else None
 
@@ -147,6 +150,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Ctx, x_TI: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding) -> Tensor:
         wants_x, wants_weight, *_ = ctx.needs_input_grad
+        # Not the float8 casts: backward needs them along the other dimension, and with other scales.
         ctx.save_for_backward(x_TI if wants_weight else None, weight_OI if wants_x else None)
         ctx.fp8, ctx.sharding, ctx.dtype = fp8, sharding, weight_OI.dtype
         by_row = fp8.recipe.by_row

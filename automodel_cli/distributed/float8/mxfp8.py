@@ -41,6 +41,8 @@ def cast_mxfp8(x_TF: Tensor, transposed: bool, tiled: bool) -> tuple[Tensor, Ten
     # Round up to the next power of two. Subnormal numbers have one more exponent, 2^-127. 255 is NaN.
     up = torch.where(exponent == 0, mantissa > 1 << (_BITS - 1), mantissa > 0)
     stored_MG = torch.where(exponent == 255, 254 + (mantissa > 0).int(), exponent + up)
+    # A stored exponent e means 2^(e - 127). Its reciprocal 2^(127 - e) has the exponent bits 254 - e. The cases 0, 254
+    # and 255 are set below.
     factor_MG = ((254 - stored_MG) << _BITS).view(torch.float32)
     for beyond, value in ((0, 1.0), (254, 2.0**-127), (255, float("nan"))):
         factor_MG = torch.where(stored_MG == beyond, value, factor_MG)

@@ -159,6 +159,7 @@ def region_difference(region: FusibleRegion, run: Callable[..., Any], device: to
     Empty if it can.
     """
     try:
+        # Two sizes, because a graph that was specialized to the first one would fail or differ at the second.
         for rows in (5, 12):
             args = [_to_device(arg, device, dtype, grad=region.kept is not None) for arg in region.sample(rows)]
             with torch.set_grad_enabled(region.kept is not None):
@@ -166,6 +167,7 @@ def region_difference(region: FusibleRegion, run: Callable[..., Any], device: to
             for a, b in zip(want, got, strict=True):
                 ulps = _REDUCED_ULPS if a.dtype.itemsize > 1 else 1.0  # 8-bit values are only cast, not computed with.
                 a, b, relative = a.double(), b.double(), _FLOATS.get(a.dtype, ulps * torch.finfo(a.dtype).eps)
+                # `not error <= limit` below is also true for nan.
                 limit, error = relative * float(a.abs().max()), float((a - b).abs().max())
                 if not error <= limit:
                     return f"compiled code differs by {error:.1e}, more than rounding ({limit:.1e})"
@@ -201,6 +203,7 @@ def _with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[T
         return results
     needed = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     needed += [param for arg in args if isinstance(arg, nn.Module) for param in arg.parameters()]
+    # A square sum has a different gradient at each element. A plain sum would hide errors that cancel.
     total = torch.stack([tensor.float().square().sum() for tensor in results]).sum()
     grads = torch.autograd.grad(total, needed, allow_unused=True)
     return [*(tensor.detach() for tensor in results), *(grad for grad in grads if grad is not None)]

@@ -176,6 +176,8 @@ def _as_gated_mlp(module: nn.Module, linear: tuple[str, ...]) -> tuple[str, ...]
         return None
     acts = [name for name in (*module._modules, *vars(module)) if name not in linear and is_activation(module, name)]
     x = _numbers(5, 8)
+    # Names differ between families (gate_proj, w1, wi_0), so each assignment of gate, up and down is tried. With random
+    # weights, only the right one gives equal results.
     for order in itertools.permutations(linear):
         *first, down = order
         tiny = copy.copy(module)
@@ -255,6 +257,7 @@ def _with_global(forward: FunctionType, name: str, value: Any) -> FunctionType:
         cells = tuple(CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells or ())
         if cells == forward.__closure__:
             raise ValueError(f"a decorator of {forward.__qualname__} does not keep the function in its closure")
+    # The code object is shared. Only the globals differ, so that other users of the module keep the original function.
     same = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, cells)
     same.__kwdefaults__ = forward.__kwdefaults__
     if wrapped is not None:

@@ -51,6 +51,11 @@ def visible_mask(
         ahead: distance from the first key to the first query of each segment.
         window: number of visible keys, including the query itself. None: all.
     """
+    # Example: two segments with 2 queries each, 3 and 2 keys, ahead 1 and 0. Query i of segment g sees the keys up to i
+    # + ahead. `x` is visible:
+    # segment 0   x x .    segment 1   x . .     the third key of segment 1 is padding
+    #             x x x                x x .
+    # A window of 2 over 3 queries: x . . / x x . / . x x.
     longest, shortest = max(num_keys), min(num_keys)
     if not any(ahead) and num_queries == longest and (window is None or window >= num_queries):
         return None
@@ -101,6 +106,7 @@ def dense_bytes(dtype: torch.dtype, softcap: float | None) -> int:
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    # (G, H, S, D) x (G, H, D, U) -> (G, H, S, U). The softmax is in float32 for every input dtype.
     scores = (query @ key.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -116,6 +122,7 @@ def dense_forward(
     """Return the output `[G, H, S, V]` and log-sum-exp `[G, H, S]` of the definition, without autograd."""
     scores = _scores(query, key, mask, scale, softcap)
     lse = scores.logsumexp(-1)
+    # exp(S - L) is the softmax. Ring attention needs L to merge partial results.
     return torch.exp(scores - lse.unsqueeze(-1)) @ value.float(), lse
 
 
@@ -174,6 +181,7 @@ class _Picked(Function):
 def _summed_at(index: Tensor, grad: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
     """Sum gradients by index in at least fp32 and return them in `dtype`."""
     exact = torch.promote_types(grad.dtype, torch.float32)
+    # [n, K, D] gradients at `index` -> [M, K, D]. A prompt token with 8 responses gets the sum of 8 gradients.
     total = torch.zeros(num_tokens, *grad.shape[1:], dtype=exact, device=grad.device)
     return total.index_add_(0, index, grad.to(exact)).to(dtype)
 
@@ -261,6 +269,8 @@ class _SinkFlashCPU(Function):
     ) -> Tensor:
         out, lse_GHS = flash_cpu_forward(q, k, v, mask, scale)
         if sink_H is not None:
+            # The kernel knows no sinks, so its output is rescaled: the softmax over one more key has the denominator
+            # e^L + e^sink.
             with_sink = torch.logaddexp(lse_GHS, sink_H.float().view(1, -1, 1))
             out = (out * torch.exp(lse_GHS - with_sink).unsqueeze(-1)).to(q.dtype)
             lse_GHS = with_sink
@@ -353,6 +363,7 @@ class _SinkVarlenCUDA(Function):
         window: int | None,
     ) -> Tensor:
         left, right = (None, None) if window is None else (window - 1, 0)
+        # [M, K, D] -> [keys of all segments, K, D]. A shared prompt appears once per response.
         keys, values = (k, v) if key_index is None else (k.index_select(0, key_index), v.index_select(0, key_index))
         out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
             *(q, keys, values, cu_q, cu_k, max_q, max_k, 0.0, window is None, False),

@@ -317,6 +317,8 @@ class _FlexCall:
         # Share w_i of these keys in the softmax over all keys.
         share_NH = torch.exp(part_lse_NH.detach() - lse_NH)
         grad_part = grad * share_NH.unsqueeze(-1)
+        # The derivative of w_i is w_i (dL_i - dL). Summed over the parts, the term of L is w_i O, hence the difference
+        # O_i - O.
         grad_part_lse = (grad_part * (part.detach() - out)).sum(-1)
         grads = (grad_part.to(part.dtype), grad_part_lse.to(part_lse_NH.dtype))
         dq, dk, dv = torch.autograd.grad((part, part_lse_NH), leaves, grads)

@@ -88,6 +88,8 @@ def over_stages(
     """
     seen: set[str] = set()
     compute_device = transformers_compat.local(next(part.parameters())).device
+    # Example: 2 stages. Rank 0 broadcasts (name, shape, dtype) and the tensor, for each tensor, then None. Then rank 1
+    # does. All ranks yield the same names in the same order.
     for owner in range(dist.get_world_size(group)):
         source = dist.get_global_rank(group, owner)
         is_owner = dist.get_rank(group) == owner

@@ -103,6 +103,8 @@ class DocumentBounds:
 
         Also returns the indices of the documents in each batch.
         """
+        # Example: lengths 2, 1, 2. Documents 0 and 2 run together, document 1 alone: groups [[0, 1], [3, 4]] and [[2]].
+        # The outputs come out as tokens 0 1 3 4 2, and `back_N` [0, 1, 4, 2, 3] restores the order.
         bounds = torch.tensor([0, *lengths]).cumsum(0)
         batches = [[i for i, other in enumerate(lengths) if other == length] for length in dict.fromkeys(lengths)]
         documents = cls(1, int(bounds[-1]), (0, int(bounds[-1])), device)
@@ -161,6 +163,8 @@ class DocumentBounds:
                 code="not_supported_by_model",
                 keys=("data.packing",),
             )
+        # [B or 1, T, ...] -> [B * T, ...]. With context parallelism, every rank gets the tokens of all ranks: a
+        # recurrence needs all tokens of its document, so their work is repeated on each rank that has one of them.
         flat = x.expand(self.rows, *x.shape[1:]).flatten(0, 1)
         return _PerToken(flat if self.context is None else self.context.group.gather(flat))
 
@@ -171,6 +175,7 @@ class DocumentBounds:
         # Compare all calls: one state of 4 heads looks like an output for a document of 4 tokens.
         if not isinstance(first, Tensor) or [tuple(output.shape[:2]) for output in outputs] != shapes:
             return None
+        # [G, S, ...] per group -> [tokens, ...] -> order of the rows -> [B, T, ...].
         outputs = _equally_wide(outputs)
         whole = torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, self._back_N)
         return whole.unflatten(0, (self.rows, self.tokens))
@@ -278,6 +283,8 @@ class _DecoderLayer(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Add the runner as a keyword outside of checkpointing, so that recomputation uses the same one."""
+        # In backward, another microbatch may be current. The keyword is an input of the checkpoint, so it is repeated
+        # exactly.
         return super().__call__(*args, **kwargs, **{_KEYWORD: self._holder.runner})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

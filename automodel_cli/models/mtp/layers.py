@@ -54,6 +54,8 @@ class Depth(nn.Module):
         """Return normed hidden states `[B, T, D]`. `inputs` are the keywords of the model's layers, without the
         tokens."""
         model: Any = self.model
+        # Depth k at position t sees the hidden state of depth k - 1 at t and the embedding of token t + k. It predicts
+        # token t + k + 1. (B, T, 2 D) -> projection -> (B, T, D).
         both = [model.enorm(embedded_BTD), model.hnorm(hidden_BTD)]
         x_BTD = model.eh_proj(torch.cat(both[::-1] if self.hidden_first else both, -1))
         output_BTD: Tensor = model.base_model(inputs_embeds=x_BTD, **inputs, use_cache=False)[0]

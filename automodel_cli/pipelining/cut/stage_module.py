@@ -95,6 +95,7 @@ class StandIn(nn.Module):
             hidden_BTD = self.boundary.hidden_BTD
         elif self.role == "leave":
             self.boundary.hidden_BTD = hidden_BTD
+        # Layers of some families return a tuple. The loop of the family reads its first entry only.
         return hidden_BTD if self.arity is None else (hidden_BTD,) + (None,) * (self.arity - 1)
 
 
@@ -163,6 +164,7 @@ class StagePart(ModelPart):
             assert hidden_BTD is not None, "a stage without layers passes on what it receives"
             return hidden_BTD.clone()  # The backward needs an output that is neither the input leaf nor a view of it.
         if hidden_BTD is not None and self.streams:
+            # [B, T, streams * D] -> [B, T, streams, D]: between stages, several residual streams travel as one tensor.
             hidden_BTD = hidden_BTD.unflatten(-1, (*self.streams, -1))
         self.boundary.hidden_BTD = hidden_BTD
         if self.is_last:
@@ -203,6 +205,7 @@ class StagePart(ModelPart):
     ) -> list[Tensor]:
         if not self.follows_depths:
             return super().with_depths(model_inputs, local_inputs, request)
+        # [B, T, (1 + M) * D] -> M + 1 tensors [B, T, D]: the model's hidden states, and those of each depth.
         return list(self.hidden(local_inputs).chunk(num_streams(self, request.further), -1))
 
 

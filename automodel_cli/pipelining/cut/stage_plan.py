@@ -232,6 +232,7 @@ def _layers(
         rounding = config.round_virtual_stages_to_pp_multiple
         count, _ = stage_count(num_layers, config.layers_per_stage, pp_size, kind, rounding)
     sizes, needed = _sizes(config.balance, count, num_layers, part, anatomy), part.first_layers
+    # The first stage must contain the layers that read picture features. The other layers are split evenly behind it.
     if config.layers_per_stage is None and sizes[0] < needed and num_layers - needed >= count - 1:
         sizes = [needed, *even_sizes(count - 1, num_layers - needed)]
     return layer_ranges(sizes)

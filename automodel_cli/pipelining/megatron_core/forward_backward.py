@@ -173,6 +173,8 @@ class _OneForwardOneBackward:
             output = self._forward(k, inputs)
             p2p.send_forward(output, self.last)
             self._release(output)
+        # The receive of each steady forward is combined with the send of the backward before it, except for the first
+        # one.
         inputs = p2p.recv_forward(self.receive_shapes, self.first) if self.warmup < m else None
         for k in range(self.warmup, m):
             inputs = self._steady(k, inputs, is_last=k == m - 1)
@@ -207,6 +209,7 @@ class _OneForwardOneBackward:
         return output
 
     def _backward(self, grads: Any) -> Any:
+        # First in, first out: backwards run in the order of the forwards.
         inputs, output = self.held.pop(0)
         return self.runner.backward(inputs, output, grads, is_last_stage=self.last)
 

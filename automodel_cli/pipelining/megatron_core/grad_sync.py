@@ -40,12 +40,15 @@ def plan_sync(
     earlier.
     """
     v, rank = num_model_chunks, pipeline_parallel_rank
+    # `reversed`, so that the first k of each chunk is written last and wins.
     first_forward = {chunk: k for k, (_, chunk) in reversed(list(enumerate(schedule_table)))}
     last_backward = {v - 1 - chunk: k for k, (_, chunk) in enumerate(schedule_table)}
     params = {first_forward[chunk] - rank: chunk + 1 for chunk in range(1, v - 1)}
     if not grad_sync_func:
         in_backward = {k: chunk for chunk, k in last_backward.items()}
         return SyncPlan(tuple(range(min(2, v))), params, in_backward, {}, ())
+    # Later ranks run the same backward earlier. `k + rank` delays them, so that all ranks reduce at about the same
+    # time.
     after = {k + rank: chunk for chunk, k in last_backward.items() if k + rank < len(schedule_table)}
     at_end = tuple(chunk for chunk in range(v) if chunk not in after.values())
     return SyncPlan(tuple(range(min(2, v))), params, {}, after, at_end)

@@ -205,6 +205,7 @@ class P2PCommunicator:
             if sent.dim() != 3:
                 raise RuntimeError(f"variable_seq_lengths sends 3-D tensors, not {tuple(sent.shape)}")
             length = torch.tensor(sent.shape, dtype=torch.int64, device=device)
+        # The receiver needs the shape to allocate its buffer, so it travels first and is read on the host.
         shape = torch.empty(3, dtype=torch.int64, device=device) if receives else None
         self._post_direction(side, length, shape)
         received = self._buffer(shape.tolist(), side) if shape is not None else None
@@ -235,6 +236,8 @@ class P2PCommunicator:
             "recv_next": (False, from_next, self.next_rank, other),
         }
         operations: dict[str, _Operation] = {}
+        # Example: rank 0 posts send_next first, rank 1 posts recv_prev first. Each send meets its receive, also if a
+        # send blocks until the receive is posted.
         for name in _ORDER[self.rank % 2]:
             sends, tensor, peer, group = requested[name]
             if tensor is not None:

@@ -81,6 +81,8 @@ def background_responses(engine: Engine) -> Draw:
     return begin
 
 
+# Example with depth 2: while step s trains, the samples of s + 1 and s + 2 are generated. The samples of s + 2 start
+# with the weights of step s - 1, so they are two updates old when they are trained on. In-flight updates reduce that.
 class SampleQueue:
     """Queue of up to `depth` rollouts that `draw` generates concurrently with the main thread, oldest first.
 
@@ -174,6 +176,7 @@ class SampleQueue:
         for held in [job.result() for job in self._jobs]:
             if held is None:
                 continue
+            # Places are global, so a resumed run may distribute prompts to another number of ranks.
             everywhere: list[dict[Place, Answer]] = [{} for _ in range(dist.get_world_size())]
             places = [(place, index) for place, index, _ in held.requests] if held.answers else []
             dist.all_gather_object(everywhere, dict(zip(places, map(_without_prompt, held.answers), strict=True)))
@@ -228,6 +231,7 @@ class SampleQueue:
             finally:
                 seconds[0] = time.perf_counter() - began
 
+        # One thread: jobs run in order, so weights are updated between the rollouts before and after `update`.
         future = self._threads.submit(timed)
         self._running.append(future)
         return future.result

@@ -113,6 +113,8 @@ class SampleCollector:
         """Return the requests and seeds of this rank. `first_place` is the index of the first prompt over all ranks."""
         local_prompts = [prompt for of_batch in prompts for prompt in of_batch]
         size, dp_size = self.config.group_size, self.mesh.dp_size
+        # Example: 4 prompts on 2 ranks, first_place 8. Rank 0 has the places 8 and 10, rank 1 has 9 and 11. Seeds
+        # depend on the place and not on the rank, so another number of ranks gives the same seeds.
         places = [first_place + i * dp_size + self.mesh.dp_rank for i in range(len(local_prompts))]
         requests = [
             (place, index, prompt) for place, prompt in zip(places, local_prompts, strict=True) for index in range(size)

@@ -106,6 +106,10 @@ def training_flops_per_token(
             states and the LM head.
         num_outputs: outputs of the head per token. None: logits of the full vocabulary.
     """
+    # Example: Llama-3 8B (32 layers, D = 4,096, 32 heads and 8 KV heads of 128, inner size 14,336, vocabulary 128,256).
+    # A layer has 41.9 million weights in attention and 176.2 million in the MLP. At a context of 8,192, attention adds
+    # 12.9 GFLOP. A token costs 57.9 GFLOP, or 42.9 with a frozen base. 8,000 tokens per second on an H100 are an MFU of
+    # 0.47.
     counted = _layers(hf_config)
     if counted is None:
         return None
@@ -115,6 +119,7 @@ def training_flops_per_token(
     matrices = sum(layer.matrices for layer in counted) + head + num_depths * (2 * config.hidden_size**2 + head)
     attention = 0.0
     for layer in counted:
+        # The full context, without a factor 1/2 for the causal mask, as usual for MFU.
         context = min(context_length, layer.window) if layer.window else context_length
         attention += layer.heads * layer.qk_and_v * context
     result: float | None = (4 if frozen_base else 6) * matrices + 6 * num_adapter_params + 6 * attention
@@ -192,6 +197,7 @@ def _mlp_matrices(config: Any, layer: int) -> int:
     shared = _get(config, "shared_expert_intermediate_size", default=0)
     shared_gate = hidden if shared else 0
     shared = shared or _get(config, "n_shared_experts", default=0) * per_expert
+    # Only the experts of a token count, and the router (hidden x experts).
     return int(3 * hidden * (active * per_expert + shared) + shared_gate + hidden * experts)
 
 

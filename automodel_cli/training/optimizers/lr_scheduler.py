@@ -46,6 +46,7 @@ class ClosedFormLR:
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]):
         self._optimizer, self._factor, self._step = optimizer, factor, 0
+        # Groups keep their ratio: every group is its own peak times the same factor.
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._apply()
 
@@ -135,6 +136,8 @@ class _Warmup:
         """Share of the peak learning rate used by optimizer step `step` (counted from 0)."""
         warmup = self.num_warmup_steps(num_steps)
         if step < warmup:
+            # Warm-up of 3 steps: 0.25, 0.5, 0.75, and 1 at step 3. The first step is not 0, which would be a step
+            # without training.
             return (step + 1) / (warmup + 1)
         return self._after_warmup(step, warmup, num_steps)
 
@@ -144,6 +147,8 @@ class _Warmup:
     def build(self, optimizer: torch.optim.Optimizer, num_steps: int) -> ClosedFormLR:
         """Build the schedule for every group of `optimizer` and a run of `num_steps`. Call `step()` after each step."""
         self.num_warmup_steps(num_steps)
+        # A run of 13 steps with `Linear`, warm-up 3 and min_lr_ratio 0.1: 0.25 0.5 0.75 1 0.91 0.82 ... 0.19. The value
+        # 0.1 would be that of step 13, the first one after the run.
         return ClosedFormLR(optimizer, lambda step: self.factor(min(step, num_steps), num_steps))
 
 
@@ -223,6 +228,7 @@ class WSD(_Decay):
 
     def _after_warmup(self, step: int, warmup: int, num_steps: int) -> float:
         decay_steps = self._num_decay_steps(num_steps)
+        # 20 steps with decay_ratio 0.2: the peak up to step 16, then 0.75, 0.5, 0.25.
         done = step - (num_steps - decay_steps)
         if done <= 0:
             return 1.0

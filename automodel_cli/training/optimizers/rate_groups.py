@@ -143,6 +143,7 @@ class Rates:
         group = self.group(item)
         if group is None or group.weight_decay is None:
             return usual
+        # Biases and norms are never decayed.
         return group.weight_decay if item.is_matrix else 0.0
 
     def algorithm(self, item: Item) -> Algorithm | None:
@@ -156,6 +157,8 @@ class Rates:
             return self.num_layers + 1
         layer = re.search(r"(?:^|\.)(\d+)\.", item.hub_name)
         if layer is not None and not item.hub_name.startswith("multi_token."):
+            # 24 layers and layer_decay 0.9: the head has 0.9^0 = 1, layer 23 has 0.9^1, layer 0 has 0.9^24 = 0.08, the
+            # embedding 0.9^25.
             return self.num_layers - int(layer[1])
         return self.num_layers + 1 if any(word in item.hub_name for word in _EMBEDDINGS) else 0
 

@@ -68,6 +68,7 @@ def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> nn.Module
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         bucket_cap_mb=config.bucket_cap_mb,
     )
+    # Losses are divided by the global weight already. A mean over ranks would divide once more.
     wrapped.register_comm_hook(wrapped.process_group, _all_reduce_sum)
     register_handle(DDPSharded(part, wrapped), part, wrapped)
     logger.info("ddp: %d layers on each of %d ranks", len(layers), mesh.dp_size)

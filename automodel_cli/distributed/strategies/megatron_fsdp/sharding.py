@@ -90,6 +90,8 @@ class MegatronSharded(Sharded):
             wrapped.finish_grad_sync()
             for name, param in self.part.named_parameters():
                 if param.requires_grad and param.grad is None:
+                    # An unused parameter (an expert without tokens) needs a gradient, because other ranks reduce
+                    # theirs.
                     param.grad = compat.zero_gradient(wrapped, name)
 
     def reshard(self) -> None:
@@ -384,6 +386,7 @@ def _point_at_shards(
     """Replace the parameters of an optimizer before its first step by the sharded ones."""
     assert not optimizer.state, "an optimizer must be sharded before its first step"
     sharded = dict(model.named_parameters())
+    # By identity, because an optimizer has no names.
     replaced = {id(param): sharded[name] for name, param in before}
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(id(param), param) for param in group["params"]]

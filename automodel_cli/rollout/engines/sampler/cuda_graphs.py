@@ -89,6 +89,8 @@ class DecodeGraphs:
     def drawn(self, rows: Sequence[tuple[float, float, float]], longest: int) -> Tensor | None:
         """Return `[2, R]`, the next token of each sequence and its log-prob, or None if the eager step must run.
         `rows` are the inputs of the slots in use, from the first. Raises GraphsFailed."""
+        # A graph has fixed shapes. 11 sequences of up to 300 tokens use the bucket of 16 slots and 512 tokens. Powers
+        # of two keep the number of graphs logarithmic.
         shape = _power(len(rows), _FEWEST_SLOTS), _power(longest, _SHORTEST)
         bucket = min(shape[0], self._largest[0]), min(shape[1], self._largest[1])
         self._visits[bucket] += 1
@@ -99,6 +101,7 @@ class DecodeGraphs:
             self._place = place
             self._replays.clear()
             self._runs.clear()
+        # Unused slots compute with token 0 at position 0. Their results are dropped.
         self._host_B3.zero_()
         self._host_B3[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
         self._inputs_B3.copy_(self._host_B3, non_blocking=True)

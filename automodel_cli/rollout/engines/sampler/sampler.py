@@ -184,6 +184,7 @@ class Sampler:
             must_gather = False
             # Prefill several prompts together once enough slots are free, because each prefill delays all active
             # sequences.
+            # max_num_seqs 32 and refill_threshold 0.125: wait until 4 slots are free.
             refills = bool(waiting) and (not active or self.max_num_seqs - len(active) >= self._refill)
             while refills and self._start_shared(waiting, active, params):
                 self._retire(active, finished)
@@ -229,6 +230,7 @@ class Sampler:
         new: list[_Sequence] = []
         num_tokens = 0
         while waiting and len(active) + len(new) < self.max_num_seqs:
+            # A group of 8 samples costs its prompt once.
             shared = bool(new) and waiting[0].prompt == new[-1].prompt
             num_tokens += 0 if shared else len(waiting[0].prompt)
             if new and not shared and num_tokens > self.max_num_batched_tokens:
@@ -324,6 +326,7 @@ class Sampler:
     def _retire(self, active: list[_Sequence], finished: dict[int, Completion]) -> None:
         """Remove finished sequences. The last sequence moves into a freed slot, so that the first B slots are
         in use."""
+        # From the last slot: a sequence that moves into a freed slot was examined already.
         for slot in reversed(range(len(active))):
             sequence = active[slot]
             stopped = sequence.tokens[-1] in self.stop_token_ids
