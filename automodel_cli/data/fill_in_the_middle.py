@@ -114,6 +114,7 @@ class InfillSpec:
 
         The result depends on the text and the seed only.
         """
+        # By text and not by index: the choice does not change if rows are added, and equal texts are split alike.
         key = xxhash.xxh3_128_intdigest(text.encode("utf-8", "surrogatepass"), self.seed & (2**64 - 1))
         chosen = np.random.Generator(np.random.Philox(key=[key >> 64, key & (2**64 - 1)]))
         draw, order = chosen.random(2)
@@ -127,6 +128,7 @@ class InfillSpec:
         """Return the tokens of a document in their new order, int32. `parts`: prefix, middle and suffix."""
         prefix, middle, suffix = parts
         before, after, between, end = ([] if token is None else [token] for token in self.ids)
+        # Example: prefix 1 2, middle 3, suffix 4 5. psm: <PRE> 1 2 <SUF> 4 5 <MID> 3. spm: <PRE> <SUF> 4 5 <MID> 1 2 3.
         ordered = [before, prefix, after, suffix, between, middle, end]
         if is_spm:
             ordered = [before, after, suffix, between, prefix, middle, end]

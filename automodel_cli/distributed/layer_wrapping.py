@@ -77,6 +77,7 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate every meta parameter and buffer on `device`, without values. Tied parameters stay tied."""
+    # By identity (tensors hash by id), so that a tied table gets one storage.
     real: dict[Tensor, Tensor] = {}
 
     def storage(tensor: Tensor) -> Tensor:

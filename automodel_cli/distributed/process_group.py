@@ -122,6 +122,7 @@ def from_first_rank(work: Callable[[], T], limit: timedelta) -> T:
             try:
                 outcome = [(work(), None)]
             except Exception as error:  # Every rank must raise it.
+                # Without this, rank 0 would raise while the others wait for its broadcast until the timeout.
                 outcome = [(None, error)]
         dist.broadcast_object_list(outcome, 0, group=group, device=torch.device("cpu"))
     finally:

@@ -120,6 +120,8 @@ class Collectives:
             sent = self.twins.get(args[1])
             if sent is not None and sent.numel() % size == 0 and args[0].numel() == sent.numel():
                 with unset_fake_temporarily():
+                    # Counts of expert tokens decide shapes, so they need values. Other ranks are assumed to send what
+                    # this rank sends: rank r receives part r of these counts from each.
                     self.twins.put(args[0], sent.view(size, -1)[rank].repeat(size).view(args[0].shape))
         elif name.startswith("_allgather_base") and args[1].dtype in concrete_integers.KINDS:
             mine = self.twins.get(args[1])

@@ -46,6 +46,7 @@ def cast_layers(
         for layer in layers:
             held = _CastTensors(cast, device, names)
             hooks.append(layer.register_forward_pre_hook(_taking(held, layer, tick)))
+            # One layer is cast at a time: the memory is that of the largest layer, not of a second model.
             hooks.append(layer.register_forward_hook(_giving_back(held), always_call=True))
         yield
     finally:

@@ -105,6 +105,8 @@ class ModelPart(nn.Module):
         assert hidden_BTD is None, "a whole model reads input_ids, not hidden states"
         inputs, full_labels = self.local_inputs(model_inputs), labels
         hidden_BTD, *depths = self.with_depths(model_inputs, inputs, request)
+        # With context parallelism, hidden states and labels are local (B, t). The outputs are gathered to (B, T) at the
+        # end, so the objective sees full rows.
         context: Context | None = inputs.get("context")
         if context is not None:
             labels = context.local(labels, IGNORE_INDEX)
@@ -148,6 +150,7 @@ class ModelPart(nn.Module):
         """Return log-probs of the labels 1, 2, ... tokens further on from each depth, `[B, T, M]`."""
         logprobs = []
         for by, hidden_BTD in enumerate(depths, start=1):
+            # Shifted on full rows, before the local tokens are selected: the next token may be on another rank.
             labels = further(labels_BT, by, cu_seqlens, IGNORE_INDEX)
             labels = labels if context is None else context.local(labels, IGNORE_INDEX)
             logprobs.append(self.head(hidden_BTD, labels).logprobs_BT)
@@ -160,6 +163,7 @@ class ModelPart(nn.Module):
 
     def add_front(self, front: Front) -> None:
         """Add the rest of a vision-language model. It runs first, so its layers are the first of the part."""
+        # The order of modules is the order of FSDP's prefetch and of the layers in activation checkpointing.
         modules = dict(self._modules)
         self._modules.clear()
         self.front = front
@@ -184,6 +188,8 @@ class ModelPart(nn.Module):
             inputs = accepted_by(self.model, local_inputs)
             if pictures is not None:
                 inputs |= self._shown(whole_ids_BT, pictures, local_inputs.get("context"))
+                # The front end returns embeddings with picture features in place of the placeholders, so no ids are
+                # passed.
                 if self.front is not None:
                     del inputs["input_ids"]
             output = module(**inputs, use_cache=False)
@@ -195,6 +201,7 @@ class ModelPart(nn.Module):
         if self.front is None:
             found = shares.keywords_without_front(self.model.base_model, ids_BT, pictures)
         else:
+            # Full rows on every rank: a picture may lie on the boundary of two ranks.
             found = self.front(ids_BT, pictures)
         is_shown_BT = ids_BT == pictures.placeholder
         if context is not None:

@@ -24,12 +24,14 @@ def round_stochastically(name: str, tensor: Tensor, dtype: torch.dtype) -> Tenso
     ulp = _ulp(tensor, dtype)
     units = tensor / ulp  # exact: powers of two
     truncated = units.trunc()
+    # A value 3.25 units from 0 becomes 4 units in 1 of 4 cases, else 3.
     up = _uniform(name, tensor) < (units - truncated).abs()
     return ((truncated + units.sign() * up) * ulp).to(dtype)
 
 
 def _ulp(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     eps = torch.full_like(tensor, torch.finfo(dtype).eps)
+    # bfloat16 has eps = 2^-7: one unit is 2^-7 for values in [1, 2), 2^-6 for 3, 2^-9 for 0.3.
     return torch.ldexp(eps, torch.frexp(tensor)[1] - 1)
 
 

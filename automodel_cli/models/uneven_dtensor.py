@@ -52,6 +52,7 @@ def compact_shard(tensor: Any) -> Any:
 def gather_uneven(tensor: Any) -> Tensor:
     """Return the full tensor, bitwise. Collective over the tensor's mesh. Ranks may hold shards of any size."""
     full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    # Shards of different sizes cannot be all-gathered in one call. Each rank fills its part of a full tensor of zeros.
     full[chunk(tensor)] = tensor.to_local()
     # Every element comes from one rank and is zero elsewhere. As bytes, the sum cannot turn -0.0 into 0.0.
     for axis, placement in enumerate(tensor.placements):

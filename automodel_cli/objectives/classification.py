@@ -61,6 +61,7 @@ class Classification:
     def scores(self, output: HeadOutput, batch: Batch) -> Tensor:
         """Return the scores of all documents (padding included) or tokens of the batch, `[N, L]`."""
         assert output.scores_BTL is not None, "a classifier needs scores"
+        # [B, T, L] -> [B * T, L]. A causal model's last token is the only one that has seen the whole document.
         scores_NL = output.scores_BTL.flatten(0, 1)
         return scores_NL if self.of_tokens else scores_NL[batch.cu_seqlens[1:].long() - 1]
 
@@ -87,6 +88,8 @@ class Classification:
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         scores_NL, targets = self.scores(output, batch), self._targets(batch)
         is_labeled_N = self._is_labeled(targets)
+        # nan targets would give nan gradients even with weight 0, so they are replaced before the loss and masked after
+        # it.
         known = targets.where(is_labeled_N.view(-1, *[1] * (targets.ndim - 1)), targets.new_zeros(()))
         return self.losses(scores_NL, known).where(is_labeled_N, 0.0).sum()
 

@@ -85,6 +85,9 @@ class EmbeddingObjective:
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         """Return the losses of the queries of this batch. Its gradient is that of the step's loss."""
+        # The loss compares documents of all ranks and microbatches. Two passes: the first embeds all documents and
+        # computes the loss and its gradient dL/de for each embedding e. Here e * dL/de has this gradient (GradCache,
+        # arXiv:2101.06983).
         given = (self.pooled(output, batch) * batch.extra["pooled_gradients_SD"]).sum()
         return batch.extra["query_losses_S"].sum() + given - given.detach()
 
@@ -155,8 +158,10 @@ class InfoNCE(EmbeddingObjective):
 
         passages_C = (documents.roles_N > 0).nonzero()[:, 0]
         own_Q = queries_Q + 1  # the passage follows its query
+        # [Q, D] x [D, C] -> [Q, C]: each query against all passages of the step.
         scores_QC = documents.pooled_ND[queries_Q] @ documents.pooled_ND[passages_C].T / self.temperature
         is_own_QC = passages_C == own_Q[:, None]
+        # Another copy of the right passage would count as a wrong answer.
         copies_QC = (documents.hashes_N[passages_C] == documents.hashes_N[own_Q][:, None]) & ~is_own_QC
         left_out_QC = copies_QC
         if not self.in_batch_negatives:

@@ -115,6 +115,9 @@ class Links:
 
     def seconds(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
         """Of one collective in which this rank's largest tensor has `num_bytes`, by a ring's volume."""
+        # Example: 8 GB over NVLink (450 GB/s at a rate of 0.7) on 8 ranks. all_gather moves 7/8 of it: 22 ms.
+        # all_reduce moves that twice: 44 ms. On 16 ranks of two machines, 8 network cards per machine work together, so
+        # all_gather takes 27 ms. On two ranks of different machines one card does: 114 ms.
         size = len(ranks)
         if size <= 1:
             return 0.0
@@ -125,9 +128,12 @@ class Links:
         if kind.startswith(("send", "recv")):
             took = num_bytes / (network if crosses else self.node)
         elif kind.startswith("alltoall"):
+            # Each pair of ranks exchanges a part of its own, so parts to other machines use one card each.
             part = num_bytes / size
             took = max(part * (beside - 1) / self.node, part * (size - beside) / network)
         else:
+            # A ring: each rank forwards size - 1 of size parts. All-reduce is reduce-scatter and all-gather, twice the
+            # volume.
             volume = num_bytes * (size - 1) / size * (2 if "reduce" in kind and "scatter" not in kind else 1)
             took = volume / (min(self.node, network * beside) if crosses else self.node)
         return COLLECTIVE_SECONDS + took / (self.rates.network if crosses else self.rates.node)

@@ -65,6 +65,7 @@ class Kernel:
         arithmetic = self.flops / (self.rate(gpu) * getattr(gpu.rates, self.kind))
         if self.adds:
             return self.kind, gemm_timings.adding(arithmetic, memory_seconds(gpu, self.adds))
+        # Roofline model: compute and memory traffic of a kernel overlap, and the slower one determines its time.
         return (self.kind, arithmetic) if arithmetic > in_memory else ("memory", in_memory)
 
 

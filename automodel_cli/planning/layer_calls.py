@@ -111,6 +111,8 @@ class Calls:
         query, key, value, *_ = tensors
         rows, heads, tokens, width = query.shape
         length = self.document or tokens
+        # Query i of a document sees min(i, w) keys. The mean over a document of n tokens is w - w^2 / (2 n): n / 2
+        # without a window.
         seen = min(window or length, length)
         keys = float(all_pairs or seen - seen**2 / (2 * length) + (_BLOCK if is_compiled else 0))
         flops = 2.0 * rows * heads * tokens * keys * (width + value.shape[-1])
@@ -136,6 +138,8 @@ class Calls:
         for inner, outer in weights:
             elements = inner * outer * num_local
             read = (num_rows * (inner + outer) + elements) * size
+            # Evenly routed: 8,192 pairs on 8 local experts are 1,024 rows each. The rate of a grouped GEMM depends on
+            # it.
             rows = num_rows / num_local
             kernel = Kernel("grouped", 2.0 * num_rows * inner * outer, read, 8 * size, size=rows)
             self.at[place].append(Call(kernel, (kernel,), self._expert_gradients(kernel, elements, num_local)))

@@ -91,6 +91,7 @@ def read_units(part: ModelPart, anatomy: ModelStructure | None) -> Units:
         layers = transformer_layers(part.model)
         before = unit_of([part], inside=[*tower, *layers])
         return Units(before, units_of(layers), _NOTHING, _NOTHING, _NOTHING, num_depths, units_of(tower))
+    # A tied table is a parameter of `before` and of `after`: on two stages it exists twice.
     before = unit_of([*first, *(part.model.get_submodule(name) for name in anatomy.before)], inside=tower)
     layers = list(part.model.get_submodule(anatomy.layers).children())
     after = [part.model.get_submodule(name) for name in anatomy.after]

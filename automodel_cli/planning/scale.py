@@ -102,6 +102,8 @@ def layouts(
 
     `shards`: whether the strategy shards parameters. `hybrid`: whether it has hybrid sharding.
     """
+    # Hybrid sharding: parameters are sharded inside a machine, over its fast links, and replicated between machines.
+    # With 8 GPUs per machine and tp = 2, 4 data-parallel ranks share one copy.
     inside = max(1, gpus_per_node // (layout.tp * layout.cp))
     model = layout.pp * layout.tp * layout.cp
     gpus = layout.world_size * max(1, math.ceil(64 / layout.world_size))
@@ -130,6 +132,7 @@ def _row(plan: Plan, assumed: Assumptions, name: str, layout: Layout, limit: flo
     times = plan.times.on(layout, assumed.links)
     time = times.whole() if plan.cut is None else times.with_pipeline(plan.cut)
     before, after = plan.times.static(plan.cut), times.static(plan.cut)
+    # Activations do not change with the number of data-parallel ranks, so only the static memory is exchanged.
     peak = max(memory.total + b.total - a.total for memory, a, b in zip(plan.memory, before, after, strict=True))
     nodes = math.ceil(layout.world_size / assumed.links.gpus_per_node)
     slowest = 1.0 + assumed.jitter * expected_maximum(nodes)

@@ -50,6 +50,9 @@ def summed(spans: Iterable[Seconds], minus: Seconds | None = None) -> dict[str, 
     return found
 
 
+# Example: a GEMM of 1 s, then an asynchronous all-reduce of 3 s from second 1 on, then a GEMM of 1 s that ends at 2. A
+# wait for the all-reduce ends at 4. On the critical path are the first GEMM and the all-reduce. The second GEMM is
+# hidden.
 class Clock:
     """All clocks in seconds since the dry run began."""
 
@@ -75,6 +78,8 @@ class Clock:
         """Launch `number` equal kernels that take so many seconds together."""
         for _ in range(number):
             self.host_computes(self.rates.host)
+            # A kernel starts when its stream is free and the host has launched it. A slow host leaves gaps between
+            # short kernels.
             self.streams[self.stream] = Moment(max(self.at(self.stream), self.host), kind, seconds / number)
 
     def host_computes(self, seconds: float) -> None:
@@ -92,6 +97,7 @@ class Clock:
 
     def _occupy(self, group: str, kind: str, seconds: float, *, asynchronous: bool) -> float:
         self.host_computes(self.rates.host)
+        # Collectives of one communicator run one after the other.
         end = Moment(max(self.at(self.stream), self.host, self.groups.get(group, 0.0)), kind, seconds)
         self.groups[group] = end
         if not asynchronous:

@@ -113,6 +113,7 @@ class TimeEstimate:
         for place, i in enumerate(layers):
             found.append(self._layer(place, i))
         num_depths = units.num_depths if depths == 1 else 0
+        # Each depth is one more layer like the last one.
         found += [self._layer(len(layers), len(units.layers) - 1)] * num_depths
         if is_last:
             found.append(times.end((*calls[-1], *self.head * (1 + units.num_depths)), [units.after]))
@@ -198,6 +199,7 @@ def _head_calls(
     vocabulary: int, width: int, chunk: int, tokens: int, size: int, *, is_trained: bool
 ) -> tuple[Call, ...]:
     """Logits in chunks, computed again in backward, where two more GEMMs use their gradient."""
+    # S tokens in chunks of c: each chunk reads the whole weight (V x D), so small chunks cost memory traffic.
     number = -(-tokens // chunk)
     logits = tokens * vocabulary * size
     moved = logits + tokens * width * size + number * vocabulary * width * size

@@ -86,6 +86,7 @@ class TokenShards:
 
     def build_one(self, number: int) -> int:
         """Build a shard, or wait for the process that builds it. Return its number of tokens."""
+        # Atomic: a shard exists completely or not at all. A killed process loses its unfinished shards only.
         folder, _ = get_or_build(self.folder, _name(number), lambda folder: self._write(folder, self.spans[number]))
         return int(np.load(folder / "offsets.npy", mmap_mode="r")[-1])
 
@@ -105,6 +106,9 @@ class TokenShards:
                 for shard in shards:
                     with (shard / name).open("rb") as part:
                         shutil.copyfileobj(part, joined, 4 << 20)
+        # A shard numbers the lines of a file from its own first line. Lines of shard n are shifted by those in the
+        # shards before. Example: file 0 has 10 lines in shard 0 and 5 in shard 1, file 1 has 7 in shard 1 and 2 in
+        # shard 2. The shifts are (0, 0), (10, 0) and (15, 7).
         line_shifts = list(_line_shifts([dict(of["lines"]) for of in seen], len(self.source.files)))
         _join_columns(folder, shards, [meta["num_rows"] for meta in metas], line_shifts)
         _join_rejected(folder, shards, {name: n for n, name in enumerate(self.source.files)}, line_shifts)
@@ -149,6 +153,8 @@ def _join_columns(folder: Path, shards: Sequence[Path], num_rows: Sequence[int],
         joined["rows"][place] += first_rows[number]
         joined["lines"][place] += shifts[number][columns["files"]]
         of_shard = _mapped(shard, "offsets")
+        # Offsets of a shard begin at 0. The end of one shard is the begin of the next, so only the last end is stored
+        # separately.
         offsets[place] = of_shard[:-1] + num_tokens
         num_tokens += int(of_shard[-1])
     offsets[-1] = num_tokens

@@ -22,6 +22,7 @@ _CHUNK = 1 << 14
 
 def exact_clusters(digest_R2: np.ndarray) -> np.ndarray:
     """Return for each row the first row with the same digest, int64 (rows,)."""
+    # Sorting puts equal digests next to each other: rows a b a b give [0, 1, 0, 1], the first row of each digest.
     order = np.lexsort((digest_R2[:, 1], digest_R2[:, 0]))
     same = np.zeros(len(order), bool)
     same[1:] = (digest_R2[order[1:]] == digest_R2[order[:-1]]).all(1)
@@ -32,6 +33,7 @@ def exact_clusters(digest_R2: np.ndarray) -> np.ndarray:
 
 def _begins(same: np.ndarray) -> np.ndarray:
     """Return for each entry the index of the first of its run. `same`: whether it continues the run before."""
+    # same = [0, 1, 1, 0, 1] gives [0, 0, 0, 3, 3].
     begins: np.ndarray = np.maximum.accumulate(np.where(same, 0, np.arange(len(same))))
     return begins
 
@@ -39,6 +41,8 @@ def _begins(same: np.ndarray) -> np.ndarray:
 def bands_for(similarity: float) -> tuple[int, int]:
     """Return number and size of the bands: the largest bands that make 95% of the pairs with this similarity
     candidates. A pair is a candidate with probability `1 - (1 - similarity ** size) ** number`."""
+    # Similarity 0.8 and 128 hashes: 18 bands of 7. A pair with similarity 0.8 is a candidate with probability 0.99, a
+    # pair with 0.5 with 0.13. Candidates are then compared by all hashes.
     for size in range(NUM_HASHES, 1, -1):
         number = NUM_HASHES // size
         if 1 - (1 - similarity**size) ** number >= _RECALL:
@@ -89,6 +93,8 @@ def near_clusters(signatures: Signatures, rows_U: np.ndarray, similarity: float,
         same = np.zeros(len(order), bool)
         same[1:] = hashes_U[order[1:]] == hashes_U[order[:-1]]
         begins, members = _begins(same), np.flatnonzero(same)
+        # Each member of a run of equal band hashes is paired with the first one and with the one before it. All pairs
+        # of a run of 1,000 rows would be half a million.
         pairs = np.concatenate([np.stack([begins[members], members]), np.stack([members - 1, members])], axis=1)
         pairs_2P = np.unique(rows_U[order[pairs]], axis=1)
         for begin in range(0, pairs_2P.shape[1], _CHUNK):
@@ -102,12 +108,14 @@ def _join(parent: np.ndarray, signatures: Signatures, pairs_2P: np.ndarray, simi
     """Join the clusters of the pairs that are similar."""
     equal = (signatures.take(pairs_2P[0]) == signatures.take(pairs_2P[1])).mean(1)
     for a, b in pairs_2P[:, equal >= similarity].T.tolist():
+        # The smaller row becomes the root, so a cluster keeps its first row, in whatever order the pairs come.
         low, high = sorted((_root(parent, a), _root(parent, b)))
         parent[high] = low
 
 
 def _root(parent: np.ndarray, row: int) -> int:
     """Return the first row of the cluster, and shorten the way to it."""
+    # Path halving: each visited row points to its grandparent afterwards.
     while parent[row] != row:
         parent[row] = row = int(parent[parent[row]])
     return row

@@ -92,6 +92,7 @@ class _SpanLines:
             return b""
         line = self._file.readline(limit)
         self._place += len(line)
+        # `limit` may end a read inside a line. The rest belongs to this span, even if it lies behind `end`.
         self._inside = not line.endswith(b"\n") and bool(line)
         return line
 
@@ -123,6 +124,8 @@ def _line_start(file: io.BufferedReader, position: int) -> int:
     """Return the position of the first line that begins at `position` or later."""
     if position == 0:
         return 0
+    # From one byte before: if it is a line break, the line at `position` itself is the first one. Example: "ab\ncd\n"
+    # and a boundary at 3 give "cd" to the second span. A boundary at 2 does too, because "ab" began before it.
     file.seek(position - 1)
     for line in bounded_lines(file):
         return position - 1 + len(line)

@@ -113,6 +113,7 @@ def write_index(
 def _largest(file: TokenFile) -> tuple[int, str]:
     """Return the largest token of a file, and its place."""
     best, at = -1, 0
+    # In chunks, so that a file of billions of tokens is not loaded at once.
     for first in range(0, len(file.ids), _CHUNK):
         chunk = np.asarray(file.ids[first : first + _CHUNK])
         place = int(chunk.argmax())
@@ -169,6 +170,7 @@ class IndexedStore:
         files = self.files[pieces.start : pieces.stop].tolist()
         parts = [self.ids[f][a : a + n] for f, a, n in zip(files, starts, lengths, strict=True)]
         mask = np.ones(int(bounds[-1]), np.uint8)
+        # The last token of a piece has no next token in it.
         mask[bounds[1:] - 1] = 0
         return np.concatenate(parts), mask, bounds
 

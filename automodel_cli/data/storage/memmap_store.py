@@ -104,6 +104,9 @@ class TokenStore:
         shared, own = int(self.shared[number]), slice(*self.offsets[number : number + 2].tolist())
         if not shared:
             return self.ids[own], self.label_mask[own]
+        # Example: three documents of one conversation, 1 2 3, then 1 2 4 5, then 1 2 4 6. Stored are the tokens 1 2 3 4
+        # 5 6 with `shared` 0, 2, 3 and `offsets` 0 3 5 6. Document 2 is 6 after the first 3 tokens of document 1, of
+        # which 2 are in document 0. A long conversation with a document per turn takes linear space.
         ids = np.concatenate([*self._beginning(number - 1, shared), self.ids[own]])
         return ids, np.concatenate([np.zeros(shared, np.uint8), self.label_mask[own]])
 
@@ -117,6 +120,7 @@ class TokenStore:
             shared, start = int(self.shared[number]), int(self.offsets[number])
             if length > shared:
                 pieces.append(self.ids[start : start + length - shared])
+            # The rest of the beginning is in the document before.
             number, length = number - 1, min(shared, length)
         return pieces[::-1]
 

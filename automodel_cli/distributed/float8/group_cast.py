@@ -46,11 +46,14 @@ def _(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def num_places(num_rows: int, num_experts: int) -> int:
     """Return the smallest multiple of 16 that fits the padded rows of all experts, whatever their sizes."""
+    # Each expert needs at most 15 rows of padding. 20 rows of 2 experts: 50, rounded up to 64.
     return -(-(num_rows + num_experts * (MULTIPLE - 1)) // MULTIPLE) * MULTIPLE
 
 
 def _cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (num_rows, num_features), num_experts, device = x_NF.shape, len(ends_L), x_NF.device
+    # ends [3, 20]: counts [3, 17], padded counts [16, 32], padded ends [16, 48]. shift = padded start - start = [0, 16
+    # - 3]: row 3 moves to place 16.
     count_L = ends_L.diff(prepend=ends_L.new_zeros(1))
     padded_count_L = (count_L + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     padded_ends_L = padded_count_L.cumsum(0, dtype=torch.int32)
@@ -62,6 +65,7 @@ def _cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale_LF = scale_of(largest_LF, E4M3, power_of_two=True)
     most = torch.finfo(E4M3).max
     rows_NF = (x_NF.float() * scale_LF[expert_N]).clamp(-most, most)
+    # (N, F) -> (P, F) with zeros between the experts -> (F, P).
     rows_PF = rows_NF.new_zeros(num_places(num_rows, num_experts), num_features).index_copy_(0, place_N, rows_NF)
     return rows_PF.t().to(E4M3).contiguous(), scale_LF.reciprocal(), padded_ends_L
 
@@ -83,6 +87,7 @@ def group_cast_difference(device: torch.device) -> str:
     for counts, features in (([0, 5, 40, 0, 16], 48), ([300, 1], 80), ([0, 0, 7], 16)):
         ends_L = torch.tensor(counts).cumsum(0).to(device, torch.int32)
         x_NF = torch.randn(sum(counts), features, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+        # Columns from 1e-6 to 1e3, so that a scale of the wrong column is noticed.
         x_NF *= torch.logspace(-6, 3, features, device=device).bfloat16()
         stored = E4M3 if device.type == "cuda" else torch.float32
         actual = group_cast_triton.cast(x_NF, ends_L, num_places(len(x_NF), len(counts)), stored)

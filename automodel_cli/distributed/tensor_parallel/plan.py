@@ -149,6 +149,7 @@ def _without_state_layers(model: nn.Module, plan: dict[str, str]) -> dict[str, s
     states = [f"{name}." for name, module in model.named_modules() if getattr(module, "carries_state", False)]
     inside = {name for name in names if name.startswith(tuple(states))}
     shared = {wildcard(name) for name in inside} & plan.keys()
+    # The wildcard covers layers of both kinds, so it is replaced by the full names of the layers that stay in the plan.
     own = {name: plan[wildcard(name)] for name in names if wildcard(name) in shared and name not in inside}
     return {name: style for name, style in plan.items() if name not in shared} | own
 

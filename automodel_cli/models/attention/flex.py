@@ -259,6 +259,7 @@ def defined(
     scores_HNM = torch.einsum("nhd,mhd->hnm", query_NHD, key_MKD.repeat_interleave(group, 1)) * scale
     if softcap is not None:
         scores_HNM = softcap * torch.tanh(scores_HNM / softcap)
+    # [M] against [N, 1]: (N, M) booleans. Only the definition builds them, the kernel skips blocks.
     key_M = visible.key_position_M
     sees_NM = (key_M <= visible.position_N[:, None]) & (key_M >= visible.lower_N[:, None])
     if visible.prefix is not None:
@@ -286,6 +287,8 @@ def batch_visibility(
     """
     if cu is None:
         return _row_visibility(rows, length, window, device)
+    # All layers of a microbatch pass the same `cu`. The weak reference removes the entry with the tensor, because ids
+    # are reused.
     cached = _visibility_cache.setdefault(id(cu), (weakref.ref(cu, _forget(id(cu))), {}))[1]
     if (rows * length, window) not in cached:
         prefix = None if seen is None else _prefix_bounds(cu, seen, rows * length, window)
@@ -324,6 +327,8 @@ def context_visibility(context: Context, window: int | None, of_rank: int | None
 
 def document_positions(cu: Tensor, num_tokens: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each token of concatenated documents: position, lowest visible position, key position."""
+    # Example: cu 0 3 5 and window 2. Positions 0 1 2 3 4, lowest visible key 0 0 1 3 3: the window, or the start of the
+    # document if that is later.
     position, document = _document_of(cu, num_tokens)
     lower = cu[document].to(torch.int32)
     if window is not None:

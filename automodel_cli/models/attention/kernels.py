@@ -122,7 +122,6 @@ def dense_forward(
     """Return the output `[G, H, S, V]` and log-sum-exp `[G, H, S]` of the definition, without autograd."""
     scores = _scores(query, key, mask, scale, softcap)
     lse = scores.logsumexp(-1)
-    # exp(S - L) is the softmax. Ring attention needs L to merge partial results.
     return torch.exp(scores - lse.unsqueeze(-1)) @ value.float(), lse
 
 
@@ -363,7 +362,6 @@ class _SinkVarlenCUDA(Function):
         window: int | None,
     ) -> Tensor:
         left, right = (None, None) if window is None else (window - 1, 0)
-        # [M, K, D] -> [keys of all segments, K, D]. A shared prompt appears once per response.
         keys, values = (k, v) if key_index is None else (k.index_select(0, key_index), v.index_select(0, key_index))
         out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
             *(q, keys, values, cu_q, cu_k, max_q, max_k, 0.0, window is None, False),

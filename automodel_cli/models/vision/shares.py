@@ -75,6 +75,7 @@ def of_layers(keywords: dict[str, Any], is_shown_BT: Tensor, shards: TokenShards
 
     def local(features_PD: Tensor) -> Tensor:
         dense_BTD = features_PD.new_zeros(*is_shown_BT.shape, features_PD.shape[-1])
+        # [P, D] -> [B, T, D] with zeros at text -> local tokens [B, t, D] -> the local placeholders [p, D].
         dense_BTD = dense_BTD.masked_scatter(is_shown_BT[..., None], features_PD)
         return shards.shard(dense_BTD)[local_Bt]
 
@@ -115,4 +116,5 @@ def _is_by_placeholder(value: Any, is_shown_BT: Tensor) -> bool:
 
 def _numbers(is_shown_BT: Tensor) -> Tensor:
     """Return the number of each image token among all of them, in row-major order."""
+    # 0 0 1 1 0 1 gives 0 0 0 1 1 2: tokens 2, 3 and 5 show features 0, 1 and 2. Values at other tokens are not used.
     return (is_shown_BT.flatten().cumsum(0) - 1).clamp(min=0).view_as(is_shown_BT)

@@ -105,6 +105,7 @@ def _split_stages(items: Sequence[Item]) -> tuple[tuple[Item, ...], ...]:
     return tuple(tuple(stage) for stage in stages)
 
 
+# Example: "Et*2|(t|)*2tL" is Ett | t | t | tL. A count applies to one letter, to "|", or to a group in parentheses.
 class _Parser:
     """Recursive-descent parser. `at` is the index of the next character."""
 
@@ -280,6 +281,7 @@ def _check_mtp(layout: StageLayout, pp_size: int, chunks: int) -> None:
     for s, item in flat[k:]:
         if item.letter == "m" and s != stage:
             raise layout.error("all m must be in one stage", "mtp-split", item.position)
+    # Example: 8 stages on 4 ranks. Stages 4 to 7 are chunk 1, the last one of each rank.
     if stage // pp_size != chunks - 1:
         where = f"m is in chunk {stage // pp_size} of rank {stage % pp_size}"
         text = f"{where}, but must be in chunk {chunks - 1}, the last one of the rank"

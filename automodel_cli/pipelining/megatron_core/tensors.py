@@ -35,6 +35,8 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool | None 
         return
     assert isinstance(out, Tensor), f"expected a tensor, got {type(out).__name__}"
     assert out._base is None, f"a view of {tuple(out._base.shape)} cannot be deallocated: its base keeps the memory"
+    # The next stage has the values, and this stage's backward needs `grad_fn` only. With 8 microbatches in flight this
+    # frees 8 outputs.
     out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 
 
@@ -106,6 +108,8 @@ def forward_step_calc_loss(
     loss, num_tokens, data = result
     if not calculate_per_token_loss:
         count = torch.as_tensor(num_tokens, device=loss.device)
+        # A mean per microbatch, then a mean over microbatches: Megatron-core's default, which weights tokens of short
+        # microbatches more. `calculate_per_token_loss` divides once by all tokens.
         loss = loss / count.clamp(min=1) / num_microbatches
     return StepLoss(loss, num_tokens, [data])
 
@@ -151,6 +155,8 @@ def backward_step(
     )
     for tensor in inputs:
         if tensor is not None:
+            # Inputs are no leaves if they were cast or sliced. Autograd would drop their gradient, which is sent to the
+            # previous rank.
             tensor.retain_grad()
     output, grad = outputs[0], grads[0]
     if grad is None and config.grad_scale_func is not None:

@@ -79,6 +79,7 @@ def background_episodes(session: Trainer, pool: EnvironmentPool, engine: Engine)
 def environment_fingerprint(data: DataConfig, config: RolloutConfig) -> dict[str, str]:
     """Return a digest of the settings that determine an episode, apart from sampling. Stored in checkpoints, so that a
     resume with other settings does not reuse episodes."""
+    # `repr` of frozen dataclasses lists all their values. Only the digest is stored, because they may contain secrets.
     decides = (config.played, config.environment_column, data.seq_len, data.chat_template)
     return {"episodes": hashlib.sha256(repr(decides).encode()).hexdigest()}
 
@@ -115,6 +116,7 @@ def _begun_on_first_rank(
 
     def counted(episodes: list[Episode], behind: int) -> None:
         for episode in episodes if engine.capabilities.in_flight_updates else ():
+            # Versions of a server count its own updates. `behind` converts them to steps of the trainer.
             episode.weight_versions = [version + behind for version in episode.weight_versions]
             episode.versions = [version + behind for version in episode.versions]
 
@@ -127,6 +129,7 @@ def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[R
     local = (mesh.dp_rank, ask()) if is_model_parallel_rank_zero(mesh) else None
     everywhere: list[tuple[int, list[Reply]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, local)
+    # Key: data-parallel rank. The tp, cp and pp ranks of one dp rank get the same replies.
     merged = dict(pair for pair in everywhere if pair is not None)
     anyone = any(reply.end is None for replies in merged.values() for reply in replies)
     return merged[mesh.dp_rank], anyone

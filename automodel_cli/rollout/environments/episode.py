@@ -113,6 +113,9 @@ def single_process_exchange(ask: Callable[[], list[Reply]]) -> tuple[list[Reply]
 
 
 @dataclass(frozen=True)
+# Example of one episode: prompt p0 p1, message m0 m1, a tool's reply r0, message m2. `tokens` = m0 m1 r0 m2,
+# `generated` = 1 1 0 1, and the log-prob of r0 is 0. The second call of the engine has the prompt p0 p1 m0 m1 r0. The
+# conversation is never rendered again, because a template could render the earlier messages differently.
 class EpisodeRunner:
     """Run episodes. `params.max_new_tokens` limits one message.
 
@@ -138,6 +141,8 @@ class EpisodeRunner:
         running, anyone = list(episodes), True
         turn = 0
         while anyone:
+            # The seed of a turn follows from the seed of the episode and the turn alone, so that finished neighbors do
+            # not matter.
             seeds = [seed for episode in running if (seed := _seed(episode, turn)) is not None]
             prompts = [[*episode.prompt, *episode.tokens] for episode in running]
             completions = self.engine.generate(prompts, self.params, seeds if seeds or not running else None)
@@ -215,11 +220,14 @@ class EpisodeRunner:
         if episode.cut or episode.num_turns == environment.max_turns:
             return await self._broken_off(episode, turn, "length" if episode.cut else "turns")
         try:
+            # Only the tokens between two messages of the model: the end of its turn, the replies, and the start of the
+            # next turn.
             tokens = tokens_between(self.tokenizer, self.chat_template, episode, turn.observations)
         except ConfigError:  # an error of the template, not of the rendered message
             raise
         except Exception as error:  # a message that no template renders ends its episode
             return _failed(episode, Failure("error", f"{type(error).__name__}: {error}"), environment.on_error)
+        # The next message may have `max_new_tokens`. An episode ends before a message that might not fit.
         if len(episode.prompt) + len(episode.tokens) + len(tokens) > self.seq_len - self.params.max_new_tokens:
             return await self._broken_off(episode, turn, "length")
         episode.state = turn.state

@@ -29,6 +29,8 @@ def add_entropy_mask(
     entropies = [entropy_BT.cpu().double() for entropy_BT in entropies]
     # every token has its own index on all ranks, so the sum over ranks only copies values
     ends_N = np.cumsum([sample.num_generated for sample in samples])
+    # Row 0 has the entropies, row 1 marks the tokens that any rank has. An entropy may be 0, so it cannot mark them
+    # itself.
     known_2M = torch.zeros(2, int(ends_N[-1]), dtype=torch.float64)
     for batch, row, drawn_T, number in _sample_spans(update, samples):
         at = slice(int(ends_N[number]) - len(drawn_T), int(ends_N[number]))

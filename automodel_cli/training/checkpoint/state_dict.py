@@ -82,6 +82,8 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
     state: dict[str, Tensor] = {}
     for name, param in named_trainable(parts):
         for key, value in optimizer.state.get(param, {}).items():
+            # Keys name parameters and not indices, so a resume may have other groups, stages or ranks. Example:
+            # `optim.model.layers.0.mlp.up_proj.weight#exp_avg`. A number keeps its type: `...#step:int`.
             if isinstance(value, Tensor):
                 state[f"optim.{name}#{key}"] = _cut(_dequantized(value), param)
             elif isinstance(value, (int, float)):
@@ -108,6 +110,8 @@ def _dequantized(value: Tensor) -> Tensor:
     local = value.to_local() if isinstance(value, DTensor) else value
     if type(local) in (Tensor, nn.Parameter):
         return value
+    # 8-bit states have one scale per block of the local shard. Stored in full precision, they can be loaded by another
+    # number of ranks, whose blocks are others.
     plain = local.dequantize()
     if not isinstance(value, DTensor):
         return plain
@@ -165,6 +169,7 @@ def optimizer_template(parts: Sequence[nn.Module], metadata: Metadata) -> dict[s
     for name, param in named_trainable(parts):
         for key, entry in saved.get(name, []):
             dtype = entry.properties.dtype
+            # Moments have the shape of their parameter and are read as shards. Counters are read in full by every rank.
             if entry.size == param.shape and param.ndim > 0:
                 template[key] = _cut(torch.empty_like(param, dtype=dtype, requires_grad=False).detach(), param)
             else:

@@ -95,6 +95,7 @@ def decay_groups(
     for item in params:
         decays = item.is_matrix and (embeddings or not item.is_embedding)
         decay = rates.weight_decay(item, weight_decay if decays else 0.0)
+        # One mesh per group: torch's `foreach` kernels reject DTensors of different meshes in one call.
         groups.setdefault((decay, rates.lr(item, lr), item.mesh), []).append(item.param)
     if not groups:
         return [{"params": [], "weight_decay": weight_decay}]
