@@ -62,6 +62,7 @@ class MemoryTracker:
             return
         size = _rounded(storage.nbytes())
         line = code_line(3) if size > _NAMED_FROM else ""
+        # The callback runs when the storage dies, as a free of the caching allocator would.
         watch = weakref.ref(storage, functools.partial(self._gone, key))
         self._live[key] = _Block(size, self._phase(), operator, line, watch)
         self._grow(size)
@@ -91,6 +92,7 @@ class MemoryTracker:
         self.now += size
         if self.now > self.peak:
             self.peak = self.now
+            # A look walks over all live blocks, so it waits until the peak has grown by 0.2%.
             if self.now > self._seen.total * _LOOK_AGAIN:
                 self._look()
 

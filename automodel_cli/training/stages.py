@@ -95,6 +95,7 @@ class SingleStage:
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn, request: HeadRequest = LOGPROBS) -> Tensor:
         values = []
         for i, batch in enumerate(batches):
+            # By default, only the last microbatch reduces gradients over ranks. Earlier ones add to local sums.
             with self._sharded.microbatch(is_last=i == len(batches) - 1):
                 value = loss(self._output(batch, request), batch)
                 value.backward()
@@ -111,6 +112,7 @@ class SingleStage:
         finally:
             for module, mode in training.items():
                 module.training = mode
+            # Without a backward, FSDP would keep the last layer and the root gathered.
             self._sharded.reshard()
 
     def in_float32(self) -> AbstractContextManager[bool]:

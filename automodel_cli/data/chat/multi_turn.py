@@ -107,6 +107,8 @@ def turn_document(
     the model sees the tokens of the prompt alone at inference.
     """
     given, ids, alone = pieces
+    # Example: the prompt ends with "\n" and the turn begins with "\n". One text gives a token "\n\n" that is in neither
+    # part. At inference the model sees the prompt's "\n" token, so training must too.
     if not np.array_equal(ids[: len(given)], given):
         apart = np.concatenate([given, alone])
         if tokenizer.decode(apart) != tokenizer.decode(ids):

@@ -79,6 +79,8 @@ def apply_tensor_parallel(
     front = getattr(part, "front", None)  # of a vision-language model, which every rank runs on all tokens
     tower = set() if front is None else set(front.modules())
     layers = [layer for layer in transformer_layers(part) if layer not in tower]
+    # In a uniform block, the gradient of the input is a partial sum that needs one reduction. In other blocks, some
+    # parameters are replicated, and each column-parallel layer reduces its own.
     uniform = {block for layer in layers for block in blocks(layer) if _is_uniform(model, block, plan)}
     if options.sequence_parallel or options.async_tensor_parallel:
         _apply_plan(model, plan, tp_mesh, shard_experts=shard_experts, scattered=uniform)
@@ -117,6 +119,8 @@ def _apply_plan(
             _shard_own_parameters(name, module, plan, mesh)
         if _is_local_colwise(style) and name.rpartition(".")[2] in (*_QUERY, *_KEY):
             attentions.add(parent)
+    # `parallelize_module` creates a new parameter for each module. The tie is restored, so that the table has one
+    # gradient.
     if is_tied:  # Adapters around them expose the weight only.
         getattr(head, "base_layer", head).weight = getattr(embedding, "base_layer", embedding).weight
     for attention in attentions:
@@ -179,6 +183,7 @@ def check_heads(config: PretrainedConfig, plan: Plan, tp_size: int) -> None:
             counts[field] = count
     for field, count in counts.items():
         if count % tp_size:
+            # Sizes that divide both numbers of heads: 32 query and 8 KV heads allow 1, 2, 4 and 8.
             sizes = [size for size in range(1, count + 1) if math.gcd(*counts.values()) % size == 0]
             nearest = max((size for size in sizes if size < tp_size), default=1)
             raise ConfigError(

@@ -49,6 +49,8 @@ class PictureRuns:
         """Build from the mask of image tokens. No host synchronization."""
         rows, tokens = is_shown_BT.shape
         token_BT = torch.arange(tokens, device=is_shown_BT.device).expand(rows, -1)
+        # Example: text, picture, picture, text, picture. The runs are tokens 0, 1-2, 3 and 4: first 0 1 1 3 4, last 0 2
+        # 2 3 4. A token of a picture sees up to the last token of its run, a text token up to itself.
         row_B1 = torch.arange(rows, device=is_shown_BT.device)[:, None] * tokens
         before_BT = torch.where(is_shown_BT, -1, token_BT).cummax(1).values  # the last token that shows no picture
         after_BT = torch.where(is_shown_BT, tokens, token_BT).flip(1).cummin(1).values.flip(1)
@@ -76,6 +78,7 @@ class PictureRuns:
         bounds = visible.lower_N, visible.position_N
         lower_BT1, upper_BT1 = ((bound.view(rows, length) - first_B1)[..., None] for bound in bounds)
         key_T = torch.arange(length, device=self.first_N.device)
+        # [T] against [B, T, 1]: (B, T, T).
         sees_BTT = (key_T >= lower_BT1) & (key_T <= upper_BT1)
         mask_BTT = torch.zeros(sees_BTT.shape, dtype=dtype, device=key_T.device)
         return mask_BTT.masked_fill_(~sees_BTT, float("-inf"))[:, None]
@@ -91,4 +94,5 @@ class PictureRuns:
             if self.rules.sliding == "whole":
                 lower_N = torch.minimum(lower_N, self.first_N)
             lower_N = torch.maximum(lower_N, start_N)
+        # A picture never sees beyond its document, also if another document begins with a picture.
         return lower_N, torch.minimum(self.last_N, end_N), position_N

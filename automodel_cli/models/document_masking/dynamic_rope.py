@@ -64,6 +64,8 @@ def longest_unswitched(config: PretrainedConfig) -> int | None:
 
 def document_lengths(position_ids_BT: Tensor) -> Tensor:
     """Return the length of each token's document, `[B, T]` int64, from its last position. No host synchronization."""
+    # Example: positions 0 1 2 0 1. A document begins where a position does not follow the one before it. The lengths
+    # are 3 3 3 2 2: the largest position of a document plus one.
     begins_BT = torch.ones_like(position_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = position_ids_BT[:, 1:] != position_ids_BT[:, :-1] + 1
     document_N = begins_BT.flatten().cumsum(0) - 1
@@ -107,6 +109,8 @@ class _PerDocument(nn.Module):
     def _table(self, length: int, x: Tensor, position_ids_BT: Tensor, arguments: tuple[str, ...]) -> Any:
         """Return the tables of these positions in a text of at least `length` tokens, independent of earlier texts."""
         self._reset(*arguments)
+        # The module selects its table by the largest position. One more token at `length` - 1 selects the table of this
+        # length, and is removed from the result.
         last_B1 = position_ids_BT.new_full((len(position_ids_BT), 1), length - 1)
         result = super().forward(x, torch.cat([position_ids_BT, last_B1], 1), *arguments)
         return tuple(y[:, :-1] for y in result) if isinstance(result, tuple) else result[:, :-1]

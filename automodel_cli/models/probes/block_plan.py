@@ -61,6 +61,8 @@ def _measured_plan(model: PreTrainedModel) -> dict[str, str]:
     plan: dict[str, str] = {}
     for name, (args, kwargs, output) in calls.items():
         want = _first(output)
+        # Two halves of a block whose outputs sum to the block's output: the definition of tensor parallelism, tested in
+        # one process.
         got = sum(_first(_half(blocks[name], rank)(*args, **kwargs)) for rank in range(_HALVES))
         if not float((got - want).abs().max()) <= _TOLERANCE * float(want.abs().max()):
             return {}

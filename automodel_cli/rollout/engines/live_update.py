@@ -107,6 +107,8 @@ class WeightUpdateMixin(HTTPEngine):
         versions = [asked] * num_tokens
         for span in spans or ():
             tokens = slice(span["start"], span["end"])
+            # A response that spans an update has tokens of two versions: importance ratios use the log-prob of each
+            # token as sampled.
             versions[tokens] = [self._versions.get(span["version"], asked)] * len(versions[tokens])
         return min(versions, default=asked), versions if len(set(versions)) > 1 else None
 
@@ -118,7 +120,9 @@ class WeightUpdateMixin(HTTPEngine):
             self.num_losses += 1
         with self._replacing, self._stopped():
             yield
+            # Cached keys belong to the old weights. Running requests are continued, and their caches recomputed.
             self.forget()
+            # A random name, so that neither a restarted server nor one that another run has updated has it.
             given = uuid.uuid4().hex
             self._versions[given] = version
             self.name_weights(given)

@@ -51,6 +51,8 @@ def tokens_between(
     with ChatML after `4<|im_end|>`: `\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n`. Raises DataError if
     the template does not render the next messages after a message, or renders earlier turns differently.
     """
+    # The placeholder stands for text of the model, so that the template's text between two messages can be cut out. The
+    # model's own tokens are never encoded again: text -> tokens is not the inverse of tokens -> text.
     messages = [
         {"role": "assistant", "content": _PLACE} if m["role"] == "assistant" else m for m in episode.response_messages
     ]
@@ -74,6 +76,7 @@ def tokens_between(
     if episode.rendered:
         _check_history(tokenizer, episode, before)
     episode.rendered = [*before, after]
+    # A finished message ends with its stop token. A cut one does not, and needs the end of its turn from the template.
     stop = str(tokenizer.decode(episode.tokens[-1:]))
     if after.startswith(stop):
         after = after.removeprefix(stop)

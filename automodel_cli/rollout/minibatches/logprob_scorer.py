@@ -77,10 +77,13 @@ class Scorer:
     def _by_policy(self, updates: Sequence[Minibatch], samples: Sequence[Sample]) -> list[Minibatch]:
         """Run at most one pass. With a single update, its log-probs come from the update."""
         objective = self._objective
+        # In the first update, the policy is the one that sampled, so old log-probs equal its own and need no pass.
+        # Dropout is an exception: it makes the update's log-probs differ.
         several = len(updates) * self._config.num_iterations > 1 or self._draws_while_training
         columns = {}
         if ("old_logprobs_BT" in objective.columns and several) or objective.reward_kl is not None:
             columns["logprobs_BT"] = "old_logprobs_BT"
+        # A critic: values and log-probs come from one pass.
         if "old_values_BT" in objective.columns:
             columns |= {"logprobs_BT": "old_logprobs_BT", "values_BT": "old_values_BT"}
         share = objective.top_entropy_fraction if isinstance(objective, GRPO) else None

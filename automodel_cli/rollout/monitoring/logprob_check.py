@@ -55,6 +55,8 @@ def check_agreement(
     tokens = scored_tokens(update, score(shaping), samples)
     if mean_gap(tokens) <= limit:
         return
+    # The most frequent mistake has its own message: if log-probs agree without temperature and filters, the engine
+    # returns them from before these transforms.
     unshaped = scored_tokens(update, score(SamplingTransform()), samples)
     raise refusal(tokens, limit, tokenizer, unshaped=mean_gap(unshaped) <= limit)
 

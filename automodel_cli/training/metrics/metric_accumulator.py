@@ -36,6 +36,8 @@ class MetricAccumulator:
             return torch.zeros(0, device=output.logprobs_BT.device)
         values = self._measured.measure(output.detach(), batch)
         assert set(values) == set(self._metrics), f"measured {sorted(values)}, declared {sorted(self._metrics)}"
+        # Sums and counts, not means: the mean over ranks of unequal numbers of tokens is the sum of sums over the sum
+        # of counts.
         sums = [values[name].float() for name in self._sums]
         extrema = [self._signed(name, values[name].float()) for name in self._extrema]
         return torch.stack([*sums, *extrema])
@@ -43,6 +45,7 @@ class MetricAccumulator:
     def add(self, output: HeadOutput, batch: Batch) -> None:
         """Measure a microbatch, of a list that outlives this object, and keep the result."""
         if self._metrics:
+            # By identity: a second measurement of a microbatch replaces the first.
             self.keep(id(batch), self.measure(output, batch))
 
     def keep(self, key: int, measured: Tensor) -> None:

@@ -35,6 +35,8 @@ class SchedulePlan:
         """Return the plan of a run that was never extended."""
         return cls((ScheduleSpan(0, num_steps),), num_steps)
 
+    # Example: a run of 10 steps is extended to 15. stretch: one schedule over 15 steps. continue: steps 10 to 14 keep
+    # the rate of step 9. restart: a second schedule over steps 10 to 14, with its own warm-up.
     def extended(self, done: int, num_steps: int, how: ExtendSchedule) -> SchedulePlan:
         """Return the plan of a run that continues after `done` steps and ends after `num_steps`."""
         if how == "stretch":
@@ -49,6 +51,8 @@ class SchedulePlan:
         number = max(i for i, span in enumerate(self.spans) if span.first <= step or i == 0)
         span = self.spans[number]
         goes_on = span.first + span.length < self.num_steps
+        # A schedule in closed form is 0 after its last step for most decays. An extended run must not train with that
+        # rate.
         return number, min(step - span.first, span.length - 1 if goes_on else span.length)
 
     def as_json(self) -> dict[str, Any]:
