@@ -30,6 +30,8 @@ def compiled(function: Callable[..., Any], backend: str, began: Callable[[], Non
     `began()` is called for every graph.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+    # `dynamic=False` with marked dimensions: the number of tokens changes at each call and must not compile again,
+    # while widths are constants that the compiler can unroll.
     return torch.compile(function, backend=counted_backend(backend, began), dynamic=False)
 
 
@@ -54,6 +56,8 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
     `needs_input_grad` covers all runs. A schedule that splits the backward runs it for inputs first, and for weights
     later.
     """
+    # `next_functions` has entries for tensor inputs with a gradient only, `needs_input_grad` for all inputs: the nodes
+    # are consumed in step with the True entries.
     nodes = (node for node, _ in ctx.next_functions if node is not None)
     return tuple(needs and _will_run(next(nodes)) for needs in ctx.needs_input_grad)
 

@@ -305,6 +305,7 @@ def scale(layer: Any) -> float:
 def delta(layer: Any) -> Tensor:
     """Return the full fp32 update of a wrapped layer. Collective if adapters are sharded."""
     a, b = lora_init.joined(layer)
+    # (O, R) x (R, I) -> (O, I).
     update = (b.float() @ a.float()) * scale(layer)
     return update.T if lora_targets.is_transposed(layer) else update
 
@@ -313,6 +314,7 @@ def merged_weight(weight: Tensor, layer: Any) -> Tensor:
     """Return a layer's full `weight` with its adapter, in fp32. Collective if adapters are sharded."""
     if isinstance(layer, lora_tokens.TokenRows):
         return lora_tokens.merged(weight, layer)
+    # In float32, rounded once by the caller. A sum in bfloat16 would round the update to the weight's last place.
     merged = weight.float() + delta(layer)
     return lora_dora.rescaled(merged, layer) if lora_dora.has_magnitude(layer) else merged
 

@@ -45,6 +45,7 @@ def convert_layers(model: PreTrainedModel, config: QATConfig, read_dtype: torch.
     candidates = {name: child for name, child in linear.items() if child in inside}
     _check_names("target_modules", config.target_modules, candidates)
     _check_names("exclude_modules", config.exclude_modules, candidates)
+    # Code that reads a weight without calling its layer would see the weight before rounding.
     unread = bypassed(model) | shared(model)
     reasons = {name: reason for name, child in candidates.items() if (reason := _why_not(name, child, config, unread))}
     chosen = {name: child for name, child in candidates.items() if name not in reasons}
@@ -53,6 +54,7 @@ def convert_layers(model: PreTrainedModel, config: QATConfig, read_dtype: torch.
         raise _refused(f"{type(model).__name__} has {len(candidates)} linear layers in decoder layers{left}")
     weights = Format(config.weight_dtype, config.weights_per_scale)
     activations = None if config.activation_dtype == "none" else Format(config.activation_dtype)
+    # Listed in the export as exceptions. Engines read all other linear layers as quantized.
     ignored = tuple(name for name in linear if name not in chosen)
     quantization = FakeQuantization(
         weights,

@@ -276,6 +276,7 @@ class DPO:
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         pairs = self._pairs(output.logprobs_BT, batch)
+        # A pair without labels (truncated away) has weight 0 in the sum, and `weight` does not count it.
         weight_P = pairs.valid_P * self._weights(output.logprobs_BT, batch) if self.use_wpo_weighting else pairs.valid_P
         loss = self.preference_weight * (self._losses(pairs) * weight_P).sum()
         for name, weight in self.extra_losses.items():
@@ -308,6 +309,8 @@ class DPO:
         pairs = gather_pairs(
             logprobs_BT, batch, reference=self.uses_reference, average=self.averages, tail_weight=self.ld_alpha
         )
+        # Sums of log-probs (B, T) -> (documents) -> (P, 2) -> c and r (P). All losses are functions of these two
+        # vectors.
         return diverged(pairs, self.f_divergence, self.f_alpha)
 
     def _of(self, name: Loss) -> DPO:
@@ -342,4 +345,5 @@ class DPO:
         return LOSSES[self.loss](pairs.c_P, pairs.r_P, options)
 
     def _nll(self, pairs: Pairs) -> Tensor:
+        # `clamp`: pairs without labels divide by 1, and are masked by the caller.
         return -pairs.chosen_logprob_P / (pairs.chosen_tokens_P.clamp(min=1) if self.average_sft else 1)

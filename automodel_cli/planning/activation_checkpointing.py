@@ -49,6 +49,7 @@ def choose_activation_checkpointing(request: PlanRequest, memory: float) -> Chec
     none has. Instead of full, and of selective where that is cheaper, as many layers as fill the room. Then, without a
     pipeline, experts stay gathered if there is room for that too."""
     assert isinstance(request.parallelizer, ParallelizerConfig)
+    # 80 GB card: 79.1 GiB less 5 GiB, divided by 1.08 for the error of the estimate, are 68.6 GiB.
     room = usable_bytes(memory / GIB) / (1 + MARGIN)
     tried: list[tuple[bool | str, float]] = []
     for mode in _QUICKEST_FIRST if request.layout.ep > 1 else _QUICKEST_FIRST[:-1]:
@@ -78,6 +79,8 @@ def _some_layers(request: PlanRequest, peaks: dict[bool | str, float], room: flo
         return None
     full = _plan(request, "full")
     layers = sum(len(stage.layers) for stage in full.stages)
+    # Example: 32 layers, 90 GiB without and 50 GiB with recomputation, 68.6 GiB to be used. A layer saves 1.25 GiB, so
+    # at least ceil(21.4 / 1.25) = 18 layers are recomputed: full:18/32.
     saved = (peaks[False] - full.heaviest) / layers
     first = max(1, math.ceil((peaks[False] - room) / saved)) if saved > 0 else layers
     most = layers - 1 if last == "full" else math.ceil(_SELECTIVE * layers) - 1

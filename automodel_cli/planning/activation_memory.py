@@ -90,6 +90,7 @@ def trace_activations(
     """
     from transformers import AttentionInterface
 
+    # A copy on the meta device has shapes only, so any model size is traced in seconds.
     model: Any = copy.deepcopy(part.model)
     model.to(dtype)
     layers = transformer_layers(model)
@@ -128,6 +129,8 @@ def _counted(
 ) -> Activations:
     """Bytes that `watch` has seen, under this checkpointing; `boundary` bytes leave the last of the layers."""
     exchanges = _Tallies() if checkpointing == "minimal" else watch.exchanges
+    # A layer that is not recomputed keeps everything that autograd saved in it. A recomputed one keeps its input,
+    # received tokens, and with "selective" the results of GEMMs.
     kept = [
         watch.inputs[i] + exchanges[i] + (watch.products[i] if checkpointing == "selective" else 0.0)
         if is_recomputed(i, checkpointing)
@@ -135,6 +138,7 @@ def _counted(
         for i in range(num_layers)
     ]
     again = [i for i in range(num_layers) if is_recomputed(i, checkpointing)]
+    # One layer at a time is recomputed, so the largest one counts once, not per microbatch in flight.
     recomputed = max((watch.kept[i] - exchanges[i] for i in again), default=0)
     # Of multi-token prediction: a layer like the last, what stands before it (embeddings, two norms, both of them side
     # by side, the projection), and what its head reads.
@@ -181,6 +185,7 @@ class _Watch(TorchDispatchMode):
     def saved(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
+        # By storage: q, k and v save the same input, which takes memory once. Parameters are in `_seen` from the start.
         if reference not in self._seen:
             self._seen.add(reference)
             self.kept.add(self._place, storage.nbytes())
@@ -217,6 +222,7 @@ class _Watch(TorchDispatchMode):
 
         def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
             size = hidden_TD.element_size()
+            # Evenly routed experts receive as many (token, expert) pairs as the rank sends: T * K.
             received = index_TK.numel() * hidden_TD.shape[1] * size
             self.received.add(self._place, received)
             if known is None:

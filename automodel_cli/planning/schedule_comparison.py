@@ -55,6 +55,8 @@ class StagePlanner:
         own = config.named_schedule
         rows: list[tuple[Comparison, StagePlan | None]] = []
         for schedule in SCHEDULES:
+            # A layout or split of the config has a fixed number of stages, which other kinds of schedules do not
+            # accept.
             same_kind = own is not None and (own.kind, own.style) == (schedule.kind, schedule.style)
             base = config if same_kind else PipelineConfig(balance=config.balance)
             keeps_group = own is schedule

@@ -72,6 +72,7 @@ class CheckpointReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata. Raises RunError if it is damaged or refers to other classes."""
         path = Path(self._get_metadata_path(kwargs.get("rank")))
+        # A pickle can call `setattr` on classes that it may name, so their attributes are compared afterwards.
         before = [dict(vars(kind)) for kind in _CLASSES]
         with self.fs.create_stream(path, "rb") as file:
             try:
@@ -126,6 +127,7 @@ def _check(metadata: object, path: Path) -> None:
         if not isinstance(entry, TensorStorageMetadata):
             raise _refused(path, f"has an entry {name!r} that is no tensor")
     for index, place in (metadata.storage_data or {}).items():
+        # A name like `../other` would read files outside the folder.
         if not isinstance(place, _StorageInfo) or Path(place.relative_path).name != place.relative_path:
             raise _refused(path, f"places {index} outside the checkpoint's folder")
 
@@ -150,6 +152,7 @@ def step_if_finite(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.
     there = {param.device.type for group in optimizer.param_groups for param in group["params"]}
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or there != {device.type}:
         return False
+    # Fused kernels leave parameters and states unchanged if `found_inf` is 1. The decision stays on the device.
     optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
     try:
         optimizer.step()

@@ -122,6 +122,7 @@ class StreamLoader:
         self.position += self._size_at(self.position)
         self._last, self._ahead = step, None
         self._places = [*self._places[-1:], step.places]
+        # One step ahead: a thread tokenizes and packs while the device trains.
         self._ahead = self._submit()
         return step.batches
 

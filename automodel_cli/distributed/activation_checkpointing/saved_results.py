@@ -38,9 +38,9 @@ class _Current(threading.local):
     call: _Call | None = None
 
 
-# Example with level EXCHANGES: the first run makes routes and rows, so `results` = [routes, rows]. The first GEMM has
-# the level PRODUCTS and is not saved. In recomputation `next` is 0: the calls return routes, then rows, and the GEMM
-# runs.
+# Example with level EXCHANGES: the first run of experts makes routes, received rows and sums of results, so `results`
+# has these three. The first GEMM has the level PRODUCTS and is not saved. In recomputation `next` is 0: the calls
+# return routes, then rows, the GEMM runs, and the last call returns the sums.
 class _Call:
     """One call of one layer. Freed together with its graph."""
 

@@ -268,10 +268,10 @@ class _Call:
 
 # Example: 4 experts on 2 ranks (L = 2), K = 2. Rank 0 has token a with experts 0, 3 and token b with 1, 0. Rank 1 has
 # token c with experts 2, 3.
-# rank 0 sorts its pairs   a0 b0 b1 a3    and sends 3 rows to rank 0, 1 row to rank 1
-# rank 1 sorts its pairs   c2 c3          and sends 0 rows to rank 0, 2 rows to rank 1
-# rank 0 receives          a0 b0 b1       received_RL [[2, 1], [0, 0]], ends_L [2, 3]
-# rank 1 receives          a3 c2 c3       received_RL [[0, 1], [1, 1]], by_expert: c2 a3 c3, ends_L [1, 3]
+#     rank 0 sorts its pairs   a0 b0 b1 a3    and sends 3 rows to rank 0, 1 row to rank 1
+#     rank 1 sorts its pairs   c2 c3          and sends 0 rows to rank 0, 2 rows to rank 1
+#     rank 0 receives          a0 b0 b1       received_RL [[2, 1], [0, 0]], ends_L [2, 3]
+#     rank 1 receives          a3 c2 c3       received_RL [[0, 1], [1, 1]], by_expert: c2 a3 c3, ends_L [1, 3]
 # After the GEMMs, each row returns to the place that it left. Token a is w_a0 E0(a) + w_a3 E3(a).
 class _Multiply(Function):
     """Send pairs to their experts, compute them, and start to return the results.

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 # Example: a group (1.5, -0.75, 0.3, 0.1), so amax = 1.5.
-# int4    s = 1.5 / 7.5 = 0.2      codes 7 -4 1 0      values 1.40 -0.80 0.20 0.00
-# int8    s = 1.5 / 127.5          codes 127 -64 25 8  values 1.496 -0.754 0.294 0.094
-# mxfp4   s = 2^ceil(log2(0.25))   codes 6 -3 1 0.5    values 1.50 -0.75 0.25 0.125
+#     int4    s = 1.5 / 7.5 = 0.2      codes 7 -4 1 0      values 1.40 -0.80 0.20 0.00
+#     int8    s = 1.5 / 127.5          codes 127 -64 25 8  values 1.496 -0.754 0.294 0.094
+#     mxfp4   s = 2^ceil(log2(0.25))   codes 6 -3 1 0.5    values 1.50 -0.75 0.25 0.125
 FP8_MAX, E2M1_MAX = 448.0, 6.0
 _TINY = torch.finfo(torch.float32).smallest_normal
 _SMALLEST_E4M3 = 2.0**-9

@@ -53,8 +53,8 @@ def visible_mask(
     """
     # Example: two segments with 2 queries each, 3 and 2 keys, ahead 1 and 0. Query i of segment g sees the keys up to i
     # + ahead. `x` is visible:
-    # segment 0   x x .    segment 1   x . .     the third key of segment 1 is padding
-    #             x x x                x x .
+    #     segment 0   x x .    segment 1   x . .     the third key of segment 1 is padding
+    #                 x x x                x x .
     # A window of 2 over 3 queries: x . . / x x . / . x x.
     longest, shortest = max(num_keys), min(num_keys)
     if not any(ahead) and num_queries == longest and (window is None or window >= num_queries):

@@ -148,8 +148,8 @@ def compute_order(
     """
     # Example: m = 4, p = 2, v = 2, g = 2, rank 0 has a warm-up of 2 * 1 + 1 * 2 = 4. The backward of chunk 1 comes
     # first:
-    # F0.0 F1.0 F0.1 F1.1   F2.0 B0.1  F3.0 B1.1  F2.1 B0.0  F3.1 B1.0   B2.1 B3.1 B2.0 B3.0
-    # warm-up               steady state                                 cool-down
+    #     F0.0 F1.0 F0.1 F1.1   F2.0 B0.1  F3.0 B1.1  F2.1 B0.0  F3.1 B1.0   B2.1 B3.1 B2.0 B3.0
+    #     warm-up               steady state                                 cool-down
     # Rank 1 has a warm-up of 2: its chunk 1 has the loss, so B0.1 follows F0.1 directly.
     p, chunks = pipeline_parallel_size, num_model_chunks or 1
     group = num_microbatches if num_model_chunks is None else (group_size or p)

@@ -39,10 +39,10 @@ def build_program(
             "extra_warmup needs schedule=Interleaved1F1B and microbatch_group_size", code="requires_setting"
         )
     # The same 3 microbatches on 2 ranks, with forward, input gradient and weight gradient of equal length:
-    # 1F1B   rank 0   0F0 0F1 0B0 0F2 0B1 0B2              12 units, 3 of them idle
-    #        rank 1   1F0 1B0 1F1 1B1 1F2 1B2
-    # ZB-H1  rank 0   0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2  10 units, 1 of them idle
-    #        rank 1   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    #     1F1B   rank 0   0F0 0F1 0B0 0F2 0B1 0B2              12 units, 3 of them idle
+    #            rank 1   1F0 1B0 1F1 1B1 1F2 1B2
+    #     ZB-H1  rank 0   0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2  10 units, 1 of them idle
+    #            rank 1   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     # Rank 0 waits for input gradients only. By postponing W, rank 1 sends them earlier.
     ranks: Iterable[tuple[Step, ...]]
     if schedule.name == "GPipe":

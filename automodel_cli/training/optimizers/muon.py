@@ -123,8 +123,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         def gather(round_: MatrixRound) -> Callable[[], Tensor | None]:
             return round_.gather([_update(param, self.state[param], group) for param in round_.params])
 
-        # transfer    gather 0 | gather 1  | gather 2, scatter 0 | scatter 1
-        # compute              | matrix 0  | matrix 1            | matrix 2
+        #     transfer    gather 0 | gather 1  | gather 2, scatter 0 | scatter 1
+        #     compute              | matrix 0  | matrix 1            | matrix 2
         arriving = gather(rounds[0])
         leaving: Callable[[], None] = lambda: None  # noqa: E731
         for number, round_ in enumerate(rounds):
