@@ -99,7 +99,7 @@ def check_qat_model(model: Any) -> None:
     reasons = {
         "fp8": "both round the weights of linear layers",
         "transformer_engine": "its linear layers compute with weights of their own",
-        "lora": "a merged adapter would change the weights after they are quantized",
+        "lora": "the merged weight that is quantized exists only after training (docs/methods/qat.md)",
         "mtp": "exports of quantized checkpoints have no multi-token-prediction layers",
         "vision": "the export of a vision-language model keeps the config of the original",
     }

@@ -420,6 +420,66 @@ def test_another_algorithm_of_theirs_is_that_algorithm_here(
             raise missing
 
 
+QAT = "qat: {weight_dtype: float8_e4m3fn, activation_dtype: float8_e4m3fn, fake_quant_after_n_steps: 10}"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "was", "more", "wanted"),
+    [
+        ("axolotl_lora.yml", "adapter: lora", "peft_use_dora: true", {"use_dora": True}),
+        ("axolotl_lora.yml", "adapter: lora", "peft_use_rslora: true", {"use_rslora": True}),
+        (
+            "axolotl_lora.yml",
+            "adapter: lora",
+            "peft_init_lora_weights: pissa_niter_16",
+            {"init_lora_weights": "pissa_niter_16"},
+        ),
+        ("axolotl_lora.yml", "adapter: lora", "peft_init_lora_weights: olora", {"init_lora_weights": "olora"}),
+        ("trl_sft.yaml", "lora_r: 32", "use_dora: true", {"use_dora": True}),
+        ("trl_sft.yaml", "lora_r: 32", "use_rslora: true", {"use_rslora": True}),
+        ("llama_factory_lora.yaml", "finetuning_type: lora", "use_dora: true", {"use_dora": True}),
+        (
+            "llama_factory_lora.yaml",
+            "finetuning_type: lora",
+            "pissa_init: true",
+            {"init_lora_weights": "pissa_niter_16"},
+        ),
+        (
+            "llama_factory_lora.yaml",
+            "finetuning_type: lora",
+            "pissa_init: true\npissa_iter: -1",
+            {"init_lora_weights": "pissa"},
+        ),
+        (
+            "nemo_automodel_peft.yaml",
+            "  _target_: nemo_automodel.components._peft.lora.PeftConfig",
+            "  use_dora: true",
+            {"use_dora": True},
+        ),
+    ],
+)
+def test_variants_of_adapters_keep_their_names(
+    theirs: str, was: str, more: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    text = translated(tmp_path, theirs, was, f"{was}\n{more}")
+    (tmp_path / "ours.yaml").write_text(text)
+    lora = compose(str(tmp_path / "ours.yaml")).tree["model"]["lora"]
+    assert {key: lora.get(key) for key in wanted} == wanted
+    assert [line for line in decisions(text) if line.startswith("check:") and not re.search(NOT_HERE_LINES, line)] == []
+
+
+def test_quantization_aware_training_of_axolotl(tmp_path: Path) -> None:
+    """Beside an adapter, the check of the translation names the conflict."""
+    text = translated(tmp_path, "axolotl_lora.yml", "adapter: lora", f"adapter: lora\n{QAT}")
+    assert any("unsupported_combination" in line and "lora" in line for line in decisions(text))
+    own = re.sub(r"^(adapter|lora_).*\n", "", (VECTORS / "axolotl_lora.yml").read_text(), flags=re.M)
+    (tmp_path / "full.yml").write_text(f"{own}\n{QAT}\n")
+    (tmp_path / "ours.yaml").write_text(imported(tmp_path / "full.yml", gpus=8))
+    model = compose(str(tmp_path / "ours.yaml")).tree["model"]
+    assert model["qat"] == {"weight_dtype": "fp8", "activation_dtype": "fp8", "fake_quant_after_n_steps": 10}
+    assert model.get("lora") is None
+
+
 def test_an_estimator_without_a_counterpart_is_named(tmp_path: Path) -> None:
     text = (VECTORS / "verl_grpo.yaml").read_text().replace("adv_estimator: grpo", "adv_estimator: remax")
     (tmp_path / "theirs.yaml").write_text(text)
