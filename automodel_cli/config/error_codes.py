@@ -295,6 +295,10 @@ _DATA = {
     "not_enough_rows": ErrorCode(
         "No rows, or fewer rows than requested, are left.", "Add data, or lower the requested number."
     ),
+    "preparation_stopped": ErrorCode(
+        "A run with `data.start_after` waits for a shard that no process prepares.",
+        "Start `automodel data prepare` with the same config, then start or resume the run.",
+    ),
     "unknown_format": ErrorCode(
         "The columns match no data format.", "Set `data.format` or map the columns with `data.column_mapping`."
     ),

@@ -107,7 +107,10 @@ def _effective(node: BoundTarget, arguments: dict[str, Any], key: str) -> Any:
         parameter = node.signature.parameters[name]
         value = parameter.default() if parameter.is_factory else parameter.default
     for part in rest:
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
+        if isinstance(value, list | tuple):
+            value = value[int(part)]
+        else:
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
 
 

@@ -157,6 +157,10 @@ class DataConfig:
     """Shuffle the data in each epoch."""
     streaming: StreamConfig | None = None
     """Read the rows while the run trains: `data.streaming={}`. null: prepare all rows before the first step."""
+    start_after: int | None = None
+    """Start when `automodel data prepare` has tokenized this many shards of each dataset, and read later shards as they
+    are prepared. Shards are shuffled in groups of this size. Requires `streaming`. null: a streamed run tokenizes its
+    rows itself."""
 
     def __post_init__(self) -> None:
         self._check_origin()
@@ -235,6 +239,14 @@ class DataConfig:
             )
 
     def _check_streaming(self) -> None:
+        if self.start_after is not None and self.streaming is None:
+            raise ConfigError(
+                f"start_after={self.start_after} requires streaming",
+                code="requires_setting",
+                keys=("start_after", "streaming"),
+                fix="data.streaming={}",
+            )
+        check_range("start_after", self.start_after, at_least=1)
         if self.streaming is None:
             return
         if self.generator is not None:
@@ -252,7 +264,7 @@ class DataConfig:
                 keys=("validation_size", "streaming"),
                 fix="data.validation_size=0 data.validation_path=<a file of held-out rows>",
             )
-        if self.num_workers is not None:
+        if self.num_workers is not None and self.start_after is None:
             raise ConfigError(
                 f"num_workers={self.num_workers} has no effect with streaming, which tokenizes in threads",
                 code="no_effect",

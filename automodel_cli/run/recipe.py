@@ -268,7 +268,7 @@ class Recipe(ConfigRoot):
         """Tokenize part `index` of `count` of the data. Return how many shards of other parts are incomplete."""
         if self.model.vision is not None or self.row_name == "prompts":
             return 0  # `prepared` reads these data as a whole
-        from automodel_cli.data.preparation.pipeline import build_shards
+        from automodel_cli.data.preparation.build_shards import build_shards
         from automodel_cli.models.hub.source import stop_ids
 
         return build_shards(

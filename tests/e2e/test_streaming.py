@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.e2e.command import TINY, automodel, curve, start_cold
+from tests.e2e.command import TINY, automodel, curve, environment, start_cold
 from tests.errors import assert_error
 from tests.object_storage import s3_bucket
 
@@ -101,3 +102,43 @@ def test_commands_of_a_stream(tmp_path: Path) -> None:
         done = automodel(tmp_path, *more)
         assert done.returncode
         assert_error(done.stdout + done.stderr, code)
+
+
+SLOW_PREPARATION = """
+import sys, time
+from pathlib import Path
+from automodel_cli.data.preparation import token_shards
+from automodel_cli.data.sources import spans
+spans.SHARD_BYTES = 1500
+write = token_shards.TokenShards._write
+metrics = Path("runs/beside/metrics.jsonl")
+def slowly(self, folder, of_shard):
+    if folder.name.startswith("000004"):
+        while not metrics.exists() or not metrics.read_bytes().count(b"\\n"):
+            time.sleep(0.1)
+        time.sleep(2)
+    write(self, folder, of_shard)
+token_shards.TokenShards._write = slowly
+from automodel_cli.cli.main import run
+sys.exit(run(["data", "prepare", "-c", "tiny.yaml"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_beside_the_preparation_of_its_data(tmp_path: Path) -> None:
+    """It starts with the first shards, waits for the others, and trains as a run on complete shards."""
+    (tmp_path / "rows").mkdir()
+    corpus(fsspec.filesystem("file"), str(tmp_path / "rows"))
+    config(tmp_path, "rows\n  start_after: 2")
+    steps = ("train.max_steps=40", "checkpoint.every=10", "logging.report=false", "data.streaming.block_rows=8")
+    command = [sys.executable, "-c", SLOW_PREPARATION]
+    preparation = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
+    beside = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "run_name=beside", *steps)
+    output, _ = preparation.communicate(timeout=120)
+    assert preparation.returncode == 0 and "all shards" in output
+    assert beside.returncode == 0, beside.stdout + beside.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "runs/beside/metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("data_wait_share") or 0 for row in metrics) > 0.1
+    done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "run_name=after", "mesh.dp_size=2", *steps)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert curve(tmp_path / "runs/after") == pytest.approx(curve(tmp_path / "runs/beside"), rel=1e-5)

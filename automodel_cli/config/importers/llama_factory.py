@@ -160,7 +160,7 @@ TABLE = Table(
         "eval_dataset": none("data.validation_path takes its file"),
         "val_size": none("0 rows are held out"),
         "mix_strategy": none("data.datasets.N.sampling_weight are shares of the tokens"),
-        "streaming": none("rows are prepared before the first step"),
+        "streaming": none("rows are prepared first; data.streaming={} with train.max_steps streams them"),
         "flash_attn": hf.ATTENTION,
         "enable_liger_kernel": hf.SPEED,
         "use_unsloth*": hf.SPEED,

@@ -22,7 +22,6 @@ _LOSSES = (
     *("apo_zero", "apo_down", "discopop", "aot", "aot_unpaired"),
 )
 _ALWAYS: dict[str, tuple[Any, str]] = {
-    "dataset_streaming": (False, "rows are prepared before the first step, and cached"),
     "use_bnb_nested_quant": (False, "model.lora.quantization is none or nf4"),
     "ignore_bias_buffers": (False, "buffers are not reduced over ranks"),
 }
@@ -83,8 +82,24 @@ def _together(draft: Draft) -> None:
             draft.put("model.lora.quantization", "nf4", "load_in_4bit")
     if draft.get("dataset_test_split"):
         draft.put("data.validation_split", draft.get("dataset_test_split"), "dataset_test_split")
+    _streams(draft)
     at_default(draft, _ALWAYS | (_OF_DPO if draft.kind == "dpo" else _OF_GRPO if draft.kind == "grpo" else {}))
     {"sft": _sft, "dpo": _dpo, "grpo": grpo_settings}[draft.kind](draft, ranks)
+
+
+def _streams(draft: Draft) -> None:
+    """Stream in SFT. Theirs needs `max_steps` too, and reads the rows in their order."""
+    key = "dataset_streaming"
+    if not draft.get(key):
+        draft.leave(key, "rows are prepared before the first step, and cached")
+    elif draft.base != "sft":
+        draft.decide(key, "data.streaming is supported by recipes of kind sft without pictures")
+    else:
+        draft.put("data.streaming", {}, key, note="ours shuffles; data.shuffle=false keeps the order within each lane")
+        draft.values.pop("data.num_workers", None)
+        draft.leave("dataset_num_proc", "a stream is tokenized in threads: data.streaming.num_threads")
+        if not draft.is_set("train.max_steps"):
+            draft.decide("max_steps", "a stream has no length: set train.max_steps")
 
 
 def _sft(draft: Draft, ranks: int) -> None:

@@ -30,6 +30,7 @@ from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter
 from automodel_cli.data.preparation.dataset import PackedDataset, Store
 from automodel_cli.data.preparation.indexed import index_tokens
+from automodel_cli.data.preparation.kept_shards import KeptShards
 from automodel_cli.data.preparation.masked_by import masked_by
 from automodel_cli.data.preparation.parts import Part, check_names, check_rows, hold_out
 from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS
@@ -47,7 +48,15 @@ from automodel_cli.data.preparation.token_shards import TokenShards, remove_shar
 from automodel_cli.data.preparation.token_writer import TokenWriter
 from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder, choose_workers
 from automodel_cli.data.source_config import SourceConfig
-from automodel_cli.data.sources.sources import ShardedSource, Source, TaskSource, TokenSource, first_rows, open_source
+from automodel_cli.data.sources.sources import (
+    ShardedSource,
+    Source,
+    TaskSource,
+    TokenSource,
+    first_rows,
+    open_source,
+    refuse_tokens,
+)
 from automodel_cli.data.storage.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
 from automodel_cli.data.storage.code_fingerprint import fingerprint
 from automodel_cli.data.storage.indexed_store import IndexedStore
@@ -98,7 +107,7 @@ def prepare_data(
         DataError: lists every unusable row, grouped by cause.
     """
     began = time.perf_counter()
-    kind = _kind(preferences, row_spec)
+    kind = data_kind(preferences, row_spec)
     config.check_kind(kind)
     show = progress or (lambda line: print(line, file=sys.stderr))
     builder = DataBuilder(config, tokenizer, kind, tuple(stop_ids), show, pictures, row_spec)
@@ -124,32 +133,8 @@ def prepare_data(
     )
 
 
-def build_shards(
-    config: DataConfig,
-    tokenizer: Any,
-    *,
-    index: int,
-    count: int,
-    preferences: bool = False,
-    stop_ids: Sequence[int] = (),
-    progress: Progress | None = None,
-    row_spec: LabelSpec | GroupSpec | None = None,
-) -> int:
-    """Tokenize part `index` of `count` of the data, and return how many shards of the other parts are incomplete.
-
-    Arguments are those of `prepare_data`. Call it afterwards. It joins the shards, and builds those that nobody builds.
-    """
-    kind = _kind(preferences, row_spec)
-    config.check_kind(kind)
-    show = progress or (lambda line: print(line, file=sys.stderr))
-    every = DataBuilder(config, tokenizer, kind, tuple(stop_ids), show, None, row_spec).shards()
-    for shards in every:
-        workers = choose_workers(config.num_workers, shards.source.num_bytes // count)
-        shards.build([number for number in shards.missing() if number % count == index], workers, show)
-    return sum(len(shards.missing()) for shards in every)
-
-
-def _kind(preferences: bool, row_spec: LabelSpec | GroupSpec | None) -> DataKind:
+def data_kind(preferences: bool, row_spec: LabelSpec | GroupSpec | None) -> DataKind:
+    """Return the kind of the rows of a recipe."""
     if row_spec is not None:
         return row_spec.kind
     return "preferences" if preferences else "documents"
@@ -213,7 +198,12 @@ class DataBuilder:
         ]
 
     def shards(self) -> list[TokenShards]:
-        """Return the shards of every dataset that has some and is not tokenized yet."""
+        """Return the shards of every dataset that has some and is not tokenized yet.
+
+        With `data.start_after`: those of every training dataset.
+        """
+        if self.config.start_after is not None:
+            return [self._kept(config) for config in self.config.train_sources()]
         sources = [(s, False) for s in self.config.train_sources()]
         sources += [(each.source, each.whole) for each in self.config.validation_sources()]
         found = []
@@ -224,6 +214,25 @@ class DataBuilder:
             if self._is_sharded(source, writer := self.writer(source, config)):
                 found.append(TokenShards(self.root, key, source, writer))
         return found
+
+    def _kept(self, config: SourceConfig) -> TokenShards:
+        source, key = self._kept_source(config)
+        return TokenShards(self.root, key, source, self.writer(source, config))
+
+    def kept_shards(self, config: SourceConfig) -> KeptShards:
+        """Return the shards of a dataset that a run reads while later ones are prepared."""
+        source, key = self._kept_source(config)
+        return KeptShards(self.root / f"{key}.shards", source.name, self.progress)
+
+    def _kept_source(self, config: SourceConfig) -> tuple[ShardedSource, str]:
+        source = open_source(config, self.root)
+        if not isinstance(source, ShardedSource):
+            raise refuse_tokens(config.path)
+        return source, self._key(source, config, kept=True)  # another key, because joined shards are removed
+
+    def special_ids(self) -> frozenset[int]:
+        """Return the ids of special tokens."""
+        return frozenset({*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder})
 
     def _key(self, source: Source, config: SourceConfig, **more: Any) -> str:
         return entry_key({"kind": "tokens", **source.ingredients(), **self.settings(config), **more})
@@ -344,8 +353,8 @@ class DataBuilder:
             "unused": unused_columns(examples, read),
             "has_pictures": self.pictures is not None,
         }
-        special_ids = frozenset({*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder})
-        return TokenWriter(encoder, source.name, config.column_mapping, tuple(data.ignored_columns), meta, special_ids)
+        ignored = tuple(data.ignored_columns)
+        return TokenWriter(encoder, source.name, config.column_mapping, ignored, meta, self.special_ids())
 
     def packed(self, part: Part) -> tuple[Store, SourceReport]:
         """The packed rows of one part, built or found, and its line in the report."""

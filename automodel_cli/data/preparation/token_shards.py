@@ -28,6 +28,7 @@ from automodel_cli.data.row_errors import read_rejected, write_rejected
 from automodel_cli.data.sources.sources import ShardedSource
 from automodel_cli.data.sources.spans import Span
 from automodel_cli.data.storage.cache import get_or_build
+from automodel_cli.data.storage.memmap_store import TokenStore
 from automodel_cli.data.storage.memmap_writer import COUNTS
 
 SHARD = "shard.json"
@@ -59,7 +60,7 @@ class TokenShards:
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not complete."""
-        return [n for n in range(len(self.spans)) if not (self.folder / _name(n)).is_dir()]
+        return [n for n in range(len(self.spans)) if not (self.folder / shard_name(n)).is_dir()]
 
     def build(self, numbers: Sequence[int], num_workers: int, show: Callable[[str], None]) -> None:
         """Build these shards, in this process or in worker processes. `show` receives a line every few seconds."""
@@ -87,7 +88,9 @@ class TokenShards:
     def build_one(self, number: int) -> int:
         """Build a shard, or wait for the process that builds it. Return its number of tokens."""
         # Atomic: a shard exists completely or not at all. A killed process loses its unfinished shards only.
-        folder, _ = get_or_build(self.folder, _name(number), lambda folder: self._write(folder, self.spans[number]))
+        folder, _ = get_or_build(
+            self.folder, shard_name(number), lambda folder: self._write(folder, self.spans[number])
+        )
         return int(np.load(folder / "offsets.npy", mmap_mode="r")[-1])
 
     def _write(self, folder: Path, spans: Sequence[Span]) -> None:
@@ -98,21 +101,46 @@ class TokenShards:
 
     def join(self, folder: Path) -> MissingColumnTracker:
         """Write the joined entry into an empty folder. Every shard must be complete."""
-        shards = [self.folder / _name(number) for number in range(len(self.spans))]
-        metas = [json.loads((shard / "meta.json").read_text()) for shard in shards]
-        seen = [json.loads((shard / SHARD).read_text()) for shard in shards]
+        shards = self._folders
         for name in ("ids.bin", "label_mask.bin"):
             with (folder / name).open("wb") as joined:
                 for shard in shards:
                     with (shard / name).open("rb") as part:
                         shutil.copyfileobj(part, joined, 4 << 20)
+        metas, seen, line_shifts = self._described()
+        _join_columns(folder, shards, [meta["num_rows"] for meta in metas], line_shifts)
+        _join_rejected(folder, shards, self._file_numbers, line_shifts)
+        (folder / "meta.json").write_text(json.dumps(_joined_meta(metas)))
+        return self._unseen(seen)
+
+    def totals(self) -> tuple[TokenStore, MissingColumnTracker]:
+        """Return counts and rejected rows of all shards, without their documents. Every shard must be complete."""
+        metas, seen, line_shifts = self._described()
+        _join_rejected(self.folder, self._folders, self._file_numbers, line_shifts)
+        ends = [_mapped(shard, "offsets")[1:] for shard in self._folders]
+        firsts = np.cumsum([0, *(of[-1] if len(of) else 0 for of in ends)])
+        offsets = np.concatenate([[0], *(of + first for of, first in zip(ends, firsts, strict=False))])
+        no = np.zeros(0, np.int64)
+        return TokenStore(self.folder, _joined_meta(metas), no, no, offsets, no, no, no, no), self._unseen(seen)
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [self.folder / shard_name(number) for number in range(len(self.spans))]
+
+    @property
+    def _file_numbers(self) -> dict[str, int]:
+        return {name: n for n, name in enumerate(self.source.files)}
+
+    def _described(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[np.ndarray]]:
+        """Return `meta.json` and `SHARD` of every shard, and the lines of each file before it."""
         # A shard numbers the lines of a file from its own first line. Lines of shard n are shifted by those in the
         # shards before. Example: file 0 has 10 lines in shard 0 and 5 in shard 1, file 1 has 7 in shard 1 and 2 in
         # shard 2. The shifts are (0, 0), (10, 0) and (15, 7).
-        line_shifts = list(_line_shifts([dict(of["lines"]) for of in seen], len(self.source.files)))
-        _join_columns(folder, shards, [meta["num_rows"] for meta in metas], line_shifts)
-        _join_rejected(folder, shards, {name: n for n, name in enumerate(self.source.files)}, line_shifts)
-        (folder / "meta.json").write_text(json.dumps(_joined_meta(metas)))
+        metas = [json.loads((shard / "meta.json").read_text()) for shard in self._folders]
+        seen = [json.loads((shard / SHARD).read_text()) for shard in self._folders]
+        return metas, seen, list(_line_shifts([dict(of["lines"]) for of in seen], len(self.source.files)))
+
+    def _unseen(self, seen: Sequence[dict[str, Any]]) -> MissingColumnTracker:
         unseen = MissingColumnTracker(self.writer.columns, self.writer.name)
         unseen.missing = set.intersection(*(set(of["missing"]) for of in seen))
         unseen.present = dict.fromkeys(name for of in seen for name in of["present"])
@@ -124,7 +152,8 @@ def remove_shards(root: Path, key: str) -> None:
     shutil.rmtree(root / f"{key}.shards", ignore_errors=True)
 
 
-def _name(number: int) -> str:
+def shard_name(number: int) -> str:
+    """Return the folder of a shard."""
     return f"{number:06d}"
 
 

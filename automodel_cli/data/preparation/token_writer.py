@@ -11,7 +11,7 @@ from typing import Any
 from automodel_cli.data.formats.column_mapping import MissingColumnTracker
 from automodel_cli.data.formats.unused_columns import IgnoredNames
 from automodel_cli.data.pictures.storage import PictureWriter
-from automodel_cli.data.preparation.tokenize import RowEncoder, encode_all
+from automodel_cli.data.preparation.tokenize import Encodes, encode_all
 from automodel_cli.data.row_errors import RowError, SourceRow
 from automodel_cli.data.storage.memmap_writer import write_tokens
 from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
@@ -30,7 +30,7 @@ class TokenWriter:
         meta: `meta.json` as far as it is known before the rows are read.
     """
 
-    encoder: RowEncoder
+    encoder: Encodes
     name: str
     columns: Mapping[str, str]
     ignored_columns: tuple[str, ...]

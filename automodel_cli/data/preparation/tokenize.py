@@ -15,7 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -73,6 +73,15 @@ class EncodeSpec:
         if self.special_tokens_policy != "auto":
             return self.special_tokens_policy
         return "keep" if self.template is None or self.fmt.makes == "texts" else "as_text"
+
+
+class Encodes(Protocol):
+    """Encodes the rows of one dataset with its tokenizer. Picklable, for worker processes."""
+
+    tokenizer: Any
+
+    def encode(self, rows: Sequence[Row | RowError]) -> list[Encoded | Unrolled | RowError]:
+        """Return one result per row, in order. Rows without a trained token are rejected."""
 
 
 class RowEncoder:
@@ -346,7 +355,7 @@ def choose_workers(num_workers: int | None, num_bytes: int) -> int:
 
 
 def encode_all(
-    encoder: RowEncoder, rows: Iterable[Row | RowError], num_workers: int
+    encoder: Encodes, rows: Iterable[Row | RowError], num_workers: int
 ) -> Iterator[list[Encoded | Unrolled | RowError]]:
     """Yield the results of each batch in the order of `rows`, independent of `num_workers`."""
     batches = _batches(rows, BATCH_ROWS)
@@ -370,10 +379,10 @@ def _batches(rows: Iterable[Any], size: int) -> Iterator[list[Any]]:
         yield batch
 
 
-_worker_encoder: RowEncoder | None = None
+_worker_encoder: Encodes | None = None
 
 
-def _start_worker(encoder: RowEncoder) -> None:
+def _start_worker(encoder: Encodes) -> None:
     global _worker_encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use the cores
     _worker_encoder = encoder

@@ -65,6 +65,16 @@ def first_rows(source: Source, number: int = 16) -> list[dict[str, Any]]:
     return list(itertools.islice(readable, number))
 
 
+def refuse_tokens(path: str) -> DataError:
+    """Return the error for token files in a streamed run."""
+    return DataError(
+        f"{path} has tokens, which are read in place without data.streaming",
+        code="no_effect",
+        keys=("data.streaming",),
+        fix="data.streaming=null data.start_after=null",
+    )
+
+
 class FileSource:
     """One or more local files."""
 

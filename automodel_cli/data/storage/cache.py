@@ -159,7 +159,7 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[P
     writable.
     """
     final = root / key
-    if final.is_dir() and _damage(final) is None:
+    if final.is_dir() and damage(final) is None:
         return final, False
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -167,9 +167,9 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[P
             for left_over in root.glob(f"{key}.tmp-*"):  # of a killed process: it held this lock, so it is gone
                 shutil.rmtree(left_over)
             if final.is_dir():
-                if (damage := _damage(final)) is None:
+                if (reason := damage(final)) is None:
                     return final, False
-                print(f"the data cache is damaged and is built again: {final}: {damage}", file=sys.stderr, flush=True)
+                print(f"the data cache is damaged and is built again: {final}: {reason}", file=sys.stderr, flush=True)
                 doomed = root / f"{key}.tmp-damaged"
                 final.rename(doomed)
                 shutil.rmtree(doomed)
@@ -217,7 +217,7 @@ def _write_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(files))
 
 
-def _damage(folder: Path) -> str | None:
+def damage(folder: Path) -> str | None:
     """Return a description of the damage of an entry, or None."""
     try:
         files = dict(json.loads((folder / MANIFEST).read_bytes()))

@@ -19,7 +19,9 @@ from automodel_cli.data.json_reader import NumberedRow
 from automodel_cli.data.preparation.row_stream import shuffled
 from automodel_cli.data.row_errors import DAMAGED, RowError, SourceRow
 from automodel_cli.data.sources.remote_files import unreadable
+from automodel_cli.data.streaming.prepared_source import PreparedSource
 from automodel_cli.data.streaming.stream_source import KnownFile, Shard, StreamSource, place_of, plan_shards
+from automodel_cli.data.tokenized import Encoded
 
 MOST_BYTES = 16 << 20
 """Characters of the rows of a block, so that long documents do not fill the memory."""
@@ -88,7 +90,7 @@ class LaneOrder:
 class LaneReader:
     """Reads one lane. Not thread-safe."""
 
-    def __init__(self, source: StreamSource, order: LaneOrder, lane: int):
+    def __init__(self, source: StreamSource | PreparedSource, order: LaneOrder, lane: int):
         self.source, self.order, self.lane = source, order, lane
         self._open: tuple[Place, Iterator[NumberedRow]] | None = None
         self._pass: tuple[int, list[tuple[str, Shard]]] | None = None
@@ -180,6 +182,8 @@ class LaneReader:
 
 def _size(value: Any) -> int:
     """Return about the number of characters of a row."""
+    if isinstance(value, Encoded):
+        return 4 * len(value.ids)
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

@@ -7,6 +7,7 @@ and no others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -86,8 +87,8 @@ class StreamLoader:
         self._ahead: Future[_Step] | None = None
         self._places: list[dict[int, str]] = []
         dataset.describe = self._describe
-        listed = gather([stream.source.known for stream in dataset.streams])[0]  # one listing for all ranks
-        self.generations: Generations = [[files] for files in listed]
+        # one listing for all ranks
+        self.generations: Generations = gather([stream.source.groups for stream in dataset.streams])[0]
         self._open()
 
     def _open(self) -> None:
@@ -235,7 +236,7 @@ class StreamLoader:
                 f"the data changed since the checkpoint, so the run cannot resume at its position: {changes}"
             )
         return [
-            list(_grown(stream.source.name, groups, found[0]))
+            list(_grown(stream.source.name, groups, list(itertools.chain(*found))))
             for stream, groups, found in zip(self.dataset.streams, state["files"], self.generations, strict=True)
         ]
 
@@ -247,10 +248,13 @@ class StreamLoader:
 
     def new_files(self) -> int:
         """Return how many files are new since the checkpoint."""
-        return sum(len(groups[-1]) for groups in self.generations if len(groups) > 1)
+        every = zip(self.dataset.streams, self.generations, strict=True)
+        return sum(len(groups[-1]) for stream, groups in every if stream.source.grows and len(groups) > 1)
 
     def close(self) -> None:
         """Stop the threads. Blocks that are being built are not used."""
+        for stream in self.dataset.streams:
+            stream.source.close()
         for pool in (self._stepper, self._readers):
             pool.shutdown(wait=False, cancel_futures=True)
 

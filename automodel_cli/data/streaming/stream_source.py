@@ -19,6 +19,7 @@ from automodel_cli.data.sources.file_discovery import local_files, remote_files
 from automodel_cli.data.sources.file_readers import hub_files
 from automodel_cli.data.sources.remote_files import is_url, listed
 from automodel_cli.data.sources.remote_path import RemotePath
+from automodel_cli.data.sources.sources import refuse_tokens
 from automodel_cli.data.sources.spans import Span, is_divisible, read_span
 from automodel_cli.data.token_files.reader import are_token_files
 
@@ -67,18 +68,17 @@ def plan_shards(files: Sequence[KnownFile], text_unit: Any, num_lanes: int) -> l
 class StreamSource:
     """A dataset whose files are read in place. `files` are those that exist now."""
 
+    grows = True
+    """Files that are new at a resume are read."""
+
     def __init__(self, config: SourceConfig):
         self.config, self.text_unit = config, config.text_unit
         paths = _paths(config)
         if are_token_files(paths):
-            raise DataError(
-                f"{config.path} has tokens, which are read in place without data.streaming",
-                code="no_effect",
-                keys=("data.streaming",),
-                fix="data.streaming=null",
-            )
+            raise refuse_tokens(config.path)
         self._paths = {_name(path): path for path in paths}
         self.known = [_known(path) for path in paths]
+        self.groups = [self.known]
         self.name = paths[0].name if len(paths) == 1 else config.path
         self.files = [path.name for path in paths]
         self.num_bytes = sum(file.size for file in self.known)
@@ -88,6 +88,10 @@ class StreamSource:
     def ingredients(self) -> dict[str, Any]:
         """Empty: the state of the run contains the files."""
         return {}
+
+    def describe(self) -> str:
+        """Return how many files there are."""
+        return "1 file" if len(self.files) == 1 else f"{len(self.files):,} files"
 
     def path(self, name: str) -> Path:
         """Return the file of this name, which may have been listed by another process."""
@@ -112,6 +116,9 @@ class StreamSource:
         for number, (line, row) in enumerate(read_span(self.path(name), self.text_unit, shard.span)):
             if number % shard.parts == shard.part or (isinstance(row, RowError) and row.code == DAMAGED):
                 yield line, row
+
+    def close(self) -> None:
+        """Nothing: it does not wait."""
 
 
 def place_of(name: str, shard: Shard) -> str:

@@ -19,10 +19,12 @@ from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.data.preparation.parts import check_rows
 from automodel_cli.data.preparation.pipeline import DataBuilder
 from automodel_cli.data.preparation.statistics import DataReport
+from automodel_cli.data.preparation.token_writer import TokenWriter
 from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.storage.memmap_store import PackedStore
 from automodel_cli.data.streaming.blocks import BlockBuilder
 from automodel_cli.data.streaming.lane_reader import START, Chunk
+from automodel_cli.data.streaming.prepared_source import PreparedSource, StoredDocuments
 from automodel_cli.data.streaming.stream_source import StreamSource
 
 _SAMPLE_ROWS = 256
@@ -32,7 +34,7 @@ _SAMPLE_ROWS = 256
 class Stream:
     """One dataset: its files, what encodes its rows, and the hash of all settings that determine its sequences."""
 
-    source: StreamSource
+    source: StreamSource | PreparedSource
     builder: BlockBuilder
     settings: str
 
@@ -146,8 +148,15 @@ def _show(line: str) -> None:
 
 
 def _stream(config: DataConfig, builder: DataBuilder, of: SourceConfig) -> Stream:
-    source = StreamSource(of)
-    blocks = BlockBuilder(builder.writer(source, of), config)
+    source: StreamSource | PreparedSource
+    if config.start_after is None:
+        source = StreamSource(of)
+        writer = builder.writer(source, of)
+    else:
+        source = PreparedSource(builder.kept_shards(of), config.start_after)
+        encoder = StoredDocuments(builder.tokenizer)
+        writer = TokenWriter(encoder, source.name, {}, (), source.meta, builder.special_ids())
+    blocks = BlockBuilder(writer, config)
     settings = {
         **builder.settings(of),
         "packing": [config.packing, config.seq_len, config.truncation, config.cross_documents],
@@ -170,8 +179,8 @@ def _sample(stream: Stream) -> PackedStore:
 def _lines(config: DataConfig, stream: Stream, sample: PackedStore, number: int) -> list[str]:
     source, meta = stream.source, stream.builder.writer.meta
     use = config.mixture().describe(number) if config.datasets else ""
-    files = "1 file" if len(source.files) == 1 else f"{len(source.files):,} files"
-    out = [f"{source.name}: streamed, {files}, {_size(source.num_bytes)} ({meta['format']})" + (use and f", {use}")]
+    size = _size(source.num_bytes)
+    out = [f"{source.name}: streamed, {source.describe()}, {size} ({meta['format']})" + (use and f", {use}")]
     if meta["unused"]:
         out.append(f"  columns without effect: {', '.join(meta['unused'])}")
     fill = int(sample.offsets[-1]) / (config.seq_len * sample.num_rows)

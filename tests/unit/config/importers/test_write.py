@@ -576,6 +576,21 @@ def test_what_has_no_counterpart_is_to_be_decided_at_the_top_and_the_rest_passes
     assert [line for line in decisions(text) if line.startswith("check:") and not re.search(NOT_HERE_LINES, line)] == []
 
 
+def test_streaming_of_trl_is_ours_in_sft_only(tmp_path: Path) -> None:
+    streams = "max_steps: 300\ndataset_streaming: true\ndataset_num_proc: 4"
+    text = translated(tmp_path, "trl_sft.yaml", "num_train_epochs: 1", streams)
+    (tmp_path / "ours.yaml").write_text(text)
+    tree = compose(str(tmp_path / "ours.yaml")).tree
+    assert at(tree, "data.streaming") is not None and at(tree, "train.max_steps") == 300
+    assert "num_workers" not in tree["data"]
+    assert not any("dataset_streaming" in line for line in decisions(text))
+    assert not [line for line in decisions(text) if line.startswith("check:") and not re.search(NOT_HERE_LINES, line)]
+    endless = translated(tmp_path, "trl_sft.yaml", "learning_rate: 2.0e-4", "dataset_streaming: true")
+    assert any("max_steps" in line for line in decisions(endless))
+    samples = translated(tmp_path, "trl_grpo.yaml", "loss_type: dr_grpo", "dataset_streaming: true")
+    assert any("dataset_streaming=true" in line for line in decisions(samples))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_the_check_refuses_says_so_at_its_top(name: str) -> None:
     text = imported(VECTORS / name, gpus=8)

@@ -15,7 +15,8 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.preparation import pipeline, token_shards
-from automodel_cli.data.preparation.pipeline import build_shards, prepare_data
+from automodel_cli.data.preparation.build_shards import build_shards
+from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.sources import sources, spans
 from automodel_cli.data.sources.spans import Span, num_lines, plan_shards, read_span
 from automodel_cli.models.tokenizer import ByteTokenizer

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from automodel_cli.cli.main import run
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.source_config import SourceConfig
@@ -12,6 +15,9 @@ from automodel_cli.training.config import TrainConfig
 from tests.errors import raises
 
 BY_EPOCHS, BY_STEPS = (TrainConfig(8, **length) for length in ({"epochs": 1}, {"max_steps": 9}))
+
+_NEEDED = {"kd": ("teacher.pretrained=larger",), "classifier": ("objective.labels=[a,b]",)}
+"""Settings without which a recipe is not built."""
 
 
 def data(**second: object) -> DataConfig:
@@ -25,6 +31,15 @@ def test_loss_weights_require_an_objective_that_reads_them():
     key = "data.datasets.1.loss_weight"
     with raises(ConfigError, "unsupported_combination", keys=(key,), fix=f"{key}=1.0"):
         check_mixture(data(loss_weight=0.5), Distillation(), BY_EPOCHS)
+
+
+@pytest.mark.parametrize("base", ["dpo", "rm", "classifier", "embedding", "kd", "grpo"])
+def test_recipes_whose_loss_has_no_weights_refuse_them(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    datasets = "[{path: a.jsonl, sampling_weight: 1}, {path: b.jsonl, sampling_weight: 1, loss_weight: 0.5}]"
+    options = [f"data.datasets={datasets}", "model.pretrained=somewhere", "train.max_steps=5", *_NEEDED.get(base, ())]
+    assert run(["check", "-c", base, *options]) == 2
+    errors = capsys.readouterr().err
+    assert "unsupported_combination" in errors and "data.datasets.1.loss_weight" in errors, errors
 
 
 def test_weights_by_steps_require_a_number_of_steps():
