@@ -19,7 +19,7 @@ from automodel_cli.models.config import ModelConfig, MoEConfig
 from automodel_cli.models.document_masking import dynamic_rope, recurrent_layers
 from automodel_cli.models.freezing import freeze_by_vision
 from automodel_cli.models.hub import source
-from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.mtp import key_mapping
 from automodel_cli.models.mtp import layers as mtp_layers

@@ -16,9 +16,14 @@ what the head computes in if those are fewer than 4, else 0:
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from automodel_cli.data.head_output import HeadRequest
+from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind
+from automodel_cli.models.lm_head.head import default_chunk_size, kernel_chunk_size, kernels_allow
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.planning.request import PlanRequest
 
 _FLOAT = torch.float32.itemsize
 
@@ -47,3 +52,58 @@ def head_bytes(
     computing = _FLOAT * chunk_logits * (1 + cap + int(request.entropy))
     adding = narrow * weight + chunk_logits * (_FLOAT * (1 + cap) + narrow)
     return _FLOAT * weight + max(computing, adding) + 2.0 * tokens * width * dtype.itemsize
+
+
+def _has_head_kernels(request: PlanRequest, part: ModelPart) -> bool:
+    """Filters of sampling are not known here, nor how many tokens a column names: many."""
+    asked = request.head
+    return part.head.kind.name != "generic" and asked.token_ids is None and kernels_allow(asked, 1, filters=False)
+
+
+def head_shape(request: PlanRequest, part: ModelPart, over_tp: frozenset[nn.Parameter]) -> tuple[int, int, int]:
+    """Vocabulary on a rank, width, and tokens of a chunk."""
+    weight = part.model.get_output_embeddings().weight
+    assert isinstance(weight, nn.Parameter)
+    vocabulary, width = weight.shape
+    if weight in over_tp:
+        vocabulary //= request.layout.tp
+    if _has_head_kernels(request, part):
+        default = kernel_chunk_size(vocabulary, request.compute_dtype)
+    else:
+        default = default_chunk_size(vocabulary, torch.device("cuda"))
+    return vocabulary, width, part.head.chunk_size or default
+
+
+def planned_head_bytes(
+    request: PlanRequest, part: ModelPart, over_tp: frozenset[nn.Parameter], tokens: int, *, adds: bool
+) -> float:
+    """What the head computes with on a GPU. A generic head holds as much of a chunk as one without kernels. With `adds`
+    the gradient of its weight is in the sum over microbatches, where the strategy lets it be."""
+    weight, kernels = part.model.get_output_embeddings().weight, _has_head_kernels(request, part)
+    assert isinstance(weight, nn.Parameter)
+    vocabulary, width, chunk = head_shape(request, part, over_tp)
+    is_added = adds and part.head.kind.name != "generic" and _adds(request, weight, over_tp)
+    return head_bytes(
+        part.head.kind,
+        request.head,
+        request.compute_dtype,
+        vocabulary=vocabulary,
+        width=width,
+        tokens=tokens,
+        chunk=chunk,
+        trained=weight.requires_grad and not is_added,
+        kernels=kernels,
+    )
+
+
+def _adds(request: PlanRequest, weight: nn.Parameter, over_tp: frozenset[nn.Parameter]) -> bool:
+    """Whether FSDP2 has a sum over microbatches, in a dtype of its own, to which the head adds in its products."""
+    return weight not in over_tp and sums_in_float32(request)
+
+
+def sums_in_float32(request: PlanRequest) -> bool:
+    parallelizer = request.parallelizer
+    if not isinstance(parallelizer, FSDP2Config) or not parallelizer.adds_in_products:
+        return False
+    storage, sums = parallelizer.storage(), request.layout.pp > 1 or request.num_microbatches > 1
+    return sums and storage.defers and storage.reduce_dtype != storage.compute_dtype

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
-from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.tensor_parallel.apply import cut_parameters
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.freezing import freeze
-from automodel_cli.models.lm_head.head import default_chunk_size, kernel_chunk_size, kernels_allow
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import num_packed
 from automodel_cli.models.vision.work import FrontWork
@@ -24,7 +21,7 @@ from automodel_cli.pipelining.error_keys import as_yaml
 from automodel_cli.pipelining.schedule.program import Program
 from automodel_cli.pipelining.timeline.simulator import Timeline, peak_activations
 from automodel_cli.planning.activation_memory import Activations, trace_activations
-from automodel_cli.planning.head_memory import head_bytes
+from automodel_cli.planning.head_memory import head_shape, planned_head_bytes, sums_in_float32
 from automodel_cli.planning.layer_costs import Units, read_units
 from automodel_cli.planning.memory import Accounting, Memory
 from automodel_cli.planning.request import PlanRequest
@@ -114,18 +111,18 @@ def _make_plan(request: PlanRequest) -> Plan:
         fuses_operations=request.parallelizer.enable_compile in (AUTO, FUSED_OPS),  # what is planned is for GPUs
         document=min(request.document or request.seq_len, request.seq_len),
         bits=8 if request.model.fp8 is not None else 16,
-        adds=_sums_in_float32(request),
+        adds=sums_in_float32(request),
     )
     if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)
     tower = _tower(request, part, tokens)
     activations = activations if tower is None else tower.beside(activations)
     over_tp = _cut_over_tp(request, part)
-    heads = [_head_bytes(request, part, over_tp, request.rows * tokens, adds=adds) for adds in (False, True)]
+    heads = [planned_head_bytes(request, part, over_tp, request.rows * tokens, adds=adds) for adds in (False, True)]
     estimate = _Estimate(request, units, activations, over_tp, _frozen_bytes(request), *heads)
     whole = {id(p): p for p in part.parameters()}.values()
     num_trained = sum(p.numel() for p in whole if p.requires_grad)
-    times = time_estimate(request, part, units, activations, over_tp, _head_shape(request, part, over_tp), num_trained)
+    times = time_estimate(request, part, units, activations, over_tp, head_shape(request, part, over_tp), num_trained)
     every_stage = estimate.of_stages((range(len(units.layers)),), (0,), lambda amounts: tuple(amounts), (1,))
     number = sum(p.numel() for p in whole) + num_packed(part)
     plan = Plan(request, number, num_trained, *every_stage, live=(1.0,), time=times.whole(), times=times, tower=tower)
@@ -205,61 +202,6 @@ def _frozen_bytes(request: PlanRequest) -> tuple[float, ...]:
         ends = {"is_first": stage == 0, "is_last": stage == cut.num_stages - 1}
         sizes[cut.owner[stage]] += sum(accounting.resident(units.of_stage(layers, **ends)))
     return tuple(sizes)
-
-
-def _has_head_kernels(request: PlanRequest, part: ModelPart) -> bool:
-    """Filters of sampling are not known here, nor how many tokens a column names: many."""
-    asked = request.head
-    return part.head.kind.name != "generic" and asked.token_ids is None and kernels_allow(asked, 1, filters=False)
-
-
-def _head_shape(request: PlanRequest, part: ModelPart, over_tp: frozenset[nn.Parameter]) -> tuple[int, int, int]:
-    """Vocabulary on a rank, width, and tokens of a chunk."""
-    weight = part.model.get_output_embeddings().weight
-    assert isinstance(weight, nn.Parameter)
-    vocabulary, width = weight.shape
-    if weight in over_tp:
-        vocabulary //= request.layout.tp
-    if _has_head_kernels(request, part):
-        default = kernel_chunk_size(vocabulary, request.compute_dtype)
-    else:
-        default = default_chunk_size(vocabulary, torch.device("cuda"))
-    return vocabulary, width, part.head.chunk_size or default
-
-
-def _head_bytes(
-    request: PlanRequest, part: ModelPart, over_tp: frozenset[nn.Parameter], tokens: int, *, adds: bool
-) -> float:
-    """What the head computes with on a GPU. A generic head holds as much of a chunk as one without kernels. With `adds`
-    the gradient of its weight is in the sum over microbatches, where the strategy lets it be."""
-    weight, kernels = part.model.get_output_embeddings().weight, _has_head_kernels(request, part)
-    assert isinstance(weight, nn.Parameter)
-    vocabulary, width, chunk = _head_shape(request, part, over_tp)
-    is_added = adds and part.head.kind.name != "generic" and _adds(request, weight, over_tp)
-    return head_bytes(
-        part.head.kind,
-        request.head,
-        request.compute_dtype,
-        vocabulary=vocabulary,
-        width=width,
-        tokens=tokens,
-        chunk=chunk,
-        trained=weight.requires_grad and not is_added,
-        kernels=kernels,
-    )
-
-
-def _adds(request: PlanRequest, weight: nn.Parameter, over_tp: frozenset[nn.Parameter]) -> bool:
-    """Whether FSDP2 has a sum over microbatches, in a dtype of its own, to which the head adds in its products."""
-    return weight not in over_tp and _sums_in_float32(request)
-
-
-def _sums_in_float32(request: PlanRequest) -> bool:
-    parallelizer = request.parallelizer
-    if not isinstance(parallelizer, FSDP2Config) or not parallelizer.adds_in_products:
-        return False
-    storage, sums = parallelizer.storage(), request.layout.pp > 1 or request.num_microbatches > 1
-    return sums and storage.defers and storage.reduce_dtype != storage.compute_dtype
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from automodel_cli.distributed.gradients import grad_norm
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.attention import packed as attention_packed
-from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.auto_pipeline import AutoPipeline
 from tests.tiny import build_hf, gradient_error, gradients, packed_batch, token_row

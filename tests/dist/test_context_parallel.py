@@ -21,7 +21,7 @@ from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention.packed import register_packed_attention
 from automodel_cli.models.context_parallel_layout import Context
-from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.cases import FP32

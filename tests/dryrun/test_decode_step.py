@@ -15,7 +15,7 @@ from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker
 from automodel_cli.dryrun.trace_rank import _materialise
 from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
-from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.planning.hardware import GPUS
 from automodel_cli.planning.simulated_clock import Clock

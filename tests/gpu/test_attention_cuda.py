@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from automodel_cli.data.batch import SeenKeys
-from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention import kernel_probes, kernel_selection
 from automodel_cli.models.attention.kernels import dense, visible_mask
 from automodel_cli.models.attention.packed import packed_attention
 
@@ -91,4 +91,4 @@ def test_attention_of_cudnn_equals_dense_in_many_shapes():
         pytest.skip(reason)
     for lengths in ((300,), (1000, 24), (129, 64, 7, 3, 500), (4096, 4096)):
         for width in (64, 128):
-            assert kernel_selection.cudnn_error(device, lengths, width) < 2e-2, (lengths, width)
+            assert kernel_probes.cudnn_error(device, lengths, width) < 2e-2, (lengths, width)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
-from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.sampler.cuda_graphs import Capture, Step, cuda_capture
 from automodel_cli.rollout.engines.sampler.decoder import Decoder

@@ -14,7 +14,6 @@ import copy
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,13 +25,12 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.attention import cudnn
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernels as kernels
+from automodel_cli.models.attention.kernel_probes import cudnn_error, kernel_error
 
 _logger = logging.getLogger(__name__)
 
 Way = Literal["flash", "flex", "dense"]
 _PROBE_ERROR = 2e-2  # relative error of bf16 outputs and gradients against fp32
-_LENGTHS = (48, 80)
-_LENGTHS_CUDNN = (200, 312, 64)  # documents of at most 128 tokens alone are not computed by all versions
 _LATENT_WIDTHS = (192, 128)  # head widths of keys and values in DeepSeek models
 _KERNEL_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
 
@@ -78,9 +76,6 @@ class KernelChoice:
         return f"{self.kernel} ({self.reason})"
 
 
-_SCALE = 0.125
-_Attention = Callable[[Tensor, Tensor, Tensor, kernels.VarlenPlan], Tensor]
-"""Causal attention on flat tokens."""
 _CUDNN_REST = "; layers with windows or sinks, other keys than queries, or heads above 128: FlashAttention-2"
 _RECORDING = "asked_not_computed"
 _chosen = KernelChoice()
@@ -272,56 +267,6 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a parent package is missing
         return False
-
-
-def kernel_error(device: torch.device, widths: tuple[int, int] = (64, 64)) -> float:
-    """Return the largest relative error of the active kernel against the fp32 definition, forward and backward.
-
-    Measured on two documents with grouped heads, with and without a window. `widths` of keys and values are not padded.
-    """
-
-    def attend(window: int | None) -> _Attention:
-        return lambda q, k, v, plan: kernels.varlen_cuda(q, k, v, plan, None, _SCALE, window, pads=False)
-
-    return max(_disagreement(device, attend(window), window, _LENGTHS, *widths) for window in (None, 16))
-
-
-def cudnn_error(device: torch.device, lengths: Sequence[int] = _LENGTHS_CUDNN, width: int = 64) -> float:
-    """Return the same of cuDNN's attention, which has no windows."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, plan: kernels.VarlenPlan) -> Tensor:
-        return cudnn.varlen_cudnn(q, k, v, plan, _SCALE)
-
-    return _disagreement(device, attend, None, lengths, width, width)
-
-
-def _disagreement(
-    device: torch.device,
-    attend: _Attention,
-    window: int | None,
-    lengths: Sequence[int],
-    width: int,
-    value_width: int,
-) -> float:
-    scale, tokens = _SCALE, sum(lengths)
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((tokens, 4, width), (tokens, 2, width), (tokens, 2, value_width))
-    flat = [torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
-    plan = kernels.VarlenPlan(bounds, bounds, max(lengths), max(lengths), None)
-    query, key, value = flat
-    got = attend(query, key, value, plan)
-    rows = [x.detach().float().requires_grad_() for x in flat]
-    parts = []
-    for piece in zip(*(x.split(lengths) for x in rows), strict=True):
-        q, k, v = (kernels.per_query_head(x.transpose(0, 1)[None], 4) for x in piece)
-        mask = kernels.visible_mask(q.shape[2], (q.shape[2],), (0,), window, q.dtype, device)
-        parts.append(kernels.dense(q, k, v, mask, scale=scale)[0].transpose(0, 1))
-    want = torch.cat(parts)
-    grads = torch.autograd.grad(got.float().square().sum(), flat)
-    requested = torch.autograd.grad(want.square().sum(), rows)
-    pairs = [(got.detach(), want.detach()), *zip(grads, requested, strict=True)]
-    return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
 
 
 def why_no_flash_on_cuda(model: Any, dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.lm_head import head as lm_head
+from automodel_cli.models.lm_head import detection
 from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def with_composite_head(text: PretrainedConfig, composite_config: PretrainedConf
         return text if has_own else None
     base: Any = measured[0]
     table, kind = measured[1:]
-    if kind.name == "generic" or (has_own and _same_head(lm_head.detect_head(text), kind)):
+    if kind.name == "generic" or (has_own and _same_head(detection.detect_head(text), kind)):
         return text if has_own else None
     own: Any = text
     own.__class__ = _registered(own.__class__, base, table, kind, cls, str(composite_config.model_type))
@@ -119,10 +119,10 @@ def _measure(cls: Any, composite_config: PretrainedConfig) -> _Measured | None:
     place = _outermost_without(composite, name, matrix)
     parent, _, child = place.rpartition(".")
     holder = composite.get_submodule(parent)
-    setattr(holder, child, lm_head.stub_base(composite.get_submodule(place), hidden_BTD))
+    setattr(holder, child, detection.stub_base(composite.get_submodule(place), hidden_BTD))
     logits_BTV: Tensor = composite(inputs_embeds=hidden_BTD, use_cache=False).logits
     cap = getattr(small.get_text_config(), "final_logit_softcapping", None)
-    return type(base), table, lm_head.classify(logits_BTV, F.linear(hidden_BTD, matrix.weight, matrix.bias), cap)
+    return type(base), table, detection.classify(logits_BTV, F.linear(hidden_BTD, matrix.weight, matrix.bias), cap)
 
 
 def _outermost_without(composite: nn.Module, name: str, matrix: nn.Module) -> str:

@@ -32,7 +32,7 @@ from automodel_cli.distributed.expert_parallel.router_replay import (
 from automodel_cli.distributed.typed_torch import TorchFunctionMode
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.document_masking.recurrent_layers import class_name, decoder_slots
-from automodel_cli.models.probes.tiny_model import VOCAB
+from automodel_cli.models.probes.small_sizes import VOCAB
 from automodel_cli.models.probes.token_mixing import SmallConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.models.hub import composite_text
-from automodel_cli.models.probes.tiny_model import VOCAB, build_small, shrink
+from automodel_cli.models.probes.small_sizes import VOCAB
+from automodel_cli.models.probes.tiny_model import build_small, shrink
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from automodel_cli.distributed.fusion_coverage import KINDS, coverage_of
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.probes.token_mixing import SmallConfig
 
 if TYPE_CHECKING:

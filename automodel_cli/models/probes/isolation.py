@@ -23,7 +23,7 @@ from automodel_cli.models.attention.packed import PACKED
 from automodel_cli.models.document_masking import dynamic_rope, recurrent_layers
 from automodel_cli.models.model_inputs import accepted_by, model_inputs_for
 from automodel_cli.models.probes import token_mixing
-from automodel_cli.models.probes.tiny_model import VOCAB
+from automodel_cli.models.probes.small_sizes import VOCAB
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

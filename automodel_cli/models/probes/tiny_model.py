@@ -15,147 +15,16 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import transformers_compat
+from automodel_cli.models.probes.small_sizes import HEAD_DIM, HEADS, HIDDEN, LAYERS, LIMITS, SIZES, VOCAB
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-HIDDEN, HEADS, HEAD_DIM, VOCAB, LAYERS, EXPERTS = 64, 4, 16, 160, 4, 8
 NOISE = 0.05
 MAX_PARAMETERS = 10_000_000
 SWITCH = 9
 """Length at which tiny copies change behavior (rotary tables, temperatures). Probes have documents on both sides."""
 
-_SIZES: dict[str, int] = {
-    "hidden_size": HIDDEN,
-    "embedding_size": HIDDEN,
-    "embedding_dim": HIDDEN,
-    "word_embed_proj_dim": HIDDEN,
-    "d_model": HIDDEN,
-    "n_embd": HIDDEN,
-    "lru_width": HIDDEN,
-    "intermediate_size": 96,
-    "ffn_dim": 96,
-    "ffn_hidden_size": 96,
-    "n_inner": 96,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
-    "shared_intermediate_size": 48,
-    "moe_shared_expert_intermediate_size": 48,
-    "expert_ffn_hidden_size": 48,
-    "shared_experts_intermediate_size": 48,
-    "dense_intermediate_size": 96,
-    "feed_forward_size": 96,
-    "intermediate_size_mlp": 96,
-    "num_attention_heads": HEADS,
-    "n_head": HEADS,
-    "n_heads": HEADS,
-    "head_dim": HEAD_DIM,
-    "swa_head_dim": HEAD_DIM,
-    "global_head_dim": HEAD_DIM,
-    "kv_channels": HEAD_DIM,
-    "attention_head_dim": HEAD_DIM,
-    "rotary_dim": 8,
-    "vocab_size": VOCAB,
-    "vocab_size_per_layer_input": VOCAB,
-    "unpadded_vocab_size": VOCAB,
-    "hidden_size_per_layer_input": 16,
-    "ple_embed_dim": HIDDEN,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "qk_head_dim": 24,
-    "v_head_dim": 16,
-    "query_pre_attn_scalar": 16,
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "moe_num_experts": EXPERTS,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_heads": 4,
-    "linear_head_dim": 16,
-    "attention_hidden_size": 2 * HIDDEN,
-    "n_mamba_heads": 8,
-    "mamba_headdim": 16,
-    "mamba_num_heads": 8,
-    "mamba_n_heads": 8,
-    "mamba_head_dim": 16,
-    "mamba_d_head": 16,
-    "ssm_state_size": 8,
-    "mamba_d_state": 8,
-    "state_size": 8,
-    "mamba_d_ssm": 128,
-    "time_step_rank": 8,
-    "mamba_dt_rank": 8,
-    "mamba_chunk_size": 8,
-    "chunk_size": 8,
-    "hc_lowrank": 8,
-    "n_groups": 1,
-    "mamba_n_groups": 1,
-}
-_LIMITS: dict[str, int] = {
-    "max_position_embeddings": 512,
-    "n_positions": 512,
-    "n_ctx": 512,
-    "max_seq_len": 512,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "experts_per_token": 2,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "n_group": 2,
-    "num_expert_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_start_index": 1,
-    "num_dense_layers": 1,
-    # Layers that run several times (dory, inkling2_loop): the first and the last layer run once.
-    "n_input_layers": 1,
-    "n_output_layers": 1,
-    "n_recurrent_layers": LAYERS - 2,
-    "n_recurrent_loops": 2,
-    "loop_layer_index_start": 1,
-    "loop_layer_index_end": LAYERS - 1,
-    "loop_num_passes": 2,
-    "n_layers_per_attn_res_block": 1,
-    "sliding_window": 6,
-    "attention_window_size": 6,
-    "attention_chunk_size": 8,
-    "index_topk": 4,
-    "index_head_dim": 16,
-    "index_n_heads": 16,  # fewer often score several tokens 0, and the selection among them is random
-    "window_size": 6,
-    # Limits that a forward compares with a length or position. They must be below the document lengths of the probes.
-    "floor_scale": 4,
-    "log_scaling_n_floor": 4,
-    "rel_extent": 6,
-    "keep_window_size": 6,
-    "local_attention": 8,
-    "local_attention_window_len": 6,
-    "position_bias_max_distance": 6,
-    "position_bias_num_buckets": 8,
-    "block_size": 8,
-    "index_block_size": 4,
-    "index_topk_blocks": 1,
-    "indexer_budget": 4,
-    "indexer_compress_ratio": 2,
-    "indexer_head_dim": 16,
-    "indexer_n_heads": 16,
-    # Tables with another index than the token.
-    "ngram_vocab_size_base": 64,
-    "split_ngram_parts": 2,
-    "pronunciation_vocab_size": VOCAB,
-    "pronunciation_embed_dim": 16,
-    "shape_vocab_size": VOCAB,
-    "shape_embed_dim": 16,
-    "encoder_hash_byte_group_vocab": 64,
-}
 _SHARING = "num_kv_shared_layers"  # number of last layers that use keys and values of earlier layers
 _SWITCH = "original_max_position_embeddings"
 _LAYER_INDICES = ("hybrid_layer_ids", "full_attn_idxs", "mlp_only_layers")
@@ -221,7 +90,7 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] 
         return value
     if name in LAYER_COUNTS:
         return value if keep is None else min(value, len(keep))
-    if isinstance(value, list) and name in (*_LIMITS, *_SIZES):  # one value per layer
+    if isinstance(value, list) and name in (*LIMITS, *SIZES):  # one value per layer
         value = [_small_value(name, entry, fields, None) if isinstance(entry, int) else entry for entry in value]
     if name == "compress_rates":
         return {kind: min(rate, 8) for kind, rate in value.items()}
@@ -241,14 +110,14 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] 
     if name == "num_heads" and "state_size" in fields:  # the heads of the state in Mamba-2
         return fields.get("expand", 2) * HIDDEN // HEAD_DIM
     if name == "head_dim" and value == fields.get("qk_rope_head_dim"):
-        return _SIZES["qk_rope_head_dim"]
+        return SIZES["qk_rope_head_dim"]
     if name == "head_dim" and any(value * part == fields.get("qk_rope_head_dim") for part in _rotary_parts(fields)):
-        return _SIZES["qk_rope_head_dim"] * value // fields["qk_rope_head_dim"]
+        return SIZES["qk_rope_head_dim"] * value // fields["qk_rope_head_dim"]
     if name == "index_n_heads" and value == fields.get("num_key_value_heads"):  # one selection per group of heads
         return _small_value("num_key_value_heads", value, fields, keep)
-    if name in _SIZES:
-        return _SIZES[name] if value > 0 else value
-    return min(value, _LIMITS[name]) if name in _LIMITS else value
+    if name in SIZES:
+        return SIZES[name] if value > 0 else value
+    return min(value, LIMITS[name]) if name in LIMITS else value
 
 
 def _representative(fields: dict[str, Any], layers: int, num_kept: int) -> list[int]:

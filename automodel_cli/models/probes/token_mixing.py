@@ -21,7 +21,8 @@ from automodel_cli.models.attention.packed import PACKED, register_packed_attent
 from automodel_cli.models.context_parallel_layout import Context, OneProcess
 from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.model_inputs import accepted_by
-from automodel_cli.models.probes.tiny_model import VOCAB, build_small, shrink
+from automodel_cli.models.probes.small_sizes import VOCAB
+from automodel_cli.models.probes.tiny_model import build_small, shrink
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

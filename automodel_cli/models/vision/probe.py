@@ -26,7 +26,7 @@ from automodel_cli.models.hub import composite_text
 from automodel_cli.models.hub.multimodal_backbone import text_config
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.probes.tiny_model import VOCAB
+from automodel_cli.models.probes.small_sizes import VOCAB
 from automodel_cli.models.vision import two_way
 from automodel_cli.models.vision.front import TYPE_IDS, Front
 from automodel_cli.models.vision.processor import FamilyProcessor

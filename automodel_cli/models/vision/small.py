@@ -8,7 +8,8 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.hub import composite_text
-from automodel_cli.models.probes.tiny_model import LAYERS, VOCAB, build_small, shrink
+from automodel_cli.models.probes.small_sizes import LAYERS, VOCAB
+from automodel_cli.models.probes.tiny_model import build_small, shrink
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

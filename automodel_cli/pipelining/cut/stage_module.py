@@ -216,7 +216,8 @@ def as_model_part(model: Any, ready: Ready) -> ModelPart:
     if isinstance(model, ModelPart):
         return model
     if isinstance(model, PreTrainedModel):
-        from automodel_cli.models.lm_head.head import HeadKind, detect_head
+        from automodel_cli.models.lm_head.detection import detect_head
+        from automodel_cli.models.lm_head.head import HeadKind
 
         # The forward of a ready causal LM returns its own logits.
         return ModelPart(model, HeadKind("generic") if ready.outer else detect_head(model.config))

@@ -126,7 +126,8 @@ class _Copies:
         import torch
 
         from automodel_cli.models import transformers_compat
-        from automodel_cli.models.probes.tiny_model import LAYERS, build_small, shrink
+        from automodel_cli.models.probes.small_sizes import LAYERS
+        from automodel_cli.models.probes.tiny_model import build_small, shrink
         from automodel_cli.parity.reference import Original
 
         recipe, hf_config = self._recipe, self._hf_config
@@ -166,7 +167,7 @@ class _PictureCopies(_Copies):
 
     def _write(self, own_layers: bool) -> PictureOriginal:
         from automodel_cli.models.hub.source import composite_config
-        from automodel_cli.models.probes.tiny_model import LAYERS
+        from automodel_cli.models.probes.small_sizes import LAYERS
         from automodel_cli.models.vision.probe import probe_pictures
         from automodel_cli.models.vision.processor import shared_processor
         from automodel_cli.parity.pictures import PictureOriginal

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from automodel_cli.config.safe_files import open_own, replace
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.store_client import StoreTalk
 from automodel_cli.launch import rank_process, safe_output
+from automodel_cli.training.monitors.stall_report import frame_text, sentence, waits
 
 T = TypeVar("T")
 FIRST_SECONDS = 1500.0
@@ -38,10 +38,7 @@ _MAX_BEAT, _SAMPLE = 5.0, 0.02
 _ANSWER_SECONDS = 5.0
 """Response time of the store. On a cluster network it takes a millisecond."""
 _EXPIRED, _SPEAKER = "hang/expired", "hang/speaker"
-_TORCH = f"{os.sep}torch{os.sep}"
-_DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 _STACKS_SIGNAL = signal.SIGUSR2
-
 
 _UNHEARD = {"beats": -1, "step": 0, "where": "before its first step", "at": "?", "waits": False, "host": "?", "pid": 0}
 _UNHEARD |= {"seconds": FIRST_SECONDS}
@@ -155,7 +152,7 @@ class Watchdog:
         due = time.monotonic() + beat
         while not self._done.wait(_SAMPLE):
             self._samples += 1
-            self._busy += not _waits(sys._current_frames().get(self._main))
+            self._busy += not waits(sys._current_frames().get(self._main))
             if time.monotonic() < due:
                 continue
             due = time.monotonic() + beat
@@ -186,8 +183,8 @@ class Watchdog:
             "step": self._step,
             "where": self._where,
             "seconds": time.monotonic() - self._since,
-            "at": _frame_text(frame),
-            "waits": _waits(frame),
+            "at": frame_text(frame),
+            "waits": waits(frame),
             "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "pid": os.getpid(),
         }
@@ -230,57 +227,6 @@ class Watchdog:
         return self._ask(of_all) or {self._rank: self._state()}
 
 
-def sentence(
-    before: Mapping[int, Mapping[str, Any]],
-    after: Mapping[int, Mapping[str, Any]],
-    recorded: bytes | None,
-    logs: Path,
-    *,
-    reached: bool = True,
-) -> str:
-    """Return a message with the hanging rank and the collective that the others wait in.
-
-    `before` and `after`: published states, some beats apart. `after` holds only this rank if the store was not
-    `reached`.
-    """
-    if not reached:
-        (mine,) = after.values()
-        return (
-            f"the store of the ranks on {os.environ.get('MASTER_ADDR', 'the first host')} does not answer rank "
-            f"{mine['rank']} on {mine['host']}: the process that holds it is stopped or has ended, or its host cannot "
-            f"be reached from here; rank {mine['rank']} is in {mine['at']} (step {mine['step']})"
-        )
-    silent = [rank for rank in after if after[rank]["beats"] == before.get(rank, {"beats": -1})["beats"]]
-    silent = silent if len(silent) < len(after) else []
-    away = [rank for rank, state in after.items() if not state["waits"]]
-    rank = min(silent or away or after, key=lambda r: (after[r]["step"], -after[r]["seconds"]))
-    state, others = after[rank], [other for r, other in after.items() if r != rank]
-    quiet = "tells nothing any more (stopped, in C code, or its host cannot be reached)"
-    how = quiet if rank in silent else f"is in {state['at']}"
-    text = (
-        f"rank {rank} (process {state['pid']} on {state['host']}) stands still: {how}, last heard of in step "
-        f"{state['step']}, {state['where']}, {max(s['seconds'] for s in after.values()):.0f} s ago"
-    )
-    waiting = [other for other in others if other["waits"]]
-    if waiting:
-        collective = last_collective(recorded) if recorded is not None else None
-        known = f" ({collective})" if collective else ""
-        who = "the other one waits" if len(others) == 1 else f"{len(waiting)} of the {len(others)} others wait"
-        text += f"; {who} in {waiting[0]['at']}{known}"
-    return f"{text}; stacks of the ranks: {logs}/rank-N.stacks"
-
-
-def last_collective(recorded: bytes) -> str | None:
-    """Return the newest unfinished entry of torch's flight recorder: operation, sizes and group."""
-    entries = [entry for entry in json.loads(recorded).get("entries", []) if not entry.get("retired", False)]
-    if not entries:
-        return None
-    entry = entries[-1]
-    sizes = " ".join("x".join(map(str, size)) or "scalar" for size in entry.get("input_sizes", []))
-    group = "/".join(name for name in entry.get("process_group", []) if name)
-    return f"{entry.get('profiling_name', 'a collective')} of {sizes}, group {group}".replace(" of ,", ",")
-
-
 def _ask_for_stacks(
     before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]], speaker: int
 ) -> None:
@@ -301,32 +247,3 @@ def _ask_for_stacks(
 
 def _key(rank: int) -> str:
     return f"hang/rank-{rank}"
-
-
-def _waits(frame: FrameType | None) -> bool:
-    """Return whether the innermost Python frame belongs to torch.distributed, or waits for the device in a step."""
-    if frame is None:
-        return False
-    if _DISTRIBUTED in frame.f_code.co_filename:
-        return True
-    while frame.f_back is not None and _TORCH in frame.f_code.co_filename:  # Python code of a CUDA event
-        frame = frame.f_back
-    return frame.f_code.co_name == "wait_for_device"
-
-
-def _frame_text(frame: FrameType | None) -> str:
-    """Return the innermost frame, and the first frame outside of torch that called it."""
-    if frame is None:
-        return "no Python frame"
-    inner = f"{frame.f_code.co_name} ({_short(frame)})"
-    caller: FrameType | None = frame
-    while caller is not None and _TORCH in caller.f_code.co_filename:
-        caller = caller.f_back
-    if caller is None or caller is frame:
-        return inner
-    return f"{inner}, called by {caller.f_code.co_name} ({_short(caller)})"
-
-
-def _short(frame: FrameType) -> str:
-    parts = Path(frame.f_code.co_filename).parts
-    return f"{'/'.join(parts[-2:])}:{frame.f_lineno}"

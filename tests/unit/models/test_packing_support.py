@@ -10,7 +10,8 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.builder import train_every_token
-from automodel_cli.models.lm_head.head import HeadKind, detect_head
+from automodel_cli.models.lm_head.detection import detect_head
+from automodel_cli.models.lm_head.head import HeadKind
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.packing_support import probe_packing
 from tests.errors import raises

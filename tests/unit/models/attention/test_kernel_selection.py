@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models.attention import cudnn, kernel_selection, packed
+from automodel_cli.models.attention import cudnn, kernel_probes, kernel_selection, packed
 from automodel_cli.models.attention import kernels as attention_kernels
 from automodel_cli.models.attention.packed import packed_attention
 from automodel_cli.models.attention.ring import Setting
@@ -127,7 +127,7 @@ def test_an_implementation_is_compared_with_the_definition_before_it_is_trusted(
     assert kernel_selection.pads_widths(CPU), "there is no such kernel yet"
     library = _operator(ignores_windows=ignores_windows)
     try:
-        error, pads = kernel_selection.kernel_error(CPU), kernel_selection.pads_widths(CPU)
+        error, pads = kernel_probes.kernel_error(CPU), kernel_selection.pads_widths(CPU)
     finally:
         library._destroy()
     assert error > 0
@@ -173,7 +173,7 @@ def test_attention_of_cudnn_is_compared_with_the_definition_before_it_is_trusted
     seen: list[tuple[list[int], int, int]] = []
     library = _cudnn_operator(seen, grouped=grouped)
     try:
-        error = kernel_selection.cudnn_error(CPU)
+        error = kernel_probes.cudnn_error(CPU)
     finally:
         library._destroy()
     assert error > 0

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2S
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.attention import packed as attention_packed
-from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import shrink
 from automodel_cli.pipelining.cut import stage_module as stage_module

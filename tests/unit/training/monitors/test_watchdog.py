@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from automodel_cli.distributed import process_group
 from automodel_cli.training.monitors import watchdog
-from automodel_cli.training.monitors.watchdog import FIRST_SECONDS, Watchdog, _waits, last_collective, sentence
+from automodel_cli.training.monitors.stall_report import last_collective, sentence, waits
+from automodel_cli.training.monitors.watchdog import FIRST_SECONDS, Watchdog
 from automodel_cli.training.step import wait_for_device
 from tests.dist.harness import RankFailure, launch
 from tests.errors import assert_error
@@ -114,7 +115,7 @@ def test_the_collective_is_the_newest_that_has_not_ended() -> None:
 def _waiting(file: str) -> bool:
     """Whether a rank counts as waiting whose innermost frame is an event's, in Python of `file`."""
     found: list[bool] = []
-    names: dict[str, Any] = {"look": lambda frame: found.append(_waits(frame)), "sys": sys}
+    names: dict[str, Any] = {"look": lambda frame: found.append(waits(frame)), "sys": sys}
     exec(compile("def synchronize(): look(sys._getframe())", file, "exec"), names)
     arriving: Any = SimpleNamespace(copied=SimpleNamespace(synchronize=names["synchronize"]), number=torch.tensor(0.0))
     wait_for_device(arriving)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
-from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.sampler import cuda_graphs
 from automodel_cli.rollout.engines.sampler.decoder import Decoder

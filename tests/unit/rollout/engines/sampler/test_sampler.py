@@ -14,7 +14,7 @@ from automodel_cli.data.batch import one_document
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
-from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.rollout.engines.base import sample_seed
