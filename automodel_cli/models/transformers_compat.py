@@ -9,6 +9,7 @@ changes. tests/unit/distributed/test_empty_groups.py covers the grouped GEMM of 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -376,11 +377,14 @@ def images_only_processor(folder: str, revision: str | None, tokenizer: Any) -> 
     if cls is None:
         raise ValueError(f"no file names its processor class ({', '.join(names) or 'there are none'})")
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return without_video(cls)(
-        image_processor=AutoImageProcessor.from_pretrained(folder, use_fast=False, **options),
-        tokenizer=tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(folder, use_fast=False, **options),
+        "tokenizer": tokenizer,
+        "chat_template": tokenizer.chat_template,
+    }
+    named = inspect.signature(cls.__init__).parameters.values()
+    absent = [p.name for p in named if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+    return without_video(cls)(**dict.fromkeys(absent) | parts)  # Gemma 4 requires its parts for sound and video
 
 
 def name_special_tokens(tokenizer: Any, tokens: dict[str, str]) -> None:
@@ -394,7 +398,15 @@ def without_video(cls: Any, video_settings: dict[str, Any] | None = None) -> Any
     `save_pretrained` writes `video_settings` as those of the part, so that `AutoProcessor` finds them.
     """
 
-    class ImagesOnly(cls):  # type: ignore[misc]
+    from transformers import ProcessorMixin
+
+    untyped: Any = ProcessorMixin
+
+    class WithoutVideo(untyped):  # type: ignore[misc]
+        def __init__(self, *args: Any, video_processor: None = None, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+
+    class ImagesOnly(cls, WithoutVideo):  # type: ignore[misc]
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if "video" not in name]

@@ -39,7 +39,7 @@ class FrontWork:
         blocks: number of blocks of the tower.
         inner: width inside the MLPs of the blocks.
         patch_elements: input values of a patch.
-        patch_side: side of a patch [pixels].
+        patch_side: side of a patch [pixels]. 0: the image processor flattens patches (Qwen, Gemma 4).
     """
 
     tower: int
@@ -99,7 +99,8 @@ def load_of_shapes(work: FrontWork, inputs: Any, tokens: int) -> PictureLoad:
     if "image_grid_thw" in inputs:
         pairs = sum(int(grid.prod()) ** 2 for grid in inputs["image_grid_thw"])
     else:
-        per_tile = pixels.shape[-1] * pixels.shape[-2] // work.patch_side**2
+        side = work.patch_side
+        per_tile = pixels.shape[-1] * pixels.shape[-2] // side**2 if side else pixels.shape[-2]
         pairs = patches * per_tile
     return PictureLoad(patches, tokens, pairs)
 

@@ -129,17 +129,24 @@ def training_flops_per_token(
 def _layers(hf_config: Any) -> list[_Layer] | None:
     config = hf_config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    if not _ATTENTION_LAYERS.issuperset(kinds) or not isinstance(_get(config, "num_attention_heads"), int):
+    configs = [_of_layer(config, index) for index in range(len(kinds))]
+    has_heads = all(isinstance(_get(own, "num_attention_heads"), int) for own in configs)
+    if not _ATTENTION_LAYERS.issuperset(kinds) or not has_heads:
         return None
     return [
         _Layer(
-            matrices=_attention_matrices(config) + _mlp_matrices(config, index),
-            heads=config.num_attention_heads,
-            qk_and_v=_qk_and_v(config),
-            window=_window(config, kind),
+            matrices=_attention_matrices(own) + _mlp_matrices(own, index),
+            heads=own.num_attention_heads,
+            qk_and_v=_qk_and_v(own),
+            window=_window(own, kind),
         )
-        for index, kind in enumerate(kinds)
+        for index, (own, kind) in enumerate(zip(configs, kinds, strict=True))
     ]
+
+
+def _of_layer(config: Any, index: int) -> Any:
+    """Return the config of one layer. Gemma 4 has wider heads in layers with full attention."""
+    return config.per_layer_config[index] if config.to_dict().get("per_layer_config") else config
 
 
 def _get(config: Any, *names: str, default: Any = None) -> Any:

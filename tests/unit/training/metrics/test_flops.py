@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
 
 from automodel_cli.training.metrics.flops import (
     device_peak_flops,
@@ -98,6 +98,15 @@ def test_llama3_8b_by_hand():
 def test_a_head_of_one_value_counts_one_output_of_a_token():
     layers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
     assert training_flops_per_token(config(**LLAMA3_8B), 0, num_outputs=1) == 6 * (layers + 4096)
+
+
+@pytest.mark.skipif(not hasattr(Gemma4TextConfig(), "per_layer_config"), reason="an older release has other fields")
+def test_layers_with_wider_heads_count_their_own_matrices():
+    """Gemma 4: layers with full attention have heads of 512, others of 256. Both have 8, and 4 for keys and values."""
+    config = Gemma4TextConfig()
+    narrow, wide = (2 * 2304 * (8 + 4) * head_dim + 3 * 2304 * 9216 for head_dim in (256, 512))
+    matrices = 25 * narrow + 5 * wide + 2304 * 262144
+    assert training_flops_per_token(config, 0.0) == 6 * matrices
 
 
 def test_mixtral_counts_two_of_eight_experts():
