@@ -229,7 +229,7 @@ def test_storage_that_fails_is_read_again(corpus: Path, monkeypatch: pytest.Monk
     data = config(f"file://{corpus}/c.jsonl")
     want = texts([loader(data)], 6)
     monkeypatch.setattr(lane_reader, "_PAUSE", 0)
-    failures = {"left": 3}
+    failures = {"left": 2}  # fewer than attempts, because one lane may meet all of them
     one = loader(data)
     source = one.dataset.streams[0].source
     whole = source.rows_of
