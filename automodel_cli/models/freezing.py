@@ -10,6 +10,8 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.parameter_patterns import EVERYTHING, Selection, any_matches, check_matched
+from automodel_cli.distributed.expert_parallel.apply import is_experts
+from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision.config import VisionConfig
 
@@ -39,6 +41,30 @@ def freeze(part: ModelPart, selection: Selection) -> None:
             fix="train.freeze=[]",
         )
     part.may_train_nothing = True
+
+
+def trained_work(part: ModelPart, *, logits: bool) -> tuple[int, int]:
+    """Return what costs a backward in a complete model: its lowest layer that has one, and the number of trained
+    matrix parameters that a token passes through (of experts, the chosen ones).
+
+    Args:
+        logits: whether the LM head is read. A tied table then counts as the head, otherwise as a lookup only.
+    """
+    model = part.model
+    layers, head, table = transformer_layers(model), model.get_output_embeddings(), model.get_input_embeddings()
+    layer_of = {param: index for index, layer in enumerate(layers) for param in layer.parameters()}
+    unread = set(table.parameters()) - (set(head.parameters()) if logits and head is not None else set())
+    of_experts = {p for module in model.modules() if is_experts(module) for p in module.parameters(recurse=False)}
+    share = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    first, matrices, has_begun = len(layers), 0, False
+    for name, param in part.named_parameters():
+        has_begun |= param in layer_of  # models list parameters in the order of the forward pass
+        if not param.requires_grad:
+            continue
+        first = min(first, layer_of.get(param, len(layers) if has_begun else 0))
+        if param.ndim > 1 and not name.endswith("bias") and param not in unread:
+            matrices += param.numel() * share // len(param) if share and param in of_experts else param.numel()
+    return first, matrices
 
 
 def freeze_by_vision(part: ModelPart, vision: VisionConfig) -> None:

@@ -26,7 +26,7 @@ from automodel_cli.models.checkpoint_io.front_io import fill_front
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.expert_lora import num_used_by_a_token
-from automodel_cli.models.freezing import freeze
+from automodel_cli.models.freezing import freeze, trained_work
 from automodel_cli.models.hub.source import composite_config, hf_config
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.moe.load_balancing import LoadBalancer
@@ -36,7 +36,7 @@ from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 from automodel_cli.objectives.base import request_of
 from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.run.checks.module_names import check_names
-from automodel_cli.training.metrics.flops import training_flops_per_token
+from automodel_cli.training.metrics.flops import TrainedPart, training_flops_per_token
 from automodel_cli.training.monitors.recompile_monitor import CompileWatch
 from automodel_cli.training.optimizers.param_groups import trainable
 from automodel_cli.training.optimizers.rate_groups import check_groups
@@ -123,8 +123,13 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
     replaces the vocabulary head if its logits are unused.
     """
     config, head = recipe.model, request_of(recipe.trained_objective)
+    trained = None
     if recipe.train.selects:
-        return None  # the work of a backward depends on what is frozen
+        if config.vision is not None or config.mtp is not None:
+            return None  # what their frozen parts cost is not counted
+        complete = build_part(config, request=head)
+        freeze(complete, recipe.train.selection)
+        trained = TrainedPart(*trained_work(complete, logits=head.logprobs))
     text_is_frozen = config.vision is not None and config.vision.text == "frozen"
     return training_flops_per_token(
         part.source_config,
@@ -133,6 +138,7 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
         num_adapter_params=0 if config.lora is None else num_used_by_a_token(part.model, num_trained),
         num_depths=0 if part.depth_names is None else len(part.depth_names.depths),
         num_outputs=None if head.logprobs else head.scores or int(head.values),
+        trained=trained,
     )
 
 

@@ -9,6 +9,9 @@ they are the selected and shared experts and the router. Embedding table (a look
 H: number of query heads. Grouped-query attention saves cache, but no FLOPs. d_qk and d_v: head sizes.
 C: tokens that a query attends to: its document length, at most the window in layers with a sliding window. Causal
 masking is not subtracted. Recomputed activations do not count, so that recomputation does not raise MFU.
+
+Forward, gradients of inputs and gradients of weights are 2 N each. Frozen matrices have no gradients of weights, and
+layers below the first trained one have no backward at all, neither have their attention.
 """
 
 from __future__ import annotations
@@ -86,6 +89,18 @@ class _Layer:
     window: int | None
 
 
+@dataclass(frozen=True)
+class TrainedPart:
+    """What is trained if parameters are frozen by name.
+
+    first_layer: lowest decoder layer with a backward. The number of layers if only the head is trained.
+    matrices: trained matrix parameters that a token passes through, without lookups in the embedding table.
+    """
+
+    first_layer: int
+    matrices: int
+
+
 def training_flops_per_token(
     hf_config: Any,
     context_length: float,
@@ -94,6 +109,7 @@ def training_flops_per_token(
     num_adapter_params: int = 0,
     num_depths: int = 0,
     num_outputs: int | None = None,
+    trained: TrainedPart | None = None,
 ) -> float | None:
     """Return the FLOPs to train on one token (see the module docstring). None for unsupported layers (state space,
     linear).
@@ -105,6 +121,7 @@ def training_flops_per_token(
         num_depths: layers for multi-token prediction. Each costs one layer like the last, a projection of two hidden
             states and the LM head.
         num_outputs: outputs of the head per token. None: logits of the full vocabulary.
+        trained: what is trained. None: everything, but for `frozen_base`.
     """
     # Example: Llama-3 8B (32 layers, D = 4,096, 32 heads and 8 KV heads of 128, inner size 14,336, vocabulary 128,256).
     # A layer has 41.9 million weights in attention and 176.2 million in the MLP. At a context of 8,192, attention adds
@@ -117,12 +134,19 @@ def training_flops_per_token(
     counted += num_depths * counted[-1:]
     head = config.hidden_size * (config.vocab_size if num_outputs is None else num_outputs)
     matrices = sum(layer.matrices for layer in counted) + head + num_depths * (2 * config.hidden_size**2 + head)
-    attention = 0.0
-    for layer in counted:
-        # The full context, without a factor 1/2 for the causal mask, as usual for MFU.
-        context = min(context_length, layer.window) if layer.window else context_length
-        attention += layer.heads * layer.qk_and_v * context
-    result: float | None = (4 if frozen_base else 6) * matrices + 6 * num_adapter_params + 6 * attention
+    of_attention = [  # The full context, without a factor 1/2 for the causal mask, as usual for MFU.
+        layer.heads * layer.qk_and_v * (min(context_length, layer.window) if layer.window else context_length)
+        for layer in counted
+    ]
+    if trained is not None:
+        first = trained.first_layer
+        below_head = sum(layer.matrices for layer in counted[first:]) + (head if first < len(counted) else 0)
+        of_matrices = 2 * (matrices + below_head + trained.matrices)
+        of_attention_backward = 4 * sum(of_attention[first:])
+    else:
+        of_matrices = (4 if frozen_base else 6) * matrices + 6 * num_adapter_params
+        of_attention_backward = 4 * sum(of_attention)
+    result: float | None = of_matrices + 2 * sum(of_attention) + of_attention_backward
     return result
 
 

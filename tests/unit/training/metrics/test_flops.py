@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
 
+from automodel_cli.config.parameter_patterns import Selection
+from automodel_cli.data.head_output import HeadRequest
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.freezing import freeze, trained_work
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.training.metrics.flops import (
+    TrainedPart,
     device_peak_flops,
     model_flops_utilisation,
     training_flops_per_token,
@@ -156,6 +164,47 @@ def test_lora_leaves_out_the_weight_gradients_of_the_base():
     hf = config("llama", **COMMON)
     n, attention = num_matrices(hf), 6 * 4 * (4 * 32) * 64
     assert training_flops_per_token(hf, 64, frozen_base=True, num_adapter_params=500) == 4 * n + 3000 + attention
+
+
+def part_of(model_type: str, fields: dict, scores: int = 0) -> ModelPart:
+    model = ModelConfig(config={"model_type": model_type, **fields})
+    return build_part(model, request=HeadRequest(scores=scores, logprobs=not scores))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"])
+def test_a_model_without_frozen_parameters_is_counted_the_same_by_its_parameters(family: str) -> None:
+    part = part_of(family, FAMILIES[family])
+    trained = TrainedPart(*trained_work(part, logits=True))
+    hf = part.source_config
+    assert trained.first_layer == 0
+    assert training_flops_per_token(hf, 64, trained=trained) == training_flops_per_token(hf, 64)
+
+
+@pytest.mark.parametrize(
+    "patterns", [["*embed_tokens*", "*layers.0.*"], ["*embed_tokens*", "*.mlp.*"], ["model.*"], ["*layers.*"]]
+)
+def test_frozen_parameters_cost_what_torch_counts(patterns: list[str]) -> None:
+    """`FlopCounterMode` counts the GEMMs of a real forward and backward."""
+    part = part_of("llama", COMMON)
+    freeze(part, Selection(freeze=tuple(patterns)))
+    model = AutoModelForCausalLM.from_config(part.source_config, attn_implementation="eager")
+    flags = {part.hub_name(name): param.requires_grad for name, param in part.named_parameters()}
+    for name, param in model.named_parameters():
+        param.requires_grad_(flags[name])
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(64)[None], use_cache=False).logits.sum().backward()
+    trained = TrainedPart(*trained_work(part, logits=True))
+    assert training_flops_per_token(part.source_config, 64, trained=trained) * 64 == counter.get_total_flops()
+
+
+def test_a_classifier_on_a_frozen_model_has_no_backward_below_its_scores() -> None:
+    part = part_of("llama", COMMON, scores=3)
+    freeze(part, Selection(trainable=("value_head.*",)))
+    first, matrices = trained_work(part, logits=False)
+    assert (first, matrices) == (4, 3 * 32)
+    layers = num_matrices(part.source_config) - 32 * 96
+    flops = training_flops_per_token(part.source_config, 64, num_outputs=3, trained=TrainedPart(first, matrices))
+    assert flops == 2 * (layers + 3 * 32) + 2 * 3 * 32 + 2 * 4 * (4 * 32) * 64
 
 
 def test_a_depth_of_multi_token_prediction_is_a_layer_a_projection_and_a_head() -> None:
