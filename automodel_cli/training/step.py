@@ -103,8 +103,7 @@ def train_step(
     Args:
         stages: model parts and pipeline schedule of this rank.
         batches: microbatches of this rank.
-        objective: the loss.
-        optimizer: optimizer of `stages.parts`.
+        objective, optimizer: the loss, and the optimizer of `stages.parts`.
         max_grad_norm: maximum gradient norm, or None to disable clipping.
         hooks: called before the first forward and after the optimizer step.
         stop_signal: returns a number from 0 to 31, called after backward. All ranks receive the maximum.
@@ -129,9 +128,8 @@ def train_step(
     # One vector of scalars, so that one collective reduces all of them.
     # Collectives cost latency, not bytes, at this size.
     local = torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()])
-    loss, num_bad_norms, sums, noticed, seconds = _over_all_ranks(
-        local, stop_signal(), (busy_seconds(), data_seconds), mesh
-    )
+    here = (busy_seconds(), data_seconds)
+    loss, num_bad_norms, sums, noticed, seconds = _over_all_ranks(local, stop_signal(), here, mesh)
     is_good = loss.isfinite() & (num_bad_norms == 0)
     answer = _update_if(is_good, noticed, optimizer, mesh.device)
     if answer < 0:
@@ -139,15 +137,7 @@ def train_step(
     metrics = tally.result(sums, mesh)
     for hook in hooks:
         metrics |= hook.finish()
-    return StepResult(
-        loss=loss,
-        grad_norm=grad_norm,
-        weight=weight,
-        metrics=metrics,
-        stop_signal=int(answer),
-        busy_seconds=seconds[0],
-        data_seconds=seconds[1],
-    )
+    return StepResult(loss, grad_norm, weight, metrics, int(answer), seconds[0], seconds[1])
 
 
 def _measured_loss(

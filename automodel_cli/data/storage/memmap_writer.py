@@ -88,11 +88,7 @@ def write_tokens(
             mask_file.write(mask.tobytes())
             columns.describe(own)
             totals["num_label_tokens"] += int(mask.sum(dtype=np.int64))
-            totals["special_tokens"] += sum(item.num_special for item in good)
-            totals["special_rows"] += sum(item.num_special > 0 for item in good)
-            totals["ends_trained"] += sum(_last_trained(item) in special_ids for item in good)
-            totals["infilled"] += sum(item.infill == MOVED for item in good)
-            totals["infill_too_long"] += sum(item.infill == TOO_LONG for item in good)
+            _add_documents(totals, good, special_ids)
             turn_ends.update(token for item in good for token in _turn_ends(item))
     columns.save(folder)
     write_rejected(folder / "rejected.jsonl", rejected)
@@ -105,6 +101,14 @@ def write_tokens(
         **{name: totals[name] for name in COUNTS},
     }
     (folder / "meta.json").write_text(json.dumps({**meta, **counts}))
+
+
+def _add_documents(totals: Counter[str], documents: Sequence[Encoded], special_ids: Collection[int]) -> None:
+    totals["special_tokens"] += sum(item.num_special for item in documents)
+    totals["special_rows"] += sum(item.num_special > 0 for item in documents)
+    totals["ends_trained"] += sum(_last_trained(item) in special_ids for item in documents)
+    totals["infilled"] += sum(item.infill == MOVED for item in documents)
+    totals["infill_too_long"] += sum(item.infill == TOO_LONG for item in documents)
 
 
 class _Columns:

@@ -386,9 +386,8 @@ class _Multiply(Function):
                 param_grads.append(is_of_NL.t() @ grad_inner_NF if wants[2] else None)
                 param_grads.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
             if adapters and any(wants[-len(adapters) :]):
-                rank = matrices[0].shape[1]
-                for pair, inner_NR, a_LRI in zip(pairs, (first_NR, second_NR), adapters[::2], strict=True):
-                    param_grads += low_rank.matrix_gradients(*pair, inner_NR, a_LRI, ends_L, call.scale, rank)
+                inner = (first_NR, second_NR)
+                param_grads += _adapter_gradients(pairs, inner, adapters, ends_L, call.scale, matrices[0].shape[1])
             else:
                 param_grads += [None] * len(adapters)
             grad_TD, grad_weight_TK = None, None
@@ -398,11 +397,24 @@ class _Multiply(Function):
                 grad_TD = embedding_bag(routes.place_P.view_as(weight_TK), token_grads_arriving(), mode="sum")
             if wants_weight:
                 grad_weight_TK = weight_grads_arriving().index_select(0, routes.place_P).view_as(weight_TK)
-        converted = [
-            None if grad is None else of_local(grad, param)
-            for grad, param in zip(param_grads, ctx.parameters, strict=True)
-        ]
+        of_parameters = zip(param_grads, ctx.parameters, strict=True)
+        converted = [None if grad is None else of_local(grad, param) for grad, param in of_parameters]
         return None, None, None, grad_TD, grad_weight_TK, *converted
+
+
+def _adapter_gradients(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    inner: tuple[Tensor, Tensor],
+    adapters: Sequence[Tensor],
+    ends_L: Tensor,
+    scale: float,
+    rank: int,
+) -> list[Tensor]:
+    """Return the gradients of A and B of both GEMMs. `inner`: gradients between A and B, (N, R)."""
+    grads: list[Tensor] = []
+    for pair, inner_NR, a_LRI in zip(pairs, inner, adapters[::2], strict=True):
+        grads += low_rank.matrix_gradients(*pair, inner_NR, a_LRI, ends_L, scale, rank)
+    return grads
 
 
 def _row_gradients(

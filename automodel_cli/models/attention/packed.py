@@ -44,6 +44,9 @@ from automodel_cli.models.context_parallel_layout import Context
 
 PACKED = "packed"
 
+_FlatBatch = tuple[Tensor | None, int | None, int, int, torch.device, SeenKeys | None]
+"""`cu_seq_lens`, its longest document, rows, length, device, and keys that queries see beyond their own tokens."""
+
 
 def register_packed_attention() -> None:
     """Register `packed` in the attention registry of transformers. Can be called repeatedly."""
@@ -131,16 +134,32 @@ def packed_attention(
         return row_outputs, None
     # All other cases work on flat tokens, [N, heads, width].
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
+    batch = (cu_seq_lens_q, max_length_q, rows, length, q_NHD.device, seen)
+    out_NHV = _on_flat_tokens(q_NHD, k_MKD, v_MKV, s_aux, setting, batch, documents, context, on_host=on_host)
+    return out_NHV.unflatten(0, (rows, length)), None
+
+
+def _on_flat_tokens(
+    q_NHD: Tensor,
+    k_MKD: Tensor,
+    v_MKV: Tensor,
+    sink_H: Tensor | None,
+    setting: Setting,
+    batch: _FlatBatch,
+    documents: segments.HostDocuments | None,
+    context: Context | None,
+    *,
+    on_host: bool,
+) -> Tensor:
+    """Run on flat tokens and return `out_NHV`. `on_host`: group the documents on the host, for kernels without them."""
     if context is not None and context.group.ring:
-        return ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, setting).unflatten(0, (rows, length)), None
+        return ring_attention(q_NHD, k_MKD, v_MKV, sink_H, context, setting)
     if context is not None:
         k_MKD, v_MKV = _gather(k_MKD, v_MKV, context)
-    inputs, device = (q_NHD, k_MKD, v_MKV, s_aux, setting), q_NHD.device
     if on_host:
-        out_NHV = _in_groups(*inputs, *_groups(documents, context, sliding_window, device))
-    else:
-        out_NHV = _in_one_kernel(*inputs, (cu_seq_lens_q, max_length_q, rows, length, device, seen), context)
-    return out_NHV.unflatten(0, (rows, length)), None
+        groups = _groups(documents, context, setting.window, q_NHD.device)
+        return _in_groups(q_NHD, k_MKD, v_MKV, sink_H, setting, *groups)
+    return _in_one_kernel(q_NHD, k_MKD, v_MKV, sink_H, setting, batch, context)
 
 
 def _two_way(
@@ -180,7 +199,7 @@ def _in_one_kernel(
     v_MKV: Tensor,
     sink_H: Tensor | None,
     setting: Setting,
-    batch: tuple[Tensor | None, int | None, int, int, torch.device, SeenKeys | None],
+    batch: _FlatBatch,
     context: Context | None,
 ) -> Tensor:
     """Run on flat tokens in a kernel that knows the documents, and return `out_NHV`."""

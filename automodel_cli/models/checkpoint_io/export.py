@@ -85,21 +85,16 @@ def export_hf(
     within = parts[0].within
     hub_keys = {} if within is None else {name: key for key, name in within.keys.items()}
     excluded_prefix = sequence_classifier.head_prefix(parts[0]) if score_head else None
-    stream = iter_hf_weights(
-        parts,
-        bucket_bytes=shard_bytes,
-        device="cpu",
-        pp_group=pp_group,
-        multi_token=True,
-        keep_mean=trained,
-        quantized=_exported_quantization(parts) is not None,
-    )
-    for bucket in stream:
-        included = [item for item in bucket if excluded_prefix is None or not item[0].startswith(excluded_prefix)]
+    quantized = _exported_quantization(parts) is not None
+    stream = functools.partial(iter_hf_weights, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group)
+    for bucket in stream(parts, multi_token=True, keep_mean=trained, quantized=quantized):
+        included = [
+            (hub_keys.get(name, name), tensor)
+            for name, tensor in bucket
+            if excluded_prefix is None or not name.startswith(excluded_prefix)
+        ]
         if writer and included:
-            shards.append(
-                _write_shard(folder, len(shards), [(hub_keys.get(name, name), tensor) for name, tensor in included])
-            )
+            shards.append(_write_shard(folder, len(shards), included))
     local_values = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
     front = (item for part in parts for item in front_io.front_weights(part, part.hub_dtype, "cpu"))
     front_stream = front if pp_group is None or config.vision is None else over_stages(front, pp_group, parts[0], "cpu")
@@ -108,11 +103,8 @@ def export_hf(
     values = list(local_values if pp_group is None else over_stages(local_values, pp_group, parts[0], "cpu"))
     if writer:
         card = functools.partial(_write_card, folder, parts[0], config, title or folder.name, summary)
-        if isinstance(score_head, EmbeddingHead):
-            _finish_embedding(folder, shards, parts[0], tokenizer, score_head)
-            card(score_head=score_head)
-        elif score_head is not None:
-            _finish_classifier(folder, shards, parts[0], values, tokenizer, score_head)
+        if score_head is not None:
+            _finish_with_head(folder, shards, parts[0], values, tokenizer, score_head)
             card(score_head=score_head)
         else:
             _finish_model(folder, shards, parts[0], values, tokenizer, config, shard_bytes)
@@ -121,6 +113,20 @@ def export_hf(
                 card()
     if dist.is_initialized():
         dist.barrier()
+
+
+def _finish_with_head(
+    folder: Path,
+    shards: list[tuple[list[str], int]],
+    part: ModelPart,
+    values: list[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    score_head: ScoreHead | EmbeddingHead,
+) -> None:
+    if isinstance(score_head, EmbeddingHead):
+        _finish_embedding(folder, shards, part, tokenizer, score_head)
+    else:
+        _finish_classifier(folder, shards, part, values, tokenizer, score_head)
 
 
 def _finish_embedding(

@@ -265,14 +265,8 @@ def cut_stage(
     base = model.base_model_prefix
     dtype = next(part.parameters()).dtype
     table, is_tied = _table(model)
-    if is_tied and hasattr(model.get_input_embeddings(), "base_layer"):
-        raise ConfigError(
-            "mesh.pp_size above 1 is not supported with an adapter or new tokens on a tied embedding, because the "
-            "first and the last stage have a copy of it",
-            code="unsupported_combination",
-            keys=("model.lora", "mesh.pp_size"),
-            fix="mesh.pp_size=1",
-        )
+    if is_tied:
+        _refuse_adapted_table(model)
     # Stages with the embedding table: the first, the one with multi-token prediction, and the last if its head is tied.
     keeps_table = is_first or holds_depths or (is_last and is_tied)
     if keeps_table and not is_first:
@@ -304,6 +298,17 @@ def _is_shared(part: ModelPart, *, is_first: bool, is_last: bool, holds_depths: 
         return True
     tied_elsewhere = tied_embedding(part.model) is not None and not is_last
     return tied_elsewhere or (part.multi_token is not None and not holds_depths)
+
+
+def _refuse_adapted_table(model: PreTrainedModel) -> None:
+    if hasattr(model.get_input_embeddings(), "base_layer"):
+        raise ConfigError(
+            "mesh.pp_size above 1 is not supported with an adapter or new tokens on a tied embedding, because the "
+            "first and the last stage have a copy of it",
+            code="unsupported_combination",
+            keys=("model.lora", "mesh.pp_size"),
+            fix="mesh.pp_size=1",
+        )
 
 
 def _table(model: PreTrainedModel) -> tuple[str, bool]:

@@ -212,6 +212,22 @@ def _shard_around_layers(
     return embedding, head
 
 
+def _shard_layers(
+    model: nn.Module, layers: Sequence[nn.Module], *, reshard: bool, mp_policy: MixedPrecisionPolicy, **shard: Any
+) -> list[nn.Module]:
+    """Shard each layer, and return the modules in another dtype, which are units of their own. The last layer stays
+    gathered."""
+    wide: list[nn.Module] = []
+    for unit in units_of(layers):
+        resharded = reshard and layers[-1] not in unit
+        # Inner units first: FSDP2 assigns a parameter to the innermost unit around it. The layer then gets the rest.
+        for module in modules_in_other_dtype(model, unit):
+            fully_shard(module, mp_policy=stored_precision(mp_policy), reshard_after_forward=resharded, **shard)
+            wide.append(module)
+        fully_shard(unit, mp_policy=mp_policy, reshard_after_forward=resharded, **shard)
+    return wide
+
+
 def fsdp2_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
@@ -257,14 +273,7 @@ def fsdp2_strategy_parallelize(
         kept = units if keep else []
         if config.defer_fsdp_grad_sync == EXPERTS:
             _deferred.update(units)
-    wide: list[nn.Module] = []
-    for unit in units_of(layers):
-        reshard = pp_size == 1 and layers[-1] not in unit
-        # Inner units first: FSDP2 assigns a parameter to the innermost unit around it. The layer then gets the rest.
-        for module in modules_in_other_dtype(model, unit):
-            fully_shard(module, mp_policy=stored_precision(layer_policy), reshard_after_forward=reshard, **shard)
-            wide.append(module)
-        fully_shard(unit, mp_policy=layer_policy, reshard_after_forward=reshard, **shard)
+    wide = _shard_layers(model, layers, reshard=pp_size == 1, mp_policy=layer_policy, **shard)
     modules_in_other_dtype(model, [model], separate=False)
     embedding, head = _shard_around_layers(model, mp_policy=layer_policy, **shard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **shard)
