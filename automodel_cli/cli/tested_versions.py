@@ -103,7 +103,7 @@ def satisfies(version: str, specifier: str) -> bool:
         "!=": lambda a, b: a != b,
     }
     for clause in filter(None, specifier.split(",")):
-        operator, bound = re.match(r"\s*([<>=!]+)(.*)", clause).groups()  # type: ignore[union-attr]
+        operator, bound = re.findall(r"^\s*([<>=!]+)(.*)", clause)[0]
         if not compare[operator](numbers(version), numbers(bound)):
             return False
     return True

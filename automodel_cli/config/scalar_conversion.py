@@ -127,9 +127,8 @@ def _type_names(hint: Any) -> list[str]:
         return ["a section of any keys"]
     if protocol_members(origin):
         return [f"a section with the _target_ of {_with_article(origin)}"]
-    if dataclasses.is_dataclass(origin):
-        return [f"a section ({origin.__name__})"]  # type: ignore[union-attr]
-    return [getattr(origin, "__name__", str(origin))]
+    name = getattr(origin, "__name__", str(origin))
+    return [f"a section ({name})" if dataclasses.is_dataclass(origin) else name]
 
 
 def _with_article(protocol: Any) -> str:

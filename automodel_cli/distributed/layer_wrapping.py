@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         return real[tensor]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    tensors[name] = storage(tensor)  # type: ignore[assignment]
+                    tensors[name] = storage(tensor)

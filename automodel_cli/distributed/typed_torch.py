@@ -47,3 +47,9 @@ if TYPE_CHECKING:
 else:
     Ctx, Function, disable = torch.autograd.function.FunctionCtx, torch.autograd.Function, torch.compiler.disable
     TorchDispatchMode, TorchFunctionMode = _TorchDispatchMode, _TorchFunctionMode
+
+
+def set_attributes(target: object, **values: object) -> None:
+    """Set attributes that the annotations of torch do not know, such as our own on a module."""
+    for name, value in values.items():
+        setattr(target, name, value)

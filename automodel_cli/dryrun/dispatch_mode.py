@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from automodel_cli.distributed.expert_parallel import topk_router  # noqa: F401  # registers automodel::route
-from automodel_cli.distributed.typed_torch import TorchDispatchMode
+from automodel_cli.distributed.typed_torch import TorchDispatchMode, set_attributes
 from automodel_cli.dryrun import concrete_integers, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.concrete_integers import Twins
@@ -87,7 +87,7 @@ class TracedRank(TorchDispatchMode):
         self._to_host = to_host or gpu.host
         self.counts, self.twins, self._aside = Counts(), collectives.twins, False
         self.in_front: torch_compat.BackwardOf | None = None
-        FakeTensor.tolist = self._tolist_of()  # type: ignore[method-assign, assignment]
+        set_attributes(FakeTensor, tolist=self._tolist_of())
 
     @contextmanager
     def aside(self) -> Iterator[None]:

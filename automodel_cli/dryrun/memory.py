@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -133,7 +134,8 @@ def owned_tensors(parts: list[nn.Module], optimizer: torch.optim.Optimizer | Non
 
 def code_line(depth: int) -> str:
     """`file:line function` of the nearest frame of this program or the library, else of torch."""
-    frame, torchs = sys._getframe(depth), ""
+    frame: FrameType | None = sys._getframe(depth)
+    torchs = ""
     while frame is not None:
         name = frame.f_code.co_filename
         if "automodel_cli/dryrun/" not in name:
@@ -142,7 +144,7 @@ def code_line(depth: int) -> str:
                 return f"{name[at:]}:{frame.f_lineno} {frame.f_code.co_name}"
             if not torchs and "torch/" in name and not any(word in name for word in ("_ops", "_dispatch", "_subclass")):
                 torchs = f"{name[name.rfind('torch/') :]}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return torchs or "?"
 
 

@@ -19,12 +19,15 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from automodel_cli.distributed.strategies.fsdp2.torch_compat import fsdp_state, param_groups
+from automodel_cli.distributed.typed_torch import set_attributes
 
 __all__ = ["LIMITS_OF_FAKES", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily"]
 
@@ -81,11 +84,11 @@ class BackwardOf:
 def modules_stay() -> Iterator[None]:
     """`module.to(device)` inside does nothing: torch moves the memory of fakes, and they have none."""
     move = nn.Module.to
-    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
+    set_attributes(nn.Module, to=lambda self, *_, **__: self)
     try:
         yield
     finally:
-        nn.Module.to = move  # type: ignore[method-assign]
+        set_attributes(nn.Module, to=move)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -230,10 +233,10 @@ def on_resize(seen: Callable[[torch.UntypedStorage], None]) -> Callable[[], None
         seen(self)
         return result
 
-    torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
+    set_attributes(torch.UntypedStorage, resize_=watched)
 
     def undo() -> None:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        set_attributes(torch.UntypedStorage, resize_=resize)
 
     return undo
 
@@ -296,9 +299,7 @@ def fsdp_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for module in part.modules():
         if not isinstance(module, FSDPModule):
             continue
-        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for param in (param for group in groups if group is not None for param in group.fsdp_params):
+        for param in (param for group in param_groups(fsdp_state(module)) for param in group.fsdp_params):
             yield "parameters", param._sharded_param_data
             if param.sharded_param.grad is not None:
                 yield "gradients", param.sharded_param.grad

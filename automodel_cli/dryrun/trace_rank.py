@@ -19,6 +19,7 @@ from automodel_cli.distributed.expert_parallel import permute, token_dispatcher,
 from automodel_cli.distributed.fusion import compiled_regions
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.mesh_config import Layout
+from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.dryrun import fake_cuda, flex, sdpa, synthetic_batches, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.dispatch_mode import Counts, TracedRank, Work
@@ -85,7 +86,7 @@ class RankTrace:
 
     def watch_stages(self) -> None:
         """Time their actions; nothing has to be connected, and torch's handshake would read what is not there."""
-        Runtime.warm_up = lambda self: None  # type: ignore[method-assign]
+        set_attributes(Runtime, warm_up=lambda self: None)
 
         def begin() -> None:
             self.clock.host_waits()  # actions are timed apart; the simulator puts them together

@@ -132,7 +132,7 @@ class _Relay:
 
     def __init__(self, num_ranks: int):
         self._num_ranks = num_ranks
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, signals.Handler] = {}
         self._status: Path | None = None
         self.received: signal.Signals | None = None
         self.first_failed: int | None = None
@@ -144,7 +144,7 @@ class _Relay:
 
     def __exit__(self, *exc: object) -> None:
         for signum, handler in self._before.items():
-            signal.signal(signum, handler)  # type: ignore[arg-type]
+            signal.signal(signum, handler)
 
     @contextlib.contextmanager
     def watching(self, status: Path) -> Iterator[None]:

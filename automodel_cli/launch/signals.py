@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.launch import safe_output
 
+Handler = Callable[[int, FrameType | None], object] | int | None
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGUSR1: 75}
 """Exit codes of a run that stopped on request: 130 for Ctrl-C, 75 (EX_TEMPFAIL) for preemption."""
@@ -40,7 +42,7 @@ def install_handlers(*, launched: bool = False) -> None:
         _before.setdefault(signum, before)
 
 
-def handle(handler: Any) -> dict[signal.Signals, Any]:
+def handle(handler: Handler) -> dict[signal.Signals, Handler]:
     """Set a handler for each stop signal that is not ignored. Returns the previous handlers."""
     heard = [s for s in EXIT_CODES if signal.getsignal(s) is not signal.SIG_IGN]
     return {s: signal.signal(s, handler) for s in heard}
@@ -92,9 +94,9 @@ def resume_hint(run_folder: Path | None) -> str:
 
 def begins_at(run_folder: Path) -> str:
     """Return the checkpoint from which an interrupted run resumes, as text."""
-    saved = [path.name for path in run_folder.glob("checkpoints/step-*") if _CHECKPOINT.fullmatch(path.name)]
-    newest = max(saved, key=lambda name: int(_CHECKPOINT.fullmatch(name)[1]), default=None)  # type: ignore[index]
-    return f"resumes from {newest}" if newest else "starts over: no checkpoint was written yet"
+    found = [_CHECKPOINT.fullmatch(path.name) for path in run_folder.glob("checkpoints/step-*")]
+    newest = max((match for match in found if match is not None), key=lambda match: int(match[1]), default=None)
+    return f"resumes from {newest[0]}" if newest else "starts over: no checkpoint was written yet"
 
 
 def exit_message(run_folder: Path | None) -> str:

@@ -23,7 +23,7 @@ from automodel_cli.config.name_patterns import NameList, check_entries, endings,
 from automodel_cli.distributed.expert_parallel.apply import is_experts, sorted_forward
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS, MATRICES, SCALING, WEIGHTS, has_adapters
-from automodel_cli.distributed.typed_torch import disable
+from automodel_cli.distributed.typed_torch import disable, set_attributes
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.rng import generator_for
 
@@ -145,7 +145,8 @@ def _with_adapters(family: type[nn.Module]) -> type[nn.Module]:
             arithmetic = self.__dict__["_arithmetic"] = GatedExperts(self, int(self.num_experts), None)
         return sorted_forward(arithmetic, self, hidden_TD, index_TK, weight_TK)
 
-    forward.__wrapped__ = family.forward.__wrapped__  # type: ignore[attr-defined]  # the loop that is measured
+    # The loop that is measured.
+    set_attributes(forward, __wrapped__=family.forward.__wrapped__)  # type: ignore[attr-defined]
     return type(family.__name__, (family,), {"forward": forward, "__module__": family.__module__})
 
 

@@ -14,11 +14,12 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import NameList, check_entries, endings, ends_in
-from automodel_cli.distributed.expert_parallel.apply import experts_modules, is_experts
+from automodel_cli.distributed.expert_parallel.apply import experts_modules, is_experts, num_experts_of
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.float8 import grouped_gemm
 from automodel_cli.distributed.float8.linear import convert_to_float8
 from automodel_cli.distributed.float8.quantization import MULTIPLE, RECIPES, Arithmetic
+from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.models.config import Fp8Config, MoEConfig
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _mark_experts(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig, ari
                for kind in {type(module) for module in modules}}  # fmt: skip
     for module in modules:
         if not reasons[type(module)]:
-            module.fp8 = arithmetic  # type: ignore[assignment]
+            set_attributes(module, fp8=arithmetic)
     left = Counter(reasons[type(module)] for module in modules)
     converted = left.pop("", 0)
     parts = [f"the experts of {converted} layers"] if converted else []
@@ -87,7 +88,7 @@ def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arit
         return f"model.moe.experts_implementation={moe.experts_implementation} multiplies them"
     if any(size % MULTIPLE for size in sizes):
         return f"sizes of {', '.join(map(str, sorted(sizes)))}, not all multiples of {MULTIPLE}"
-    if GatedExperts.of(experts, int(experts.num_experts), None) is None:  # type: ignore[arg-type]
+    if GatedExperts.of(experts, num_experts_of(experts), None) is None:
         return "a computation of their own"
     return ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,12 +83,12 @@ class _CastTensors:
         made: dict[int, Tensor] = {}  # a tied tensor stays one
         for module in modules:
             computed = set(transformers_compat.non_persistent_buffers(module))
-            for store in (module._parameters, module._buffers):
+            for store in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
                 for name, tensor in store.items():
                     if tensor is not None:
                         self._originals.append((store, name, tensor))
                         made.setdefault(id(tensor), self._made(module, name, tensor, as_is=name in computed))
-                        store[name] = made[id(tensor)]  # type: ignore[assignment]
+                        store[name] = made[id(tensor)]
 
     def _made(self, module: nn.Module, name: str, tensor: Tensor, *, as_is: bool) -> Tensor:
         value = tensor.detach().to(self._device)

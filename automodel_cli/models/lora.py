@@ -188,7 +188,7 @@ def _peft_config(model: nn.Module, config: LoRAConfig) -> Any:
     every = config.target_modules == "all-linear"
     return peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft computes with it, integer or not
+        lora_alpha=cast(int, config.alpha),  # peft computes with it, integer or not
         lora_dropout=config.dropout,
         target_modules=lora_targets.all_linear(model) if every else config.target_modules,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),

@@ -85,7 +85,7 @@ class _DoRA:
         # Squares and not norms: squares of shards of a row can be summed over ranks.
         squares = _row_squares(_weight(self.base_layer), *matrices, self.scaling[_ADAPTER], is_transposed(self))
         if transformers_compat.is_dtensor(own):
-            norm_O = squares.redistribute(placements=own.placements).to_local().sqrt()  # type: ignore[attr-defined]
+            norm_O = squares.redistribute(placements=own.placements).to_local().sqrt()
         else:
             norm_O = transformers_compat.full_tensor(squares).sqrt()
         factor_O: Tensor = _local(own) / norm_O.to(own.dtype)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from automodel_cli.distributed.typed_torch import Ctx, Function
+from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion
 
 _ADAPTER = "default"
@@ -51,12 +51,12 @@ def fuse_adapters(model: nn.Module) -> int:
     fused = [module for module in model.modules() if hasattr(module, "lora_A") and _is_plain(module)]
     for layer in fused:
         layer.__class__ = _fused_class()
-        layer._automodel_group = _Group([layer])  # type: ignore[assignment]
+        set_attributes(layer, _automodel_group=_Group([layer]))
     for parent in model.modules():
         for group in _siblings(parent, set(map(id, fused))):
             shared = _Group(group)
             for layer in group:
-                layer._automodel_group = shared  # type: ignore[assignment]
+                set_attributes(layer, _automodel_group=shared)
     return len(fused)
 
 

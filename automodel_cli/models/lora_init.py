@@ -149,13 +149,14 @@ def _decomposed(layers: Mapping[str, Any], method: str, seed: int) -> Iterator[t
     for name in dict.fromkeys(name for names in held for name in names):
         is_owner = not dist.is_initialized() or owners[name] == dist.get_rank()
         weight = lora_dora.full_weight(layers[name]) if name in layers else None
-        matrices = [None]
+        matrices: list[tuple[Tensor, Tensor] | None] = [None]
         if is_owner and weight is not None:
-            matrices = [_of_peft(weight, layers[name], method, seed_for(seed, name))]  # type: ignore[list-item]
+            matrices = [_of_peft(weight, layers[name], method, seed_for(seed, name))]
         if dist.is_initialized():
             dist.broadcast_object_list(matrices, src=owners[name])
         if name in layers:
-            yield name, matrices[0]  # type: ignore[misc]  # the owner has sent them
+            assert matrices[0] is not None, "the owner has sent them"
+            yield name, matrices[0]
 
 
 def _of_peft(weight_OI: Tensor, layer: Any, method: str, seed: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ A tied head shares the rows. An untied head has its own. Rows are replicated und
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ class TokenRows(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self.token_ids, self.is_tied = tuple(token_ids), rows is not None
-        table: Tensor = base_layer.weight  # type: ignore[assignment]  # of an embedding or a linear layer
+        table = cast(Tensor, base_layer.weight)  # of an embedding or a linear layer
         empty = torch.empty(len(self.token_ids), table.shape[1], dtype=table.dtype, device=table.device)
         self.trainable_tokens_delta = nn.Parameter(empty) if rows is None else rows
         self.scaling = {"default": 1.0}
@@ -48,8 +48,7 @@ class TokenRows(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The frozen table `[V, D]`."""
-        table: Tensor = self.base_layer.weight  # type: ignore[assignment]
-        return table
+        return cast(Tensor, self.base_layer.weight)
 
     def get_base_layer(self) -> nn.Module:
         return self.base_layer
@@ -95,7 +94,7 @@ def add_rows(model: Any, token_ids: Sequence[int]) -> dict[str, list[int]]:
 
 
 def _check(name: str, table: nn.Module, ids: list[int]) -> None:
-    size = len(table.weight)  # type: ignore[arg-type]
+    size = len(cast(Tensor, table.weight))
     if ids[-1] >= size or ids[0] < 0:
         raise ConfigError(
             f"lora.trainable_token_indices has {ids[-1] if ids[-1] >= size else ids[0]}, but the table has {size} rows",

@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def _of_node(node: PretrainedTokenizer, num_stored: int) -> NewRows | None:
     if not added:
         return None
     num_old_tokens = min(num_stored, max(vocabulary.values()) + 1)
-    ids: list[int] = new.convert_tokens_to_ids(added)  # type: ignore[assignment]  # a list for a list
+    ids = cast(list[int], new.convert_tokens_to_ids(added))  # a list for a list
     pieces = {}
     for token, row in zip(added, ids, strict=True):
         split = old(token, add_special_tokens=False)["input_ids"] if node.init_new_tokens == "pieces" else []

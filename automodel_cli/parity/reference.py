@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -208,8 +208,7 @@ class Original:
         return cls(folder, attention, trust_remote_code)
 
     def reference(self, *, packed: bool, count: int = NUM_MICROBATCHES) -> Reference:
-        stored: Mapping[str, object] = torch.load(self._path(self.folder, packed, count), mmap=True)
-        return Reference(**stored)  # type: ignore[arg-type]
+        return Reference(**torch.load(self._path(self.folder, packed, count), mmap=True))
 
     def model_config(self) -> ModelConfig:
         """Use head chunks of a few tokens, so that chunks end inside sequences."""

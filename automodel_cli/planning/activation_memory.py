@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing.apply import KEPT_RESULTS
 from automodel_cli.distributed.activation_checkpointing.mode import is_recomputed
-from automodel_cli.distributed.expert_parallel.apply import experts_modules
+from automodel_cli.distributed.expert_parallel.apply import experts_modules, num_experts_of
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
 from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS, has_adapters
 from automodel_cli.distributed.fusion.compiled_regions import as_one
@@ -216,7 +216,7 @@ class _Watch(TorchDispatchMode):
 
     def distribute(self, experts: nn.Module, ep: int) -> None:
         """Let experts keep what they keep where they are distributed (`distributed/expert_parallel/grouped_mlp.py`)."""
-        known, own = GatedExperts.of(experts, int(experts.num_experts), None), experts.forward  # type: ignore[arg-type]
+        known, own = GatedExperts.of(experts, num_experts_of(experts), None), experts.forward
         first = parameters_of(experts)[0] if known else None
         adapters = [experts._parameters[name] for name in ADAPTERS if has_adapters(experts)]
 

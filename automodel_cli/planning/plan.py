@@ -156,8 +156,9 @@ def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: StagePlanner, times:
     stages, memory = estimate.of_plan(cut, timeline.program)
     compared = []
     for row, other in cutter.compare(config):
-        known = row.timeline is not None and other is not None
-        weight = max(m.total for m in estimate.of_plan(other, row.timeline.program)[1]) if known else None  # type: ignore
+        weight = None
+        if row.timeline is not None and other is not None:
+            weight = max(m.total for m in estimate.of_plan(other, row.timeline.program)[1])
         compared.append((row, weight))
     table = None
     if config.layout is not None and (config.named_schedule is None or config.named_schedule.style == "loop"):

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.distributed.typed_torch import set_attributes
 
 
 def _path(*parts: str) -> str:
@@ -153,7 +154,7 @@ def step_if_finite(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or there != {device.type}:
         return False
     # Fused kernels leave parameters and states unchanged if `found_inf` is 1. The decision stays on the device.
-    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+    set_attributes(optimizer, found_inf=bad.float())
     try:
         optimizer.step()
     finally:
@@ -163,7 +164,7 @@ def step_if_finite(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.
 
 def refuses_by_found_inf(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return an optimizer class whose steps change nothing while its `found_inf` is 1, for `step_unless`."""
-    kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    set_attributes(kind, _step_supports_amp_scaling=True)
     return kind
 
 

@@ -6,7 +6,7 @@ import gzip
 import io
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from automodel_cli.data.sources.remote_path import arrow_source
 
@@ -28,7 +28,7 @@ def tool_of(path: Path) -> str:
 def open_file(path: Path) -> IO[bytes]:
     """Open for reading. The result has `peek`."""
     if path.name.endswith(".gz"):
-        return gzip.open(path.open("rb"), "rb")  # type: ignore[return-value]
+        return cast(IO[bytes], gzip.open(path.open("rb"), "rb"))
     if path.name.endswith(".zst"):
         return io.BufferedReader(_Zstandard(path), 1 << 20)
     return path.open("rb")

@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from automodel_cli.config import hub
 from automodel_cli.config.errors import DataError
@@ -103,7 +103,7 @@ def _read_json(path: Path, file: IO[bytes]) -> Iterator[NumberedRow]:
 
 
 def _first_character(file: IO[bytes]) -> bytes:
-    head: bytes = file.peek(4096)[:4096]  # type: ignore[attr-defined]
+    head = cast(io.BufferedReader, file).peek(4096)[:4096]
     return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 

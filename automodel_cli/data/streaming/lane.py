@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -70,8 +71,7 @@ class SourceLane:
             assert self._ahead is not None
             self._block, self._ahead = self._ahead.result(), None
             end = self._block.end
-            # Bound as a default argument: a closure would see the `end` of a later block.
-            self._ahead = self._submit(lambda end=end: self._built(end))  # type: ignore[misc]
+            self._ahead = self._submit(functools.partial(self._built, end))
             order, size = self._reader.order, self._block.num_sequences
             seeds = order.seed, 5, order.dataset, self._reader.lane, self._number
             # Two levels of shuffling: shards of a pass, and sequences of a block. A full shuffle would need all data in

@@ -24,7 +24,7 @@ from automodel_cli.distributed.activation_checkpointing.saved_results import (
     save_or_replay,
 )
 from automodel_cli.distributed.compile_modes import AUTO
-from automodel_cli.distributed.typed_torch import TorchDispatchMode, disable
+from automodel_cli.distributed.typed_torch import TorchDispatchMode, disable, set_attributes
 
 _Context = AbstractContextManager[Any]
 _aten = torch.ops.aten
@@ -88,8 +88,8 @@ def apply_activation_checkpointing(
         recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, **keywords)
         if compile_backend is not None:
             recompute = functools.partial(_compiled_inside, recompute, torch.compile(_call, backend=compile_backend))
-        layer.gradient_checkpointing = True  # type: ignore[assignment]  # the library's own switch, read in its forward
-        layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+        # The library's own switch, read in its forward.
+        set_attributes(layer, gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
 
 
 @disable(recursive=False)

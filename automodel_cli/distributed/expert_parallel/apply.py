@@ -36,7 +36,7 @@ from automodel_cli.distributed.float8.quantization import autocast_dtype
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.scatter_gather import gather_from_group, scatter_to_group
-from automodel_cli.distributed.typed_torch import disable
+from automodel_cli.distributed.typed_torch import disable, set_attributes
 
 _Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 _DEFAULT_IMPLEMENTATION = "grouped_mm"
@@ -48,6 +48,11 @@ def is_experts(module: nn.Module) -> bool:
     The forward of such a module is `(hidden_TD, index_TK, weight_TK) -> [T, D]`.
     """
     return all(hasattr(module, name) for name in ("num_experts", "is_transposed", "has_gate"))
+
+
+def num_experts_of(experts: nn.Module) -> int:
+    """Return the number of experts that the forward of this module counts with."""
+    return int(experts.num_experts)  # type: ignore[arg-type]
 
 
 def experts_modules(module: nn.Module) -> list[nn.Module]:
@@ -83,12 +88,12 @@ def apply_expert_parallel(
         _check_has_experts(part, mesh)
     for block, experts in blocks:
         _check(experts, mesh)
-        num_local = int(experts.num_experts) // mesh.ep.size()  # type: ignore[arg-type]
+        num_local = num_experts_of(experts) // mesh.ep.size()
         for name, param in experts.named_parameters(recurse=False):
             # `src_data_rank=None`: no communication. Each rank slices its own copy, which may be on the meta device.
             shard = distribute_tensor(param.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
             experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
-        experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
+        set_attributes(experts, num_experts=num_local)  # the family's forward counts its own
         around = block if overlap_shared_experts and mesh.tp.size() == 1 else None
         experts.forward, text = _dispatched(experts, dispatch, num_local, mesh, fuser, around)
         kernel_report.record("experts", text)
@@ -109,7 +114,7 @@ def multiply_in_fp8(part: nn.Module, mesh: Mesh, fuser: RegionCompiler | None = 
         )
         return
     for experts in modules:
-        compute = _sorted_once(experts, int(experts.num_experts), mesh, fuser)  # type: ignore[arg-type]
+        compute = _sorted_once(experts, num_experts_of(experts), mesh, fuser)
         assert compute is not None, "experts with 8-bit products are those whose arithmetic is known"
         experts.forward = torch.compiler.disable(compute)
 
@@ -216,7 +221,7 @@ def _local(param: Tensor) -> Tensor:
 
 def _check(experts: nn.Module, mesh: Mesh) -> None:
     """Raise ConfigError unless all parameters have the expert as first dimension and `ep` divides the experts."""
-    num_experts, ep = int(experts.num_experts), mesh.layout.ep  # type: ignore[arg-type]
+    num_experts, ep = num_experts_of(experts), mesh.layout.ep
     for name, param in experts.named_parameters():
         if param.shape[0] != num_experts:
             raise ConfigError(

@@ -45,7 +45,7 @@ from automodel_cli.distributed.float8 import grouped_gemm
 from automodel_cli.distributed.float8.quantization import Arithmetic
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.torch_compat import wanted
-from automodel_cli.distributed.typed_torch import Ctx, Function
+from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
 from automodel_cli.distributed.wgrad_fusion import grouped as wgrad_fusion_grouped
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
@@ -521,7 +521,7 @@ def _shrunk(experts: nn.Module) -> nn.Module:
         shape = size[:1] if name in _BIASES else size[::-1] if experts.is_transposed else size
         values = torch.randn(_PROBE["experts"], *shape, generator=generator)
         tiny._parameters[name] = nn.Parameter(values, requires_grad=True)
-    tiny.num_experts = _PROBE["experts"]  # type: ignore[assignment]
+    set_attributes(tiny, num_experts=_PROBE["experts"])
     return tiny
 
 

@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def _with(router: nn.Module, rule: RouterRule, in_float32: bool) -> Any:
 
     def forward(hidden: Tensor) -> Any:
         weight, bias = router._parameters["weight"], router._parameters.get("bias")
-        correction = _correction(router, len(weight))  # type: ignore[arg-type]
+        correction = _correction(router, len(cast(Tensor, weight)))
         correction_E = None if correction is None else correction[1]
         inputs = [tensor for tensor in (hidden, weight, bias, correction_E) if tensor is not None]
         if is_choosing() or any(isinstance(tensor, DTensor) for tensor in inputs):

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from automodel_cli.distributed.typed_torch import TorchFunctionMode, disable
+from automodel_cli.distributed.typed_torch import TorchFunctionMode, disable, set_attributes
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 
@@ -185,7 +185,7 @@ def recomputes_alike(layer: nn.Module) -> None:
 
         return own(bound, *args, **kwargs)
 
-    layer._gradient_checkpointing_func = checkpointed  # type: ignore[assignment]
+    set_attributes(layer, _gradient_checkpointing_func=checkpointed)
 
 
 class _Selection(TorchFunctionMode):

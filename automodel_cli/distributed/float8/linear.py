@@ -31,7 +31,7 @@ from automodel_cli.distributed.float8.grouped_gemm import require_grouped
 from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require_float8
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.sharded_linear import linear_over_tp
-from automodel_cli.distributed.typed_torch import Ctx, Function
+from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
 class Fp8Linear(nn.Linear):
@@ -56,7 +56,7 @@ class Fp8Linear(nn.Linear):
 def convert_to_float8(linear: nn.Linear, arithmetic: Arithmetic) -> None:
     """Compute this linear layer in float8 from now on, in place."""
     linear.__class__ = Fp8Linear
-    linear.fp8 = arithmetic  # type: ignore[assignment]
+    set_attributes(linear, fp8=arithmetic)
 
 
 def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionCompiler | None) -> None:

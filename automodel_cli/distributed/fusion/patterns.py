@@ -18,14 +18,14 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
-from automodel_cli.distributed.typed_torch import TorchDispatchMode
+from automodel_cli.distributed.typed_torch import TorchDispatchMode, set_attributes
 
 _FEWEST = 3  # Minimum number of operators of a norm. torch's own norm is one kernel already.
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm", "matmul", "linear")
@@ -74,7 +74,7 @@ def _is_scale(module: nn.Module) -> bool:
 def _fuse_norm(module: nn.Module, fuser: RegionCompiler) -> None:
     if not _is_scale(module) or not _is_norm(module):
         return
-    name, width = f"norm {type(module).__name__}", len(module._parameters["weight"])  # type: ignore[arg-type]
+    name, width = f"norm {type(module).__name__}", len(cast(Tensor, module._parameters["weight"]))
 
     def sample(rows: int) -> tuple[Any, ...]:
         return _small_norm(module, width), _numbers(rows, width)
@@ -261,7 +261,7 @@ def _with_global(forward: FunctionType, name: str, value: Any) -> FunctionType:
     same = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, cells)
     same.__kwdefaults__ = forward.__kwdefaults__
     if wrapped is not None:
-        same.__wrapped__ = inner  # type: ignore[attr-defined]
+        set_attributes(same, __wrapped__=inner)
     return same
 
 

@@ -40,7 +40,7 @@ from automodel_cli.distributed.qat.formats import (
     weight_scales,
 )
 from automodel_cli.distributed.sharded_linear import linear_over_tp
-from automodel_cli.distributed.typed_torch import Ctx, Function
+from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
 @dataclass
@@ -105,7 +105,7 @@ class QATLinear(nn.Linear):
 def convert_to_qat(linear: nn.Linear, quantization: FakeQuantization, shares: Sequence[nn.Module] = ()) -> None:
     """Compute this linear layer with fake quantization from now on, in place."""
     linear.__class__ = QATLinear
-    linear.qat = quantization  # type: ignore[assignment]
+    set_attributes(linear, qat=quantization)
     object.__setattr__(linear, "shares", tuple(shares) or (linear,))
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.axis_options import AxisOptions
-from automodel_cli.distributed.expert_parallel.apply import is_experts
+from automodel_cli.distributed.expert_parallel.apply import is_experts, num_experts_of
 from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.distributed.tensor_parallel.plan import Plan, custom_plan, get_hf_tp_shard_plan, name_of, wildcard
 from automodel_cli.distributed.tensor_parallel.sequence_parallel import (
@@ -238,7 +238,7 @@ def _apply_style(model: PreTrainedModel, name: str, module: nn.Module, style: Pa
         return
     if isinstance(style, ExpertsOverTP):
         returns_input = any(isinstance(child, nn.Identity) for child in module.children())
-        if not is_experts(module) or returns_input or module.num_experts % mesh.size():  # type: ignore[operator]
+        if not is_experts(module) or returns_input or num_experts_of(module) % mesh.size():
             return  # Replicated, like modules without a style.
     else:
         _check_features(name, module, style, mesh.size())

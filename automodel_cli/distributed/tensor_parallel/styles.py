@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.typed_torch import Ctx, Function
+from automodel_cli.distributed.expert_parallel.apply import num_experts_of
+from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
 class _SumGradient(Function):
@@ -168,11 +169,11 @@ class ExpertsOverTP(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        num_local = module.num_experts // device_mesh.size()  # type: ignore[operator]
+        num_local = num_experts_of(module) // device_mesh.size()
         first = num_local * device_mesh.get_local_rank()
         for name in list(module._parameters):
             shard_parameter(module, name, device_mesh, Shard(0))
-        module.num_experts = num_local  # type: ignore[assignment]  # what its forward counts with
+        set_attributes(module, num_experts=num_local)  # what its forward counts with
         swap_parameters(module, to_local)
         forward = module.forward
 

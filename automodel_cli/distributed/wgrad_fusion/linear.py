@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from automodel_cli.distributed.typed_torch import Ctx, Function
+from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
 class MainGrad(Protocol):
@@ -75,7 +75,7 @@ def fuse_wgrad(linear: nn.Linear, weight_sum: MainGrad | None) -> None:
     """Convert a `torch.nn.Linear` in place. Without a main gradient, only input gradients accumulate."""
     assert type(linear) is nn.Linear, f"{type(linear).__name__} computes something else"
     linear.__class__ = WgradFusedLinear
-    linear.weight_sum = weight_sum  # type: ignore[assignment]
+    set_attributes(linear, weight_sum=weight_sum)
 
 
 def set_main_grad(module: nn.Module, sums: dict[str, MainGrad]) -> None:

@@ -12,7 +12,7 @@ import copy
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -323,7 +323,7 @@ def _load_depths(
         depth_keys = {key: name for key, name in known_as.items() if name not in no_place}
         claimed |= depth_keys.keys()
         if part.multi_token is not None:
-            target = Target(part.multi_token[i].model, buffer_device)  # type: ignore[arg-type]
+            target = Target(cast(nn.Module, part.multi_token[i].model), buffer_device)
             _fill_from({name: tensors[key] for key, name in depth_keys.items()}, unsharded, target, mapping)
             init_buffers(unsharded, target)
     if part.multi_token is not None:
@@ -337,7 +337,7 @@ def _init_depths(part: ModelPart, config: ModelConfig, seed: int, buffer_device:
     for i, depth in enumerate(part.multi_token or ()):
         unsharded = whole_on_meta(part, config)
         mtp_layers.cut_to_depth(unsharded)
-        target = Target(depth.model, buffer_device)  # type: ignore[arg-type]
+        target = Target(cast(nn.Module, depth.model), buffer_device)
         init_random(skeleton_of(unsharded, target), target, seed_for(seed, f"multi_token.{i}"))
 
 

@@ -74,9 +74,9 @@ def check_stops(stop_ids: Sequence[Any], vocab_size: int | None, where: str) -> 
 
 
 def _check_counts(path: Path, fields: dict[str, Any]) -> None:
-    for part in (fields, fields.get("text_config")):
-        for name in _COUNTS if isinstance(part, dict) else ():
-            value = part.get(name)  # type: ignore[union-attr]
+    for part in (part for part in (fields, fields.get("text_config")) if isinstance(part, dict)):
+        for name in _COUNTS:
+            value = part.get(name)
             if value is not None and isinstance(value, str | float | bool | dict):
                 raise _damaged(path, f"has {name}={value!r:.60}, which is not an integer")
             if isinstance(value, int) and (value < 0 or (name == "num_hidden_layers" and value > _MAX_LAYERS)):

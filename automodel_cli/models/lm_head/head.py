@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
+from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.distributed.wgrad_fusion.linear import weight_sum_of
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
 from automodel_cli.models.lm_head.detection import head_logits, is_plain_linear
@@ -224,7 +225,7 @@ def _as_forward_of(linear: nn.Linear, compute: Callable[[Tensor], Any], hidden_S
         return compute(hidden_SD)
     # FSDP's hooks run around `forward`: they gather the weight before and reshard it after. Calling `compute` outside
     # would see a shard.
-    linear.forward = compute  # type: ignore[method-assign, assignment]
+    set_attributes(linear, forward=compute)
     try:
         return linear(hidden_SD)
     finally:

@@ -148,10 +148,10 @@ def vocabulary_of(weight_VD: Tensor) -> tuple[Tensor, Vocabulary]:
     """Return the local rows of a head's weight inside autograd, and their vocabulary."""
     if not transformers_compat.is_dtensor(weight_VD):
         return weight_VD, WHOLE
-    mesh, (placement, *others) = weight_VD.device_mesh, weight_VD.placements  # type: ignore[attr-defined]
+    mesh, (placement, *others) = weight_VD.device_mesh, weight_VD.placements
     assert not others, "the weight of the head must be unsharded: keep it in the root FSDP unit of the part"
     if placement.is_replicate():
-        return weight_VD.to_local(), WHOLE  # type: ignore[attr-defined]
+        return weight_VD.to_local(), WHOLE
     if not placement.is_shard(0):
         raise ConfigError(
             f"tp_plan shards the weight of the head as {placement}. It must be Shard(dim=0), the vocabulary dimension, "
@@ -160,7 +160,7 @@ def vocabulary_of(weight_VD: Tensor) -> tuple[Tensor, Vocabulary]:
             keys=("parallelizer.tp_plan",),
             fix="colwise_gather_output for the output embeddings",
         )
-    local_VD: Tensor = weight_VD.to_local()  # type: ignore[attr-defined]
+    local_VD: Tensor = weight_VD.to_local()
     size = len(local_VD)
     assert size * mesh.size() == len(weight_VD), "vocabulary shards must be equal"
     return local_VD, Vocabulary(mesh.get_local_rank() * size, size, mesh.get_group())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
-from automodel_cli.distributed.expert_parallel.apply import experts_modules
+from automodel_cli.distributed.expert_parallel.apply import experts_modules, num_experts_of
 from automodel_cli.distributed.expert_parallel.router_replay import (
     Replay,
     RouterMismatchCounter,
@@ -179,7 +179,7 @@ def _index_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _num_experts(model: nn.Module) -> int:
-    return int(experts_modules(model)[0].num_experts)  # type: ignore[arg-type]
+    return num_experts_of(experts_modules(model)[0])
 
 
 def _selecting(model: nn.Module, selectors: Selectors) -> Iterator[tuple[str, nn.Module, int]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class MultiToken(nn.ModuleList):
         `inputs`: keywords of the base model."""
         rest = {name: value for name, value in inputs.items() if name != "input_ids"}
         for depth, ids_BT in zip(self, ids, strict=False):
-            with recurrent_layers.documents_of(depth.model, {**inputs, "input_ids": ids_BT}):  # type: ignore[arg-type]
+            with recurrent_layers.documents_of(cast(nn.Module, depth.model), {**inputs, "input_ids": ids_BT}):
                 hidden_BTD = depth(embed(ids_BT), hidden_BTD, rest)
             yield hidden_BTD
 
@@ -102,7 +102,7 @@ def cut_to_depth(model: PreTrainedModel) -> None:
     setattr(model.get_submodule(parent), leaf, nn.ModuleList([layers[-1]]))
     _keep_last_layer_in(model.config.get_text_config(), len(layers))
     model.all_tied_weights_keys = {}
-    weight: Tensor = norm.weight  # type: ignore[assignment]
+    weight = cast(Tensor, norm.weight)
     width = len(weight)
     for name in ADDED[:2]:
         model.add_module(name, copy.deepcopy(norm))

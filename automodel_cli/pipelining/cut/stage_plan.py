@@ -197,7 +197,7 @@ def _check_uses_of_table(plan: StagePlan, part: ModelPart) -> None:
 def _layers(
     config: PipelineConfig, part: ModelPart, anatomy: ModelStructure, pp_size: int, csv_program: Program | None
 ) -> list[range]:
-    num_layers = len(part.model.get_submodule(anatomy.layers))  # type: ignore[arg-type]
+    num_layers = len(part.model.get_submodule(anatomy.layers)._modules)
     kind = config.named_schedule.kind if config.named_schedule else None
     if config.module_fqns_per_model_part is not None:
         _check_count(len(config.module_fqns_per_model_part), pp_size, kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from automodel_cli.pipelining.megatron_core.arithmetic import get_tensor_shapes
 from automodel_cli.pipelining.megatron_core.config import ProcessGroupCollection
 from automodel_cli.pipelining.megatron_core.grad_sync import plan_sync
-from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator, Shape
+from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator, Shape, Tensors
 from automodel_cli.pipelining.megatron_core.step import ForwardStepFunc, StepRunner
 from automodel_cli.pipelining.megatron_core.tensors import deallocate_output_tensor
 from automodel_cli.pipelining.schedule.one_f_one_b import (
@@ -91,6 +91,11 @@ class _Arrival(NamedTuple):
         return self.tensor
 
 
+def _arrived(tensor: Tensors) -> _Arrival:
+    """Interleaved stages exchange single tensors."""
+    return _Arrival(cast(Tensor, tensor), None)
+
+
 class _Interleaved:
     """The loop of one rank.
 
@@ -161,7 +166,7 @@ class _Interleaved:
         for chunk in self.plan.params_at_start:
             self._launch(config.param_sync_func, chunk)
         if not self._is_first_stage(0):
-            self.inputs[0].append(_Arrival(self.p2p.recv_forward(self.shape, False), None))  # type: ignore[arg-type]
+            self.inputs[0].append(_arrived(self.p2p.recv_forward(self.shape, False)))
         # 2. Forwards fill the pipeline. 3. Each further forward is followed by a backward.
         for k in range(self.warmup):
             self._warmup_step(k)
@@ -171,7 +176,7 @@ class _Interleaved:
         if not runner.forward_only:
             if self.all_in_warmup and not self._is_last_stage(self.v - 1):
                 first = self.p2p.recv_backward(self.shape, False)
-                self.grads[self.v - 1].append(_Arrival(first, None))  # type: ignore[arg-type]
+                self.grads[self.v - 1].append(_arrived(first))
             # 4. Backwards drain the pipeline.
             for k in range(self.remaining, self.total):
                 self._cooldown_step(k)
@@ -278,9 +283,9 @@ class _Interleaved:
         )
         self._release(output)
         if input_for is not None:
-            self.inputs[input_for].append(_Arrival(tensor, None))  # type: ignore[arg-type]
+            self.inputs[input_for].append(_arrived(tensor))
         if grad_for is not None:
-            self.grads[grad_for].append(_Arrival(output_grad, None))  # type: ignore[arg-type]
+            self.grads[grad_for].append(_arrived(output_grad))
 
     def _sent(self, name: str, handles: dict[str, dist.Work], output: Tensor | None) -> None:
         """Release an output after it was sent. If the transfer is in progress, the next send releases it."""

@@ -288,5 +288,5 @@ def _listed(tensors: Tensors) -> list[Tensor | None]:
 
 def _for_each(shapes: Shapes, receive: Callable[[Shape], Tensor | None]) -> Tensors:
     if is_single_shape(shapes):
-        return receive(shapes)  # type: ignore[arg-type]
-    return [receive(shape) for shape in shapes]  # type: ignore[arg-type]
+        return receive(shapes)
+    return [receive(shape) for shape in shapes]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
-def is_single_shape(shape: object) -> bool:
+
+def is_single_shape(shape: object) -> TypeIs[Sequence[int]]:
     """Return whether `shape` is a single shape: a torch.Size (even empty), or a non-empty list or tuple of ints."""
     if isinstance(shape, torch.Size):
         return True

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from automodel_cli.distributed.strategies.fsdp2.torch_compat import param_groups
+from automodel_cli.distributed.strategies.fsdp2.torch_compat import fsdp_state, param_groups
 
 
 def fsdp_roots(part: nn.Module) -> list[FSDPModule]:
@@ -23,14 +23,14 @@ def fsdp_dtype(part: nn.Module) -> torch.dtype | None:
     """Return the output dtype of a part under FSDP's mixed precision, or None without a policy."""
     if not isinstance(part, FSDPModule):
         return None
-    policy = fully_shard.state(part)._mp_policy  # type: ignore[attr-defined]
+    policy = fsdp_state(part)._mp_policy
     dtype: torch.dtype | None = policy.output_dtype or policy.param_dtype
     return dtype
 
 
 def reshards_after_forward(module: FSDPModule) -> bool:
     """Return whether this FSDP module frees its gathered parameters between forward and backward."""
-    groups = param_groups(fully_shard.state(module))  # type: ignore[attr-defined]
+    groups = param_groups(fsdp_state(module))
     # FSDP sets this mesh only if it reshards after forward.
     return any(group.post_forward_mesh_info is not None for group in groups)
 
@@ -41,7 +41,7 @@ def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
 
     For modules whose parameters are all gathered. A forward then launches only the kernels of the model.
     """
-    contexts = [fully_shard.state(root)._state_ctx for root in roots]  # type: ignore[attr-defined]
+    contexts = [fsdp_state(root)._state_ctx for root in roots]
     before = [context.iter_forward_root for context in contexts]
     for context in contexts:
         # Any value but None makes the roots behave as nested modules.
@@ -74,7 +74,7 @@ def sum_in_reduce_dtype(root: FSDPModule) -> None:
     """
     if hasattr(root, "finalize_backward"):
         return
-    for state in fully_shard.state(root)._state_ctx.all_states:  # type: ignore[attr-defined]
+    for state in fsdp_state(root)._state_ctx.all_states:
         for param in (param for group in param_groups(state) for param in group.fsdp_params):
             param.accumulate_unsharded_grad_if_needed()
             param.to_accumulated_grad_if_needed()
@@ -87,7 +87,7 @@ def reduce_gradients(root: FSDPModule) -> None:
         root.finalize_backward()
         return
     # Remove this branch when torch >= 2.15 is the minimum.
-    state = fully_shard.state(root)  # type: ignore[attr-defined]
+    state = fsdp_state(root)
     for nested in state._state_ctx.all_states:
         for param_group in param_groups(nested):
             param_group.post_backward()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -338,7 +338,7 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         Args:
             on_result: `on_result(output, microbatch)`, the loss, or the value that a forward pass returns.
         """
-        stages: list[Stage] = self._stages  # type: ignore[assignment]
+        stages = cast("list[Stage]", self._stages)
         for stage in stages:
             stage.reduction = self._reduction
             stage.begin(shapes, self._has_backward)

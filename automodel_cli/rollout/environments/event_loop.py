@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -60,17 +61,17 @@ async def in_thread(call: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(set_it: Callable[[Any], None], value: Any) -> None:
+    def settle(outcome: Callable[[], None]) -> None:
         if not future.done():  # cancelled in the meantime
-            set_it(value)
+            outcome()
 
     def target() -> None:
         try:
-            result, set_it = call(), future.set_result
+            outcome = functools.partial(future.set_result, call())
         except BaseException as error:  # every exception belongs to the caller
-            result, set_it = error, future.set_exception  # type: ignore[assignment]
+            outcome = functools.partial(future.set_exception, error)
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, set_it, result)
+            loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=on_this_device(target), name="environment step", daemon=True).start()
     return await future

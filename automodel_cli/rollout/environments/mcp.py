@@ -125,7 +125,7 @@ class _Sessions:
     def __init__(self, commands: dict[str, list[str]], variables: dict[str, str], start_timeout: float):
         self._commands, self._variables, self._timeout = commands, variables, start_timeout
         self._loop = LoopThread("mcp")
-        self._open: dict[str, tuple[Any, asyncio.Event, Future[None]]] = {}
+        self._open: dict[str, tuple[Any, asyncio.Event, asyncio.Future[None]]] = {}
         self._starting: dict[str, asyncio.Lock] = {}
         self._once = threading.Lock()
 
@@ -187,7 +187,7 @@ class _Sessions:
                         keys=("rollout.environment",),
                         fix="try its command in a terminal",
                     ) from error
-                self._open[server] = (session, ending, task)  # type: ignore[assignment]
+                self._open[server] = (session, ending, task)
             return self._open[server][0]
 
     async def _serve(self, server: str, ready: asyncio.Future[Any], ending: asyncio.Event) -> None:
@@ -214,7 +214,7 @@ class _Sessions:
             return
         _, ending, task = self._open.pop(server)
         ending.set()
-        await asyncio.wait([task], timeout=self._timeout)  # type: ignore[type-var]
+        await asyncio.wait([task], timeout=self._timeout)
 
 
 def _wire(answer: Any) -> dict[str, Any]:

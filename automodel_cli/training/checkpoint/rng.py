@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -54,10 +54,11 @@ def capture() -> Tensor:
     JSON instead of pickle, so that loading a checkpoint cannot run code.
     """
     version, keys, gauss = random.getstate()
-    name, np_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    legacy = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state(legacy=True))
+    name, np_keys, position, has_gauss, cached = legacy
     state: dict[str, Any] = {
         "python": [version, list(keys), gauss],
-        "numpy": [name, np_keys.tolist(), position, has_gauss, cached],  # type: ignore[union-attr]
+        "numpy": [name, np_keys.tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "cuda": [],
     }

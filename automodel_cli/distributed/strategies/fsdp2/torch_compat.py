@@ -41,7 +41,12 @@ def copy_once(unit: FSDPModule) -> None:
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
-    return param_groups(fully_shard.state(unit))  # type: ignore[attr-defined]
+    return param_groups(fsdp_state(unit))
+
+
+def fsdp_state(module: nn.Module | FSDPModule) -> Any:
+    """Return the private state that FSDP2 keeps for a unit."""
+    return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def param_groups(state: Any) -> list[Any]:
@@ -59,9 +64,8 @@ def computing_in(units: Sequence[FSDPModule], dtype: torch.dtype) -> Iterator[No
 
     Reshard all units before exit.
     """
-    states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
     groups = [group for unit in units for group in _groups(unit)]
-    policies = [(owner, "_mp_policy", owner._mp_policy) for owner in states]
+    policies = [(state, "_mp_policy", state._mp_policy) for state in map(fsdp_state, units)]
     # A policy per parameter since torch 2.15. Remove the first case when torch >= 2.15 is the minimum.
     owners = [owner for group in groups for owner in ([group] if hasattr(group, "mp_policy") else group.fsdp_params)]
     policies += [(owner, "mp_policy", owner.mp_policy) for owner in owners]

@@ -38,6 +38,7 @@ from automodel_cli.distributed.sharded_module import Sharded, follow_optimizer, 
 from automodel_cli.distributed.strategies.megatron_fsdp import compat
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig, zero_strategy
 from automodel_cli.distributed.torch_compat import joined
+from automodel_cli.distributed.typed_torch import set_attributes
 
 HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
 HAVE_NVFSDP = HAVE_MEGATRON_FSDP  # Former name of the package.
@@ -368,7 +369,7 @@ def _fillable_later(model: nn.Module) -> Iterator[None]:
         )
     owners = [module for module in model.modules() if any(p.is_meta for p in module.parameters(recurse=False))]
     for module in owners:
-        module.reset_parameters = _keep  # type: ignore[assignment]
+        set_attributes(module, reset_parameters=_keep)
     try:
         yield
     finally:
