@@ -17,7 +17,7 @@ from automodel_cli.run.frozen_models.reference_sync import ReferenceSync
 from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from automodel_cli.config.compose import Composed
     from automodel_cli.launch.generation_servers import GenerationServers
@@ -107,7 +107,7 @@ class GRPORecipe(Recipe):
     def check_model(self, hf_config: PretrainedConfig) -> None:
         check_sampled_model(self, hf_config)
 
-    def prepared(self, tokenizer: Any) -> Any:
+    def prepared(self, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Prepare the prompts: rows without their answers."""
         from automodel_cli.data.preparation.prompts import prepare_prompts
         from automodel_cli.run.checks.token_ids import check_prepared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -78,7 +78,7 @@ def _dry_run(composed: Composed, recipe: ConfigRoot, trust: Trust, gpus: int, gp
     return check_step(recipe, common.dry_run_request(composed, trust, gpus, gpu=gpu))
 
 
-def _line(value: Any) -> str:
+def _line(value: object) -> str:
     """Format a section in one line: the class of its node, then the values that are set."""
     if not isinstance(value, dict):
         return format_value(value, 100)

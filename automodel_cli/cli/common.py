@@ -171,7 +171,7 @@ def gpus_to_train_on(recipe: ConfigRoot, num_gpus: int) -> int:
     return train_on
 
 
-def dry_run_request(composed: Composed, trust: Trust, num_gpus: int, **options: Any) -> TraceRequest:
+def dry_run_request(composed: Composed, trust: Trust, num_gpus: int, **options: object) -> TraceRequest:
     """Return the request of a dry run for this config, with `options` as in `Request`."""
     from automodel_cli.dryrun.types import TraceRequest
 

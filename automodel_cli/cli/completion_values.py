@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from click import Context, Parameter
 from click.shell_completion import CompletionItem
@@ -66,7 +65,7 @@ def keys(conf: str) -> set[str]:
     return {k for k in known_keys if not k.rpartition(".")[2].startswith("_")}
 
 
-def _chain(path: Path, package: str, seen: set[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _chain(path: Path, package: str, seen: set[Path]) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the file and its defaults, each with its key. By name only, without overrides and packages."""
     import yaml
 
@@ -84,7 +83,7 @@ def _chain(path: Path, package: str, seen: set[Path]) -> Iterator[tuple[str, dic
                 yield from _first(path, f"{group}/{option}", group.replace("/", "."), seen)
 
 
-def _first(path: Path, name: str, package: str, seen: set[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _first(path: Path, name: str, package: str, seen: set[Path]) -> Iterator[tuple[str, dict[str, object]]]:
     for folder in (path.parent, bundled_recipes.conf_dir()):
         candidate = folder / f"{name.lstrip('/')}.yaml"
         if candidate.is_file():
@@ -92,7 +91,7 @@ def _first(path: Path, name: str, package: str, seen: set[Path]) -> Iterator[tup
             return
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def _flat(tree: dict[str, object], prefix: str = "") -> Iterator[str]:
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")

@@ -103,7 +103,7 @@ def quality(
     compression: str,
     report: Path | None,
     num_workers: int | None,
-    **options: Any,
+    **options: object,
 ) -> None:
     """Report duplicates, evaluation rows, languages and lengths.
 
@@ -131,7 +131,7 @@ def quality(
     )
 
 
-def _evaluation(given: str, trust: Trust) -> list[Any]:
+def _evaluation(given: str, trust: Trust) -> list[object]:
     """Return the datasets of an evaluation's config, or the one dataset of a path."""
     is_config = given.endswith((".yaml", ".yml")) or (bundled_recipes.conf_dir() / "eval" / f"{given}.yaml").is_file()
     if not is_config:

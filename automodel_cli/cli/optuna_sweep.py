@@ -107,7 +107,7 @@ class Search:
         return [f"{axis.key}={v if isinstance(v, str) else axis.text(v)}" for axis, v in chosen]
 
 
-def _distribution(optuna: Any, axis: hydra_adapter.SweepAxis) -> Any:
+def _distribution(optuna: Any, axis: hydra_adapter.SweepAxis) -> object:
     of = optuna.distributions
     if not axis.values:
         make = of.IntDistribution if axis.whole else of.FloatDistribution

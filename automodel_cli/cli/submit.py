@@ -204,7 +204,7 @@ def _rollout_nodes(
     return RolloutNodes(servers, nodes, gpus, cpus, given["--rollout-image"] or options["image"])
 
 
-def _refuse_foreign(to: str, dry_run: bool, options: Mapping[str, Any], cloud: Mapping[str, Any]) -> None:
+def _refuse_foreign(to: str, dry_run: bool, options: Mapping[str, object], cloud: Mapping[str, object]) -> None:
     """Report an option that the selected scheduler does not support."""
     if to == "slurm":
         if (given := next((name for name, value in cloud.items() if value), None)) is not None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -72,7 +72,7 @@ def sweep(
     dry_run: bool,
     on_slurm: bool,
     at_once: int | None,
-    **cluster: Any,
+    **cluster: object,
 ) -> int:
     """Run CONF once for each combination of values.
 
@@ -202,7 +202,7 @@ def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
         click.echo(f"all on one page:  automodel report {word(points[0].folder.parent)}")
 
 
-def _check_cluster(on_slurm: bool, at_once: int | None, cluster: dict[str, Any]) -> None:
+def _check_cluster(on_slurm: bool, at_once: int | None, cluster: dict[str, object]) -> None:
     given = [name for name in ("nodes", "gpus_per_node") if cluster[name] is not None]
     if on_slurm and len(given) < 2:
         message, fix = "--slurm requires --nodes and --gpus-per-node", "--slurm --nodes 1 --gpus-per-node 8"
@@ -219,7 +219,7 @@ def _submit(
     overrides: tuple[str, ...],
     checked: Sequence[tuple[Point, Composed, ConfigRoot]],
     at_once: int | None,
-    cluster: dict[str, Any],
+    cluster: dict[str, object],
     *,
     dry_run: bool,
 ) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 from automodel_cli.config.compose import Composed
 from automodel_cli.config.errors import ConfigError
@@ -16,7 +15,7 @@ from automodel_cli.config.type_checking import WRONG, Binder
 
 def check_config(
     composed: Composed, trust: Trust = NOTHING, untrusted: list[Need] | None = None, *, kind: type | None = None
-) -> Any:
+) -> object:
     """Check the complete config and build its root.
 
     Only config nodes (frozen dataclasses without side effects) are constructed before all errors are known.

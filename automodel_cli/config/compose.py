@@ -90,7 +90,7 @@ class Composed:
         """
         if section not in self._unasked:
             return
-        entries: dict[str, Any] = self.tree[section]
+        entries: dict[str, object] = self.tree[section]
         of_default = f"conf/{section}/"
         dropped = [
             name
@@ -109,11 +109,11 @@ class Composed:
             for key in [key for key in self._origins if f"{key}.".startswith(f"{section}.{name}.")]:
                 del self._origins[key]
 
-    def public(self) -> dict[str, Any]:
+    def public(self) -> dict[str, object]:
         """The config for display. Interpolations (a secret of the environment, or
         a value that holds one) stay unresolved.
         """
-        raw: Any = OmegaConf.to_container(self._config, resolve=False)
+        raw: object = OmegaConf.to_container(self._config, resolve=False)
         return cast("dict[str, Any]", raw)
 
     def shown(self, key: str) -> Any:
@@ -236,11 +236,11 @@ def _check_interpolations(config: DictConfig, origins: Mapping[str, Origin], pat
         )
 
 
-def _resolve(config: DictConfig, origins: Mapping[str, Origin], problems: list[Problem]) -> dict[str, Any]:
+def _resolve(config: DictConfig, origins: Mapping[str, Origin], problems: list[Problem]) -> dict[str, object]:
     """Resolve every interpolation of the plain tree. A failing one stays as text and becomes a problem."""
 
     def plain(node: DictConfig | ListConfig, prefix: str) -> Any:
-        raws: Any = OmegaConf.to_container(node, resolve=False)
+        raws: object = OmegaConf.to_container(node, resolve=False)
         if isinstance(node, ListConfig):
             return [item(node, i, f"{prefix}.{i}", raws) for i in range(len(node))]
         names: list[Any] = list(node)
@@ -269,7 +269,7 @@ def _resolve(config: DictConfig, origins: Mapping[str, Origin], problems: list[P
     return result
 
 
-def _emit(raw: dict[str, Any], prefix: str, indent: int, composed: Composed) -> list[str]:
+def _emit(raw: dict[str, object], prefix: str, indent: int, composed: Composed) -> list[str]:
     """Return the YAML lines of a section. Scalars and flat lists take one line, with the origin as comment."""
     lines = []
     pad = "  " * indent

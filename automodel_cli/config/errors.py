@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from automodel_cli.config.fix_syntax import label
 from automodel_cli.config.plain_text import visible
@@ -57,7 +56,7 @@ class ConfigError(Exception):
             lines.append(f"  {label(self.fix)}   {self.fix}")
         return _printable("\n".join(lines))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Preserve all attributes in the copy that another process receives, whatever arguments the class takes."""
         return _restored, (type(self), self.args, self.__dict__)
 
@@ -72,7 +71,7 @@ class ConfigError(Exception):
         return f"{self.heading} {self}"
 
 
-def _restored(kind: type[ConfigError], arguments: tuple[Any, ...], attributes: dict[str, Any]) -> ConfigError:
+def _restored(kind: type[ConfigError], arguments: tuple[object, ...], attributes: dict[str, object]) -> ConfigError:
     error = kind.__new__(kind, *arguments)
     error.__dict__.update(attributes)
     return error

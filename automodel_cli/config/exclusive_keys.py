@@ -26,7 +26,7 @@ def replace_alternatives(config: DictConfig, origins: dict[str, Origin], files: 
         origins[earlier] = Origin("", text=f"replaced by {later} ({origins[later]})")
 
 
-def _value(config: DictConfig, key: str) -> Any:
+def _value(config: DictConfig, key: str) -> object:
     node: Any = OmegaConf.to_container(config, resolve=False)
     for name in key.split("."):
         node = node.get(name) if isinstance(node, dict) else None

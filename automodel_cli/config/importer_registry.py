@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from automodel_cli.config.importers import axolotl, llama_factory, nemo_automodel, prime_rl, trl, verl
 from automodel_cli.config.importers.framework import Table, flatten_keys
@@ -13,7 +12,7 @@ TABLES: dict[str, Table] = {
 }
 
 
-def recognise(tree: Mapping[str, Any], unknown: Collection[str] | None = None) -> Table | None:
+def recognise(tree: Mapping[str, object], unknown: Collection[str] | None = None) -> Table | None:
     """Return the tool that a file was written for: the one with the largest share of its required keys. None if no tool
     has enough. `unknown`: root keys that this package does not have.
     """

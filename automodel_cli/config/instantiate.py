@@ -42,7 +42,7 @@ class Builder:
             self.refused(node, arguments, ConfigError(message, code="invalid_arguments"))
         return WRONG
 
-    def value(self, item: Any) -> Any:
+    def value(self, item: object) -> Any:
         if isinstance(item, BoundTarget):
             return self.build(item)
         if isinstance(item, (list, tuple)):
@@ -51,7 +51,7 @@ class Builder:
             return {k: self.value(v) for k, v in item.items()}
         return item
 
-    def refused(self, node: BoundTarget, arguments: dict[str, Any], error: ConfigError) -> None:
+    def refused(self, node: BoundTarget, arguments: dict[str, object], error: ConfigError) -> None:
         """Report a node that rejects its values: the keys, their values and origins."""
         located = [_located(node, arguments, key) for key in error.keys]
         keys = [join(node.key, key) if key else node.key for key in located] or [node.key]
@@ -60,7 +60,7 @@ class Builder:
         fix = error.fix and map_keys(error.fix, lambda key: _placed(node, arguments, key))
         self.problems.append(Problem(error.code, keys[0], error.message, where, source, fix))
 
-    def sources(self, node: BoundTarget, arguments: dict[str, Any], keys: list[str]) -> str:
+    def sources(self, node: BoundTarget, arguments: dict[str, object], keys: list[str]) -> str:
         groups: dict[Origin, list[str]] = {}
         for key in keys:
             if key == node.key:  # the complete node
@@ -71,7 +71,7 @@ class Builder:
         return "; ".join(f"{', '.join(texts)} ({origin})".lstrip() for origin, texts in groups.items())
 
 
-def _located(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
+def _located(node: BoundTarget, arguments: dict[str, object], key: str) -> str:
     """Resolve a key relative to `node`. If a section raises on behalf of a node, the key may be one of its fields. ""
     (the complete node) if neither has the key.
     """
@@ -82,7 +82,7 @@ def _located(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
     return f"{sections[0]}.{key}" if len(sections) == 1 else ""
 
 
-def _placed(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
+def _placed(node: BoundTarget, arguments: dict[str, object], key: str) -> str:
     """Return the key of a fix relative to the root. Nodes may name their fields and those of their sections."""
     name = key.partition(".")[0]
     if name in node.signature.parameters:
@@ -93,12 +93,12 @@ def _placed(node: BoundTarget, arguments: dict[str, Any], key: str) -> str:
     return f"{sections[0]}.{key}" if len(sections) == 1 else key
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: object) -> dict[str, object]:
     """Return the fields of a config node, or nothing for any other value."""
     return vars(value) if targets.is_node(type(value)) else {}
 
 
-def _effective(node: BoundTarget, arguments: dict[str, Any], key: str) -> Any:
+def _effective(node: BoundTarget, arguments: dict[str, object], key: str) -> object:
     """Return the value of a key relative to the rejected node: as set, or the default."""
     name, *rest = key.split(".")
     if name in arguments:
@@ -114,7 +114,7 @@ def _effective(node: BoundTarget, arguments: dict[str, Any], key: str) -> Any:
     return value
 
 
-def _contains_wrong(built: Any) -> bool:
+def _contains_wrong(built: object) -> bool:
     if isinstance(built, (list, tuple)):
         return any(_contains_wrong(item) for item in built)
     if isinstance(built, dict):

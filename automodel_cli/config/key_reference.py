@@ -114,7 +114,7 @@ class ReferenceNode:
 def nodes() -> list[ReferenceNode]:
     """Return every node of every recipe, in the order of the recipe's fields. Shared nodes occur once."""
     by_key: dict[tuple[str, str], ReferenceNode] = {}
-    walked: list[tuple[str, Any]] = []
+    walked: list[tuple[str, object]] = []
     root: dict[str, schema.Parameter] = {}
     texts: dict[str, str] = {}
     for path in RECIPES:
@@ -133,7 +133,7 @@ def nodes() -> list[ReferenceNode]:
     return [ReferenceNode("", "recipes", (), "The sections of a config.", keys), *by_key.values()]
 
 
-def _below(path: str, hint: Any) -> Iterator[ReferenceNode]:
+def _below(path: str, hint: object) -> Iterator[ReferenceNode]:
     inner: dict[type, tuple[str, ...]] = dict.fromkeys(_dataclasses(hint), ())
     for target, options in _choices(path):
         inner[target] = options
@@ -151,7 +151,7 @@ def _below(path: str, hint: Any) -> Iterator[ReferenceNode]:
             yield from _below(f"{place}.{k}", p.hint)
 
 
-def _dataclasses(hint: Any) -> list[type]:
+def _dataclasses(hint: object) -> list[type]:
     """Return the config nodes that an annotation allows, also in lists or by name."""
     members = schema.dataclass_members(hint)
     for member in schema.members(hint):
@@ -172,7 +172,7 @@ def _choices(path: str) -> list[tuple[type, tuple[str, ...]]]:
     return [(targets.resolve(name), tuple(options)) for name, options in named.items()]  # type: ignore[misc]
 
 
-def node_for(key: str, given: dict[str, Any]) -> str | None:
+def node_for(key: str, given: dict[str, object]) -> str | None:
     """Return the first bundled node at `key`, or at the list or named nodes above it, that has all of `given`."""
     for path in (key, key.rpartition(".")[0]):
         for target, _ in _choices(path):
@@ -202,7 +202,7 @@ def _key(name: str, parameter: schema.Parameter, text: str) -> Key:
 
 
 @functools.cache
-def sentences(target: Callable[..., Any]) -> dict[str, str]:
+def sentences(target: Callable[..., object]) -> dict[str, str]:
     """Return the docstring below each field, or "" without one."""
     docstrings = dict.fromkeys(schema.signature(target).parameters, "")
     for cls in inspect.getmro(target)[:-1] if isinstance(target, type) else ():

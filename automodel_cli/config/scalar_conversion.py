@@ -39,7 +39,7 @@ class Mismatch(Exception):
         self.fix_key = key if fix_key is None else fix_key
 
 
-def is_dtype(hint: Any) -> bool:
+def is_dtype(hint: object) -> bool:
     """Return whether the annotation is torch.dtype, by its name, because torch is not imported here."""
     return isinstance(hint, type) and hint.__module__ == "torch" and hint.__name__ == "dtype"
 
@@ -68,7 +68,7 @@ def fits(value: object, hint: Any) -> bool:
     return False
 
 
-def choose_alternative(value: object, hint: Any) -> Any:
+def choose_alternative(value: object, hint: Any) -> object:
     """The alternative of `hint` that `value` is meant for. Raises Mismatch when there is none."""
     options = members(hint)
     exact = [m for m in options if m is type(value)]
@@ -78,7 +78,7 @@ def choose_alternative(value: object, hint: Any) -> Any:
     raise _mismatch(value, options)
 
 
-def check_number(value: object, hint: Any, name: str) -> None:
+def check_number(value: object, hint: object, name: str) -> None:
     """Raise Mismatch for a number that no setting can be: infinite, beyond 64 bits, or a negative seed."""
     if hint not in (int, float) or isinstance(value, bool) or not isinstance(value, int | float):
         return
@@ -91,7 +91,7 @@ def check_number(value: object, hint: Any, name: str) -> None:
         raise Mismatch(f"expects a number of at least 0, got {value}", str(-value), code="out_of_range")
 
 
-def convert_scalar(value: object, hint: Any) -> object:
+def convert_scalar(value: object, hint: object) -> object:
     """A scalar as the chosen alternative wants it: an int for a float, a dtype name as torch.dtype."""
     if hint is float and isinstance(value, int):
         return float(value)
@@ -100,7 +100,7 @@ def convert_scalar(value: object, hint: Any) -> object:
     return value
 
 
-def describe_alternatives(options: tuple[Any, ...]) -> str:
+def describe_alternatives(options: tuple[object, ...]) -> str:
     """The alternatives in words, for "expects ..."."""
     words: list[str] = []
     for option in options:
@@ -109,7 +109,7 @@ def describe_alternatives(options: tuple[Any, ...]) -> str:
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
 
 
-def _type_names(hint: Any) -> list[str]:
+def _type_names(hint: object) -> list[str]:
     origin = typing.get_origin(hint) or hint
     if origin is Literal:
         return [format_value(choice) for choice in typing.get_args(hint)]
@@ -141,7 +141,7 @@ def _plural(hint: Any) -> str:
     return names.get(hint) or f"{describe_alternatives(members(hint))}"
 
 
-def _mismatch(value: object, options: tuple[Any, ...]) -> Mismatch:
+def _mismatch(value: object, options: tuple[object, ...]) -> Mismatch:
     got = f"'{value}'" if isinstance(value, str) else format_value(value)
     is_choice = any(typing.get_origin(option) is Literal for option in options)
     message, code = (
@@ -151,7 +151,7 @@ def _mismatch(value: object, options: tuple[Any, ...]) -> Mismatch:
     return Mismatch(message, _correction(value, options), code=code)
 
 
-def _correction(value: object, options: tuple[Any, ...]) -> str | None:
+def _correction(value: object, options: tuple[object, ...]) -> str | None:
     """Return the probable intention, as text after `key=`."""
     choices = [choice for o in options if typing.get_origin(o) is Literal for choice in typing.get_args(o)]
     if choices:
@@ -188,7 +188,7 @@ _ON = ("true", "yes", "on", "auto")
 _OFF = ("none", "off", "never", "false", "no")
 
 
-def _choice(value: object, choices: list[Any], nothing: bool) -> str | None:
+def _choice(value: object, choices: list[object], nothing: bool) -> str | None:
     """Return the most similar choice. For booleans: the choice that disables, or the first that does not."""
     off = [format_value(choice) for choice in choices if str(choice).lower() in _OFF] + ["null"] * nothing
     if value is None or value is False or str(value).lower() in _OFF:

@@ -56,13 +56,13 @@ def signature(target: Callable[..., Any]) -> Signature:
     return Signature(parameters, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspected.parameters.values()))
 
 
-def returned(target: Callable[..., Any]) -> Any:
+def returned(target: Callable[..., object]) -> Any:
     """Return the annotated return type of a function, or Any without an annotation."""
     annotation = getattr(target, "__annotations__", {}).get("return", inspect.Parameter.empty)
     return _hints(target, {"return": annotation}, sys.modules[target.__module__])["return"]
 
 
-def _field(field: dataclasses.Field[Any], hint: Any) -> Parameter:
+def _field(field: dataclasses.Field[object], hint: object) -> Parameter:
     if field.default is not dataclasses.MISSING:
         return Parameter(field.name, hint, field.default)
     if field.default_factory is not dataclasses.MISSING:
@@ -70,7 +70,7 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Parameter:
     return Parameter(field.name, hint, REQUIRED)
 
 
-def _hints(owner: Any, raw: dict[str, Any], module: types.ModuleType) -> dict[str, Any]:
+def _hints(owner: object, raw: dict[str, object], module: types.ModuleType) -> dict[str, object]:
     try:
         hints = typing.get_type_hints(owner)
     except Exception:
@@ -78,7 +78,7 @@ def _hints(owner: Any, raw: dict[str, Any], module: types.ModuleType) -> dict[st
     return {name: hints.get(name, _evaluate(annotation, module)) for name, annotation in raw.items()}
 
 
-def _evaluate(annotation: Any, module: types.ModuleType) -> Any:
+def _evaluate(annotation: object, module: types.ModuleType) -> object:
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):
@@ -89,19 +89,19 @@ def _evaluate(annotation: Any, module: types.ModuleType) -> Any:
         return Any
 
 
-def members(hint: Any) -> tuple[Any, ...]:
+def members(hint: object) -> tuple[Any, ...]:
     """Return the alternatives of a union, or the hint alone."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)
 
 
-def dataclass_members(hint: Any) -> list[type]:
+def dataclass_members(hint: object) -> list[type]:
     """The dataclasses among the alternatives."""
     return [m for m in members(hint) if isinstance(m, type) and dataclasses.is_dataclass(m)]
 
 
-def protocol_members(hint: Any) -> dict[type, frozenset[str]]:
+def protocol_members(hint: object) -> dict[type, frozenset[str]]:
     """The protocols among the alternatives, and the names that whatever satisfies one must have."""
     protocols = [m for m in members(hint) if isinstance(m, type) and getattr(m, "_is_protocol", False)]
     return {protocol: frozenset(_protocol_names(protocol)) for protocol in protocols}
@@ -120,7 +120,7 @@ def wraps_functions(node: str) -> Callable[[type], type]:
     return remember
 
 
-def wrapper_of(target: Callable[..., Any], hint: Any) -> str | None:
+def wrapper_of(target: Callable[..., object], hint: object) -> str | None:
     """Return the wrapper that turns a plain function into a node of type `hint`. None if `target` is not a function."""
     protocols = protocol_members(hint)
     made = returned(target) if isinstance(target, types.FunctionType) else target
@@ -131,7 +131,7 @@ def wrapper_of(target: Callable[..., Any], hint: Any) -> str | None:
     return wrapper_for(hint)
 
 
-def wrapper_for(hint: Any) -> str | None:
+def wrapper_for(hint: object) -> str | None:
     """Return the wrapper that turns any plain function into a node of type `hint`, or None."""
     return next((_WRAPPERS[protocol] for protocol in protocol_members(hint) if protocol in _WRAPPERS), None)
 
@@ -143,7 +143,7 @@ def _protocol_names(protocol: type) -> Iterator[str]:
             yield from (name for name in names if name == "__call__" or not name.startswith("_"))
 
 
-def holds_named_nodes(hint: Any) -> bool:
+def holds_named_nodes(hint: object) -> bool:
     """Whether the annotation is a dict of nodes."""
     arguments = typing.get_args(hint)
     return typing.get_origin(hint) is dict and bool(dataclass_members(arguments[1]) or protocol_members(arguments[1]))
@@ -168,7 +168,7 @@ def _is_abstract(member: object) -> bool:
     return bool(getattr(member, "__isabstractmethod__", False))
 
 
-def keys(target: Callable[..., Any], prefix: str = "") -> Iterator[str]:
+def keys(target: Callable[..., object], prefix: str = "") -> Iterator[str]:
     """Every dotted key that `target` accepts, following fields that name exactly one dataclass."""
     for name, parameter in signature(target).parameters.items():
         yield prefix + name

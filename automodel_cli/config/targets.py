@@ -39,7 +39,7 @@ def inside(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-def resolve(path: object, trust: Sequence[str] = ()) -> Callable[..., Any]:
+def resolve(path: object, trust: Sequence[str] = ()) -> Callable[..., object]:
     """The class (or, in a package named by --trust-package, the function) that `path` names.
 
     Raises ConfigError if the text or the object is outside the allow-list, if it does not exist, or if a config cannot

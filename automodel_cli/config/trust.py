@@ -68,17 +68,17 @@ class _Danger:
     when: Callable[[Any], bool]
 
 
-def executes_code(word: str, what: str, when: Callable[[Any], bool] = bool) -> dict[str, Any]:
+def executes_code(word: str, what: str, when: Callable[[Any], bool] = bool) -> dict[str, object]:
     """Metadata of a field that executes code if `when(value)`. `what` completes "KEY=VALUE ..."."""
     return {_KEY: _Danger(word, what, when)}
 
 
-def imports() -> dict[str, Any]:
+def imports() -> dict[str, object]:
     """Metadata of a field that holds import paths (one, or a list of them)."""
     return {_KEY: _Danger(None, "", bool)}
 
 
-def needs(target: object, name: str, key: str, value: Any) -> list[Need]:
+def needs(target: object, name: str, key: str, value: object) -> list[Need]:
     """Return the code that the field `name` of the config node `target` executes with `value`. `key` is its config
     key."""
     if not (isinstance(target, type) and dataclasses.is_dataclass(target)):

@@ -31,7 +31,7 @@ class BoundTarget:
     target: Callable[..., Any]
     partial: bool
     signature: schema.Signature
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, object] = field(default_factory=dict)
     clean: bool = True
 
 
@@ -101,7 +101,7 @@ class Binder:
         self.arguments(node, value)
         return node
 
-    def arguments(self, node: BoundTarget, value: dict[str, Any]) -> None:
+    def arguments(self, node: BoundTarget, value: dict[str, object]) -> None:
         parameters = node.signature.parameters
         for name, parameter in parameters.items():
             self.known[join(node.key, name)] = None
@@ -145,7 +145,7 @@ class Binder:
             self.add("untrusted_code", key, message, f"{need.option}   (if you trust it)")
         return True
 
-    def value(self, value: object, hint: Any, key: str) -> Any:
+    def value(self, value: object, hint: object, key: str) -> Any:
         """Convert one value, or report it and return `WRONG`."""
         if key in self.reported:
             return WRONG
@@ -160,7 +160,7 @@ class Binder:
             self.add(mismatch.code, at, f"{at} {mismatch.message}", fix)
             return WRONG
 
-    def converted(self, value: object, hint: Any, key: str) -> Any:
+    def converted(self, value: object, hint: object, key: str) -> object:
         if isinstance(value, dict) and ("_target_" in value or "_partial_" in value):
             return self.targeted(value, hint, key)
         if isinstance(value, dict) and len(nodes := schema.dataclass_members(hint)) == 1:
@@ -187,7 +187,7 @@ class Binder:
         scalar_conversion.check_number(value, chosen, key.rpartition(".")[2])
         return scalar_conversion.convert_scalar(value, chosen)
 
-    def sequence(self, value: list[Any], hint: Any, key: str) -> Any:
+    def sequence(self, value: list[object], hint: object, key: str) -> object:
         arguments = typing.get_args(hint)
         is_tuple = (typing.get_origin(hint) or hint) is tuple
         inner: list[Any] = [arguments[0] if arguments else Any] * len(value)
@@ -200,7 +200,7 @@ class Binder:
         items = [self.value(item, h, f"{key}.{i}") for i, (item, h) in enumerate(zip(value, inner, strict=True))]
         return tuple(items) if is_tuple else items
 
-    def targeted(self, value: dict[str, Any], hint: Any, key: str) -> Any:
+    def targeted(self, value: dict[str, object], hint: object, key: str) -> object:
         """Check a node with its own `_target_`: bind it, and require a class that the annotation allows."""
         nodes = schema.dataclass_members(hint)
         if "_target_" not in value and len(nodes) != 1:
@@ -212,7 +212,7 @@ class Binder:
         self.check_kind(node, hint, value)
         return node
 
-    def refuse_bare_function(self, value: dict[str, Any], hint: Any, key: str) -> None:
+    def refuse_bare_function(self, value: dict[str, object], hint: object, key: str) -> None:
         """Check a function in place of a node, and suggest its wrapper. Keys that the wrapper has (weights) stay with
         it, the others are arguments of the function."""
         if value.get("_partial_"):
@@ -229,7 +229,7 @@ class Binder:
             message = f"must not be a bare function: {name} would be called when the config is read"
             raise scalar_conversion.Mismatch(message, f"'{node}'", code="invalid_target")
 
-    def check_kind(self, node: BoundTarget, hint: Any, value: dict[str, Any]) -> None:
+    def check_kind(self, node: BoundTarget, hint: Any, value: dict[str, object]) -> None:
         """Report a target that returns none of the alternatives and lacks methods of a protocol among them. Inherited
         abstract methods count as missing."""
         protocols = schema.protocol_members(hint)
@@ -255,7 +255,7 @@ class Binder:
             message += f", which lacks {', '.join(lacking[nearest])} of {nearest.__module__}"
         raise scalar_conversion.Mismatch(message, code="invalid_target")
 
-    def report_missing(self, key: str, hint: Any) -> None:
+    def report_missing(self, key: str, hint: object) -> None:
         kind = scalar_conversion.describe_alternatives(schema.members(hint)) if hint is not Any else "a value"
         where = self.composed.nearest_origin(key)
         message = f"{key} is missing: expects {kind}"

@@ -11,7 +11,6 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -23,7 +22,7 @@ MAX_DEPTH = 40
 MAX_NODES = 20_000
 MAX_FILES = 3_000
 MAX_CHARACTERS = 1 << 20
-_PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # missing if PyYAML was built without libyaml
+_PARSER: object = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # missing if PyYAML was built without libyaml
 _WORD = re.compile(r"[\w.\-\[\]]+")
 _OPEN, _CLOSE = "[{(", "]})"
 
@@ -61,7 +60,7 @@ def check_file(path: Path) -> None:
             raise _refused("invalid_yaml", path, line, what) from None
 
 
-def _count(path: Path, text: str, parser: Any) -> None:
+def _count(path: Path, text: str, parser: object) -> None:
     """Walk the events of the parser, which neither recurses nor expands anything."""
     sizes: dict[str, int] = {}
     stack = [_Open(None)]
@@ -113,7 +112,7 @@ def check_override(text: str) -> None:
         raise ConfigError(f"{text[:24]}... {what}", code="limit_exceeded", origin="command line", fix=fix)
 
 
-def too_large(raw: dict[str, Any]) -> str | None:
+def too_large(raw: dict[str, object]) -> str | None:
     """Return the first key whose interpolations expand to more than MAX_CHARACTERS or nest deeper than MAX_DEPTH. None
     if there is none.
 
@@ -121,7 +120,7 @@ def too_large(raw: dict[str, Any]) -> str | None:
     """
     sizes: dict[str, int] = {}
 
-    def size(value: Any, key: str, depth: int) -> int:
+    def size(value: object, key: str, depth: int) -> int:
         if depth > MAX_DEPTH:
             return MAX_CHARACTERS + 1
         if isinstance(value, dict):
@@ -137,7 +136,7 @@ def too_large(raw: dict[str, Any]) -> str | None:
                 total += of_key(name, target, depth + 1)
         return total
 
-    def of_key(key: str, value: Any, depth: int) -> int:
+    def of_key(key: str, value: object, depth: int) -> int:
         if key not in sizes:
             sizes[key] = 0  # a circle, which the resolution itself names
             sizes[key] = min(size(value, key, depth), MAX_CHARACTERS + 1)
@@ -155,7 +154,7 @@ def _absolute(word: str, key: str) -> str:
     return ".".join([*parents, *rest.split(".")])
 
 
-def _find(tree: Any, name: str) -> tuple[bool, Any]:
+def _find(tree: object, name: str) -> tuple[bool, object]:
     for part in name.split("."):
         if isinstance(tree, dict) and part in tree:
             tree = tree[part]

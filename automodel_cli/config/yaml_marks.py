@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf._utils import get_yaml_loader  # the one private name: it is the loader that Hydra uses
@@ -120,5 +119,5 @@ def _mark(key: str, node: yaml.Node, line: int) -> Mark:
     return Mark(key, line) if why is None else Mark(key, line, f"{key}: {why[0]}", f"{key}={why[1]}")
 
 
-def _join(prefix: str, key: Any) -> str:
+def _join(prefix: str, key: object) -> str:
     return f"{prefix}.{key}" if prefix else str(key)

@@ -182,7 +182,7 @@ class DataConfig:
                 keys=tuple(given),
                 fix="data.path=train.jsonl",
             )
-        single: dict[str, Any] = {
+        single: dict[str, object] = {
             "name": None,
             "revision": None,
             "split": "train",

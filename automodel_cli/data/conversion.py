@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from automodel_cli.data.token_files import megatron, nanogpt
 from automodel_cli.data.token_files.reader import open_token_file
 from automodel_cli.data.token_files.token_file import SUFFIX
 from automodel_cli.data.tokenized import encode_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROWS = (".jsonl", ".parquet", ".arrow")
 _BATCH = 1024
@@ -118,7 +121,7 @@ def _checked(source: Source) -> Iterator[dict[str, Any]]:
 
 
 def _documents(
-    source: Source, tokenizer: Any, column: str, append_eos: bool
+    source: Source, tokenizer: PreTrainedTokenizerBase, column: str, append_eos: bool
 ) -> tuple[Iterable[np.ndarray], np.dtype | None]:
     """Return the tokens of each document, and the dtype of token files."""
     if isinstance(source, TokenSource):
@@ -131,7 +134,7 @@ def _documents(
 
 
 def _encoded(
-    rows: Iterator[dict[str, Any]], name: str, tokenizer: Any, column: str, end: list[int]
+    rows: Iterator[dict[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase, column: str, end: list[int]
 ) -> Iterator[np.ndarray]:
     while batch := list(itertools.islice(rows, _BATCH)):
         texts = [row[column] for row in batch if isinstance(row.get(column), str)]
@@ -147,7 +150,7 @@ def _encoded(
 
 
 def _write_tokens(
-    path: Path, documents: Iterable[np.ndarray], layout: str, tokenizer: Any, dtype: np.dtype | None
+    path: Path, documents: Iterable[np.ndarray], layout: str, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype | None
 ) -> tuple[int, int]:
     fits = len(tokenizer) <= 2**16 if dtype is None else dtype.itemsize <= 2
     if layout == "megatron":
@@ -162,7 +165,7 @@ def _write_tokens(
     return nanogpt.write(path, documents, between[0], np.dtype("uint16" if fits else "uint32"))
 
 
-def _rows(source: Source, tokenizer: Any, column: str) -> Iterator[dict[str, Any]]:
+def _rows(source: Source, tokenizer: PreTrainedTokenizerBase, column: str) -> Iterator[dict[str, Any]]:
     if not isinstance(source, TokenSource):
         yield from _checked(source)
         return

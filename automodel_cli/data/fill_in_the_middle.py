@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xxhash
@@ -18,6 +18,9 @@ import xxhash
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.config.value_checks import check_range
 from automodel_cli.data.tokenized import encode_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Mode = Literal["psm", "spm", "joint"]
 CONVENTIONS: tuple[tuple[str, str, str, str | None], ...] = (
@@ -64,7 +67,7 @@ class FillInTheMiddle:
                 fix="data.fill_in_the_middle='{prefix_token: <PRE>, suffix_token: <SUF>, middle_token: <MID>}'",
             )
 
-    def resolve(self, tokenizer: Any, max_tokens: int | None) -> InfillSpec:
+    def resolve(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None) -> InfillSpec:
         """Return the settings with token ids. Raises ConfigError if the tokenizer lacks the tokens.
 
         Args:
@@ -135,7 +138,7 @@ class InfillSpec:
         return np.concatenate(ordered).astype(np.int32)
 
 
-def anchored(tokenizer: Any, spec: InfillSpec) -> bool:
+def anchored(tokenizer: object, spec: InfillSpec) -> bool:
     """Return whether parts must be tokenized after a token, so that no space is added in front of them.
 
     Raises ConfigError if a space is added there too, because the parts could not be joined again.
@@ -158,7 +161,7 @@ def _begins_with_x(tokenizer: Any, ids: np.ndarray) -> bool:
     return bool(len(ids)) and str(tokenizer.convert_ids_to_tokens(int(ids[0]))).startswith("x")
 
 
-def after_anchor(tokenizer: Any, spec: InfillSpec, parts: Sequence[str]) -> list[Any]:
+def after_anchor(tokenizer: object, spec: InfillSpec, parts: Sequence[str]) -> list[Any]:
     """Return the tokens of parts of a text as they are after a token."""
     return [ids[1:] for ids in encode_texts(tokenizer, [spec.anchor + part for part in parts])]
 
@@ -173,7 +176,7 @@ def refuse_infill(name: str, what: str) -> DataError:
     )
 
 
-def infill_policy_error(tokenizer: Any, policy: str) -> ConfigError:
+def infill_policy_error(tokenizer: PreTrainedTokenizerBase, policy: str) -> ConfigError:
     """Return the error for a tokenizer whose parts follow a token, and special tokens in text that stay text."""
     return ConfigError(
         f"special_tokens_policy={policy} is not supported with fill_in_the_middle and {type(tokenizer).__name__}, "

@@ -25,7 +25,7 @@ MAX_ROW = 256 << 20
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> object:
     """The value of a JSON text. Raises RowError (`not_json`, `too_deep`, `long_number`, `lone_surrogate`)."""
     try:
         value = json.loads(text)
@@ -39,7 +39,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def check_value(value: Any, text: str) -> None:
+def check_value(value: object, text: str) -> None:
     """Raise RowError for valid JSON that tokenizers cannot process. `text` is the JSON, to skip most traversals."""
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise too_deep(text)
@@ -64,7 +64,7 @@ def long_number(text: str) -> RowError:
     return RowError("long_number", "an integer has more than 4,300 digits", raw=text, fix=fix)
 
 
-def _depth(value: Any) -> int:
+def _depth(value: object) -> int:
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -73,7 +73,7 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _lone_surrogate(value: Any, place: str) -> tuple[str, str] | None:
+def _lone_surrogate(value: object, place: str) -> tuple[str, str] | None:
     """Return path and text of a lone surrogate. A pair of escaped halves is already one character here."""
     if isinstance(value, str):
         half = SURROGATE.search(value)
@@ -173,6 +173,6 @@ def not_an_object(row: Any, text: str) -> RowError:
     return RowError("not_an_object", f"the row is {_json_type(row)}, but must be an object with columns", raw=text)
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: object) -> str:
     names = {list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)

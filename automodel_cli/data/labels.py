@@ -38,7 +38,7 @@ class LabelSpec:
         """Whether a target is the index of a class."""
         return self.problem == "single_label_classification"
 
-    def target(self, value: Any, column: str) -> tuple[float, ...]:
+    def target(self, value: object, column: str) -> tuple[float, ...]:
         """Return the target of a label. Raises RowError with the value and the allowed ones."""
         if self.problem == "regression":
             return self._numbers(value, column)
@@ -46,7 +46,7 @@ class LabelSpec:
             return (float(self.index(value, column)),)
         return self._several(value, column)
 
-    def index(self, value: Any, column: str) -> int:
+    def index(self, value: object, column: str) -> int:
         """Return the output that a name or an index stands for."""
         if str(value) in self.names:
             return self.names.index(str(value))
@@ -70,7 +70,7 @@ class LabelSpec:
             fix="correct the label, or add it to objective.labels",
         )
 
-    def _several(self, value: Any, column: str) -> tuple[float, ...]:
+    def _several(self, value: object, column: str) -> tuple[float, ...]:
         if isinstance(value, dict):
             value = [name for name, holds in value.items() if holds]
         if not isinstance(value, list | tuple):

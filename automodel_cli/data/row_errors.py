@@ -23,7 +23,7 @@ class RowError(Exception):
         super().__init__(message)
         self.code, self.message, self.fix, self.raw = code, message, fix, raw
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Keep keyword arguments when a worker process sends the error."""
         return _row_error, (self.code, self.message, self.fix, self.raw)
 
@@ -32,7 +32,7 @@ def _row_error(code: str, message: str, fix: str | None, raw: str | None) -> Row
     return RowError(code, message, fix=fix, raw=raw)
 
 
-def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def attempt(function: Callable[..., Any], *args: object, **options: object) -> Any:
     """Return the result or the RowError as a value, so that the other rows of a batch are processed."""
     try:
         return function(*args, **options)
@@ -49,7 +49,7 @@ def without_nulls(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return _without_nulls(row) if isinstance(row, TableRow) else row
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

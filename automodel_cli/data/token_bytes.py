@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from automodel_cli.config.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def token_bytes(tokenizer: Any, size: int) -> np.ndarray:
+def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> np.ndarray:
     """Return the number of bytes of each token id, int64 of shape (max(size, vocabulary),). 0 for ids without a token.
 
     Args:
@@ -39,7 +42,7 @@ def token_bytes(tokenizer: Any, size: int) -> np.ndarray:
     return counts
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     if not tokenizer.is_fast:
         return False
     decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
@@ -55,7 +58,7 @@ def _num_bytes(token: str, byte_level: bool) -> int:
 _SAMPLES = ("The cat sat on the mat.\n    return x[0] == 'A'\n", "Größe, naïve, 東京 🙂")
 
 
-def _check(tokenizer: Any, counts: np.ndarray, samples: Sequence[str] = _SAMPLES) -> None:
+def _check(tokenizer: PreTrainedTokenizerBase, counts: np.ndarray, samples: Sequence[str] = _SAMPLES) -> None:
     """Raise ConfigError if the counts of a sample text do not sum to its bytes. A space may be added in front."""
     for text in samples:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_OPTIONS = {"return_attention_mask": False, "verbose": False}
 
@@ -55,7 +58,7 @@ def split_documents(item: Encoded | Unrolled) -> tuple[Encoded, ...]:
     return item.documents if isinstance(item, Unrolled) else (item,)
 
 
-def pad_or_eos(tokenizer: Any) -> int | None:
+def pad_or_eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the padding token of a tokenizer, else its EOS, else None."""
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), None)
 

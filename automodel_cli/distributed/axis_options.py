@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,7 @@ class AxisOptions:
         expert_dispatch: "all_to_all" or "deepep".
     """
 
-    tp_plan: Any = None
+    tp_plan: object = None
     sequence_parallel: bool = False
     async_tensor_parallel: bool = False
     ring: bool = False

@@ -6,8 +6,6 @@ slower, and no error shows it. The table (`expected.py`) makes the loss visible.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -77,7 +75,7 @@ def check_coverage(part: nn.Module, family: str, *, by_name: bool) -> None:
     warn("fusion_lost", "%s", text)
 
 
-def family_of(part: Any) -> str:
+def family_of(part: nn.Module) -> str:
     """Return `model_type` of the transformers model in a part, or "" if there is none."""
     for module in part.modules():
         config = vars(module).get("config")

@@ -21,7 +21,7 @@ class StoreTalk:
     """
 
     def __init__(self, store: dist.Store):
-        self._requests: SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]]] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[Callable[[dist.Store], object], Future[object]]] = SimpleQueue()
         self._last: Future[Any] | None = None
         threading.Thread(target=self._work, args=(store,), name="store-talk", daemon=True).start()
 
@@ -38,7 +38,7 @@ class StoreTalk:
             return None
         return response
 
-    def _put(self, request: Callable[[dist.Store], Any]) -> Future[Any]:
+    def _put(self, request: Callable[[dist.Store], object]) -> Future[Any]:
         response: Future[Any] = Future()
         self._last = response
         self._requests.put((request, response))

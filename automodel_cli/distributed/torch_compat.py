@@ -35,11 +35,11 @@ def compiled(function: Callable[..., Any], backend: str, began: Callable[[], Non
     return torch.compile(function, backend=counted_backend(backend, began), dynamic=False)
 
 
-def counted_backend(backend: str, began: Callable[[], None]) -> Callable[..., Any]:
+def counted_backend(backend: str, began: Callable[[], None]) -> Callable[..., object]:
     """Return the compiler backend of this name. `began()` is called for every graph."""
     make = torch._dynamo.lookup_backend(backend)
 
-    def counted(graph: Any, inputs: Any, **options: Any) -> Any:
+    def counted(graph: Any, inputs: Any, **options: object) -> Any:
         began()
         return make(graph, inputs, **options)
 

@@ -35,7 +35,7 @@ class Collectives:
         self.ends: dict[int, float] = {}
         self._awaited = False  # whether somebody takes the time of this one's wait; else it ends where it began
 
-    def ran(self, name: str, args: Any, kwargs: Any, out: Any, *, counting: bool) -> None:
+    def ran(self, name: str, args: Any, kwargs: object, out: object, *, counting: bool) -> None:
         """An operator of c10d has been called. `name` without its namespace."""
         if name == "wait_tensor":
             self.clock.wait(self.clock.stream, self.ends.pop(torch_compat.storage_key(args[0]), 0.0))

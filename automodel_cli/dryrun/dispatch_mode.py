@@ -114,7 +114,7 @@ class TracedRank(TorchDispatchMode):
         self.clock.host_waits(until)
         self.counts.sync(what, code_line(3))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if any(torch_compat.is_dtensor(kind) for kind in types):
             return NotImplemented
@@ -173,7 +173,7 @@ class TracedRank(TorchDispatchMode):
             self.synchronised("copy to host")
         return True
 
-    def _scalar(self, func: Any, args: Any) -> Any:
+    def _scalar(self, func: Any, args: Any) -> object:
         tensor = args[0]
         if func is _aten._local_scalar_dense.default:
             if _is_cuda(tensor):
@@ -197,7 +197,7 @@ class TracedRank(TorchDispatchMode):
 
         return tolist
 
-    def _really(self, func: Any, flat: Sequence[Any], spec: Any) -> Any:
+    def _really(self, func: Any, flat: Sequence[Any], spec: Any) -> object:
         """The operator on the real twins, on the CPU."""
         host = torch.device("cpu")
         values = [
@@ -209,7 +209,7 @@ class TracedRank(TorchDispatchMode):
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
-    def _wrapped(self, real: Any, like: Sequence[Tensor]) -> Any:
+    def _wrapped(self, real: object, like: Sequence[Tensor]) -> Any:
         """Fake tensors of the shape that the real result turned out to have."""
         device = CUDA if any(_is_cuda(t) for t in like) else torch.device("cpu")
 
@@ -237,7 +237,7 @@ class TracedRank(TorchDispatchMode):
         return found
 
     def _keep_integers(
-        self, func: Any, args: Any, flat: Sequence[Any], spec: Any, outs: Sequence[Tensor], known: bool
+        self, func: object, args: Any, flat: Sequence[Any], spec: object, outs: Sequence[Tensor], known: bool
     ) -> None:
         if func in _CHOOSES and len(outs) == 2 and _is_cuda(outs[1]):
             along = args[2] if func is _aten.topk.default and len(args) > 2 else -1
@@ -282,7 +282,7 @@ class TracedRank(TorchDispatchMode):
             self.counts.warm.flops += work
             self.counts.warm.seconds += took
 
-    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> object:
         out = func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
         for t in tree_flatten(out)[0]:

@@ -51,7 +51,7 @@ class Estimate(StepTime):
         seconds = sum(rank.step_kernel_seconds for rank in self.ranks)
         return flops / self.gpu.peak_bf16 / seconds if seconds else 0.0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Memory and collectives of the heaviest rank; of the counts the largest of all traced ranks."""
         heaviest = self.heaviest
         return {

@@ -39,7 +39,7 @@ class _Timed:
 class _Event(_Timed):
     device = CUDA
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: object, **__: object):
         self.time = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -62,7 +62,7 @@ class _Event(_Timed):
 class _Stream(_Timed):
     device, device_index, device_type, priority = CUDA, 0, 1, 0
 
-    def __init__(self, *_: Any, number: int | None = None, **__: Any):
+    def __init__(self, *_: object, number: int | None = None, **__: object):
         self.number = self.stream_id = next(_numbers) if number is None else number
 
     def wait_stream(self, other: Any) -> None:
@@ -71,7 +71,7 @@ class _Stream(_Timed):
     def wait_event(self, event: Any) -> None:
         self.clock.wait(self.number, event.time)
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: Any = None) -> object:
         event = event or _Event()
         event.record(self)
         return event
@@ -113,7 +113,7 @@ class _Entered(_Timed):
 
 
 class _Device:
-    def __init__(self, *_: Any):
+    def __init__(self, *_: object):
         pass
 
     def __enter__(self) -> None:
@@ -123,15 +123,15 @@ class _Device:
         pass
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _nothing(*_: object, **__: object) -> None:
     pass
 
 
-def _zero(*_: Any, **__: Any) -> int:
+def _zero(*_: object, **__: object) -> int:
     return 0
 
 
-def _true(*_: Any, **__: Any) -> bool:
+def _true(*_: object, **__: object) -> bool:
     return True
 
 

@@ -28,7 +28,7 @@ class Tried:
     found: Estimate | None
     failed: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         known = {} if self.found is None else self.found.to_json()
         kept = {key: known[key] for key in ("peak_gib", "fits", "step_seconds", "tokens_per_second_per_gpu") if known}
         return {"overrides": list(self.change.overrides), "same_training": self.change.same_training, **kept}
@@ -40,7 +40,7 @@ def try_changes(
     """The dry runs of at most `number` changes that plans choose for `gpu`, best first: what fits before what does not,
     what trains the same before what does not, then the fastest."""
 
-    def with_overrides(more: Sequence[str]) -> Any:
+    def with_overrides(more: Sequence[str]) -> object:
         return load(replace(request, overrides=(*request.overrides, *more)))
 
     _, found = plan_changes(recipe, with_overrides, request.num_gpus)

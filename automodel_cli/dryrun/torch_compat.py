@@ -64,10 +64,10 @@ class BackwardOf:
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end)
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self, *_: object) -> None:
         self._began = torch._C._autograd._get_sequence_nr()
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, *_: object) -> None:
         assert self._began is not None, "hooks come in pairs"
         self._spans.append((self._began, torch._C._autograd._get_sequence_nr()))
         self._began = None
@@ -120,7 +120,7 @@ def _grouped_products_of_8_bits_have_a_shape() -> None:
     if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_grouped_mm_v2", "Meta"):
         return
 
-    def shape_of(a: Tensor, b: Tensor, scale_a: Any, _a: Any, _b: Any, scale_b: Any, *rest: Any) -> Tensor:
+    def shape_of(a: Tensor, b: Tensor, scale_a: Any, _a: object, _b: object, scale_b: Any, *rest: Any) -> Tensor:
         return torch._scaled_grouped_mm(a, b, scale_a[0], scale_b[0], rest[2], out_dtype=torch.bfloat16)
 
     _ATEN.impl("_scaled_grouped_mm_v2", shape_of, "Meta")
@@ -138,7 +138,7 @@ def start_group(rank: int, world_size: int) -> None:
 def _meta_in_cpp(cuda: torch.device) -> None:
     make = torch.Tensor._make_subclass
 
-    def make_subclass(cls: Any, elem: Any, require_grad: bool = False, **keywords: Any) -> Any:
+    def make_subclass(cls: Any, elem: Any, require_grad: bool = False, **keywords: Any) -> object:
         if cls is FakeTensor:
             keywords.pop("dispatch_device", None)
             keywords.pop("device_for_backend_keys", None)
@@ -147,7 +147,7 @@ def _meta_in_cpp(cuda: torch.device) -> None:
     def set_device(tensor: Any, device: torch.device) -> None:
         tensor._fake_device = cuda if device.type in ("meta", "cuda") else device
 
-    patched: list[tuple[Any, str, Any]] = [
+    patched: list[tuple[object, str, object]] = [
         (torch.Tensor, "_make_subclass", staticmethod(make_subclass)),
         # C++ makes gradients and buffers "like" such a tensor on meta: in Python that is cuda again.
         (FakeTensor, "fake_device", property(lambda t: t._fake_device, set_device)),  # 2.11 has a plain attribute
@@ -179,7 +179,7 @@ def _build_on(mode: FakeTensorMode) -> None:
                     return empty(*sizes, **keywords)
             return empty(*sizes, **keywords)
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             return getattr(torch, name)
 
     fsdp: Any = _fsdp_param_group
@@ -189,7 +189,7 @@ def _build_on(mode: FakeTensorMode) -> None:
 def _objects_stay_here() -> None:
     """Every rank is taken to hold what this one holds."""
 
-    def all_gather_object(found: list[Any], mine: Any, group: Any = None) -> None:
+    def all_gather_object(found: list[object], mine: object, group: Any = None) -> None:
         found[:] = [mine] * len(found)
 
     distributed: Any = dist
@@ -200,9 +200,9 @@ def _objects_stay_here() -> None:
 def _meshes_are_real() -> None:
     """Meshes are small real tensors, also where they are sliced while the fake mode is on."""
 
-    def really(method: Callable[..., Any]) -> Callable[..., Any]:
+    def really(method: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(method)
-        def without_fakes(*args: Any, **kwargs: Any) -> Any:
+        def without_fakes(*args: object, **kwargs: object) -> object:
             with unset_fake_temporarily():
                 return method(*args, **kwargs)
 
@@ -228,7 +228,7 @@ def on_resize(seen: Callable[[torch.UntypedStorage], None]) -> Callable[[], None
     undoes it."""
     resize = torch.UntypedStorage.resize_
 
-    def watched(self: torch.UntypedStorage, size: int) -> Any:
+    def watched(self: torch.UntypedStorage, size: int) -> object:
         result = resize(self, size)
         seen(self)
         return result
@@ -241,7 +241,7 @@ def on_resize(seen: Callable[[torch.UntypedStorage], None]) -> Callable[[], None
     return undo
 
 
-def without_shape_inference(aside: Callable[[], AbstractContextManager[Any]]) -> None:
+def without_shape_inference(aside: Callable[[], AbstractContextManager[object]]) -> None:
     """Enter `aside()` while DTensor finds out an operator's shape, which it does on fake tensors of the global shape:
     on ours, as long as they are on."""
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
@@ -250,9 +250,11 @@ def without_shape_inference(aside: Callable[[], AbstractContextManager[Any]]) ->
             setattr(ShardingPropagator, name, _inside(method, aside))
 
 
-def _inside(method: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+def _inside(
+    method: Callable[..., object], context: Callable[[], AbstractContextManager[object]]
+) -> Callable[..., object]:
     @functools.wraps(method)
-    def inside(*args: Any, **kwargs: Any) -> Any:
+    def inside(*args: object, **kwargs: object) -> object:
         with context():
             return method(*args, **kwargs)
 
@@ -277,7 +279,7 @@ def is_dtensor(kind: type) -> bool:
     return issubclass(kind, DTensor)
 
 
-def group_of(arguments: list[Any]) -> dist.ProcessGroup | None:
+def group_of(arguments: list[object]) -> dist.ProcessGroup | None:
     """The group among the flat arguments of a collective operator."""
     for argument in arguments:
         try:
@@ -318,7 +320,7 @@ def on_stage_actions(stage: type[PipelineStage], begin: Callable[[], None], end:
     """Call `begin()` before and `end(kind, index)` after every forward ("F") and backward ("B": whole, "I": of inputs,
     "W": of weights) of a `stage`."""
 
-    def watched(method: Callable[..., Any], kind_of: Callable[[dict[str, Any]], str]) -> Callable[..., Any]:
+    def watched(method: Callable[..., object], kind_of: Callable[[dict[str, object]], str]) -> Callable[..., object]:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             begin()

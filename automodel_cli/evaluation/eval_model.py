@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +25,9 @@ from automodel_cli.run.picture_data import picture_support
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.trainer import Trainer
 from automodel_cli.training.checkpoint.checkpointer import Checkpointer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -45,7 +48,13 @@ class EvalModel:
 
     @classmethod
     def build(
-        cls, label: str, recipe: Recipe, mesh: Mesh, tokenizer: Any, run_dir: Path, checkpoint: Path | None
+        cls,
+        label: str,
+        recipe: Recipe,
+        mesh: Mesh,
+        tokenizer: PreTrainedTokenizerBase,
+        run_dir: Path,
+        checkpoint: Path | None,
     ) -> EvalModel:
         """The model as the recipe begins with it, or with the weights of a checkpoint. Collective."""
         model = Model.build(recipe, mesh)

@@ -95,7 +95,7 @@ def read_lm_eval_scores(folder: Path) -> dict[str, TaskScores]:
     return scores
 
 
-def _item(row: Mapping[str, Any]) -> dict[str, Any]:
+def _item(row: Mapping[str, Any]) -> dict[str, object]:
     question = row["arguments"]["gen_args_0"]["arg_0"]
     responses = row["filtered_resps"]
     item = {"question": question, "answer": row["target"], "responses": [str(response) for response in responses]}

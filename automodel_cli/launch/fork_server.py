@@ -61,14 +61,16 @@ class RankFailure(RuntimeError):
     """At least one rank failed. The message contains output and traceback of each failed rank."""
 
 
-def launch(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120, process_group: bool = True) -> Any:
+def launch(
+    fn: Callable[..., object], world: int, *args: object, timeout: float = 120, process_group: bool = True
+) -> Any:
     """Run `fn(rank, world, *args)` on `world` ranks and return rank 0's result. See `launch_all`."""
     return launch_all(fn, world, *args, timeout=timeout, process_group=process_group)[0]
 
 
 def launch_all(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120, process_group: bool = True
-) -> list[Any]:
+    fn: Callable[..., object], world: int, *args: object, timeout: float = 120, process_group: bool = True
+) -> list[object]:
     """Run `fn(rank, world, *args)` on `world` ranks and return every rank's result, in rank order.
 
     With `process_group`, the default gloo group exists when `fn` starts and is destroyed after it. Without, `fn` has
@@ -151,11 +153,11 @@ def _report(folder: Path, rank: int, code: int | None) -> str:
 
 
 def _rank_main(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     rank: int,
     world: int,
     port: int,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     folder: str,
     timeout: float,
     process_group: bool,
@@ -194,8 +196,8 @@ def _rank_main(
 
 
 def _run(
-    fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], timeout: float, process_group: bool
-) -> Any:
+    fn: Callable[..., object], rank: int, world: int, args: tuple[object, ...], timeout: float, process_group: bool
+) -> object:
     import torch
     import torch.distributed as dist
 

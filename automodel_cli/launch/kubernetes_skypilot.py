@@ -90,7 +90,7 @@ class CloudJob:
     def skypilot(self) -> str:
         """Return a task for `sky jobs launch`. Raises ConfigError for missing options."""
         name, path = self._volume()
-        resources: dict[str, Any] = {"job_recovery": {"max_restarts_on_errors": self.max_requeues}}
+        resources: dict[str, object] = {"job_recovery": {"max_restarts_on_errors": self.max_requeues}}
         if self.gpus_per_node:
             if self.gpu_type is None:
                 raise ConfigError(
@@ -129,7 +129,7 @@ class CloudJob:
         }
         return _dump(task)
 
-    def _job(self, name: str, claim: str, path: str) -> Mapping[str, Any]:
+    def _job(self, name: str, claim: str, path: str) -> Mapping[str, object]:
         """The spec of the one Job: a pod a node."""
         address = f"{name}-node-0-0.{name}"  # jobset-job-index-pod.subdomain
         config = f"{_CONFIG}/{self._file()}"
@@ -216,7 +216,7 @@ class CloudJob:
             variables[name] = value
         return variables
 
-    def _container_env(self, path: str) -> list[dict[str, Any]]:
+    def _container_env(self, path: str) -> list[dict[str, object]]:
         values: list[dict[str, Any]] = [{"name": n, "value": value} for n, value in self._variables(path).items()]
         references = [(n, {"secretKeyRef": {"name": secret, "key": key}}) for n, secret, key in self._secrets()]
         return [*values, *({"name": n, "valueFrom": reference} for n, reference in references)]
@@ -284,5 +284,5 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def _dump(value: Mapping[str, Any]) -> str:
+def _dump(value: Mapping[str, object]) -> str:
     return str(yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, width=10**6))

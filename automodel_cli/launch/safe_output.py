@@ -93,7 +93,7 @@ class _Lasting:
         except OSError as error:
             self._replaced(error)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def _replaced(self, error: OSError) -> bool:

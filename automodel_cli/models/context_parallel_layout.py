@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -155,7 +155,7 @@ class Context:
         whole_BP = lengths.repeat_interleave(lengths).view(self.rows, self.tokens)
         return whole_BP.to(self._local_t.device).index_select(1, self._local_t)
 
-    def local_inputs(self, input_ids_BT: Tensor, position_ids_BT: Tensor) -> dict[str, Any]:
+    def local_inputs(self, input_ids_BT: Tensor, position_ids_BT: Tensor) -> dict[str, object]:
         """Return the model inputs: local tokens, and the context instead of document boundaries."""
         positions_Bt = self.local_positions(position_ids_BT)
         return {"input_ids": self.local(input_ids_BT, 0), "position_ids": positions_Bt, "context": self}

@@ -106,7 +106,7 @@ def _experts(model: nn.Module) -> list[str]:
     ]
 
 
-def _not_experts(model: nn.Module, targets: Any) -> ConfigError:
+def _not_experts(model: nn.Module, targets: object) -> ConfigError:
     return ConfigError(
         f"lora.target_parameters={targets} is not supported because {type(model).__name__} has no fused experts",
         code="not_supported_by_model",
@@ -176,7 +176,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             transformers_compat.local(b).zero_()
 
 
-def take_out(model: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+def take_out(model: nn.Module) -> list[tuple[object, dict[str, object]]]:
     """Remove the adapters from their modules, so that names are the hub's. `put_back` restores them."""
     return [(experts, {name: experts._parameters.pop(name) for name in ADAPTERS}) for _, experts in adapted(model)]
 

@@ -111,7 +111,7 @@ def _taking(held: _CastTensors, layer: nn.Module, tick: Callable[[], None]) -> C
 
 
 def _giving_back(held: _CastTensors) -> Callable[..., None]:
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(module: nn.Module, args: Any, output: object) -> None:
         held.give_back()
 
     return after

@@ -215,7 +215,7 @@ def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
-def matrices_of(name: str, layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
+def matrices_of(name: str, layer: object) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the trained parameters of a wrapped layer, with their names in files of peft."""
     if isinstance(layer, lora_tokens.TokenRows):
         if not layer.is_tied:
@@ -302,7 +302,7 @@ def scale(layer: Any) -> float:
     return factor
 
 
-def delta(layer: Any) -> Tensor:
+def delta(layer: object) -> Tensor:
     """Return the full fp32 update of a wrapped layer. Collective if adapters are sharded."""
     a, b = lora_init.joined(layer)
     # (O, R) x (R, I) -> (O, I).

@@ -26,7 +26,7 @@ _ADAPTER = "default"
 _CHUNK = 2**24  # elements of a weight that are added to its update at a time
 
 
-def has_magnitude(layer: Any) -> bool:
+def has_magnitude(layer: object) -> bool:
     """Return whether a wrapped layer trains the norm of its rows."""
     return bool(len(getattr(layer, "lora_magnitude_vector", ())))
 
@@ -148,7 +148,7 @@ def full_weight(layer: Any) -> Tensor:
 
 
 @torch.no_grad()
-def start(layer: Any) -> None:
+def start(layer: nn.Module) -> None:
     """Set m to the norms of the base weight, as a new adapter has B A = 0. Collective if the weight is sharded."""
     weight = full_weight(layer)
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -158,7 +158,7 @@ def start(layer: Any) -> None:
 
 
 @torch.no_grad()
-def rescaled(merged: Tensor, layer: Any) -> Tensor:
+def rescaled(merged: Tensor, layer: nn.Module) -> Tensor:
     """Return `m / n * (W + s B A)` of the full fp32 sum. Collective if m is sharded."""
     rows = merged.t() if is_transposed(layer) else merged
     factor_O = transformers_compat.full_tensor(magnitude(layer)).to(rows.dtype) / rows.norm(dim=1)

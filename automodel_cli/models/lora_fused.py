@@ -68,7 +68,7 @@ def _siblings(parent: nn.Module, fused: set[int]) -> Iterator[list[nn.Module]]:
             yield members
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_plain(layer: nn.Module) -> bool:
     from peft.tuners.lora.layer import Linear
 
     return type(layer) is Linear and not layer.lora_variant and not layer.fan_in_fan_out
@@ -129,7 +129,7 @@ def _is_readable(linear: Any, x: Tensor) -> bool:
     return of_one_kind and not hooks and linear.bias is None
 
 
-def _is_frozen_linear(base: Any, x: Tensor) -> bool:
+def _is_frozen_linear(base: nn.Module, x: Tensor) -> bool:
     if type(base) not in (nn.Linear, wgrad_fusion.WgradFusedLinear) or base._forward_pre_hooks or base._forward_hooks:
         return False
     params = [param for param in (base.weight, base.bias) if param is not None]
@@ -157,7 +157,7 @@ class _Group:
         self._latest: _Projected | None = None
 
     def down(
-        self, layer: Any, x: Tensor, x_TI: Tensor, gradient: wgrad_fusion.InputGradient | None, shares: bool
+        self, layer: nn.Module, x: Tensor, x_TI: Tensor, gradient: wgrad_fusion.InputGradient | None, shares: bool
     ) -> Tensor:
         """Return `x A^T` of `layer`. Computes it for all layers of the group at the first call."""
         latest = self._latest

@@ -36,7 +36,7 @@ def has_initial(layer: Any) -> bool:
     return _INITIAL in layer.lora_A
 
 
-def add_initial(layers: Mapping[str, Any], config: LoRAConfig) -> None:
+def add_initial(layers: Mapping[str, object], config: LoRAConfig) -> None:
     """Add the frozen matrices A0 and B0 to wrapped layers. Works on the meta device, before sharding.
 
     Raises ConfigError if a rank is too large or odd for the initialization.
@@ -132,7 +132,7 @@ def _params(layer: Any, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
     return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
 
 
-def _fill(layer: Any, adapter: str, matrices: tuple[Tensor, Tensor]) -> None:
+def _fill(layer: object, adapter: str, matrices: tuple[Tensor, Tensor]) -> None:
     for param, full in zip(_params(layer, adapter), matrices, strict=True):
         local = transformers_compat.local(param)
         local.copy_(transformers_compat.local_part(param, full.to(local.dtype)))
@@ -182,7 +182,7 @@ def _of_peft(weight_OI: Tensor, layer: Any, method: str, seed: int) -> tuple[Ten
     return a, b
 
 
-def joined(layer: Any, adapter: str = _ADAPTER) -> tuple[Tensor, Tensor]:
+def joined(layer: object, adapter: str = _ADAPTER) -> tuple[Tensor, Tensor]:
     """Return full A and B whose product is the update: of rank 2 r with initial matrices. Collective if sharded."""
     a, b = (transformers_compat.full_tensor(param) for param in _params(layer, adapter))
     if adapter == _INITIAL or not has_initial(layer):

@@ -132,11 +132,11 @@ def _shortest_ending(name: str, others: Collection[str]) -> str:
     return name
 
 
-def is_transposed(layer: Any) -> bool:
+def is_transposed(layer: object) -> bool:
     """Whether an adapter's base has its weight as `[inputs, outputs]`, like an embedding `[V, D]`."""
     return bool(getattr(layer, "fan_in_fan_out", False)) or is_embedding(layer)
 
 
-def is_embedding(layer: Any) -> bool:
+def is_embedding(layer: object) -> bool:
     """Return whether a wrapped layer is an embedding, whose adapter adds `scale * A[:, id] @ B^T`."""
     return len(getattr(layer, "lora_embedding_A", ())) > 0

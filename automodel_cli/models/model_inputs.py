@@ -38,7 +38,7 @@ def model_inputs_for(ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
     return inputs
 
 
-def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[str, Any]:
+def accepted_by(model: PreTrainedModel, model_inputs: dict[str, object]) -> dict[str, object]:
     """Return the keywords that the base model of this family accepts.
 
     Families without keywords for boundaries isolate documents only if no attention needs them. The packing probe
@@ -53,6 +53,6 @@ def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[st
 
 
 @functools.lru_cache
-def _takes_keywords(forward: Callable[..., Any]) -> bool:
+def _takes_keywords(forward: Callable[..., object]) -> bool:
     parameters = inspect.signature(forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

@@ -175,7 +175,7 @@ class ModelPart(nn.Module):
         width = self.model.config.get_text_config().hidden_size
         self.value_head = ValueHead(width, self.model.dtype, self.model.device, num_outputs)
 
-    def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
+    def hidden(self, local_inputs: dict[str, object]) -> Tensor:
         """Return hidden states `[B, T, D]` of the local tokens (`local_inputs`) after the last layer."""
         return self.run(self.model.base_model, local_inputs)
 
@@ -196,7 +196,7 @@ class ModelPart(nn.Module):
         hidden_BTD: Tensor = output if isinstance(output, Tensor) else output[0]
         return hidden_BTD
 
-    def _shown(self, ids_BT: Tensor, pictures: Pictures, context: Context | None) -> dict[str, Any]:
+    def _shown(self, ids_BT: Tensor, pictures: Pictures, context: Context | None) -> dict[str, object]:
         """Return the keywords of the text model for pictures, of the tokens of this rank. `ids_BT`: of full rows."""
         if self.front is None:
             found = shares.keywords_without_front(self.model.base_model, ids_BT, pictures)

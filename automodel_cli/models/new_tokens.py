@@ -105,7 +105,7 @@ def grow_config(config: ModelConfig, hf_config: PretrainedConfig) -> None:
 
 def grown(
     tensors: dict[str, Any], config: ModelConfig, hf_config: PretrainedConfig, unclaimed: Iterable[str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the lazy tensors of a checkpoint with the rows of new tokens. `hf_config` is the grown config.
 
     Raises ConfigError if a table of the model is not found by its name, or if tensors without a counterpart in the

@@ -294,7 +294,9 @@ def _probe_row(model: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _row_against_documents(model: Any, part: ModelPart, documents: tuple[int, ...], compared: int) -> tuple[float, str]:
+def _row_against_documents(
+    model: nn.Module, part: ModelPart, documents: tuple[int, ...], compared: int
+) -> tuple[float, str]:
     """Return the largest relative difference of the first `compared` tokens, and the first layer that differs.
 
     `model` is the transformers model, `part` has its weights.
@@ -330,7 +332,7 @@ def _layer_outputs(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], li
         (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList()
     )
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
+    def keep(module: nn.Module, args: object, output: Tensor) -> None:
         outputs.append(output[0] if isinstance(output, (tuple, list)) else output)
 
     handles = [layer.register_forward_hook(keep) for layer in layers]

@@ -65,7 +65,7 @@ def compiled(function: Callable[..., Any], backend: str, began: Callable[[], Non
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     run = torch.compile(function, backend=counted_backend(backend, began), fullgraph=True)
 
-    def always(*args: Any) -> Any:
+    def always(*args: object) -> object:
         if eval_frame._stance.stance == "default":
             return run(*args)
         with torch.compiler.set_stance("default"):

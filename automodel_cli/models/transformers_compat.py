@@ -153,7 +153,7 @@ def conversion_mapping(model: PreTrainedModel) -> list[Any]:
     return mapping
 
 
-def register_classes(config: Any, base: Any, causal: Any) -> None:
+def register_classes(config: Any, base: nn.Module, causal: object) -> None:
     """Let the library build `base` and the causal LM `causal` for a config class made at run time.
 
     transformers 5.17 registers no config class whose module is one of the library, even with `exist_ok`.
@@ -189,7 +189,7 @@ class Converted:
 
 
 def convert_into(
-    model: PreTrainedModel, tensors: Mapping[str, Any], mapping: list[Any], dtype: torch.dtype
+    model: PreTrainedModel, tensors: Mapping[str, object], mapping: list[Any], dtype: torch.dtype
 ) -> Converted:
     """Read `tensors` (hub key -> lazy safetensors slice or tensor) into `model`, replacing its parameters.
 
@@ -212,7 +212,7 @@ def convert_into(
     return Converted(frozenset(names - missing), mismatched)
 
 
-def unclaimed_keys(model: PreTrainedModel, mapping: list[Any], keys: Iterable[str]) -> list[str]:
+def unclaimed_keys(model: PreTrainedModel, mapping: list[object], keys: Iterable[str]) -> list[str]:
     """Return the checkpoint keys without a counterpart in the complete `model`, as transformers' loader decides it."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -229,7 +229,7 @@ def unclaimed_keys(model: PreTrainedModel, mapping: list[Any], keys: Iterable[st
     return [key for key in keys if not is_claimed(key)]
 
 
-def settled_transposes(mapping: list[Any], model: nn.Module, tensors: Mapping[str, Any]) -> list[Any]:
+def settled_transposes(mapping: list[Any], model: nn.Module, tensors: Mapping[str, Any]) -> list[object]:
     """Decide now which conversions transpose. The library compares a shard of a tensor with the full parameter.
 
     `model`: the full model. `tensors`: hub key -> lazy safetensors slice or tensor.
@@ -391,7 +391,7 @@ def name_special_tokens(tokenizer: Any, tokens: dict[str, str]) -> None:
     tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
 
 
-def without_video(cls: Any, video_settings: dict[str, Any] | None = None) -> Any:
+def without_video(cls: Any, video_settings: dict[str, object] | None = None) -> Any:
     """Return a processor class without its video part, which needs torchvision.
 
     `save_pretrained` writes `video_settings` as those of the part, so that `AutoProcessor` finds them.
@@ -410,10 +410,10 @@ def without_video(cls: Any, video_settings: dict[str, Any] | None = None) -> Any
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if "video" not in name]
 
-        def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
+        def check_argument_for_proper_class(self, name: str, value: Tensor) -> object:
             return None if value is None else super().check_argument_for_proper_class(name, value)
 
-        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        def save_pretrained(self, save_directory: Any, *args: object, **kwargs: object) -> Any:
             saved = super().save_pretrained(save_directory, *args, **kwargs)
             if video_settings is not None:
                 text = json.dumps(video_settings, indent=2)

@@ -41,7 +41,7 @@ def cut_like(value: Any, param: Any) -> None:
 
 
 @torch.no_grad()
-def compact_shard(tensor: Any) -> Any:
+def compact_shard(tensor: Tensor) -> Any:
     """Return a copy of the shard with separate storage instead of a view into a flat buffer."""
     copy = tensor.detach().clone()
     cut_like(copy, tensor)

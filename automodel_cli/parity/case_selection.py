@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import MeshConfig
@@ -21,7 +20,7 @@ _ATTENTIONS = ("packed", "sdpa", "eager")
 
 
 def choose_cases(
-    wanted: MeshConfig, parallelizer: Strategy, pipeline: PipelineConfig | None, objective: Any
+    wanted: MeshConfig, parallelizer: Strategy, pipeline: PipelineConfig | None, objective: object
 ) -> list[Case]:
     """Return cases for one rank, each axis alone, and the largest combinations on 8 ranks, on packed and padded rows.
 

@@ -100,7 +100,7 @@ class _Names:
 class _Given:
     """Keywords of the composite for a document of a batch, beside its ids."""
 
-    def __init__(self, whole: Any, processor: FamilyProcessor, shown: Sequence[Sequence[list[Any]]]):
+    def __init__(self, whole: nn.Module, processor: FamilyProcessor, shown: Sequence[Sequence[list[object]]]):
         self.whole, self.processor, self.shown = whole, processor, shown
 
     def __call__(self, batch: Batch, number: int, ids_BT: Tensor) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class _Given:
         return inputs_of_document(self.whole, ids_BT, of_batch[number], self.processor)
 
 
-def step_batches(processor: FamilyProcessor, *, packed: bool) -> tuple[list[Batch], list[list[list[Any]]]]:
+def step_batches(processor: FamilyProcessor, *, packed: bool) -> tuple[list[Batch], list[list[list[object]]]]:
     """Return the microbatches of a step, and the pictures of their documents, the document of padding included.
 
     Microbatches 1 and 5 have no picture. Ranks of data parallelism then differ in whether they have one.
@@ -174,7 +174,7 @@ def _run_row(original: PictureOriginal, row: Case) -> Errors | Refused:
     return step_errors(expected, result, known)
 
 
-def _trained_part(whole: Any, model: ModelConfig, row: Case) -> ModelPart:
+def _trained_part(whole: nn.Module, model: ModelConfig, row: Case) -> ModelPart:
     """Return the part of a case, with the weights of the composite and equal adapters on every rank."""
     torch.manual_seed(0)
     part = small_part(whole, lora=row.lora).train()

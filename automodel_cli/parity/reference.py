@@ -63,7 +63,7 @@ Given = Callable[[Batch, int, Tensor], dict[str, Any]]
 """Further keywords of the model for a document: batch, number of the document, ids `[1, T]`."""
 
 
-def _nothing(batch: Batch, number: int, ids_BT: Tensor) -> dict[str, Any]:
+def _nothing(batch: Batch, number: int, ids_BT: Tensor) -> dict[str, object]:
     return {}
 
 

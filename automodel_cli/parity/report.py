@@ -87,7 +87,7 @@ def _in_bounds_units(result: Result) -> str:
     )
 
 
-def as_json(results: Sequence[Result], tolerance: float, *, passed: bool, **more: Any) -> dict[str, Any]:
+def as_json(results: Sequence[Result], tolerance: float, *, passed: bool, **more: Any) -> dict[str, object]:
     """Return JSON. Non-finite differences (a missing gradient) are null; the verdict mentions them."""
     rows = [
         {

@@ -191,7 +191,7 @@ class _Watch(TorchDispatchMode):
             self.kept.add(self._place, storage.nbytes())
         return tensor
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:  # the only dtype that has a meta kernel
             result = func(*(t.bfloat16() for t in args[:2]), *args[2:], **(kwargs or {})).to(args[0].dtype)
         else:

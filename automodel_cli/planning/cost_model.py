@@ -52,7 +52,7 @@ _SDPA = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_a
 _ENDS = 8  # where `_scaled_grouped_mm_v2` has the ends of its groups
 
 
-def launches(func: Any, args: Sequence[Any]) -> bool:
+def launches(func: Any, args: Sequence[object]) -> bool:
     """Return whether a call starts a kernel. One without results and changes makes a note (streams, since torch 2.15),
     and torch skips a copy of a tensor to itself."""
     return (
@@ -112,7 +112,7 @@ def _pairs(name: str, args: Sequence[Any], ends: Ends) -> tuple[float, float]:
 
 
 def num_bytes(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor], device: str = "cuda"
+    func: object, args: Sequence[Any], kwargs: dict[str, object], outs: Sequence[Tensor], device: str = "cuda"
 ) -> int:
     """Read and written on `device`. What an operator works on in place counts as both, unless it is overwritten whole;
     of a table that is looked up, and of what is scattered into, only what is touched; of an expanded tensor, what is
@@ -133,7 +133,7 @@ def num_bytes(
 
 
 def _arguments(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    func: Any, args: Sequence[object], kwargs: dict[str, object]
 ) -> tuple[list[Tensor], list[tuple[Tensor, bool]]]:
     """Tensors that are only read, and those that are written, with whether they are a place for results."""
     read: list[Tensor] = []

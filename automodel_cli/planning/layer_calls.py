@@ -71,7 +71,7 @@ class Calls:
         self.is_inside = False
         """Whether a fused region runs, whose operators are one kernel."""
 
-    def ran(self, place: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def ran(self, place: int, func: object, args: Sequence[object], kwargs: dict[str, object], result: Any) -> None:
         """Count an operator of the forward."""
         if self.is_inside or not cost_model.launches(func, args):
             return
@@ -90,7 +90,7 @@ class Calls:
         weights = (replace(kernel, adds=adds),) if storage is None or self.parameters.get(storage, True) else ()
         self.at[place].append(Call(kernel, (kernel,), weights))
 
-    def _storage(self, value: Any) -> StorageWeakRef | None:
+    def _storage(self, value: object) -> StorageWeakRef | None:
         return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else None
 
     def region(self, place: int, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:

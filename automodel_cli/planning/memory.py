@@ -182,7 +182,7 @@ def sharded_rows(rows: int, shards: int) -> int:
     return -(-rows // shards)
 
 
-def state_rule(optimizer: Any) -> Callable[[TrainableParam, int], float]:
+def state_rule(optimizer: object) -> Callable[[TrainableParam, int], float]:
     """What an optimizer keeps of one parameter, in bytes, of which this rank has a number of elements; nothing of a
     frozen one. A node that does not say it is seen after one step on a small matrix.
     """

@@ -17,7 +17,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any
 
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.planning.goodput import HOURS, Cluster, Goodput, best_interval, simulate
@@ -71,7 +70,7 @@ class ScaleRow:
         """Share of the undisturbed throughput that remains."""
         return self.goodput.kept / self.slowest
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "gpus": self.gpus, "sharding": self.sharding, "fits": self.fits, "peak_gib": self.peak / 2**30,
             "step_seconds": self.time.step_range.times(self.slowest).to_json(), "exposed_communication": self.exposed,

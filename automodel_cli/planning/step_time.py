@@ -57,7 +57,7 @@ class RankTimes:
     data_parallel: int
     model_flops_per_token: float | None
     actions: dict[str, dict[str, dict[str, float]]]
-    pipeline: dict[str, Any] | None
+    pipeline: dict[str, object] | None
     once_seconds: dict[str, float]
     microbatch_seconds: dict[str, float]
     outside_seconds: dict[str, float]
@@ -179,7 +179,7 @@ def _timeline(ranks: Sequence[RankTimes], pipeline: dict[str, Any]) -> Timeline:
     return simulate(program, Costs(tuple(filled("F")), tuple(backward[0]), tuple(backward[1]), hop))
 
 
-def program_to_json(program: Program, weights: Sequence[float]) -> dict[str, Any]:
+def program_to_json(program: Program, weights: Sequence[float]) -> dict[str, object]:
     """Orders of all ranks; pairs that run as one block are written one after the other, as torch runs them."""
     return {
         "schedule": program.schedule,

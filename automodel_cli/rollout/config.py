@@ -420,7 +420,7 @@ class RolloutConfig:
         """Return the environments by name. A single environment is called `environment`."""
         return dict(self.environments) if self.environment is None else {"environment": self.environment}
 
-    def tools_of(self, row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    def tools_of(self, row: Mapping[str, Any]) -> Sequence[dict[str, object]]:
         """Return the tools that the chat template shows for a row: the tools of its environment."""
         if self.environment is not None:
             return self.environment.tools

@@ -140,10 +140,10 @@ class Server:
     def get(self, path: str) -> Any:
         return self.request("GET", path, None)
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def post(self, path: str, body: dict[str, object] | None = None) -> Any:
         return self.request("POST", path, body or {})
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None, *, retries: int | None = None) -> Any:
+    def request(self, method: str, path: str, body: dict[str, object] | None, *, retries: int | None = None) -> Any:
         """Return the JSON of the response, or None if it is empty.
 
         Raises ServerError with the request, the response and the number of attempts.
@@ -166,7 +166,7 @@ class Server:
         status = getattr(last, "code", None)
         raise self._failed("server_unreachable", method, path, reason, retries, status) from last
 
-    def _once(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    def _once(self, method: str, path: str, body: dict[str, object] | None) -> object:
         headers = {"Content-Type": "application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"

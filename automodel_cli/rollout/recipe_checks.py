@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import PolicyObjective, selection_of
@@ -246,7 +246,7 @@ def check_engine(recipe: PolicyRecipe) -> None:
         )
 
 
-CHECKS: tuple[Callable[[PolicyRecipe], Any], ...] = (
+CHECKS: tuple[Callable[[PolicyRecipe], object], ...] = (
     lambda recipe: check_prompt_data(recipe.data),
     check_rollout,
     lambda recipe: check_environment(recipe.rollout, recipe.data, recipe.rewards),

@@ -36,6 +36,8 @@ from automodel_cli.models.tokenizer import tokenizer_node
 from automodel_cli.run.memory.host_memory import available_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from automodel_cli.data.preparation.dataset import PackedDataset
     from automodel_cli.run.model_builder import Model
     from automodel_cli.run.recipe import Recipe
@@ -67,7 +69,7 @@ class Checked:
 def export_and_verify(
     recipe: Recipe,
     model: Model,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     rows: PackedDataset,
     folder: Path,
     summary: str,

@@ -32,7 +32,7 @@ class FakeQuantizationRun(Callback):
     def on_step(self, run: Run, step: int, values: Mapping[str, Number]) -> None:
         self._switch(step)
 
-    def on_checkpoint(self, run: Run, step: int) -> Any:
+    def on_checkpoint(self, run: Run, step: int) -> object:
         return self._losses
 
     def measure(self, when: str) -> None:

@@ -44,21 +44,21 @@ def make_loader(recipe: Recipe, train: Any, mesh: Mesh) -> Any:
     )
 
 
-def prepared_for(device: torch.device) -> Callable[[Any], Any] | None:
+def prepared_for(device: torch.device) -> Callable[[object], object] | None:
     """Return the function that pins batches in the loader's thread. None on a CPU, which needs no pinned memory."""
     return on_this_device(_pinned) if device.type == "cuda" else None
 
 
-def _gathered(value: Any, mesh: Mesh) -> list[Any]:
+def _gathered(value: object, mesh: Mesh) -> list[object]:
     """Return the objects of all data-parallel ranks. Collective."""
     found: list[Any] = [None] * mesh.dp_size
     dist.all_gather_object(found, value, group=mesh.dp.get_group())
     return found
 
 
-def _unchanged(batch: Any) -> Any:
+def _unchanged(batch: object) -> object:
     return batch
 
 
-def _pinned(batch: Any) -> Any:
+def _pinned(batch: object) -> object:
     return batch.pinned() if isinstance(batch, Batch) else batch

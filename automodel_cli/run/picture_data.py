@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from automodel_cli.data.config import DataConfig
     from automodel_cli.data.pictures.reader import PictureSupport
     from automodel_cli.data.pictures.rows import PictureRows
     from automodel_cli.models.config import ModelConfig
 
 
-def picture_support(model: ModelConfig, data: DataConfig, tokenizer: Any) -> PictureSupport:
+def picture_support(model: ModelConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PictureSupport:
     """Return what reads pictures of rows for a model with `model.vision`. The tokenizer gets the chat template of the
     processor if it has none. Raises ConfigError for unsupported models."""
     from automodel_cli.data.pictures.reader import PictureSupport

@@ -50,7 +50,7 @@ from automodel_cli.training.optimizers.nodes import OptimizerNode
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ class Recipe(ConfigRoot):
     def num_ranks(self, num_gpus: int) -> int:
         return self.mesh.num_ranks(self.gpus_to_train_on(num_gpus) if num_gpus else 0)
 
-    def prepared(self, tokenizer: Any) -> Any:
+    def prepared(self, tokenizer: PreTrainedTokenizerBase) -> Any:
         """The data as a run reads it: `train`, `validation` (or None) and `report`. Needs no process group."""
         from automodel_cli.data.preparation.pipeline import prepare_data
         from automodel_cli.models.hub.source import stop_ids
@@ -264,7 +264,7 @@ class Recipe(ConfigRoot):
         check_prepared(data, tokenizer, self.model)
         return data
 
-    def prepare_shards(self, tokenizer: Any, index: int, count: int) -> int:
+    def prepare_shards(self, tokenizer: PreTrainedTokenizerBase, index: int, count: int) -> int:
         """Tokenize part `index` of `count` of the data. Return how many shards of other parts are incomplete."""
         if self.model.vision is not None or self.row_name == "prompts":
             return 0  # `prepared` reads these data as a whole

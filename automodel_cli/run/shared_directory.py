@@ -24,7 +24,7 @@ def host() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def all_gather_values(value: Any) -> list[Any]:
+def all_gather_values(value: object) -> list[Any]:
     """Return the value of every rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

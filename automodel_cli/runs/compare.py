@@ -71,7 +71,7 @@ def _is_inside_a_list(key: str, keys: Mapping[str, str]) -> bool:
     return bool(parent) and (parent in keys or _is_inside_a_list(parent, keys))
 
 
-def _value(tree: Any, key: str) -> Any:
+def _value(tree: Any, key: str) -> object:
     for part in key.split("."):
         tree = tree[int(part)] if isinstance(tree, list) else tree[part]
     return tree

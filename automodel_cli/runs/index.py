@@ -125,7 +125,7 @@ class RunEntry:
         return CheckpointDir(self.folder / "checkpoints")
 
 
-def _is_shown(value: Any) -> bool:
+def _is_shown(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and -1e300 < value < 1e300)
 
 

@@ -20,28 +20,28 @@ def record(content: Any) -> dict[str, Any]:
     return {} if fields is _NONE or "attempts" not in fields else fields
 
 
-def _text(value: Any) -> Any:
+def _text(value: object) -> object:
     return visible(value) if isinstance(value, str) else _NONE
 
 
-def _text_or_none(value: Any) -> Any:
+def _text_or_none(value: object) -> object:
     return None if value is None else _text(value)
 
 
-def _count(value: Any) -> Any:
+def _count(value: object) -> object:
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else _NONE
 
 
-def _number(value: Any) -> Any:
+def _number(value: Any) -> object:
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return value if known and math.isfinite(value) else _NONE
 
 
-def _number_or_none(value: Any) -> Any:
+def _number_or_none(value: object) -> object:
     return None if value is None else _number(value)
 
 
-def _moment(value: Any) -> Any:
+def _moment(value: Any) -> object:
     try:
         return value if datetime.fromisoformat(value).tzinfo is not None else _NONE
     except (TypeError, ValueError):
@@ -77,7 +77,7 @@ def _entry(shape: dict[str, _Read], *required: str) -> _Read:
     return inner
 
 
-def _fields(value: Any, shape: dict[str, _Read]) -> Any:
+def _fields(value: object, shape: dict[str, _Read]) -> Any:
     """Return the entries with correct types, and all that are not in the schema."""
     if not isinstance(value, dict):
         return _NONE
@@ -91,14 +91,14 @@ def _content(value: Any) -> Any:
     return [visible(part) for part in value] if is_pair else _NONE
 
 
-def _dataset(value: Any) -> Any:
+def _dataset(value: object) -> object:
     dataset = _entry(_DATASET, "name", "text")(value)
     if dataset is not _NONE and dataset.get("counts") and len(dataset.get("edges", ())) != len(dataset["counts"]) + 1:
         return _NONE
     return dataset
 
 
-def _attempt(value: Any) -> Any:
+def _attempt(value: Any) -> object:
     fields = _fields(value, _ATTEMPT)
     return _NONE if fields is _NONE else {"began": "", "state": "", "host": "", **fields}
 

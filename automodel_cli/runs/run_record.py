@@ -44,7 +44,7 @@ class RunRecord:
 
     def __init__(self, folder: Path | None, source: Composed):
         self._folder, self._content = folder, {} if folder is None else read_record(folder)
-        self._attempt: dict[str, Any] = {}
+        self._attempt: dict[str, object] = {}
         if folder is None:
             return
         command = command_of(source)
@@ -61,12 +61,12 @@ class RunRecord:
         self._content.setdefault("attempts", []).append(self._attempt)
         self._write()
 
-    def describe(self, **entries: Any) -> None:
+    def describe(self, **entries: object) -> None:
         """Add entries to the record."""
         self._content |= entries
         self._write()
 
-    def describe_attempt(self, **entries: Any) -> None:
+    def describe_attempt(self, **entries: object) -> None:
         """Add entries to this attempt."""
         self._attempt |= entries
         self._write()

@@ -67,7 +67,7 @@ class Callback(Protocol):
     - An exception ends the run with an error that names the callback. Existing checkpoints stay complete.
     """
 
-    def on_start(self, run: Run, state: Any) -> None:
+    def on_start(self, run: Run, state: object) -> None:
         """Run before the first step, after the model was sharded.
 
         `state` is the result of `on_checkpoint` in the resumed checkpoint, or None.
@@ -92,7 +92,7 @@ class Callback(Protocol):
         """Run after a validation at `step`. `values` are its metrics so far. Return further metrics, or None."""
         return None
 
-    def on_checkpoint(self, run: Run, step: int) -> Any:
+    def on_checkpoint(self, run: Run, step: int) -> object:
         """Run before the checkpoint of `step` is written. Return JSON values to store in it, for `on_start`.
 
         The values of rank 0 are stored.
@@ -111,7 +111,7 @@ class Callbacks:
     RunError that names the callback. `states` are the results of `on_checkpoint` in the resumed checkpoint, by name.
     """
 
-    def __init__(self, run: Run, states: Mapping[str, Any]):
+    def __init__(self, run: Run, states: Mapping[str, object]):
         self._run, self._states = run, states
         self._own: dict[str, Callback] = {}
         self._users: dict[str, Callback] = {}
@@ -174,7 +174,7 @@ class Callbacks:
         number = sum(name.partition(" #")[0] == base for name in (*self._own, *self._users))
         return f"{base} #{number + 1}" if number else base
 
-    def _gathered(self, hook: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _gathered(self, hook: str, step: int, values: Mapping[str, object]) -> dict[str, Any]:
         """Collect the results of a hook. Each callback receives the values of the previous ones."""
         found: dict[str, Any] = {}
         for name, callback in (self._own | self._users).items():
@@ -187,7 +187,7 @@ class Callbacks:
                 found |= more
         return found
 
-    def _check(self, name: str, hook: str, more: Any, known: Mapping[str, Any]) -> None:
+    def _check(self, name: str, hook: str, more: Any, known: Mapping[str, object]) -> None:
         """Raise RunError unless `more` is a mapping of new names to scalars."""
         if not isinstance(more, Mapping):
             raise RunError(

@@ -51,7 +51,7 @@ _CLASSES = (
     TensorProperties,
     TensorStorageMetadata,
 )
-_NAMES: dict[tuple[str, str], Any] = {
+_NAMES: dict[tuple[str, str], object] = {
     **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {str(torch.strided): torch.strided}.__getitem__,
@@ -70,7 +70,7 @@ class CheckpointReader(dcp.FileSystemReader):
     are not tensors, which torch would unpickle without it, are rejected.
     """
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: Any) -> Metadata:
         """Read the metadata. Raises RunError if it is damaged or refers to other classes."""
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         # A pickle can call `setattr` on classes that it may name, so their attributes are compared afterwards.
@@ -94,7 +94,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) in _NAMES:
             return _NAMES[module, name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):

@@ -49,7 +49,7 @@ def _numbers(row: Row) -> dict[str, float]:
     return {key: float(value) for key, value in row.items() if value is not None and key != "step"}
 
 
-def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """A nested config as `section.key` -> value, for trackers that keep hyper-parameters flat."""
     flat: dict[str, Any] = {}
     for key, value in config.items():

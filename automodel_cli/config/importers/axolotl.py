@@ -104,11 +104,11 @@ def _data(draft: Draft) -> None:
         draft.put(f"data.validation_{key}", value, "test_datasets[0].path", "test_datasets[0].split")
 
 
-def _dataset(draft: Draft, i: int, prefix: str | None) -> dict[str, Any]:
+def _dataset(draft: Draft, i: int, prefix: str | None) -> dict[str, object]:
     entry: dict[str, Any] = {}
     there = f"datasets[{i}]."
 
-    def put(name: str, value: Any, *theirs: str) -> None:
+    def put(name: str, value: object, *theirs: str) -> None:
         entry[name] = value
         if prefix:
             draft.put(prefix + name, value, *theirs)

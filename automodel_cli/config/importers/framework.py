@@ -181,7 +181,7 @@ def _name_unknown(draft: Draft) -> None:
         )
 
 
-def at_default(draft: Draft, defaults: Mapping[str, tuple[Any, str]]) -> None:
+def at_default(draft: Draft, defaults: Mapping[str, tuple[object, str]]) -> None:
     """Source keys without a counterpart, with their default and a reason. Defaults are ignored, other values
     reported."""
     for key, (default, why) in defaults.items():
@@ -201,7 +201,7 @@ def _leave_idle_validation(draft: Draft) -> None:
             draft.left |= dict.fromkeys(draft.theirs[ours], f"{ours}, with rows held out: data.validation_size")
 
 
-def _row(draft: Draft, table: Table, key: str, value: Any) -> None:
+def _row(draft: Draft, table: Table, key: str, value: object) -> None:
     row = table.row(key)
     if row is not None and row.ours is not None and draft.is_set(row.ours):
         decided = "; ".join(draft.notes[row.ours]) or "another key"
@@ -225,10 +225,10 @@ def _row(draft: Draft, table: Table, key: str, value: Any) -> None:
         draft.put(row.ours, value, key, note=row.why)
 
 
-def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_keys(value: object, prefix: str = "") -> dict[str, object]:
     """Return the leaves by dotted key, and items of a list of mappings as `key[0].name`. Other lists are leaves."""
     if isinstance(value, Mapping) and value:
-        leaves: dict[str, Any] = {}
+        leaves: dict[str, object] = {}
         for name, item in value.items():
             leaves |= flatten_keys(item, f"{prefix}.{name}" if prefix else str(name))
         return leaves

@@ -97,7 +97,7 @@ def _without_places(text: str) -> Iterator[str]:
         yield f"check: {line[place.end() :]}" if place else line
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, object]:
     """Read a YAML, JSON or TOML file as plain values. Interpolations are resolved if possible."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist", code="missing_file")

@@ -93,7 +93,7 @@ class ChosenTemplate:
     own: str | None = None
 
 
-def choose_template(choice: str | None, tokenizer: Any, turns: Turns) -> ChosenTemplate:
+def choose_template(choice: str | None, tokenizer: object, turns: Turns) -> ChosenTemplate:
     """Return the template that `data.chat_template` and `data.multi_turn` select."""
     text = resolve_chat_template(choice, tokenizer)
     if choice not in (None, "auto") or turns != "single" or text is None or GENERATION_TAG.search(text):
@@ -150,7 +150,7 @@ def training_template(name: str) -> str:
     return head + files("automodel_cli.data.chat").joinpath("templates", f"{file}.jinja").read_text(encoding="utf-8")
 
 
-def find_training_template(tokenizer: Any, own: str) -> str | None:
+def find_training_template(tokenizer: object, own: str) -> str | None:
     """Return the name of the bundled template that renders every probe as `own` does. None if there is none.
 
     A bundled template may reject probes in a format that it does not support. The plain response and the generation
@@ -180,7 +180,7 @@ def _renderings(tokenizer: Any, template: str) -> Iterator[str | None]:
             yield None
 
 
-def _is_stable(tokenizer: Any, template: str) -> bool:
+def _is_stable(tokenizer: object, template: str) -> bool:
     """Whether a conversation of two plain turns can be one document."""
     encoder = ChatEncoder(tokenizer, template, "assistant", turns="single")
     trained = [message["role"] == "assistant" for message in _FOLLOW_UP]

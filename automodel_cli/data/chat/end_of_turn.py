@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import encode_texts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _SAID, _NEXT = "kwelvorn", "zindrath"
 """Markers that occur in no template."""
-_QUESTION: dict[str, Any] = {"role": "user", "content": "?"}
+_QUESTION: dict[str, object] = {"role": "user", "content": "?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": _SAID}}}
-_PROBES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+_PROBES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "answer": ({"role": "assistant", "content": _SAID}, {"role": "user", "content": _NEXT}),
     "call": (
         {"role": "assistant", "content": "", "tool_calls": [_CALL]},
@@ -58,7 +61,9 @@ class TurnEnds:
         after = {kind: token for kind, token in tokens.items() if token is not None and token in stops}
         return cls(stops, special, after, eos)
 
-    def end(self, ids: np.ndarray, start: int, stop: int, kind: str, *, tokenizer: Any) -> int | None:
+    def end(
+        self, ids: np.ndarray, start: int, stop: int, kind: str, *, tokenizer: PreTrainedTokenizerBase
+    ) -> int | None:
         """Return the end of the turn with the text `ids[start:stop]`, including its stop token. None: there is none.
 
         Searched in this order:
@@ -97,16 +102,16 @@ class TurnEnds:
         return self._spaces[token]
 
 
-def kind_of(message: dict[str, Any]) -> str:
+def kind_of(message: dict[str, object]) -> str:
     """`call` for an assistant turn that a tool answers, else `answer`."""
     return "call" if message.get("tool_calls") else "answer"
 
 
-def _special_added(tokenizer: Any) -> Sequence[int]:
+def _special_added(tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
     return [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
 
 
-def _follows(tokenizer: Any, render: Render, kind: str) -> int | None:
+def _follows(tokenizer: PreTrainedTokenizerBase, render: Render, kind: str) -> int | None:
     """Return the first token that the template writes between a turn and the text of the next message."""
     turn, following = _PROBES[kind]
     try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from automodel_cli.data.chat.end_of_turn import TurnEnds
 from automodel_cli.data.formats.messages import REASONING_KEYS
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import Encoded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OPEN, CLOSE = "<think>", "</think>"
 STAND_IN = {"role": "assistant", "content": "kwelvorn"}
@@ -44,7 +47,7 @@ class TurnTexts:
     other: str
 
 
-def continuation(texts: TurnTexts, message: dict[str, Any]) -> str:
+def continuation(texts: TurnTexts, message: dict[str, object]) -> str:
     """Return the text of a turn after `texts.prompt`, including white space at its end.
 
     Raises RowError if the rendered turn does not begin with the generation prompt.
@@ -81,7 +84,7 @@ def _shared_start(a: str, b: str) -> str:
     return a[:length]
 
 
-def _close_reasoning(turn: str, message: dict[str, Any]) -> str:
+def _close_reasoning(turn: str, message: dict[str, object]) -> str:
     """The turn with the reasoning that the template leaves out, which the generation prompt has opened."""
     if OPEN in turn or CLOSE in turn:
         return turn.lstrip().removeprefix(OPEN).lstrip("\n")
@@ -98,7 +101,7 @@ def reasoning_of(message: dict[str, Any]) -> str:
 
 
 def turn_document(
-    tokenizer: Any, ends: TurnEnds, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], kind: str
+    tokenizer: PreTrainedTokenizerBase, ends: TurnEnds, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], kind: str
 ) -> Encoded:
     """Return the document of one turn, trained up to its stop token.
 
@@ -131,7 +134,7 @@ def reasoning_key(template: str) -> str | None:
     return next((key for key in REASONING_KEYS if re.search(rf"""(\.|['"]){key}\b(?!\s*\()""", template)), None)
 
 
-def with_key(message: dict[str, Any], key: str) -> dict[str, Any]:
+def with_key(message: dict[str, Any], key: str) -> dict[str, object]:
     """The message with its reasoning under the name that the template reads."""
     given = [name for name in REASONING_KEYS if name in message]
     if not given or key in given:

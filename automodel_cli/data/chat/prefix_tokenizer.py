@@ -14,11 +14,14 @@ of `Hi the`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, as_ids, encode_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHORT = 100
 """Characters: rests up to this length recur in every row and are remembered."""
@@ -28,7 +31,7 @@ MAX_REMEMBERED = 10_000
 class PrefixEncoder:
     """Encodes texts together with their prefixes, without adding special tokens."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         # tokens that strip spaces, match whole words or match after normalization split elsewhere
         self.cuts: dict[int, str] = {

@@ -51,7 +51,7 @@ class Slot:
 class RenderedCheck:
     """Both checks for one template. Shapes that passed are remembered."""
 
-    whole_shapes: set[Any] = field(default_factory=set)
+    whole_shapes: set[object] = field(default_factory=set)
 
     def check(self, chat: Conversation, text: str, trained: Collection[int], render: Render) -> None:
         """Raise RowError naming the first string of the row that is missing in `text`.
@@ -100,7 +100,7 @@ def _try(render: Render, chat: Conversation, words: Mapping[Slot, tuple[str, int
         return None
 
 
-def _marked(value: Any, places: Mapping[Path, list[tuple[int, str]]], path: Path) -> Any:
+def _marked(value: object, places: Mapping[Path, list[tuple[int, str]]], path: Path) -> Any:
     """Return a copy with the markers of `places` inserted."""
     if isinstance(value, str):
         for at, word in sorted(places.get(path, ()), reverse=True):
@@ -190,7 +190,7 @@ def _slot(path: Path, text: str, label: str, *, start: int = 0, code: str = "", 
         yield Slot(path, start + text.index(stripped), stripped, label, code or "dropped_by_template", fix)
 
 
-def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+def _strings(value: object, path: Path) -> Iterator[tuple[Path, str]]:
     """Yield every string and every key of a value, with its path."""
     if isinstance(value, str):
         yield path, value
@@ -203,7 +203,7 @@ def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
             yield from _strings(item, (*path, key))
 
 
-def _shape(chat: Conversation, trained: Collection[int]) -> Any:
+def _shape(chat: Conversation, trained: Collection[int]) -> object:
     """Return the features by which a template can distinguish conversations without reading their strings."""
     messages = tuple(
         (

@@ -229,7 +229,7 @@ def _suggest_columns(sample: FirstRows) -> str:
     return f"data.column_mapping='{{prompt: <{names}>, completion: <{names}>}}', or '{{text: <{names}>}}'"
 
 
-def _is_chat(value: Any) -> bool:
+def _is_chat(value: object) -> bool:
     value = messages_in(value)
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, dict) and ("role" in first or "from" in first)

@@ -80,7 +80,7 @@ class RowReader:
         left_out = {field for field, column in self.columns.items() if not column}
         return read | left_out | ({"rejected"} if "chosen" in self.columns.values() else set())
 
-    def _read_with_care(self, fields: Fields) -> Any:
+    def _read_with_care(self, fields: Fields) -> object:
         """Return the result of a custom format, after checking that it has the declared kind."""
         try:
             document = self.format.read(fields)
@@ -101,7 +101,7 @@ class RowReader:
             self._check_document(part)
         return document
 
-    def _check_document(self, document: Any) -> None:
+    def _check_document(self, document: object) -> None:
         """Documents that a format builds itself instead of by the methods of `Fields`."""
         match document:
             case Conversation():
@@ -120,11 +120,11 @@ class RowReader:
             case _:
                 raise self._made(f"a pair of {type(document).__name__}")
 
-    def _check_texts(self, *texts: Any) -> None:
+    def _check_texts(self, *texts: object) -> None:
         if not all(isinstance(text, str) for text in texts):
             raise self._made("a document that is not text")
 
-    def _check_messages(self, messages: Messages, trained: Any) -> None:
+    def _check_messages(self, messages: Messages, trained: object) -> None:
         good = isinstance(messages, list) and bool(messages)
         good = good and all(isinstance(m, dict) and m.get("role") in ROLES for m in messages)
         if not (good and all(isinstance(m.get("content"), str) for m in messages)):

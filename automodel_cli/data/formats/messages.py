@@ -35,7 +35,7 @@ _ARRAY_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 NO_TEMPLATE_FIX = "data.chat_template=<a .jinja file>, or a tokenizer with a chat template"
 
 
-def turn(role: str, content: str) -> dict[str, Any]:
+def turn(role: str, content: str) -> dict[str, object]:
     """One message."""
     return {"role": role, "content": content}
 
@@ -75,7 +75,7 @@ def chat_or_text(
     return AnsweredPrompt(messages[0]["content"], messages[1]["content"])
 
 
-def messages_in(value: Any) -> Any:
+def messages_in(value: object) -> Any:
     """Parse a list of messages from JSON text, as tables without nested columns (csv) store it. Other values pass."""
     if not isinstance(value, str) or not _ARRAY_OF_OBJECTS.match(value):
         return value
@@ -91,8 +91,8 @@ def messages_in(value: Any) -> Any:
 
 
 def as_messages(
-    field: tuple[str, Any], role: str, keys: AllowedKeys = NO_OTHER_KEYS
-) -> tuple[list[dict[str, Any]], list[bool]]:
+    field: tuple[str, object], role: str, keys: AllowedKeys = NO_OTHER_KEYS
+) -> tuple[list[dict[str, object]], list[bool]]:
     """Text, one message or a list of messages (the prompt or completion of conversational data) as messages."""
     column, value = field
     value = messages_in(value)
@@ -105,7 +105,7 @@ def as_messages(
 
 def read_messages(
     value: Any, column: str, keys: AllowedKeys = NO_OTHER_KEYS
-) -> tuple[list[dict[str, Any]], list[bool]]:
+) -> tuple[list[dict[str, object]], list[bool]]:
     """OpenAI (`role`, `content`) or sharegpt (`from`, `value`) messages as template messages, and which are trained.
 
     Trained are assistant messages without `train: false` (or the `weight: 0` of OpenAI files). Raises RowError naming
@@ -170,7 +170,7 @@ def _from_openai(item: Mapping[str, Any], where: str, keys: AllowedKeys) -> dict
     return message
 
 
-def _content(value: Any, where: str, keys: AllowedKeys) -> str:
+def _content(value: object, where: str, keys: AllowedKeys) -> str:
     """Text, or OpenAI's list of text parts joined."""
     if isinstance(value, str):
         return value
@@ -186,7 +186,7 @@ def _content(value: Any, where: str, keys: AllowedKeys) -> str:
     raise RowError("not_text", f"{where}.content is {type(value).__name__}, not text")
 
 
-def _from_sharegpt(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _from_sharegpt(item: Mapping[str, object], where: str) -> dict[str, Any]:
     speaker, value = item["from"], item.get("value")
     if speaker not in SHAREGPT_ROLES:
         raise RowError("bad_role", f"{where}.from is {speaker!r}, but must be one of: {', '.join(SHAREGPT_ROLES)}")

@@ -16,7 +16,7 @@ CALL_KEYS = frozenset({"id", "type", "function", "index"})
 FUNCTION_KEYS = frozenset({"name", "arguments"})
 
 
-def read_calls(calls: Any, where: str) -> list[Message]:
+def read_calls(calls: object, where: str) -> list[Message]:
     """Return the calls of one message: `type`, `function` with `name` and `arguments` as an object, and `id` if
     present.
 
@@ -62,7 +62,7 @@ def _function(function: Message, where: str) -> Message:
     return {"name": name, "arguments": arguments}
 
 
-def json_value(text: str, where: str, code: str) -> Any:
+def json_value(text: str, where: str, code: str) -> object:
     """The value that JSON text holds. Raises RowError with the reason and the column."""
     try:
         return parse_json(text)
@@ -110,7 +110,7 @@ def link_answers(messages: Sequence[Message], column: str) -> None:
             answer["tool_call_id"] = calls[place]["id"]
 
 
-def _made_id(*of: Any) -> str:
+def _made_id(*of: object) -> str:
     return hashlib.blake2b(json.dumps(of).encode(), digest_size=5).hexdigest()[:9]
 
 

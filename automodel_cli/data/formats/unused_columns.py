@@ -46,7 +46,7 @@ class AllowedKeys:
         names = _KEY.findall(template or "")
         return cls(frozenset(ignored), frozenset(name for pair in names for name in pair if name))
 
-    def kept(self, item: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
+    def kept(self, item: Mapping[str, object], known: Collection[str], where: str) -> dict[str, object]:
         """Return the message or content part without ignored keys and keys without a value.
 
         Raises RowError for a key that is neither in `known` nor read by the template.
@@ -101,7 +101,7 @@ def check_ignored(ignored: Sequence[str], missing: Collection[str], present: Col
     check_entries(listed, lambda name: name not in missing, set(present) - set(ignored), error=DataError)
 
 
-def _names_in(value: Any) -> Iterator[str]:
+def _names_in(value: object) -> Iterator[str]:
     """Yield the keys of a row, and of the messages and content parts in it."""
     if isinstance(value, Mapping):
         yield from value
@@ -116,7 +116,7 @@ NO_OTHER_KEYS = AllowedKeys()
 _SYNONYMS = dict.fromkeys(("loss", "mask", "trainable", "loss_weight"), ", or name it train (true or false)")
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
     """Return whether a value is empty. Tables have every key in every row."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 

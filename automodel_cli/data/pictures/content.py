@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_cli.data.row_errors import RowError
 
@@ -56,7 +56,7 @@ def key_of(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
-def read_picture(value: Any, folder: str, max_pixels: int) -> Picture:
+def read_picture(value: object, folder: str, max_pixels: int) -> Picture:
     """Read a picture of a row.
 
     Args:
@@ -72,7 +72,7 @@ def read_picture(value: Any, folder: str, max_pixels: int) -> Picture:
     return Picture(key_of(data), height, width, path, None if path is not None else data)
 
 
-def _content(value: Any, folder: str) -> tuple[bytes, str | None]:
+def _content(value: object, folder: str) -> tuple[bytes, str | None]:
     """Return the bytes, and their path if they are in a file."""
     if isinstance(value, dict):
         for name in VALUE_KEYS:

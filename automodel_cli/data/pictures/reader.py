@@ -45,7 +45,7 @@ class PictureProcessor(Protocol):
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
         """Patches of a picture of this size in time, height and width. Zeros for families that count tokens."""
 
-    def inputs(self, images: Sequence[Any]) -> dict[str, Tensor]:
+    def inputs(self, images: Sequence[object]) -> dict[str, Tensor]:
         """Model inputs of RGB pictures, in their order."""
 
     def positions(self, ids_T: Tensor, grid_N3: Tensor) -> Tensor | None:
@@ -79,13 +79,13 @@ class PictureSupport:
         cost, shares = self.image_token_cost, repeated and self.shares()
         return PictureReader(self.processor, self.max_bytes, image_token_cost=cost, shares=shares)
 
-    def expanded_prompt(self, document: Any, ids: Any) -> np.ndarray:
+    def expanded_prompt(self, document: object, ids: Any) -> np.ndarray:
         """Return the token ids of a prompt with a run of placeholders for each picture. Raises RowError."""
         if isinstance(ids, RowError):
             raise ids
         return self._expanded(document, Encoded(ids, np.zeros(len(ids), np.uint8)), whole=True).ids
 
-    def expanded(self, document: Any, result: Any) -> Any:
+    def expanded(self, document: object, result: Any) -> Any:
         """Return the encoded conversation with a run of placeholders for each picture, which is not trained."""
         if isinstance(result, Unrolled):
             return Unrolled(tuple(self._expanded(document, each, whole=False) for each in result.documents))
@@ -170,7 +170,7 @@ class PictureReader:
         """Return the number of placeholders of a picture of this height and width."""
         return int((self.processor.replacement(*size) == self.processor.placeholder).sum())
 
-    def _image(self, picture: Shown) -> Any:
+    def _image(self, picture: Shown) -> object:
         table, number = picture
         if self.is_blank:
             from PIL import Image

@@ -44,7 +44,7 @@ def content_parts(text: str) -> list[dict[str, str]] | str:
     return [part for part in parts if part["type"] == "image" or part["text"]]
 
 
-def with_tags(text: Any) -> Any:
+def with_tags(text: object) -> object:
     """Return a text with tags in the place of marks, for display."""
     return _MARK.sub("<image>", text) if isinstance(text, str) else text
 
@@ -63,7 +63,7 @@ class PictureRows:
 
     def marked(
         self, row: Mapping[str, Any], fields: Sequence[str], sides: Sequence[str] = ()
-    ) -> tuple[dict[str, Any], list[Picture]]:
+    ) -> tuple[dict[str, object], list[Picture]]:
         """Return the row with marks in the place of its pictures, and the pictures by number of the mark.
 
         Args:
@@ -88,7 +88,7 @@ class PictureRows:
             self._read(value, f"{column or 'picture'}[{number}]") for number, value in enumerate(walk.found)
         ]
 
-    def _read(self, value: Any, where: str) -> Picture:
+    def _read(self, value: object, where: str) -> Picture:
         try:
             return read_picture(value, self.folder, self.max_pixels)
         except RowError as error:
@@ -100,7 +100,7 @@ class PictureRows:
 class _Walk:
     """Replaces pictures in the values of one row, and numbers them."""
 
-    def __init__(self, listed: list[Any], column: str | None):
+    def __init__(self, listed: list[object], column: str | None):
         self.listed, self.column = listed, column
         self.found: list[Any] = []
         self.num_taken = self.num_marked = 0
@@ -111,7 +111,7 @@ class _Walk:
         other.num_marked = len(self.found)
         return other
 
-    def _mark(self, value: Any) -> str:
+    def _mark(self, value: object) -> str:
         number = self.num_marked
         if number == len(self.found) or self.found[number] != value:
             number = len(self.found)
@@ -121,7 +121,7 @@ class _Walk:
         self.num_marked = number + 1
         return chr(FIRST_MARK + number)
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         if self.num_taken == len(self.listed):
             raise RowError(
                 "image_count",
@@ -132,7 +132,7 @@ class _Walk:
         self.num_taken += 1
         return self.listed[self.num_taken - 1]
 
-    def value(self, value: Any) -> Any:
+    def value(self, value: object) -> Any:
         """Return a value of the row with marks."""
         if isinstance(value, str):
             return self._text(value)
@@ -151,7 +151,7 @@ class _Walk:
             return text
         return _TAG.sub(lambda match: self._mark(self._next()), text)
 
-    def _part(self, part: Any) -> str:
+    def _part(self, part: object) -> str:
         if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
             given = {name: part[name] for name in VALUE_KEYS if part.get(name) is not None}
             return self._mark(given or self._next())

@@ -26,7 +26,7 @@ DUMMY_ROW = -1
 """Index of a padding sequence without labels, for ranks that would have one sequence less."""
 
 
-def length_histogram(lengths: np.ndarray) -> dict[str, Any]:
+def length_histogram(lengths: np.ndarray) -> dict[str, object]:
     """`text`, `edges` and `counts` of at most 32 equal bins from 0 to the longest."""
     longest = int(lengths.max(initial=1))
     width = -(-longest // min(32, longest))
@@ -82,7 +82,7 @@ class PackedDataset:
         """Files and content hash of every dataset."""
         return [(", ".join(store.meta["files"]), store.content) for store in self.stores]
 
-    def statistics(self) -> list[dict[str, Any]]:
+    def statistics(self) -> list[dict[str, object]]:
         """Statistics of each dataset: name, document (or piece) lengths, trained fraction of its tokens and filled
         fraction of its sequences, in 0..1."""
         statistics_of_sources = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +12,14 @@ from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.tokenized import Encoded, encode_texts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class GroupEncoder:
     """Encoder of groups. Picklable, for worker processes. A group is one item, which packing keeps together."""
 
-    def __init__(self, tokenizer: Any, spec: GroupSpec, *, add_special_tokens: bool):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: GroupSpec, *, add_special_tokens: bool):
         self._tokenizer, self._spec, self._add_special_tokens = tokenizer, spec, add_special_tokens
 
     def encode(self, read: Sequence[TextGroup | RowError]) -> list[Encoded | RowError]:

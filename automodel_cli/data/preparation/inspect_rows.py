@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -21,6 +21,9 @@ from automodel_cli.data.formats.base import PREFERENCES
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.data.preparation.pipeline import PreparedData
 from automodel_cli.data.preparation.prompts import PreparedPrompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TRAINED, MASKED, BOXED = "green", "dim", "reverse"
 
@@ -52,7 +55,9 @@ def trained_tokens(label_mask: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], label_mask[:-1]]).astype(np.uint8)
 
 
-def render_document(ids: np.ndarray, label_mask: np.ndarray, tokenizer: Any, *, colour: bool) -> Text:
+def render_document(
+    ids: np.ndarray, label_mask: np.ndarray, tokenizer: PreTrainedTokenizerBase, *, colour: bool
+) -> Text:
     """One document as text with styles, or with `{}` and `[]` around trained and masked stretches."""
     out = Text()
     pieces = list(stretches(ids, trained_tokens(label_mask), tokenizer))
@@ -68,7 +73,7 @@ def render_document(ids: np.ndarray, label_mask: np.ndarray, tokenizer: Any, *, 
     return out
 
 
-def print_row(console: Console, dataset: PackedDataset, tokenizer: Any, row: int) -> None:
+def print_row(console: Console, dataset: PackedDataset, tokenizer: PreTrainedTokenizerBase, row: int) -> None:
     """One packed row with a rule before each of its documents."""
     ids, label_mask, bounds = dataset.tokens(row)
     colour = console.color_system is not None
@@ -128,7 +133,7 @@ def choose_shown_rows(dataset: PackedDataset, number: int, row: int | None, wors
 
 def show_rows(
     prepared: PreparedData,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     rows: int = 3,
     row: int | None = None,

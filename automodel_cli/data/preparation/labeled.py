@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +13,14 @@ from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, Encoded, around, as_ids, pad_or_eos
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class LabeledEncoder:
     """Encoder of labeled rows. Picklable, for worker processes."""
 
-    def __init__(self, tokenizer: Any, labels: LabelSpec, *, add_special_tokens: bool):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, labels: LabelSpec, *, add_special_tokens: bool):
         self._tokenizer, self._labels, self._add_special_tokens = tokenizer, labels, add_special_tokens
         if labels.of_tokens and not tokenizer.is_fast:
             raise DataError(
@@ -53,7 +56,7 @@ class LabeledEncoder:
         return as_ids(found["input_ids"]), found.get("offset_mapping", ())
 
 
-def padding_id(tokenizer: Any) -> int | None:
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the padding token of exported classifiers, which pool at the last token that differs from it.
 
     The tokenizer's padding token, else its EOS. None if the tokenizer itself ends texts with this token. The classifier

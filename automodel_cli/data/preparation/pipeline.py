@@ -84,7 +84,7 @@ class PreparedData:
 
 def prepare_data(
     config: DataConfig,
-    tokenizer: Any,
+    tokenizer: object,
     *,
     seed: int,
     preferences: bool = False,

@@ -115,7 +115,7 @@ def _shared_end(a: str, b: str) -> str:
     return a[len(a) - count :]
 
 
-def ends_of(document: Any) -> Ends:
+def ends_of(document: object) -> Ends:
     """Return both ends of a document. For a pair, those of the chosen document."""
     match document:
         case PlainText():
@@ -138,7 +138,7 @@ def _ends_of_messages(messages: Messages) -> Ends:
 
 
 def refuse_rendered(
-    documents: Iterable[Any],
+    documents: Iterable[object],
     config: DataConfig,
     added: Added,
     *,

@@ -104,7 +104,7 @@ def _pieces(row: Any, config: DataConfig) -> int:
     return max(1, turns) * (1 + size // config.seq_len if is_cut else 1)
 
 
-def _num_turns(messages: Any) -> int:
+def _num_turns(messages: object) -> int:
     if not isinstance(messages, list):
         return 1
     roles = [message.get("role", message.get("from")) for message in messages if isinstance(message, Mapping)]

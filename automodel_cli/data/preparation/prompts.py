@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from automodel_cli.data.storage.cache import cache_root
 from automodel_cli.data.storage.checksums import Checksum
 from automodel_cli.data.tokenized import around, encode_texts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Message = dict[str, Any]
 BATCH_ROWS = 256
 
@@ -56,7 +59,7 @@ class Prompt:
 ToolsOf = Callable[[Mapping[str, Any]], Sequence[dict[str, Any]]]
 
 
-def no_tools(row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+def no_tools(row: Mapping[str, Any]) -> Sequence[dict[str, object]]:
     """Return no tools: tools of these rows, if any, are in a column."""
     return ()
 
@@ -99,7 +102,7 @@ class PromptDataset:
         """See `PackedDataset.units_per_row`: a row is one prompt."""
         return "prompts", 1.0
 
-    def statistics(self) -> list[dict[str, Any]]:
+    def statistics(self) -> list[dict[str, object]]:
         """See `PackedDataset.statistics`. Prompts are not packed and have no loss."""
         bounds = self.first_rows.tolist()
         parts = [self.prompts[begin:end] for begin, end in itertools.pairwise(bounds)]
@@ -164,7 +167,7 @@ class PreparedPrompts:
 
 def prepare_prompts(
     config: DataConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
     max_tokens: int,
@@ -261,7 +264,7 @@ class _Reader:
     def __init__(
         self,
         config: DataConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         max_tokens: int,
         tools_of: ToolsOf,
         samples_per_row: int = 1,

@@ -229,7 +229,7 @@ def _join_rejected(
     write_rejected(folder / "rejected.jsonl", rejected)
 
 
-def _joined_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _joined_meta(metas: Sequence[dict[str, Any]]) -> dict[str, object]:
     ends = Counter[int]()
     for meta in metas:
         ends.update(dict(meta["turn_ends"]))

@@ -117,7 +117,7 @@ def _places(quality: Quality, number: int) -> Iterator[tuple[int, int]]:
     return zip(columns["file"].tolist(), columns["line"].tolist(), strict=True)
 
 
-def _because(quality: Quality, row: int, reasons: list[str]) -> dict[str, Any]:
+def _because(quality: Quality, row: int, reasons: list[str]) -> dict[str, object]:
     """Return what the reasons found: the first row of the cluster, the row of the evaluation, language and words."""
     number = int(quality.source_R[row])
     local = row - int(np.searchsorted(quality.source_R, number))
@@ -135,7 +135,7 @@ def _because(quality: Quality, row: int, reasons: list[str]) -> dict[str, Any]:
     return found
 
 
-def _raw(origin: SourceRow) -> Any:
+def _raw(origin: SourceRow) -> object:
     return origin.row.raw if isinstance(origin.row, RowError) else origin.row
 
 
@@ -143,7 +143,7 @@ def _write(file: IO[bytes], row: Any) -> None:
     file.write(json.dumps(row, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass") + b"\n")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return dates and similar values as text, as `data.path` reads them."""
     if isinstance(value, bytes | bytearray):
         raise DataError(

@@ -16,7 +16,7 @@ _LARGEST = 4
 _QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 
 
-def report_of(quality: Quality) -> dict[str, Any]:
+def report_of(quality: Quality) -> dict[str, object]:
     """Return counts, estimated tokens and examples of every check."""
     everything = np.ones(len(quality.exact_R), bool)
     invalid = Counter(row.code for _, row in quality.invalid)
@@ -38,16 +38,16 @@ def report_of(quality: Quality) -> dict[str, Any]:
     return {**report, **{check: found[check](quality) for check in quality.options.checks}}
 
 
-def _exact(quality: Quality) -> dict[str, Any]:
+def _exact(quality: Quality) -> dict[str, object]:
     return _clusters(quality, quality.exact_R, quality.repeats("exact"))
 
 
-def _near(quality: Quality) -> dict[str, Any]:
+def _near(quality: Quality) -> dict[str, object]:
     repeats_R = quality.repeats("near")
     return {"similarity": quality.options.similarity, **_clusters(quality, quality.near_R, repeats_R)}
 
 
-def _clusters(quality: Quality, clusters_R: np.ndarray, repeats_R: np.ndarray) -> dict[str, Any]:
+def _clusters(quality: Quality, clusters_R: np.ndarray, repeats_R: np.ndarray) -> dict[str, object]:
     """Return the clusters that contain one of these rows, the largest first."""
     firsts, sizes = np.unique(clusters_R, return_counts=True)
     here = np.isin(firsts, clusters_R[repeats_R])
@@ -68,11 +68,11 @@ def _clusters(quality: Quality, clusters_R: np.ndarray, repeats_R: np.ndarray) -
     }
 
 
-def _counts(quality: Quality, chosen_R: np.ndarray) -> dict[str, Any]:
+def _counts(quality: Quality, chosen_R: np.ndarray) -> dict[str, object]:
     return {"num_rows": int(chosen_R.sum()), "estimated_tokens": quality.num_tokens(chosen_R)}
 
 
-def _overlap(quality: Quality) -> dict[str, Any]:
+def _overlap(quality: Quality) -> dict[str, object]:
     index, options = quality.index, quality.options
     assert index is not None, "the check overlap has evaluations"
     reached_U = np.zeros(len(index.sizes_U))
@@ -108,7 +108,7 @@ def _overlap(quality: Quality) -> dict[str, Any]:
     }
 
 
-def _language(quality: Quality) -> dict[str, Any]:
+def _language(quality: Quality) -> dict[str, object]:
     language_R = quality.column("language")
     names, counts = np.unique(language_R, return_counts=True)
     order = np.argsort(-counts, kind="stable")
@@ -125,9 +125,9 @@ def _language(quality: Quality) -> dict[str, Any]:
     return {**others, "languages": languages}
 
 
-def _length(quality: Quality) -> dict[str, Any]:
+def _length(quality: Quality) -> dict[str, object]:
     words_R, options = quality.column("words"), quality.options
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     if options.min_words or options.max_words:
         flagged_R = quality.flagged("length")
         out = {

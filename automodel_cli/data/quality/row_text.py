@@ -47,7 +47,7 @@ class RowText:
         return list(_parts(self.reader.read(row)))
 
 
-def _detected(examples: Sequence[Mapping[str, Any]], config: SourceConfig, name: str) -> Any:
+def _detected(examples: Sequence[Mapping[str, object]], config: SourceConfig, name: str) -> Any:
     if not examples:
         return find_format("text")
     errors = []
@@ -60,7 +60,7 @@ def _detected(examples: Sequence[Mapping[str, Any]], config: SourceConfig, name:
     raise DataError(errors[0].message, code=errors[0].code, keys=("--column",), fix=fix) from errors[0]
 
 
-def _parts(document: Any) -> Iterator[tuple[str, str]]:
+def _parts(document: object) -> Iterator[tuple[str, str]]:
     match document:
         case PlainText():
             yield "text", document.text

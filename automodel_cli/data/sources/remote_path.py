@@ -25,6 +25,6 @@ class RemotePath(PosixPath):
         return io.BufferedReader(self.fs.open(self.key, "rb"), 1 << 20)
 
 
-def arrow_source(path: Path) -> Any:
+def arrow_source(path: Path) -> object:
     """Return what pyarrow reads: a file name, or a remote file."""
     return path.open("rb") if isinstance(path, RemotePath) else str(path)

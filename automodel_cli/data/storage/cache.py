@@ -23,11 +23,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.config.safe_files import open_own
 from automodel_cli.data.storage.checksums import content_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REMEMBERED_HASH_BYTES = 64 << 20
 HASHED_BYTES = 64 << 20
@@ -97,7 +100,7 @@ def cache_root(configured: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automodel"
 
 
-def entry_key(ingredients: dict[str, Any]) -> str:
+def entry_key(ingredients: dict[str, object]) -> str:
     """Hash of named ingredients (JSON values) and of the code that turns them into an entry."""
     text = json.dumps({"code": data_code_version(), **ingredients}, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -112,7 +115,7 @@ def data_code_version() -> str:
     return digest.hexdigest()
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the hash of a tokenizer's behavior: vocabulary, rules and special tokens. Neither the chat template nor
     the path is included.
     """
@@ -127,7 +130,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [str(item) for item in value] if isinstance(value, list | tuple) else str(value)

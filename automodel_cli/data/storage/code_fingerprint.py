@@ -11,12 +11,11 @@ import sysconfig
 from collections.abc import Iterator
 from importlib.util import resolve_name
 from pathlib import Path
-from typing import Any
 
 from automodel_cli.config.errors import DataError
 
 
-def fingerprint(instance: Any) -> str:
+def fingerprint(instance: object) -> str:
     """Hash the class name, the values of the instance, and every file next to the class's module that it imports
     directly or indirectly. An edit of one of them changes the key. Installed packages are not included.
 
@@ -36,7 +35,7 @@ def fingerprint(instance: Any) -> str:
     return digest.hexdigest()
 
 
-def _values(instance: Any) -> str:
+def _values(instance: object) -> str:
     if dataclasses.is_dataclass(instance):
         values = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
     else:

@@ -72,7 +72,7 @@ def write_index(
     *,
     delimiters: Sequence[int],
     special_ids: Collection[int],
-    meta: dict[str, Any],
+    meta: dict[str, object],
 ) -> None:
     """Write the documents of token files into an empty folder. Reads all tokens once, for the largest id.
 

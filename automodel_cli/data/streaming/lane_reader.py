@@ -56,7 +56,7 @@ class LaneOrder:
     """
 
     generations: Sequence[Sequence[KnownFile]]
-    text_unit: Any
+    text_unit: object
     num_lanes: int
     seed: int
     shuffle: bool
@@ -180,7 +180,7 @@ class LaneReader:
         )
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     """Return about the number of characters of a row."""
     if isinstance(value, Encoded):
         return 4 * len(value.ids)

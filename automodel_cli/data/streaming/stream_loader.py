@@ -193,7 +193,7 @@ class StreamLoader:
             "lanes": [state for states in self._gather(self._last.state) for state in states],
         }
 
-    def _definition(self, before: int) -> dict[str, Any]:
+    def _definition(self, before: int) -> dict[str, object]:
         return {
             "streamed": True,
             "seed": self.seed,

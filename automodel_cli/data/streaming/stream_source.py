@@ -85,7 +85,7 @@ class StreamSource:
         self.is_remote = isinstance(paths[0], RemotePath)
         self.note = ""
 
-    def ingredients(self) -> dict[str, Any]:
+    def ingredients(self) -> dict[str, object]:
         """Empty: the state of the run contains the files."""
         return {}
 

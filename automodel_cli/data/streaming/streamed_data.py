@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from automodel_cli.data.streaming.blocks import BlockBuilder
 from automodel_cli.data.streaming.lane_reader import START, Chunk
 from automodel_cli.data.streaming.prepared_source import PreparedSource, StoredDocuments
 from automodel_cli.data.streaming.stream_source import StreamSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SAMPLE_ROWS = 256
 
@@ -72,7 +75,7 @@ class StreamedDataset:
         """See `PackedDataset.tokens`: of the sample."""
         return self.sample.tokens(row)
 
-    def statistics(self) -> list[dict[str, Any]]:
+    def statistics(self) -> list[dict[str, object]]:
         """Statistics of the sample."""
         return [{**of, "name": f"{of['name']} (first rows)"} for of in self.sample.statistics()]
 
@@ -123,7 +126,9 @@ class StreamedData:
     report: StreamReport
 
 
-def open_streams(config: DataConfig, tokenizer: Any, *, stop_ids: Sequence[int] = ()) -> StreamedData:
+def open_streams(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, stop_ids: Sequence[int] = ()
+) -> StreamedData:
     """List the files, read a sample of the rows, and prepare the validation data. Needs no process group."""
     config.check_kind("documents")
     own = copy.deepcopy(tokenizer)  # threads encode while the run uses its tokenizer

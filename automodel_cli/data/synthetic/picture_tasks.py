@@ -87,7 +87,7 @@ def _identity(size: tuple[int, int], cells: Cells) -> str:
     return json.dumps([size, sorted(cells.items())])
 
 
-def _row(size: tuple[int, int], cells: Cells, rng: random.Random) -> dict[str, Any]:
+def _row(size: tuple[int, int], cells: Cells, rng: random.Random) -> dict[str, object]:
     question, answer = _question(cells, rng)
     content = [{"type": "image", "bytes": _png(size, cells)}, {"type": "text", "text": question}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]

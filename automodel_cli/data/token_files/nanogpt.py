@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.token_files.token_file import TokenFile, damaged, mapped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MAGIC, _MAGIC_WITH_SIZE = 20240520, 278895051
 _HEADER_INTS = 256
@@ -57,7 +60,7 @@ def token_ids(path: Path) -> np.ndarray:
     return ids
 
 
-def delimiters_of(tokenizer: Any) -> list[int]:
+def delimiters_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that may separate documents, most likely first: BOS and EOS."""
     return [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None]
 

@@ -49,7 +49,7 @@ KEPT_RESULTS = frozenset(
 
 
 def apply_activation_checkpointing(
-    layers: Sequence[nn.Module], mode: bool | int | str, compile_backend: Callable[..., Any] | None = None
+    layers: Sequence[nn.Module], mode: bool | int | str, compile_backend: Callable[..., object] | None = None
 ) -> None:
     """Enable recomputation of layers.
 
@@ -94,8 +94,8 @@ def apply_activation_checkpointing(
 
 @disable(recursive=False)
 def _compiled_inside(
-    recompute: Callable[..., Any], compiled: Callable[..., Any], run: functools.partial[Any], *args: Any
-) -> Any:
+    recompute: Callable[..., object], compiled: Callable[..., object], run: functools.partial[Any], *args: object
+) -> object:
     """Keep the checkpoint outside graphs. A graph around it must not break, or nothing is compiled.
 
     `run` is a partial of transformers around the layer's forward. Its arguments are passed separately, so that all
@@ -104,7 +104,7 @@ def _compiled_inside(
     return recompute(compiled, run.func, *run.args, *args, **run.keywords)
 
 
-def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
     return forward(*args, **kwargs)
 
 
@@ -143,7 +143,7 @@ class _KeepListed(TorchDispatchMode):
         return tree_map_only(Tensor, Tensor.detach, result)  # A saved result must not keep the graph of its first use.
 
 
-def _with_versions(result: Any) -> tuple[Any, list[int]]:
+def _with_versions(result: Any) -> tuple[object, list[int]]:
     return result, _versions(result)
 
 
@@ -169,5 +169,5 @@ def _can_checkpoint(layer: nn.Module) -> bool:
     return isinstance(layer, GradientCheckpointingLayer)
 
 
-def _keep_or_recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_or_recompute(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEPT_RESULTS else CheckpointPolicy.PREFER_RECOMPUTE

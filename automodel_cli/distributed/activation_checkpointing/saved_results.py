@@ -49,7 +49,7 @@ class _Call:
         self.results: list[Any] = []
         self.next: int | None = None  # Index of the next result to return, or None while results are computed.
 
-    def keep(self, make: Callable[[], Any]) -> Any:
+    def keep(self, make: Callable[[], object]) -> Any:
         if self.next is None:
             _current.call = None  # Nested results are not saved.
             try:

@@ -73,7 +73,7 @@ class DeepEP:
         return combined_TD
 
 
-def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
+def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> object:
     """Return a communication buffer for tokens of `hidden_bytes` bytes. Collective if the buffer has to grow."""
     from deep_ep import Buffer
 

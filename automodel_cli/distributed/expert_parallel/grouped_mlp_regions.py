@@ -58,15 +58,15 @@ def fusible_regions(family: Any, biased: bool) -> list[FusibleRegion]:
     def bias(rows: int) -> tuple[Tensor, ...]:
         return numbers(3, width), torch.arange(rows) % 3
 
-    def gate_sample(rows: int) -> tuple[Any, ...]:
+    def gate_sample(rows: int) -> tuple[object, ...]:
         return family, numbers(rows, width), *(bias(rows) if biased else ())
 
-    def through_sample(rows: int) -> tuple[Any, ...]:
+    def through_sample(rows: int) -> tuple[object, ...]:
         inner_NF = numbers(rows, width)
         grad_gated_NI = numbers(*family._apply_gate(inner_NF).shape)
         return family, inner_NF, grad_gated_NI, numbers(rows, 1).abs(), *(bias(rows) if biased else ())
 
-    def sum_sample(rows: int) -> tuple[Any, ...]:
+    def sum_sample(rows: int) -> tuple[object, ...]:
         place_P = torch.randperm(2 * rows, generator=generator)
         return numbers(2 * rows, width), place_P, numbers(rows, 2).abs(), torch.float32
 

@@ -169,15 +169,15 @@ def selects_by(module: nn.Module, layer: int, nth: int) -> None:
 
 def recomputes_alike(layer: nn.Module) -> None:
     """Repeat the selections of the first run if activation checkpointing recomputes `layer`."""
-    own: Callable[..., Any] | None = getattr(layer, "_gradient_checkpointing_func", None)
+    own: Callable[..., object] | None = getattr(layer, "_gradient_checkpointing_func", None)
     if own is None:
         return
 
-    def checkpointed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def checkpointed(run: Callable[..., Any], *args: object, **kwargs: object) -> object:
         # Captured during the forward. In backward, recomputation runs outside the `choosing` context of the forward.
         choices, runs = _now.choices, itertools.count()
 
-        def bound(*args: Any, **kwargs: Any) -> Any:
+        def bound(*args: object, **kwargs: object) -> Any:
             # The first run is the forward, later runs are recomputation in backward. They must select the same experts.
             first = next(runs) == 0
             with choosing(choices if first or choices is None else choices.again()):
@@ -195,7 +195,7 @@ class _Selection(TorchFunctionMode):
         super().__init__()
         self._choices, self._layer, self._left = choices, layer, nth
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         if func not in _TOPK:
             return result

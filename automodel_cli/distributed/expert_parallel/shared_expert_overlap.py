@@ -29,7 +29,7 @@ class SharedExperts:
     def __init__(self, block: nn.Module, module: nn.Module):
         self._own = module.forward
         self._input: Tensor | None = None  # Input of the block.
-        self._result: tuple[Tensor, Any] | None = None
+        self._result: tuple[Tensor, object] | None = None
         module.forward = self._forward
         block.register_forward_pre_hook(self._enter)
 
@@ -48,7 +48,7 @@ class SharedExperts:
     def _enter(self, block: nn.Module, args: tuple[Any, ...]) -> None:
         self._input, self._result = args[0] if args else None, None
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: object, **kwargs: object) -> object:
         stored, self._result = self._result, None
         if stored is not None and len(args) == 1 and args[0] is stored[0] and not kwargs:
             return stored[1]

@@ -13,8 +13,6 @@ Shapes: T tokens, F features. M rows, K contracted, G = K / 32 blocks of a row.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
@@ -76,7 +74,7 @@ def _tiles(scale_MG: Tensor) -> Tensor:
     return flat
 
 
-def _sample(rows: int) -> tuple[Any, ...]:
+def _sample(rows: int) -> tuple[object, ...]:
     return torch.randn(rows, 2 * BLOCK, generator=torch.Generator().manual_seed(rows)), False, True
 
 

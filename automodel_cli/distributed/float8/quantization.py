@@ -215,7 +215,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
@@ -265,13 +265,13 @@ def _regions(recipe: Float8Recipe) -> list[FusibleRegion]:
     def numbers(rows: int) -> Tensor:
         return torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
 
-    def to_cast(rows: int) -> tuple[Any, ...]:
+    def to_cast(rows: int) -> tuple[object, ...]:
         return numbers(rows), E4M3, recipe.power_of_two, recipe.by_row, False
 
-    def to_cast_to(rows: int) -> tuple[Any, ...]:
+    def to_cast_to(rows: int) -> tuple[object, ...]:
         return numbers(rows), _largest(numbers(rows), recipe.by_row, False), E4M3, recipe.power_of_two, False
 
-    def to_measure(rows: int) -> tuple[Any, ...]:
+    def to_measure(rows: int) -> tuple[object, ...]:
         return numbers(rows), recipe.by_row, False
 
     return [

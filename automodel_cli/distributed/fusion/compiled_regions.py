@@ -67,7 +67,7 @@ class Compiled:
         self.rejected: dict[str, str] = {}
         self._known: dict[tuple[str, Any], Callable[..., Any] | None] = {}
 
-    def __call__(self, region: FusibleRegion) -> Callable[..., Any] | None:
+    def __call__(self, region: FusibleRegion) -> Callable[..., object] | None:
         key = (region.name, region.function)
         if key not in self._known:
             compiled = _function_of(region, self.backend)
@@ -110,7 +110,7 @@ compilations: list[str] = []
 """Names of the regions of all graphs compiled in this process, in order."""
 
 
-def _function_of(region: FusibleRegion, backend: str) -> Callable[..., Any]:
+def _function_of(region: FusibleRegion, backend: str) -> Callable[..., object]:
     key = (region.name, region.function, backend)
     if key not in _functions:
         compiled = torch_compat.compiled(region.function, backend, lambda: compilations.append(region.name))
@@ -127,11 +127,11 @@ def _function_of(region: FusibleRegion, backend: str) -> Callable[..., Any]:
     return _functions[key]
 
 
-def _or_uncompiled(region: FusibleRegion, run: Callable[..., Any]) -> Callable[..., Any]:
+def _or_uncompiled(region: FusibleRegion, run: Callable[..., Any]) -> Callable[..., object]:
     """Call `run` until the compiler fails for other sizes than the sample's. Then warn once and call the function."""
     now = run
 
-    def either(*args: Any) -> Any:
+    def either(*args: object) -> object:
         nonlocal now
         try:
             return now(*args)
@@ -183,7 +183,7 @@ def _summary(failure: Exception) -> str:
     return " ".join(f"{type(failure).__name__}: {failure}".split("\n")[:2])
 
 
-def _to_device(arg: Any, device: torch.device, dtype: torch.dtype, *, grad: bool) -> Any:
+def _to_device(arg: object, device: torch.device, dtype: torch.dtype, *, grad: bool) -> object:
     if isinstance(arg, nn.Module):
         return arg.to(device, dtype)
     if isinstance(arg, Tensor):
@@ -191,7 +191,7 @@ def _to_device(arg: Any, device: torch.device, dtype: torch.dtype, *, grad: bool
     return arg
 
 
-def _copies(args: Sequence[Any]) -> list[Any]:
+def _copies(args: Sequence[object]) -> list[object]:
     """Copy tensors, because some regions write into arguments. Copies are no leaves, as in a model."""
     return [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
 
@@ -212,7 +212,7 @@ def _with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[T
 OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 
 
-def as_one(shape_context: Callable[[], Any], on_kernel: OnKernel) -> RegionCompiler:
+def as_one(shape_context: Callable[[], object], on_kernel: OnKernel) -> RegionCompiler:
     """Return a region compiler for fake tensors. Every region saves only the tensors that its backward needs.
 
     Args:
@@ -220,7 +220,7 @@ def as_one(shape_context: Callable[[], Any], on_kernel: OnKernel) -> RegionCompi
         on_kernel: called as `ran(name, read, written)` for each kernel.
     """
 
-    def fuse(region: FusibleRegion) -> Callable[..., Any]:
+    def fuse(region: FusibleRegion) -> Callable[..., object]:
         def run(*args: Any) -> Any:
             modules = [arg for arg in args if isinstance(arg, nn.Module)]
             tensors = [arg for arg in args if isinstance(arg, Tensor)]

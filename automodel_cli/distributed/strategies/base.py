@@ -241,7 +241,7 @@ class ParallelizerConfig:
         dtype: torch.dtype | None = torch_dtype(self.autocast_dtype)
         return dtype
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a dict of all fields. Policies stay objects."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
@@ -279,7 +279,7 @@ def refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:
             )
 
 
-def check_tp_plan(plan: Any) -> None:
+def check_tp_plan(plan: object) -> None:
     """Raise ConfigError unless `plan` is an import path, a function, or a mapping of module names to styles."""
     fix = "parallelizer.tp_plan=null"
     if plan is None or callable(plan) or (isinstance(plan, str) and plan):

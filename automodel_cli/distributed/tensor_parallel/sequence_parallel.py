@@ -81,7 +81,7 @@ def apply_sequence_parallel(layers: list[nn.Module], mesh: DeviceMesh, uniform: 
 
         return _with_hidden(args, kwargs, shard)
 
-    def leave(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def leave(layer: nn.Module, args: object, kwargs: Any, output: Tensor) -> object:
         return _with_first(output, lambda own: gather_tokens(own, mesh, _num_tokens(kwargs, own, mesh)))
 
     if layers:
@@ -115,7 +115,7 @@ class _Scattering(RowwiseParallel):
     """Scatters a batch of one sequence along its first dimension, which avoids a copy that interleaves the shards."""
 
     @staticmethod
-    def _prepare_output_fn(layouts: Any, use_local: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
+    def _prepare_output_fn(layouts: object, use_local: bool, mod: object, outputs: Any, mesh: object) -> object:
         if outputs.ndim != _TOKENS + 2 or len(outputs) > 1 or not use_local:
             return RowwiseParallel._prepare_output_fn(layouts, use_local, mod, outputs, mesh)
         own_tD = outputs.squeeze(0).redistribute(placements=[Shard(0)], async_op=True).to_local()
@@ -155,7 +155,7 @@ def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
 
         return _with_hidden(args, kwargs, gathered)
 
-    def scatter(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def scatter(block: nn.Module, args: Any, kwargs: Any, output: Tensor) -> object:
         if not is_uniform:
             return _with_first(output, lambda whole_BTD: shard_tokens(whole_BTD, mesh))
         # 5 tokens on 2 ranks: shares of 3, the second padded by one token.
@@ -210,12 +210,12 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _with_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[object, ...], dict[str, object]]:
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
     return (change(args[0]), *args[1:]), kwargs
 
 
-def _with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _with_first(output: Tensor, change: Callable[[Tensor], Tensor]) -> object:
     """Change the hidden states in the output of a block or layer, which may be the first entry of a tuple."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -8,7 +8,6 @@ transformers all-reduces the accumulated `.grad` after each backward, which is w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +72,7 @@ def swap_parameters(module: nn.Module, swap: Callable[[Tensor], Tensor]) -> None
     """Run the forward of the module with `swap(parameter)` in place of each parameter that it owns."""
     forward = module.forward
 
-    def swapped(*args: Any, **kwargs: Any) -> Any:
+    def swapped(*args: object, **kwargs: object) -> object:
         own = {name: param for name, param in module._parameters.items() if param is not None}
         try:
             for name, param in own.items():
@@ -121,7 +120,7 @@ class MLAKeyProjection(ParallelStyle):
         rope_dim = self.rope_dim
         assert rope_dim is not None, "the width of the shared key comes from the model's config"
 
-        def sum_rope(module: nn.Module, args: Any, out_BTF: Tensor) -> Tensor:
+        def sum_rope(module: nn.Module, args: object, out_BTF: Tensor) -> Tensor:
             # 512 compressed features and 64 of the shared key, for example.
             compressed, rope = out_BTF.split([out_BTF.shape[-1] - rope_dim, rope_dim], dim=-1)
             return torch.cat([compressed, sum_gradient(rope, device_mesh)], dim=-1)
@@ -145,7 +144,7 @@ class PackedColwise(ParallelStyle):
         module = ColwiseParallel(output_layouts=Replicate())._apply(module, device_mesh)
         size, rank = device_mesh.size(), device_mesh.get_local_rank()
 
-        def own_part(module: nn.Module, args: Any, out_BTF: Tensor) -> Tensor:
+        def own_part(module: nn.Module, args: object, out_BTF: Tensor) -> Tensor:
             full = sum_gradient(out_BTF, device_mesh)
             return torch.cat([block.chunk(size, -1)[rank] for block in full.chunk(self.num_packed, -1)], dim=-1)
 

@@ -277,7 +277,13 @@ def why_no_flash_on_cuda(model: Any, dtype: torch.dtype) -> str:
     reasons: list[str] = []
 
     def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, softcap: float | None = None, **_: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        softcap: float | None = None,
+        **_: object,
     ) -> tuple[Tensor, None]:
         reasons.append(kernels.why_not_flash_cuda(query, value, softcap))
         rows, heads, tokens, _width = query.shape

@@ -96,7 +96,7 @@ def packed_attention(
     key_index: Tensor | None = None,
     context: Context | None = None,
     picture_runs: PictureRuns | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Implement the attention interface of transformers and return `(out_BTHV, None)`.
 
@@ -322,7 +322,7 @@ def _gather(key_NKD: Tensor, value_NKV: Tensor, context: Context) -> tuple[Tenso
     return both[..., :width], both[..., width:]
 
 
-def _check_inputs(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
+def _check_inputs(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, object]) -> None:
     if dropout > 0:
         raise ConfigError(
             f"attention_dropout={dropout} is not supported with attn_implementation=packed",

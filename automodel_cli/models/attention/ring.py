@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -258,10 +258,10 @@ class _VarlenCall:
         assert self._plan.key_index is not None
         self.key_index = self._plan.key_index
 
-    def _arguments(self) -> tuple[Any, ...]:
+    def _arguments(self) -> tuple[object, ...]:
         return (*self._plan[:4], 0.0, self._causal)
 
-    def _options(self, setting: Setting) -> dict[str, Any]:
+    def _options(self, setting: Setting) -> dict[str, object]:
         return {"scale": setting.scale, "window_size_left": self._left, "window_size_right": self._right}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor, Tensor]:

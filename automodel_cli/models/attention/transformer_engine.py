@@ -94,7 +94,7 @@ def te_attention(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Implement the attention interface of transformers and return `(out_BTHV, None)`.
 
@@ -126,7 +126,7 @@ def te_attention(
 
 
 def _check_inputs(
-    query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, sinks: Tensor | None, kwargs: dict[str, Any]
+    query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, sinks: Tensor | None, kwargs: dict[str, object]
 ) -> None:
     reason = None
     if dropout > 0:

@@ -49,7 +49,7 @@ def write_modules(folder: Path, head: EmbeddingHead, width: int) -> None:
     ]
     kinds = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
     chosen = {"last": "lasttoken", "mean": "mean_tokens"}[head.pooling]
-    pooling: dict[str, Any] = {f"pooling_mode_{kind}": kind == chosen for kind in kinds}
+    pooling: dict[str, object] = {f"pooling_mode_{kind}": kind == chosen for kind in kinds}
     for path, _ in names[1:]:
         (folder / path).mkdir(exist_ok=True)
     _write(folder / "modules.json", modules)

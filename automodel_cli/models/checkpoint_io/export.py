@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -280,9 +280,9 @@ def _write_config(folder: Path, part: ModelPart, classifier_config: PretrainedCo
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-def _for_older_readers(fields: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _for_older_readers(fields: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
     """Return the fields for transformers 4 and inference engines. Version 5 writes `dtype` and `rope_parameters`."""
-    older: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    older: dict[str, object] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     rope = fields.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
         older["rope_theta"] = rope["rope_theta"]

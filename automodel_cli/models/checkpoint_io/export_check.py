@@ -229,7 +229,7 @@ def _loaded(folder: Path, trust: bool, score_head: Head) -> PreTrainedModel:
     return loaded
 
 
-def _dequantizing(folder: Path) -> dict[str, Any]:
+def _dequantizing(folder: Path) -> dict[str, object]:
     """Return arguments with which transformers dequantizes the weights of a quantized export."""
     if "quantization_config" not in json.loads((folder / "config.json").read_text()):
         return {}

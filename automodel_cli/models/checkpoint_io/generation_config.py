@@ -33,7 +33,7 @@ def write_generation_config(folder: Path, config: ModelConfig, model: PreTrained
     (folder / NAME).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-def _source_fields(config: ModelConfig) -> dict[str, Any] | None:
+def _source_fields(config: ModelConfig) -> dict[str, object] | None:
     """Return the settings of the source unchanged. The class of transformers would drop unknown fields."""
     folder = source.folder(config)
     if folder is None or not (folder / NAME).is_file():
@@ -42,7 +42,7 @@ def _source_fields(config: ModelConfig) -> dict[str, Any] | None:
     return fields
 
 
-def _derived_fields(model: PreTrainedModel) -> dict[str, Any]:
+def _derived_fields(model: PreTrainedModel) -> dict[str, object]:
     settings = model.generation_config
     if settings is None:
         return {}

@@ -106,7 +106,7 @@ class _PerDocument(nn.Module):
         tables = [self._table(length, x, p, arguments) for length, p in zip(lengths, within, strict=True)]
         return _select(tables, lengths_BT, lengths)
 
-    def _table(self, length: int, x: Tensor, position_ids_BT: Tensor, arguments: tuple[str, ...]) -> Any:
+    def _table(self, length: int, x: Tensor, position_ids_BT: Tensor, arguments: tuple[str, ...]) -> object:
         """Return the tables of these positions in a text of at least `length` tokens, independent of earlier texts."""
         self._reset(*arguments)
         # The module selects its table by the largest position. One more token at `length` - 1 selects the table of this
@@ -129,7 +129,7 @@ class _PerDocument(nn.Module):
         vars(self).pop(f"{prefix}long_inv_freq", None)
 
 
-def _select(tables: list[Any], lengths_BT: Tensor, lengths: list[int]) -> Any:
+def _select(tables: list[Any], lengths_BT: Tensor, lengths: list[int]) -> object:
     """Select for each token the table of its document's length. A table is one or several tensors `[B, T, ...]`."""
     if isinstance(tables[0], tuple):
         return tuple(_select(list(same), lengths_BT, lengths) for same in zip(*tables, strict=True))
@@ -139,7 +139,7 @@ def _select(tables: list[Any], lengths_BT: Tensor, lengths: list[int]) -> Any:
     return result
 
 
-def _set_lengths(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _set_lengths(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: pass the document lengths of the context to rotary modules, because ranks hold parts of
     documents."""
     context: Context | None = kwargs.get("context")

@@ -83,7 +83,7 @@ def _check_counts(path: Path, fields: dict[str, Any]) -> None:
                 raise _damaged(path, f"has {name}={value:,}")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _PROBE_VOCAB = 64
 _Measured = tuple[type["PreTrainedModel"], str, HeadKind]
-_heads: dict[tuple[Any, type, str], _Measured | None] = {}
+_heads: dict[tuple[object, type, str], _Measured | None] = {}
 _made: set[type] = set()
 
 
@@ -73,7 +73,7 @@ def with_composite_head(text: PretrainedConfig, composite_config: PretrainedConf
         measured = None
     if measured is None:
         return text if has_own else None
-    base: Any = measured[0]
+    base: object = measured[0]
     table, kind = measured[1:]
     if kind.name == "generic" or (has_own and _same_head(detection.detect_head(text), kind)):
         return text if has_own else None
@@ -145,7 +145,7 @@ def _apply(kind: HeadKind, logits: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _registered(
-    text_class: Any, base: Any, table: str, kind: HeadKind, whole: Any, model_type: str
+    text_class: Any, base: nn.Module, table: str, kind: HeadKind, whole: Any, model_type: str
 ) -> type[PretrainedConfig]:
     """Make a causal LM class and a config class of its own for it, and register them with the library.
 
@@ -168,7 +168,7 @@ def is_made_here(config: PretrainedConfig) -> bool:
     return type(config) in _made
 
 
-def _causal_class(text_class: Any, base: Any, table: str, kind: HeadKind) -> type[PreTrainedModel]:
+def _causal_class(text_class: object, base: Any, table: str, kind: HeadKind) -> type[PreTrainedModel]:
     from transformers import GenerationMixin, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 
@@ -19,7 +17,7 @@ class LazyTensor:
     def get_dtype(self) -> str:
         return self.dtype_name
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: object) -> Tensor:
         requested = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
         ranges = []
         for size, part in zip(

@@ -25,7 +25,7 @@ def lazy_tensors(files: Sequence[Path]) -> dict[str, Any]:
     """Return all keys of safetensors files with lazy slices."""
     from safetensors import safe_open
 
-    slices: dict[str, Any] = {}
+    slices: dict[str, object] = {}
     for file in files:
         handle = safe_open(str(file), "pt")
         slices.update({key: handle.get_slice(key) for key in handle.keys()})  # noqa: SIM118  # not a mapping

@@ -41,7 +41,7 @@ def scale_rope(config: ModelConfig, loaded: PretrainedConfig) -> None:
             fix="model.rope_scaling.rope_type=yarn",
         )
     original = int(given.get(_ORIGINAL) or rope.get(_ORIGINAL) or text.max_position_embeddings)
-    kept: dict[str, Any] = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    kept: dict[str, object] = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     if given["rope_type"] in _READS_ORIGINAL:
         kept[_ORIGINAL] = original
     text.rope_parameters = {**kept, **given}

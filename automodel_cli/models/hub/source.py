@@ -222,7 +222,7 @@ def _config_from_fields(fields: dict[str, Any]) -> PretrainedConfig:
     return built
 
 
-def _reject_unknown_fields(cls: type[PretrainedConfig], fields: dict[str, Any]) -> None:
+def _reject_unknown_fields(cls: type[PretrainedConfig], fields: dict[str, object]) -> None:
     """Raise for a field that no source file of the family reads. transformers accepts any keyword, so typos pass."""
     known = _known_fields(cls)
     source = None

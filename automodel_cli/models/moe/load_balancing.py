@@ -114,17 +114,17 @@ class LoadBalancer:
 
     # The mask of the current microbatch is set while a part runs, and not during recomputation in backward.
 
-    def _enter_part(self, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _enter_part(self, part: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
         self._leave_part()
         if part.training and torch.is_grad_enabled():
             self.mask_BT = real_tokens(kwargs["labels"], kwargs["cu_seq_lens_q"], SeenKeys.among(kwargs))
 
-    def _enter_model(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _enter_model(self, model: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
         context = kwargs.get("context")
         if self.mask_BT is not None and context is not None:
             self.mask_BT = context.local(self.mask_BT.long(), 0).bool()
 
-    def _leave_part(self, *_: Any) -> None:
+    def _leave_part(self, *_: object) -> None:
         self.mask_BT = None
         self._real_NK.clear()
 
@@ -218,7 +218,7 @@ class _Layer:
 
     # Data-dependent counting is excluded from compiled graphs.
     @disable()
-    def _hook(self, router: nn.Module, args: Any, output: Any) -> Any:
+    def _hook(self, router: nn.Module, args: object, output: Tensor) -> object:
         if not (router.training and torch.is_grad_enabled()):
             return None
         if not _is_supported(output):
@@ -284,7 +284,7 @@ def _selection_bias(block: nn.Module, router: nn.Module) -> Tensor | None:
     return None
 
 
-def _is_supported(output: Any) -> bool:
+def _is_supported(output: Tensor) -> bool:
     """Return whether a router output begins with (logits [N, E], weights [N, K], experts [N, K])."""
     if not isinstance(output, tuple) or len(output) < 3 or not all(isinstance(t, Tensor) for t in output[:3]):
         return False

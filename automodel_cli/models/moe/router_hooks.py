@@ -89,7 +89,7 @@ class _OtherExperts(Exception):
     """The experts received other indices than selected."""
 
 
-def _logits(model: Any, ids_BT: Tensor, choices: Mapping[int, Tensor], requested: Mapping[int, Tensor]) -> Tensor:
+def _logits(model: nn.Module, ids_BT: Tensor, choices: Mapping[int, Tensor], requested: Mapping[int, Tensor]) -> Tensor:
     """Return the logits for these choices `[N, K]` of each layer.
 
     Raises _OtherExperts if the experts receive other indices than `requested`.
@@ -143,7 +143,7 @@ class _Watch(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         if func in (torch.topk, torch.Tensor.topk) and self._running:
             # A call also counts for the modules around it, as `_Selection` counts it when it wraps one of them.
@@ -153,13 +153,13 @@ class _Watch(TorchFunctionMode):
             self._calls.append((module, count[0], result.indices))
         return result
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: object) -> None:
         self._running.append((module, [0]))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: Tensor) -> None:
         self._running.pop()
 
-    def _experts(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _experts(self, experts: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         index_NK = _index_of(args, kwargs)
         # Compared by value, because families pass the indices on through views, casts or copies.
         calls = [(module, nth) for module, nth, chosen in self._calls if torch.equal(chosen, index_NK)]

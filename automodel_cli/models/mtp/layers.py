@@ -70,7 +70,7 @@ class MultiToken(nn.ModuleList):
         embed: Callable[[Tensor], Tensor],
         hidden_BTD: Tensor,
         ids: Iterator[Tensor],
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
     ) -> Iterator[Tensor]:
         """Return the hidden states of each depth. `ids`: this rank's tokens `[B, T]` 1, 2, ... positions later.
         `inputs`: keywords of the base model."""

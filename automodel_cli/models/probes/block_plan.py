@@ -104,7 +104,7 @@ def _half(block: nn.Module, rank: int) -> nn.Module:
     return half
 
 
-def _keeper(calls: dict[str, Any], name: str) -> Any:
+def _keeper(calls: dict[str, Any], name: str) -> object:
     return lambda block, args, kwargs, output: calls.__setitem__(name, (args, kwargs, output))
 
 

@@ -43,7 +43,9 @@ def _calls_attention(small: SmallConfig) -> bool:
 
     calls: list[nn.Module] = []
 
-    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def record(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, None]:
         calls.append(module)
         rows, heads, tokens, _width = query.shape
         return query.new_zeros(rows, tokens, heads, value.shape[-1]), None

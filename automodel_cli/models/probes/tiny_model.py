@@ -73,8 +73,8 @@ def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = 
 
 
 def _small_overrides(
-    overrides: dict[str, dict[str, Any]], fields: dict[str, Any], keep: list[int] | None
-) -> dict[int | str, dict[str, Any]]:
+    overrides: dict[str, dict[str, object]], fields: dict[str, object], keep: list[int] | None
+) -> dict[int | str, dict[str, object]]:
     """Return the per-layer overrides of the kept layers."""
     return {
         i if keep is None else keep.index(i): {
@@ -140,17 +140,17 @@ def _rotary_parts(fields: dict[str, Any]) -> list[float]:
     return [table["partial_rotary_factor"] for table in tables if "partial_rotary_factor" in table]
 
 
-def _small_token(name: str, value: Any) -> Any:
+def _small_token(name: str, value: object) -> object:
     index = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(name, 3)
     if isinstance(value, list):
         return [index]
     return index if isinstance(value, int) and value >= VOCAB else value
 
 
-def _small_rope(rope: dict[str, Any], switch: int) -> dict[str, Any]:
+def _small_rope(rope: dict[str, Any], switch: int) -> dict[str, object]:
     """Cut per-dimension factors (longrope) to the tiny rotary width. May be nested per layer type."""
     half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
-    small: dict[str, Any] = {}
+    small: dict[str, object] = {}
     for key, value in rope.items():
         if isinstance(value, dict):
             small[key] = _small_rope(value, switch)
@@ -166,7 +166,7 @@ def _small_rope(rope: dict[str, Any], switch: int) -> dict[str, Any]:
     return small
 
 
-def _is_dynamic(rope: dict[str, Any]) -> bool:
+def _is_dynamic(rope: dict[str, object]) -> bool:
     """Return whether a table grows with texts longer than `max_position_embeddings`. May be nested per layer type."""
     if any(isinstance(value, dict) and _is_dynamic(value) for value in rope.values()):
         return True

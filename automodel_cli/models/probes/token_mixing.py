@@ -153,7 +153,7 @@ class _Observed:
             for handle in handles:
                 handle.remove()
 
-    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         self.calls.setdefault(module, (args, kwargs))
 
     @torch.no_grad()
@@ -222,7 +222,7 @@ def _is_of_tokens(x: Tensor) -> bool:
     return x.dim() == 0 or recurrent_layers.is_per_token(x, 1, _TOKENS)
 
 
-def _first(output: Any) -> Tensor | None:
+def _first(output: object) -> Tensor | None:
     return next(recurrent_layers.tensors_in(output), None)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Trained = Literal["trained", "frozen"]
 
@@ -11,7 +14,7 @@ Trained = Literal["trained", "frozen"]
 class ProcessorNode(Protocol):
     """A processor made in code."""
 
-    def build_processor(self, tokenizer: Any) -> Any:
+    def build_processor(self, tokenizer: PreTrainedTokenizerBase) -> object:
         """Return a processor of transformers around this tokenizer."""
 
 

@@ -34,7 +34,7 @@ _SETTINGS = ("use_cache", "return_dict", "output_attentions", "output_hidden_sta
 
 
 class _Caught(Exception):
-    def __init__(self, keywords: dict[str, Any]):
+    def __init__(self, keywords: dict[str, object]):
         super().__init__("the keywords of the text model")
         self.keywords = keywords
 
@@ -112,7 +112,7 @@ class Front(nn.Module):
 
     def _shared(
         self, ids_BT: Tensor, positions: Tensor | None, shared_P: Tensor, placeholder: int, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the keywords if the tower reads each of several pictures once, and its features are repeated."""
         caught = self._inputs_of_text(ids_BT, positions, placeholder, {})
         once_1P = ids_BT.new_full((1, int(shared_P.max()) + 1), placeholder)
@@ -134,7 +134,7 @@ class Front(nn.Module):
 
     def _caught(
         self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return all keywords that the composite passes to its text model."""
         types = {name: (ids_BT == placeholder).long() for name in TYPE_IDS if name in self._takes}
         given = {} if positions is None else {"position_ids": positions}
@@ -144,12 +144,12 @@ class Front(nn.Module):
             return caught.keywords
         raise RuntimeError(f"{type(self.composite).__name__} did not call its text model")
 
-    def masks(self, ids_BT: Tensor, pictures: Pictures) -> Any:
+    def masks(self, ids_BT: Tensor, pictures: Pictures) -> object:
         """Return the attention mask that the composite makes for its text model, None if it makes none."""
         caught = self._caught(ids_BT, pictures.positions_3BT, pictures.placeholder, dict(pictures.inputs.items()))
         return caught.get("attention_mask")
 
-    def masks_of_types(self, ids_BT: Tensor, placeholder: int) -> Any:
+    def masks_of_types(self, ids_BT: Tensor, placeholder: int) -> object:
         """Return the attention mask as `masks` does, from the types of tokens without pixels."""
         return self._caught(ids_BT, None, placeholder, {}).get("attention_mask")
 
@@ -232,14 +232,14 @@ def _moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
 
 
-def _repeated(value: Any, index_P: Tensor, is_shown_BT: Tensor) -> Any:
+def _repeated(value: Tensor, index_P: Tensor, is_shown_BT: Tensor) -> object:
     """Return features of distinct placeholders for all placeholders. A mask of tokens becomes that of the batch."""
     if isinstance(value, (list, tuple)):
         return [_repeated(item, index_P, is_shown_BT) for item in value]
     return is_shown_BT if value.dtype == torch.bool else value.index_select(0, index_P)
 
 
-def _empty_sum(value: Any) -> Any:
+def _empty_sum(value: object) -> Any:
     """Return 0 as the sum over no element of every float tensor, which gives each of them a gradient of zeros."""
     if isinstance(value, Tensor):
         return value.flatten()[:0].sum() if value.is_floating_point() else 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_cli.data.synthetic.picture_tasks import WORDS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PAD, END, START, STOP, IMAGE = "<|pad|>", "<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
 _ROLES = ("user", "assistant")
@@ -81,7 +84,7 @@ class QwenProcessor:
     max_pixels: int = 16_777_216
     """Larger pictures are reduced."""
 
-    def build_processor(self, tokenizer: Any) -> Any:
+    def build_processor(self, tokenizer: Any) -> object:
         """Return a processor of transformers around this tokenizer."""
         from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 
@@ -110,7 +113,7 @@ class GemmaProcessor:
     num_tokens: int = 256
     """Tokens of a picture, `mm_tokens_per_image` of the model."""
 
-    def build_processor(self, tokenizer: Any) -> Any:
+    def build_processor(self, tokenizer: PreTrainedTokenizerBase) -> object:
         """Return the processor of transformers around this tokenizer, whose template then writes the begin token."""
         from transformers import Gemma3ImageProcessorPil, Gemma3Processor
 

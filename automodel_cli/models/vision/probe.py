@@ -70,7 +70,7 @@ def _reason(config: PretrainedConfig, processor: FamilyProcessor) -> str:
         return f"a small copy of the model does not run ({type(error).__name__}: {error})".splitlines()[0][:300]
 
 
-def _difference(whole: Any, processor: FamilyProcessor) -> str:
+def _difference(whole: object, processor: FamilyProcessor) -> str:
     part = small_part(whole).eval()
     if recurrent_layers.runs_by_document(part.model):
         return "its attention runs document by document"
@@ -127,7 +127,7 @@ def _fill(model: Any, other: Any) -> None:
             tensor.copy_(state[name.replace(".base_layer.", ".")])
 
 
-def documents_with_pictures(processor: FamilyProcessor) -> list[tuple[Tensor, list[Any]]]:
+def documents_with_pictures(processor: FamilyProcessor) -> list[tuple[Tensor, list[object]]]:
     """Return documents (ids, pictures) with 1, 0 and 2 pictures."""
     return [_document(processor, sizes, seed) for seed, sizes in enumerate(_PICTURES)]
 
@@ -147,7 +147,7 @@ def _document(processor: FamilyProcessor, sizes: tuple[tuple[int, int], ...], se
 
 
 def _why_other_mask(
-    whole: Any, document: tuple[Tensor, list[Any]], processor: FamilyProcessor, rules: TwoWay | None
+    whole: Any, document: tuple[Tensor, list[object]], processor: FamilyProcessor, rules: TwoWay | None
 ) -> str:
     """Return why the masks that the composite makes for its text model are not supported, or an empty string."""
     eager = copy.deepcopy(whole)
@@ -218,7 +218,9 @@ def forget_state(whole: Any, *, gradients: bool = True) -> None:
         whole.zero_grad()
 
 
-def inputs_of_document(whole: Any, ids_BT: Tensor, images: list[Any], processor: FamilyProcessor) -> dict[str, Tensor]:
+def inputs_of_document(
+    whole: Any, ids_BT: Tensor, images: list[object], processor: FamilyProcessor
+) -> dict[str, Tensor]:
     """Return the keywords of a composite for one document, beside its ids. The state of the last one is removed."""
     forget_state(whole, gradients=False)
     given = {name: (ids_BT == processor.placeholder).long() for name in TYPE_IDS if name in processor.takes}
@@ -227,7 +229,7 @@ def inputs_of_document(whole: Any, ids_BT: Tensor, images: list[Any], processor:
 
 
 def _one_by_one(
-    whole: Any, documents: list[tuple[Tensor, list[Any]]], processor: FamilyProcessor
+    whole: Any, documents: list[tuple[Tensor, list[object]]], processor: FamilyProcessor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the log-probs of labels under the composite, and gradients of their sum, by its parameter names."""
     values = []

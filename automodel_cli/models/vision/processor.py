@@ -24,14 +24,14 @@ from automodel_cli.models.vision.nodes import IMAGE, START, STOP, GemmaProcessor
 from automodel_cli.models.vision.small import placeholder_of
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _GEMMA_NEWLINES = {"\n\n": 108}  # the processor writes this token of the published vocabulary around a picture
 _KEYS = ("model.vision.processor",)
 _BLANK = 32  # pixels of the side of the blank picture, before the processor resizes it
 
 
-def load_processor(config: ModelConfig, tokenizer: Any) -> Any:
+def load_processor(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return the processor of transformers. Raises ConfigError if there is none, or if Pillow is not installed."""
     assert config.vision is not None
     require_package("PIL", "a recipe with pictures", install="pillow", keys=("model.vision",))
@@ -173,7 +173,7 @@ _loaded: dict[str, FamilyProcessor] = {}
 """The processors of this process, by model section. Later steps of a start use the one of data preparation."""
 
 
-def picture_processor(config: ModelConfig, tokenizer: Any) -> FamilyProcessor:
+def picture_processor(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> FamilyProcessor:
     """Return the processor of the model section, around the tokenizer of the run."""
     found = FamilyProcessor(load_processor(config, tokenizer), source.composite_config(config))
     _loaded[repr(config)] = found

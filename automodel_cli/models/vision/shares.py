@@ -31,7 +31,7 @@ class TokenShards(Protocol):
         ...
 
 
-def keywords_without_front(base: nn.Module, ids_BT: Tensor, pictures: Pictures) -> dict[str, Any]:
+def keywords_without_front(base: nn.Module, ids_BT: Tensor, pictures: Pictures) -> dict[str, object]:
     """Return what a later pipeline stage needs: positions, and types of tokens if the text model reads them."""
     takes = inspect.signature(base.forward).parameters
     found: dict[str, Any] = {name: (ids_BT == pictures.placeholder).long() for name in TYPE_IDS if name in takes}
@@ -40,7 +40,7 @@ def keywords_without_front(base: nn.Module, ids_BT: Tensor, pictures: Pictures) 
     return found
 
 
-def of_context(keywords: dict[str, Any], is_shown_BT: Tensor, context: Context) -> tuple[dict[str, Any], Tensor]:
+def of_context(keywords: dict[str, object], is_shown_BT: Tensor, context: Context) -> tuple[dict[str, object], Tensor]:
     """Return the keywords of the local tokens of context parallelism, and which of these tokens show a picture.
 
     The gradient of the front end is that of the local tokens. Data parallelism sums it over the ranks.
@@ -62,7 +62,7 @@ def of_context(keywords: dict[str, Any], is_shown_BT: Tensor, context: Context) 
     return {name: local(value) for name, value in keywords.items()}, local_Bt
 
 
-def of_layers(keywords: dict[str, Any], is_shown_BT: Tensor, shards: TokenShards) -> dict[str, Any]:
+def of_layers(keywords: dict[str, object], is_shown_BT: Tensor, shards: TokenShards) -> dict[str, object]:
     """Return the keywords for layers that have a share of the tokens.
 
     Everything by token is unchanged, because the text model reads it before the first layer. Features by placeholder,
@@ -94,7 +94,7 @@ def num_feature_layers(keywords: dict[str, Any], is_shown_BT: Tensor) -> int:
     return max((1 if isinstance(value, Tensor) else len(value) for value in lists), default=0)
 
 
-def names_by_token(keywords: dict[str, Any], is_shown_BT: Tensor) -> list[str]:
+def names_by_token(keywords: dict[str, object], is_shown_BT: Tensor) -> list[str]:
     """Return the names of floats by token besides `inputs_embeds`. All layers may read them."""
     return [
         name
@@ -106,7 +106,7 @@ def names_by_token(keywords: dict[str, Any], is_shown_BT: Tensor) -> list[str]:
     ]
 
 
-def _is_by_placeholder(value: Any, is_shown_BT: Tensor) -> bool:
+def _is_by_placeholder(value: object, is_shown_BT: Tensor) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_is_by_placeholder(item, is_shown_BT) for item in value)
     return (

@@ -23,7 +23,7 @@ _NUM_HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "encode
 _PROJECTED = ("projection_dim", "projector_hidden_size", "vision_output_dim", "projector_input_dim")
 
 
-_copies: dict[tuple[type, str], Any] = {}
+_copies: dict[tuple[type, str], object] = {}
 """The last small copy of this process. The probes of a start share it."""
 
 
@@ -37,7 +37,7 @@ def shared_copy(config: PretrainedConfig) -> Any:
     return _copies[key]
 
 
-def build_composite(small: PretrainedConfig) -> Any:
+def build_composite(small: PretrainedConfig) -> object:
     """Build the composite of a small config with noise on every parameter."""
     cls: Any = composite_text.composite_class(small)
     return build_small(small, lambda config: cls._from_config(config, dtype=torch.float32)).eval()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _IS_SHOWN = (False, False, *[True] * 14, False, *[True] * 9, *[False] * 3)
 """Pictures longer than the window of a small copy."""
 _measured: dict[tuple[type, str], TwoWay | None] = {}
-_of_copies: WeakKeyDictionary[Any, TwoWay | None] = WeakKeyDictionary()
+_of_copies: WeakKeyDictionary[object, TwoWay | None] = WeakKeyDictionary()
 
 
 def two_way_of(composite_config: PretrainedConfig) -> TwoWay | None:
@@ -40,7 +40,7 @@ def two_way_of(composite_config: PretrainedConfig) -> TwoWay | None:
     return _measured[key]
 
 
-def rules_of(whole: Any) -> TwoWay | None:
+def rules_of(whole: object) -> TwoWay | None:
     """Return the rules of a small composite in memory, None if all layers are causal or the masks are unknown."""
     if whole not in _of_copies:
         _of_copies[whole] = _rules(whole)

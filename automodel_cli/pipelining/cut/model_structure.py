@@ -117,10 +117,10 @@ class _Watch:
     def layer_hook(self, index: int) -> Any:
         return lambda module, args: self.order.append(index)
 
-    def module_hook(self, name: str) -> Any:
+    def module_hook(self, name: str) -> object:
         return lambda module, args: self.started_at.setdefault(name, set()).add(len(self.order))
 
-    def output(self, module: nn.Module, args: Any, output: Any) -> None:
+    def output(self, module: nn.Module, args: object, output: Any) -> None:
         several = isinstance(output, (tuple, list))
         self.arities.add(len(output) if several else None)
         self.shapes.add(tuple((output[0] if several else output).shape))

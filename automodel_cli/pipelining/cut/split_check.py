@@ -139,7 +139,7 @@ def _run(parts: Sequence[ModelPart], anatomy: ModelStructure) -> dict[str, Tenso
 
 
 def _keeper(results: dict[str, Tensor], name: str) -> Callable[..., None]:
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
+    def keep(module: nn.Module, args: object, output: Tensor) -> None:
         results[name] = (output[0] if isinstance(output, (tuple, list)) else output).detach()
 
     return keep

@@ -186,7 +186,7 @@ class StagePart(ModelPart):
         self.hidden(inputs)
         return self.boundary.take().flatten(2)
 
-    def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
+    def hidden(self, local_inputs: dict[str, object]) -> Tensor:
         """See `ModelPart.hidden`.
 
         A ready forward receives the hidden states of the previous stage in place of `input_ids`.
@@ -201,7 +201,7 @@ class StagePart(ModelPart):
         return hidden_BTD
 
     def with_depths(
-        self, model_inputs: dict[str, Any], local_inputs: dict[str, Any], request: HeadRequest
+        self, model_inputs: dict[str, object], local_inputs: dict[str, object], request: HeadRequest
     ) -> list[Tensor]:
         if not self.follows_depths:
             return super().with_depths(model_inputs, local_inputs, request)
@@ -209,7 +209,7 @@ class StagePart(ModelPart):
         return list(self.hidden(local_inputs).chunk(num_streams(self, request.further), -1))
 
 
-def as_model_part(model: Any, ready: Ready) -> ModelPart:
+def as_model_part(model: nn.Module, ready: Ready) -> ModelPart:
     """Return `model`, or the part of a transformers model. Raises ConfigError for other types."""
     from transformers import PreTrainedModel
 

@@ -121,7 +121,7 @@ def get_model_config(model: Any) -> ModelParallelConfig:
     return config
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: object) -> Any:
     """Return the model inside wrappers with a `.module`, such as DDP."""
     while isinstance(model, nn.Module) and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module

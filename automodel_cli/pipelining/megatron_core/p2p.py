@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -133,7 +133,7 @@ class P2PCommunicator:
 
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
-    ) -> Any:
+    ) -> object:
         """Send an output to the next rank if given, and receive an input from the previous rank if `recv_prev`.
 
         Returns the input. With `overlap_p2p_comm`, returns (input, handles) without waiting.
@@ -143,7 +143,7 @@ class P2PCommunicator:
 
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
-    ) -> Any:
+    ) -> object:
         """Send a gradient to the previous rank if given, and receive a gradient from the next rank if `recv_next`.
 
         Returns the gradient. With `overlap_p2p_comm`, returns (gradient, handles) without waiting.

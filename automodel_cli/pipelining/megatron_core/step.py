@@ -30,7 +30,7 @@ The third argument is passed with partial checkpointing only.
 """
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     """Return a list unchanged, and any other value as a list with one element."""
     return value if isinstance(value, list) else [value]
 

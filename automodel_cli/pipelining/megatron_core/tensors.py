@@ -75,7 +75,7 @@ class StepLoss:
 
     output: Tensor
     num_tokens: Tensor | int = 0
-    stored: list[Any] = field(default_factory=list)
+    stored: list[object] = field(default_factory=list)
 
 
 def forward_step_calc_loss(

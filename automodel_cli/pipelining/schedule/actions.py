@@ -49,11 +49,11 @@ def rank_programs(torch_class: str, pp_size: int, num_microbatches: int, num_chu
     return [from_torch(schedule.pipeline_order[rank]) for rank in range(pp_size)]
 
 
-def _no_lowering(self: Any, actions: Any) -> None:
+def _no_lowering(self: Any, actions: object) -> None:
     pass
 
 
-def from_torch(actions: list[Any]) -> tuple[Step, ...]:
+def from_torch(actions: list[object]) -> tuple[Step, ...]:
     """Convert torch's compute actions. Idle slots (None) are dropped."""
     return tuple(_step(action) for action in actions if action is not None)
 

@@ -208,7 +208,7 @@ class Stage(PipelineStage):
 
     # Compute
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> HeadOutput | Tensor:
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: object) -> HeadOutput | Tensor:
         hidden_BTD = args[0].to(self.compute_dtype) if args else None
         with single_backward(self.reduction.in_backward):
             output = self.submod(hidden_BTD, **kwargs)
@@ -216,7 +216,12 @@ class Stage(PipelineStage):
         return result
 
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *_: Any, **__: Any
+        self,
+        fwd_chunk_id: int,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
+        *_: object,
+        **__: object,
     ) -> HeadOutput | Tensor:
         inputs = args if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
         output = self.forward_maybe_with_nosync(*inputs, **(kwargs or {}))
@@ -377,19 +382,19 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
                 work.wait()
 
     def _maybe_compute_loss(
-        self, stage: Any, output: Tensor, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+        self, stage: nn.Module, output: Tensor, target_mbs: Any, mb_index: int, loss_kwargs: object = None
     ) -> None:
         if stage.is_last:
             self.results[mb_index] = self._compute_loss(output, target_mbs[mb_index])  # type: ignore[no-untyped-call]
 
-    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
+    def _maybe_get_loss(self, stage: nn.Module, mb_index: int) -> Tensor | None:
         if not stage.is_last:
             return None
         loss = self.results[mb_index]
         self.results[mb_index] = loss.detach()
         return loss
 
-    def _update_losses(self, stages: Any, losses: Any) -> None:
+    def _update_losses(self, stages: Any, losses: object) -> None:
         """Keep the results, which `run` returns."""
 
 

@@ -98,16 +98,16 @@ class SampleQueue:
         depth: int = 1,
         *,
         draw: Draw | None = None,
-        about: Mapping[str, Any] | None = None,
+        about: Mapping[str, object] | None = None,
     ):
         self._draw, self._about = draw or background_responses(engine), dict(about or {})
         self._engine, self._device, self._depth = engine, device, depth
         self._overlaps = engine.capabilities.in_flight_updates
         self._threads = threads_on_this_device(depth if self._overlaps else 1, "rollout")
         self._jobs: deque[_Job] = deque()
-        self._running: list[Future[Any]] = []
-        self._settings: dict[str, Any] = {}
-        self._kept_settings: Mapping[str, Any] = {}
+        self._running: list[Future[object]] = []
+        self._settings: dict[str, object] = {}
+        self._kept_settings: Mapping[str, object] = {}
         self._kept: list[dict[Place, Answer]] = []
 
     def __len__(self) -> int:
@@ -207,7 +207,7 @@ class SampleQueue:
             return Generated(requests, [_with_prompt(rollout[request[:2]], request) for request in requests], 0.0)
         return None
 
-    def _settings_of(self, params: SamplingParams) -> dict[str, Any]:
+    def _settings_of(self, params: SamplingParams) -> dict[str, object]:
         return dataclasses.asdict(params) | self._about
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class SampleQueue:
         # Work that the main thread queued so far, for example the copy of new weights.
         ready = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-        def timed() -> Any:
+        def timed() -> object:
             began = time.perf_counter()
             try:
                 return call() if ready is None else _on_own_stream(call, ready)
@@ -237,7 +237,7 @@ class SampleQueue:
         return future.result
 
 
-def _on_own_stream(draw: Callable[[], Any], ready: torch.cuda.Stream) -> Any:
+def _on_own_stream(draw: Callable[[], object], ready: torch.cuda.Stream) -> object:
     """On the default stream, kernels of generation and training would be serialized. The current stream is a setting
     of the thread."""
     stream = torch.cuda.Stream()

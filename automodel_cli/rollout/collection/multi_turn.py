@@ -24,6 +24,8 @@ from automodel_cli.rollout.rewards.base import RewardInput
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from automodel_cli.data.config import DataConfig
     from automodel_cli.distributed.mesh import Mesh
     from automodel_cli.rollout.config import RolloutConfig
@@ -138,7 +140,7 @@ def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[R
 def scored_samples(
     requests: Sequence[SampleRequest],
     answers: Sequence[Completion | Episode],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     rewards: RewardSum,
     pool: EnvironmentPool | None,
 ) -> list[Sample]:
@@ -171,7 +173,7 @@ def _played(sample: Sample, episode: Episode, pool: EnvironmentPool, failing: Ab
 
 
 def unscored_samples(
-    requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode], tokenizer: Any
+    requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode], tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
     """Return the answers as samples with reward 0."""
     return [_unscored(request, answer, tokenizer) for request, answer in zip(requests, answers, strict=True)]
@@ -194,7 +196,7 @@ def with_environment(
     )
 
 
-def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: Any) -> Sample:
+def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: PreTrainedTokenizerBase) -> Sample:
     place, index, prompt = request
     nothing = Score(0.0, {}, {})
     if isinstance(answer, Completion):

@@ -19,7 +19,7 @@ Place = tuple[int, int]
 """Place of the prompt, index of the sample in its group."""
 
 
-def pack_samples(found: Mapping[Place, Answer]) -> dict[str, Any]:
+def pack_samples(found: Mapping[Place, Answer]) -> dict[str, object]:
     """Return answers as JSON values. Values per token are stored as the bytes of one array."""
     answers = list(found.values())
     columns = {
@@ -69,7 +69,7 @@ def _episodes(state: Mapping[str, Any]) -> dict[Place, Answer]:
     return answers
 
 
-def _turns(episode: Episode) -> dict[str, Any]:
+def _turns(episode: Episode) -> dict[str, object]:
     """Return the turns of an episode. Values that are not JSON are converted as in rollouts.jsonl."""
     return {
         "response_messages": json.loads(json.dumps(episode.response_messages, default=str)),

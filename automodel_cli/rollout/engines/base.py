@@ -113,7 +113,7 @@ class EngineContext(Protocol):
         """Our own sampler on the weights as they are trained, under any layout. Collective."""
         ...
 
-    def replica(self, **options: Any) -> Engine:
+    def replica(self, **options: object) -> Engine:
         """Return a copy of the model on this rank, which has no weights yet. `options` are arguments of `HFEngine`."""
         ...
 

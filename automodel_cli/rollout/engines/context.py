@@ -75,7 +75,7 @@ class EngineHost:
         engine.about = f"{max_num_seqs} slots   {steps}"
         return engine
 
-    def replica(self, **options: Any) -> HFEngine:
+    def replica(self, **options: object) -> HFEngine:
         """See `EngineContext`."""
         engine = build_replica(self._session, self.stop_token_ids, **options)
         if self._selectors is not None:

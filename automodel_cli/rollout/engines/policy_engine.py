@@ -62,7 +62,7 @@ Start = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Start a call. The returned function waits for it and returns its result or raises its exception."""
 
 
-def at_once(call: Callable[[], Any]) -> Callable[[], Any]:
+def at_once(call: Callable[[], Any]) -> Callable[[], object]:
     """`Start` without a thread: the call runs when the result is requested."""
     return call
 
@@ -177,7 +177,7 @@ class RankZeroEngine:
             for completion in found
         ]
 
-    def _for_all(self, drawing: Callable[[], list[Any]] | None) -> list[Any]:
+    def _for_all(self, drawing: Callable[[], Sequence[object]] | None) -> list[Any]:
         """Return the result of the first rank's `drawing` on every rank. Collective."""
         outcome: list[Any] = [None, None, {}]
         if drawing is not None:

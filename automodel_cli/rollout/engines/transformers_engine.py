@@ -212,7 +212,7 @@ class _Record:
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
 
-    def _read(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _read(self, model: object, args: object, kwargs: dict[str, Any], output: Tensor) -> None:
         rows, tokens = kwargs["input_ids"].shape
         chosen_NLK = self._recorder.stacked(rows * tokens).to(torch.int16)
         self._steps.append(chosen_NLK.unflatten(0, (rows, tokens)))

@@ -96,7 +96,7 @@ class EnvironmentNode(Protocol):
         ...
 
     @abstractmethod
-    async def ended(self, state: Any) -> float:
+    async def ended(self, state: object) -> float:
         """Return a final reward for an episode that ends early: a message was truncated, or the limit of turns or
         tokens is reached. `state` is the state of the last turn."""
         ...
@@ -154,7 +154,7 @@ class Environment:
         """See `EnvironmentNode.step`."""
         raise NotImplementedError
 
-    async def ended(self, state: Any) -> float:
+    async def ended(self, state: object) -> float:
         """Adds nothing."""
         return 0.0
 

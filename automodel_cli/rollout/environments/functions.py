@@ -33,7 +33,7 @@ class FunctionTools(ToolEnvironment):
             raise ConfigError("functions must contain at least one function", code="empty_value", keys=("functions",))
         self.definitions()
 
-    def definitions(self) -> list[dict[str, Any]]:
+    def definitions(self) -> list[dict[str, object]]:
         """See `ToolEnvironment.definitions`. Raises ConfigError for a function that does not describe itself."""
         return [dict(definition_of(name, function)) for name, function in self.functions.items()]
 
@@ -54,13 +54,13 @@ class FunctionTools(ToolEnvironment):
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(function: Callable[..., Any]) -> Callable[..., object]:
     """Return the function of a `_partial_` node."""
     return function.func if isinstance(function, functools.partial) else function
 
 
 @functools.cache
-def definition_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+def definition_of(name: str, function: Callable[..., Any]) -> dict[str, object]:
     """Return OpenAI's definition of a function from type hints and docstring. Raise ConfigError if they are
     incomplete."""
     from transformers.utils.chat_template_utils import (

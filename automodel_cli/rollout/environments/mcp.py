@@ -75,7 +75,7 @@ class MCPTools(ToolEnvironment):
         if "_sessions" in vars(self):
             self._sessions.close()
 
-    def definitions(self) -> list[dict[str, Any]]:
+    def definitions(self) -> list[dict[str, object]]:
         """See `ToolEnvironment.definitions`. Raises RunError if a server does not start."""
         return [definition for definition, _ in self._tools.values()]
 
@@ -134,7 +134,7 @@ class _Sessions:
         with self._once:
             return self._loop.run(self._listed(server))
 
-    def begin_call(self, server: str, name: str, arguments: dict[str, Any]) -> Future[dict[str, Any]]:
+    def begin_call(self, server: str, name: str, arguments: dict[str, object]) -> Future[dict[str, Any]]:
         """Return a future of the server's answer, in the form of the protocol."""
         return self._loop.begin(self._called(server, name, arguments))
 
@@ -144,7 +144,7 @@ class _Sessions:
             self._loop.run(self._ended(server))
         self._loop.close()
 
-    async def _listed(self, server: str) -> list[dict[str, Any]]:
+    async def _listed(self, server: str) -> list[dict[str, object]]:
         session = await self._session(server)
         tools, cursor = [], None
         while True:
@@ -154,7 +154,7 @@ class _Sessions:
             if not cursor:
                 return tools
 
-    async def _called(self, server: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def _called(self, server: str, name: str, arguments: dict[str, object]) -> dict[str, object]:
         try:
             session = await self._session(server)
         except RunError as error:  # it has started before: a later try may find it
@@ -173,7 +173,7 @@ class _Sessions:
     async def _session(self, server: str) -> Any:
         async with self._starting.setdefault(server, asyncio.Lock()):
             if server not in self._open:
-                ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                ready: asyncio.Future[object] = asyncio.get_running_loop().create_future()
                 ending = asyncio.Event()
                 task = asyncio.ensure_future(self._serve(server, ready, ending))
                 try:
@@ -190,7 +190,7 @@ class _Sessions:
                 self._open[server] = (session, ending, task)
             return self._open[server][0]
 
-    async def _serve(self, server: str, ready: asyncio.Future[Any], ending: asyncio.Event) -> None:
+    async def _serve(self, server: str, ready: asyncio.Future[object], ending: asyncio.Event) -> None:
         """Run a session of the server. The package requires that one task enters and leaves it."""
         from mcp import ClientSession, StdioServerParameters
         from mcp.client.stdio import get_default_environment, stdio_client
@@ -228,7 +228,7 @@ def _refused(error: Exception) -> bool:
     return code in (-32600, -32601, -32602)
 
 
-def _definition(tool: dict[str, Any]) -> dict[str, Any]:
+def _definition(tool: dict[str, object]) -> dict[str, object]:
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["inputSchema"]}
     return {"type": "function", "function": function}
 

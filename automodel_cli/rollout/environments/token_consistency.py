@@ -94,7 +94,7 @@ def check_read(sent: Sequence[int], read: Sequence[int], where: str) -> None:
         )
 
 
-def _check_history(tokenizer: Any, episode: Conversation, before: Sequence[str]) -> None:
+def _check_history(tokenizer: PreTrainedTokenizerBase, episode: Conversation, before: Sequence[str]) -> None:
     for number, (then, now) in enumerate(zip(episode.rendered, before, strict=True)):
         if then == now:
             continue

@@ -24,7 +24,7 @@ class ToolCall:
     """One call in a message of the model."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +19,9 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.rollout.samples import Minibatch
 from automodel_cli.rollout.types import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_PROMPTS, MAX_NEW_TOKENS = 16, 16
 """Maximum number of prompts over all ranks, and of generated tokens."""
@@ -48,7 +51,7 @@ def check_agreement(
     shaping: SamplingTransform,
     *,
     limit: float,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Raise RunError if the log-probs of the samples and of `score(shaping)` differ by more than `limit` nats on
     average. Collective."""
@@ -82,7 +85,9 @@ def mean_gap(tokens: Sequence[TokenLogprobs]) -> float:
     return statistics.fmean(token.gap for token in tokens)
 
 
-def refusal(tokens: Sequence[TokenLogprobs], limit: float, tokenizer: Any, *, unshaped: bool) -> RunError:
+def refusal(
+    tokens: Sequence[TokenLogprobs], limit: float, tokenizer: PreTrainedTokenizerBase, *, unshaped: bool
+) -> RunError:
     """Return the error of a `mean_gap` above `limit`. `unshaped`: the engine returns log-probs of the unmodified
     softmax."""
     worst = max(tokens, key=lambda token: token.gap)

@@ -132,7 +132,7 @@ class Reward:
     """Seconds for one score, computed in a worker process. null: no limit, in the main process."""
     concurrency: int = 32
     """Maximum number of concurrent calls of an `async def score`."""
-    filter: dict[str, Any] = field(default_factory=dict)
+    filter: dict[str, object] = field(default_factory=dict)
     """Rows to which this reward applies, by column: `{kind: math}` or `{kind: [math, code]}`."""
 
     def __post_init__(self) -> None:

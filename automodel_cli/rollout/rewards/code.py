@@ -71,7 +71,7 @@ class CodeExecution(Reward):
         share = self._share(blocks[-1] if blocks else sample.completion, tests, sample.row.get(self.entry_point))
         return float(share == 1) if self.all_or_nothing else share
 
-    def _share(self, code: str, tests: Sequence[str | dict[str, Any]], entry_point: str | None) -> float:
+    def _share(self, code: str, tests: Sequence[str | dict[str, object]], entry_point: str | None) -> float:
         assert self.timeout is not None
         limits = Limits(self.timeout, self.memory_mib * 2**20)
         return sum(_passes(code, test, limits, entry_point) for test in tests) / len(tests)

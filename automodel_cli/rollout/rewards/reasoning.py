@@ -79,7 +79,7 @@ class ReasoningTasks:
         answers."""
         return completion.strip() == answer
 
-    def _entries(self, seed: int, size: int) -> list[dict[str, Any]]:
+    def _entries(self, seed: int, size: int) -> list[dict[str, object]]:
         _require()
         import reasoning_gym
 
@@ -90,7 +90,7 @@ class ReasoningTasks:
                 f"task={self.task!r} cannot be built by reasoning-gym: {error}", code="unknown_name", keys=("task",)
             ) from error
 
-    def _row(self, entry: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, entry: dict[str, object]) -> dict[str, object]:
         question = f"{entry['question']}\n{self.instruction}".strip()
         answer = str(entry["answer"])
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

@@ -55,12 +55,12 @@ class RewardModel(Reward):
     def score(self, sample: RewardInput) -> float:
         return self._judge()([*sample.messages, {"role": "assistant", "content": sample.completion}])
 
-    def _judge(self) -> Callable[[list[dict[str, Any]]], float]:
+    def _judge(self) -> Callable[[list[dict[str, object]]], float]:
         return _loaded(self.folder, self.dtype, self.chat_template)
 
 
 @functools.cache
-def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[str, Any]]], float]:
+def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[str, object]]], float]:
     """From messages to their score."""
     import numpy as np
     import torch

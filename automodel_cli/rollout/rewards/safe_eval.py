@@ -10,7 +10,6 @@ import ast
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
 
 _MADE = ("Symbol", "Integer", "Float", "Rational", "Function", "factorial", "factorial2", "Tuple", "Matrix", "Eq")
 _ELEMENTARY = (
@@ -59,7 +58,7 @@ def _may_be_called(function: ast.expr, names: frozenset[str]) -> bool:
     return isinstance(function, ast.Name) and function.id in names
 
 
-def plain_eval(code: str, *scopes: Any) -> Any:
+def plain_eval(code: str, *scopes: object) -> object:
     """`eval` of literals and arithmetic."""
     check_expression(code, frozenset())
     return eval(code, {"__builtins__": {}})
@@ -74,7 +73,7 @@ def guard_sympy() -> None:
     made: Callable[..., str] = sympy_parser.stringify_expr
 
     @functools.wraps(made)
-    def checked(*args: Any, **kwargs: Any) -> str:
+    def checked(*args: object, **kwargs: object) -> str:
         code = made(*args, **kwargs)
         check_expression(code)
         return code

@@ -75,7 +75,7 @@ class Helper:
         self._connection = Connection(parent.detach())
         return self._connection
 
-    def _request(self, connection: Connection, request: tuple[Any, ...], seconds: float) -> Any:
+    def _request(self, connection: Connection, request: tuple[object, ...], seconds: float) -> Any:
         try:
             connection.send(request)
             if not connection.poll(seconds):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ def _request_all(
     servers: Sequence[Server],
     watch: Watch,
     path: str,
-    body: dict[str, Any],
+    body: dict[str, object],
     ours: Callable[[], None] = lambda: None,
 ) -> None:
     """Every server together, while `ours` is our half."""

@@ -112,7 +112,7 @@ class FactoryTransfer:
     follow those of the previous server.
     """
 
-    def __init__(self, make_init: Callable[[int], Any]):
+    def __init__(self, make_init: Callable[[int], object]):
         self._make_init = make_init
         self._engine: Any = None
         self._servers: tuple[str, ...] = ()
@@ -161,7 +161,7 @@ class FactoryTransfer:
             self._engine.source = bucket_source(())
             client.each("/finish_weight_update", {})
 
-    def _connected(self, receivers: Sequence[Receiver], watch: Watch) -> Any:
+    def _connected(self, receivers: Sequence[Receiver], watch: Watch) -> object:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         workers = [receiver.num_ranks() for receiver in receivers]
@@ -171,7 +171,7 @@ class FactoryTransfer:
         return WeightTransferTrainerFactory.trainer_init(init, client=client, source=bucket_source(()))
 
 
-def bucket_source(bucket: Bucket) -> Any:
+def bucket_source(bucket: Bucket) -> object:
     """Return a `WeightSource` of one bucket for the installed vLLM. `metadata()` and iteration up to 0.32. Since 0.33
     `metadata` is a `cached_property`, and `iter_full()` returns the tensors."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -194,10 +194,10 @@ def bucket_source(bucket: Bucket) -> Any:
     return BucketSource()
 
 
-def nccl_init(address: str, port: int) -> Callable[[int], Any]:
+def nccl_init(address: str, port: int) -> Callable[[int], object]:
     """See `FactoryTransfer`: the trainer is rank 0 of a NCCL group that meets at `address`:`port`."""
 
-    def make(num_workers: int) -> Any:
+    def make(num_workers: int) -> object:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         return NCCLTrainerInitInfo(address, port, num_workers + 1, rank=0)
@@ -205,11 +205,11 @@ def nccl_init(address: str, port: int) -> Callable[[int], Any]:
     return make
 
 
-def ipc_init() -> Callable[[int], Any]:
+def ipc_init() -> Callable[[int], object]:
     """See `FactoryTransfer`. Workers read the memory of ranks on their GPUs. Every rank of the trainer (on one node)
     takes part: the first with `send`, the others with `join`."""
 
-    def make(num_workers: int) -> Any:
+    def make(num_workers: int) -> object:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=dist.get_rank() if dist.is_initialized() else 0, packed=True)

@@ -82,7 +82,7 @@ def written_config(model: ModelConfig) -> Written | None:
     return Written(_text_fields(fields), "model.pretrained", model.pretrained) if isinstance(fields, dict) else None
 
 
-def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_fields(fields: Mapping[str, object]) -> Mapping[str, object]:
     """Return the language-model section of a multimodal config."""
     text = fields.get("text_config")
     return text if isinstance(text, dict) else fields
@@ -175,7 +175,7 @@ def _check_heads(written: Written, tp_size: int) -> None:
             )
 
 
-def _is_dense(fields: Mapping[str, Any]) -> bool:
+def _is_dense(fields: Mapping[str, object]) -> bool:
     """Return whether neither the config nor the source of its family's config class mentions experts.
 
     The source is read as text, because importing it imports torch. A family whose class is derived from another's
@@ -189,7 +189,7 @@ def _is_dense(fields: Mapping[str, Any]) -> bool:
     return "expert" not in source and "moe" not in source and not re.search(r"^from \.\.\w", source, re.M)
 
 
-def _source_of_config(fields: Mapping[str, Any]) -> str | None:
+def _source_of_config(fields: Mapping[str, object]) -> str | None:
     """Return the source of the family's config class, or None if the library has no such class."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:

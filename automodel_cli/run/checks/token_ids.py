@@ -7,11 +7,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub.source import hf_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MULTIPLE = 64  # of embedding rows, which tensor parallelism and matrix units require
 
@@ -33,7 +36,7 @@ def num_embeddings(config: ModelConfig) -> int:
     return rows
 
 
-def check_prepared(prepared: _Prepared, tokenizer: Any, config: ModelConfig) -> None:
+def check_prepared(prepared: _Prepared, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
     """Raise ConfigError if a token of the training or validation data has no row in the embedding.
 
     A padding token beyond the table is replaced by a token in the table, because no token attends to padding.
@@ -48,7 +51,7 @@ def check_prepared(prepared: _Prepared, tokenizer: Any, config: ModelConfig) -> 
                 dataset.pad_id = pad_id(tokenizer, rows)
 
 
-def check_streamed(streamed: Any, tokenizer: Any, config: ModelConfig) -> None:
+def check_streamed(streamed: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
     """The same for data that are read while the run trains: each block is checked before its first step."""
     if streamed.validation is not None:
         check_prepared(_ValidationOnly(streamed.validation), tokenizer, config)
@@ -61,7 +64,7 @@ def check_streamed(streamed: Any, tokenizer: Any, config: ModelConfig) -> None:
 
 
 def check_tokens(
-    documents: Sequence[tuple[str, Sequence[int]]], what: str, tokenizer: Any, config: ModelConfig
+    documents: Sequence[tuple[str, Sequence[int]]], what: str, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
 ) -> None:
     """Raise ConfigError if a token id of `documents` (place, ids) exceeds the embedding."""
     rows = _rows_if_too_few(tokenizer, config)
@@ -98,7 +101,7 @@ class _Listed:
         return max((max(ids, default=-1), place) for place, ids in self._documents)
 
 
-def _rows_if_too_few(tokenizer: Any, config: ModelConfig) -> int | None:
+def _rows_if_too_few(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> int | None:
     """Return the number of embedding rows if the tokenizer has larger ids, otherwise None."""
     rows = num_embeddings(config)
     return rows if max(tokenizer.get_vocab().values(), default=-1) >= rows else None

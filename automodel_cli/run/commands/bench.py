@@ -142,7 +142,7 @@ def _range(values: Sequence[float]) -> str:
 def _joined(runs: Sequence[BenchTimes]) -> BenchTimes:
     """Merge the steps of several runs. The breakdown is that of the first one."""
 
-    def all_of(name: str) -> list[Any]:
+    def all_of(name: str) -> list[object]:
         return [value for run in runs for value in getattr(run, name)]
 
     lists: dict[str, Any] = {name: all_of(name) for name in ("seconds", "cpu_seconds", "tokens", "label_tokens", "mfu")}
@@ -167,7 +167,7 @@ def _lines(name: str, times: BenchTimes, warmup: int) -> list[str]:
     return [*lines, f"  one step  {', '.join(shares)}"] if shares else lines
 
 
-def _as_json(times: BenchTimes) -> dict[str, Any]:
+def _as_json(times: BenchTimes) -> dict[str, object]:
     derived = {"median_seconds": times.median, "tokens_per_second": times.tokens_per_second}
     return {**vars(times), **derived}
 

@@ -52,7 +52,7 @@ class BenchmarkCallback(Callback):
     profile: bool = True
     _state: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def on_start(self, run: Run, state: Any) -> None:
+    def on_start(self, run: Run, state: object) -> None:
         needed = self.warmup + self.steps + self.profile
         if run.num_steps < needed:
             raise ConfigError(

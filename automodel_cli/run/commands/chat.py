@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -28,6 +28,9 @@ from automodel_cli.data.pictures.content import read_picture, rgb
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.models import transformers_compat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _HELP = "/new starts a new conversation, /quit or Ctrl-D exits"
 _PICTURE_HELP = "/image PATH adds a picture to the next message, "
@@ -79,7 +82,7 @@ class Speaker:
         self.messages.clear()
         self.pictures.clear()
 
-    def answer(self, question: str, options: dict[str, Any], pictures: Sequence[Any] = ()) -> Iterator[str]:
+    def answer(self, question: str, options: dict[str, object], pictures: Sequence[object] = ()) -> Iterator[str]:
         """Yield the pieces of the response as they arrive, then add it to the conversation. `pictures`: RGB, shown
         before the question."""
         parts = [{"type": "image"} for _ in pictures]
@@ -124,7 +127,7 @@ class Speaker:
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in encoded.items()}
 
 
-def _processor(folder: str, tokenizer: Any) -> Any:
+def _processor(folder: str, tokenizer: PreTrainedTokenizerBase) -> object:
     """Return the processor beside the weights with the chat template of the tokenizer, None if there is none."""
     try:
         with transformers_compat.quiet():
@@ -136,7 +139,7 @@ def _processor(folder: str, tokenizer: Any) -> Any:
     return processor
 
 
-def load_pictures(speakers: Sequence[Speaker], paths: Sequence[str], key: str = "--image") -> list[Any]:
+def load_pictures(speakers: Sequence[Speaker], paths: Sequence[str], key: str = "--image") -> list[object]:
     """Return RGB pictures of these files, as training reads them.
 
     Raises ConfigError if a file is no picture, or if a model reads no pictures. `key`: name of the option for errors.
@@ -160,11 +163,11 @@ def load_pictures(speakers: Sequence[Speaker], paths: Sequence[str], key: str = 
 
 def converse(
     speakers: list[Speaker],
-    options: dict[str, Any],
+    options: dict[str, object],
     read: Callable[[], str] | None = None,
     *,
     one_conversation: bool = True,
-    pictures: Sequence[Any] = (),
+    pictures: Sequence[object] = (),
 ) -> int:
     """Read questions from the terminal (or a pipe, one per line) until it ends. Show responses of several models side
     by side. Without `one_conversation`, each question starts a new conversation. The first message of every
@@ -194,7 +197,7 @@ def converse(
             shown = []
 
 
-def _added(speakers: Sequence[Speaker], path: str) -> list[Any]:
+def _added(speakers: Sequence[Speaker], path: str) -> list[object]:
     """Return the picture of this file. Print the error if there is none."""
     try:
         return load_pictures(speakers, [path], "/image")
@@ -210,13 +213,15 @@ def _ask() -> str:
     return question
 
 
-def _stream(speaker: Speaker, question: str, options: dict[str, Any], pictures: Sequence[Any]) -> None:
+def _stream(speaker: Speaker, question: str, options: dict[str, object], pictures: Sequence[object]) -> None:
     for piece in speaker.answer(question, options, pictures):
         print(piece, end="", flush=True)
     print()
 
 
-def _show_columns(speakers: list[Speaker], question: str, options: dict[str, Any], pictures: Sequence[Any]) -> None:
+def _show_columns(
+    speakers: list[Speaker], question: str, options: dict[str, object], pictures: Sequence[object]
+) -> None:
     """Show one column per model, redrawn as pieces arrive, or plain blocks without a terminal."""
     if not sys.stdout.isatty():
         for speaker in speakers:

@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -87,7 +87,7 @@ def explain_oom(
     return OutOfMemory("\n".join(lines), fix=fix)
 
 
-def _with_overrides(source: Composed, run_dir: Path | None, more: Sequence[str]) -> Any:
+def _with_overrides(source: Composed, run_dir: Path | None, more: Sequence[str]) -> object:
     """Return the checked recipe with more overrides, as `automodel resume` would read it."""
     from automodel_cli.config.check import check_config
     from automodel_cli.config.compose import compose

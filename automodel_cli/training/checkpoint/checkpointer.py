@@ -121,7 +121,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         scheduler: LRSchedule,
         *,
-        extra: dict[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
         metrics: dict[str, float] | None = None,
     ) -> Path:
         """Save the state after optimizer step `step`. Waits for the previous save.
@@ -341,7 +341,7 @@ class Checkpointer:
         else:
             rng.restore_rng(saved)
 
-    def _write(self, state: dict[str, Tensor], meta: dict[str, Any], final: Path) -> Path:
+    def _write(self, state: dict[str, Tensor], meta: Mapping[str, object], final: Path) -> Path:
         """Write to a temporary folder and publish it. Either all ranks return or all ranks raise."""
         temporary = self._from_rank0(lambda: self._begin(final))
         try:
@@ -405,7 +405,7 @@ class Checkpointer:
         return result
 
 
-def _check_same_optimizer(meta: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def _check_same_optimizer(meta: dict[str, object], optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if meta["optimizer"] != name:
         raise RunError(

@@ -136,7 +136,7 @@ class CheckpointDir:
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def publish(self, written: Path, final: Path, meta: dict[str, Any]) -> None:
+    def publish(self, written: Path, final: Path, meta: dict[str, object]) -> None:
         """Publish the folder `written` as the checkpoint `final`: write the metadata, sync to disk, rename."""
         _write_meta(written / META, meta)
         _sync_folder(written)
@@ -186,14 +186,14 @@ class CheckpointDir:
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _seal(meta: dict[str, Any]) -> str:
+def _seal(meta: dict[str, object]) -> str:
     """Return the hash of the metadata values, independent of their formatting in the file."""
     digest = Checksum()
     digest.update(json.dumps(meta, sort_keys=True).encode())
     return digest.hexdigest()
 
 
-def _write_meta(path: Path, meta: dict[str, Any]) -> None:
+def _write_meta(path: Path, meta: dict[str, object]) -> None:
     plain = json.loads(
         json.dumps(meta)
     )  # normalize tuples and integer keys, so that the hash matches the values read back

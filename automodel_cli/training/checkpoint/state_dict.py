@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +180,7 @@ def load_optimizer_state(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, loaded: Mapping[str, Tensor]
 ) -> None:
     """Load `optim.*` tensors into the optimizer, which moves them to its devices and dtypes."""
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, object]] = {}
     for full_key, tensor in loaded.items():
         name, _, key = full_key.removeprefix("optim.").rpartition("#")
         key, _, number = key.partition(":")

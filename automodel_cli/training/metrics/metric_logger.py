@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -65,7 +64,7 @@ class MetricLogger:
         machine: Machine | None = None,
         is_main: bool = True,
         resume_step: int = 0,
-        tracked_config: Mapping[str, Any] | None = None,
+        tracked_config: Mapping[str, object] | None = None,
     ):
         self._every, self._machine, self._is_main = config.every, machine or Machine(), is_main
         self._num_steps, self._resume_step, self._last_step = num_steps, resume_step, resume_step

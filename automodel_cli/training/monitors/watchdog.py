@@ -175,7 +175,7 @@ class Watchdog:
     def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
         return None if self._talk is None else self._talk.ask(question, _ANSWER_SECONDS)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         frame = sys._current_frames().get(self._main)
         return {
             "rank": self._rank,
@@ -217,7 +217,7 @@ class Watchdog:
     def _states(self) -> dict[int, dict[str, Any]]:
         """Return the last published state of every rank; only that of this rank if the store does not respond."""
 
-        def of_all(store: dist.Store) -> dict[int, dict[str, Any]]:
+        def of_all(store: dist.Store) -> dict[int, dict[str, object]]:
             keys = {rank: _key(rank) for rank in range(self._world_size)}
             published = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
             return {

@@ -201,7 +201,7 @@ def _apply(param: nn.Parameter, orthogonal_S: Tensor, group: dict[str, Any]) -> 
     param_S.add_(orthogonal_S, alpha=-_adjusted_lr(group, param.shape))
 
 
-def _init_state(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _init_state(param: nn.Parameter, state: dict[str, object], group: dict[str, Any]) -> None:
     assert param.grad is not None
     state["momentum_buffer"] = torch.zeros_like(param.grad, dtype=moment_dtype(param.dtype))
     if torch.float32 in (group["ns_dtype"], group["ns_measured"]):

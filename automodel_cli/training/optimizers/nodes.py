@@ -392,7 +392,7 @@ def has_float16(groups: Sequence[dict[str, Any]]) -> bool:
     return any(param.dtype == torch.float16 for group in groups for param in group["params"])
 
 
-def refuse_float16_moments(section: Any) -> None:
+def refuse_float16_moments(section: object) -> None:
     """Raise ConfigError for an `optimizer` section whose moments would be float16, like the parameters.
 
     Their range ends at 6e-8: squares of gradients become 0 and training diverges. A node of the user's own decides for
@@ -416,12 +416,12 @@ def refuse_float16_moments(section: Any) -> None:
     )
 
 
-def optimizer_node(section: Any) -> OptimizerNode:
+def optimizer_node(section: object) -> OptimizerNode:
     """Return the node of an `optimizer` section, also if it is a partial."""
     return section if hasattr(section, "build") else FromTorch(section)
 
 
-def build_optimizer(section: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
+def build_optimizer(section: object, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
     """An optimizer over the trainable parameters of `parts`, from a node above or a `_partial_` of a torch class."""
     from automodel_cli.distributed.sharded_module import follow_optimizer
 

@@ -11,7 +11,7 @@ of meshes, within one group. With this split the fast kernels support every layo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,7 @@ def decay_groups(
     embeddings: bool = False,
     rates: Rates | None = None,
     lr: float = 0.0,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return groups for `torch.optim`, split by weight decay, learning rate and mesh.
 
     Without parameters the result is one empty group, because torch rejects an empty list.

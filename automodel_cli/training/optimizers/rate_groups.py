@@ -171,7 +171,7 @@ def _check_names(key: str, patterns: Sequence[str], names: set[str]) -> None:
         raise ConfigError(error.message, code=error.code, keys=error.keys, fix=fix) from None
 
 
-def check_groups(node: Any, params: Sequence[Item]) -> None:
+def check_groups(node: object, params: Sequence[Item]) -> None:
     """Raise ConfigError for a group of an optimizer node that does not fit the parameters of the complete model."""
     groups: Sequence[ParamGroup] = getattr(node, "groups", ())
     rates = Rates(groups)

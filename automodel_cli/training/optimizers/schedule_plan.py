@@ -55,7 +55,7 @@ class SchedulePlan:
         # rate.
         return number, min(step - span.first, span.length - 1 if goes_on else span.length)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return JSON values that `from_json` reads."""
         return {"spans": [list(span) for span in self.spans], "num_steps": self.num_steps}
 
@@ -65,7 +65,7 @@ class SchedulePlan:
         return cls(tuple(ScheduleSpan(*span) for span in values["spans"]), values["num_steps"])
 
 
-def factor_of(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
+def factor_of(node: object, plan: SchedulePlan) -> Callable[[int], float] | None:
     """Return the fraction of the peak rate as a function of the step, or None for a schedule not in closed form."""
     import torch
 
@@ -84,7 +84,7 @@ def factor_of(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
     return factor
 
 
-def extended_factor(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
+def extended_factor(node: object, plan: SchedulePlan) -> Callable[[int], float] | None:
     """Return `factor_of` for an extended run, or None for any other run, whose node builds the schedule."""
     return None if plan == SchedulePlan.initial(plan.num_steps) else factor_of(node, plan)
 

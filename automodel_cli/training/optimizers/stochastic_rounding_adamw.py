@@ -112,7 +112,7 @@ def _number(value: float, like: Tensor, dtype: torch.dtype = torch.float32) -> T
 
 
 @cache
-def _run(device: torch.device) -> Callable[..., Any]:
+def _run(device: torch.device) -> Callable[..., object]:
     """Compile to one kernel per parameter if possible, otherwise run as written."""
     if device.type != "cuda":
         return update
@@ -120,7 +120,7 @@ def _run(device: torch.device) -> Callable[..., Any]:
     return run or update
 
 
-def _sample(rows: int) -> tuple[Any, ...]:
+def _sample(rows: int) -> tuple[object, ...]:
     numbers = torch.linspace(0.1, 1.0, 7 * rows)
     scalars = (torch.ones(()), torch.full((), 0.1), torch.ones((), dtype=torch.int64), torch.zeros(()))
     return numbers, numbers * 2, numbers * 3, numbers * 4, *scalars, 0.9, 0.95, 1e-8, 0.1, True

@@ -172,7 +172,7 @@ def enable_wgrad_fusion(module: nn.Module) -> None:
 
 
 def _apply_tp_plan(
-    model: nn.Module, device_mesh: DeviceMesh, config: FSDP2Config, tp_shard_plan: dict[str, Any] | None
+    model: nn.Module, device_mesh: DeviceMesh, config: FSDP2Config, tp_shard_plan: dict[str, object] | None
 ) -> None:
     tp_mesh = device_mesh["tp"] if device_mesh.mesh_dim_names == AXES else None
     if tp_mesh is not None and tp_mesh.size() > 1:

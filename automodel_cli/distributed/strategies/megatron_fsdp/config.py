@@ -136,7 +136,7 @@ class MegatronFSDPConfig(BuiltInStrategy):
         shards = ("optimizer", "gradients", "parameters")[: ZERO_STRATEGIES.index(zero_strategy(self.zero_dp_strategy))]
         return MemoryTraits(frozenset(shards), defers="gradients" not in shards)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a dict of all fields except `tp_plan`, which the documented node accepts at construction only."""
         return {name: value for name, value in super().to_dict().items() if name != "tp_plan"}
 

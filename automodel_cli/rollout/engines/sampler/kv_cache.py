@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +153,7 @@ class KVCache:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         """The registry's contract: returns `(out_BTHV, None)`."""
         forward = self._forward

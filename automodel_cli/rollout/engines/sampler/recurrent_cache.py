@@ -36,7 +36,7 @@ class StateSlots:
         self._forward: Prefill | Decode | None = None
         self._documents: DocumentBounds | None = None
         self._batches: list[list[int]] = []
-        self._caches: list[Any] = []
+        self._caches: list[object] = []
 
     @property
     def bytes_of_slot(self) -> int:
@@ -72,8 +72,8 @@ class StateSlots:
         return self._decode(layer, forward, name, keywords, self._forward)
 
     def _prefill(
-        self, layer: nn.Module, forward: Callable[..., Any], name: str, keywords: dict[str, Any], of: Prefill
-    ) -> Any:
+        self, layer: nn.Module, forward: Callable[..., object], name: str, keywords: dict[str, object], of: Prefill
+    ) -> object:
         if self._documents is None:
             self._documents, self._batches = DocumentBounds.equally_long(of.lengths, of.cu_seqlens.device)
             self._caches = [self._new_cache() for _ in self._batches]
@@ -105,8 +105,8 @@ class StateSlots:
         return state.new_zeros(self.max_num_seqs, *state.shape[1:])
 
     def _decode(
-        self, layer: nn.Module, forward: Callable[..., Any], name: str, keywords: dict[str, Any], of: Decode
-    ) -> Any:
+        self, layer: nn.Module, forward: Callable[..., object], name: str, keywords: dict[str, object], of: Decode
+    ) -> object:
         states = {path: state[: len(of.slot_B)] for path, state in self._states[layer].items()}
         for path, state in states.items():
             _put(self._decoding, path, state)
@@ -119,8 +119,8 @@ class StateSlots:
 
 
 def _without_cache(
-    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
+    layer: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[str, dict[str, object]]:
     """Return the name of the cache argument of the module, and its other arguments by name."""
     signature = inspect.signature(forward)
     name = next((name for name in transformers_compat.CACHE_ARGUMENTS if name in signature.parameters), None)
@@ -146,7 +146,7 @@ class _Attribute(NamedTuple):
     name: str
 
 
-def _tensors(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
+def _tensors(value: object, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
     """Every tensor in a cache, and the way to it."""
     steps: Any = ()
     if isinstance(value, Tensor):
@@ -159,7 +159,7 @@ def _tensors(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
         yield from _tensors(item, (*path, step))
 
 
-def _at(value: Any, path: _Path) -> Any:
+def _at(value: Tensor, path: _Path) -> Any:
     for step in path:
         value = getattr(value, step.name) if isinstance(step, _Attribute) else value[step]
     return value

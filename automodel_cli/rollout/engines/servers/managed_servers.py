@@ -6,7 +6,7 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
@@ -29,7 +29,7 @@ class ServerRequirements:
     routing: bool = False
 
 
-def requires_trust_unless(name: str) -> Mapping[str, Any]:
+def requires_trust_unless(name: str) -> Mapping[str, object]:
     """The metadata of a program that is `name` unless the user trusts another."""
     return trust.executes_code(trust.COMMAND, "is a program that the run starts", when=lambda value: value != name)
 

@@ -119,11 +119,11 @@ class OpenAIEngine(HTTPEngine):
 
         return self.complete_answer(ask)
 
-    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, body: dict[str, object]) -> dict[str, Any]:
         """Return the choice of the server for the request `body`."""
         return self._choice(self.server.post(_PATH, body))
 
-    def _drawn_by(self, choice: dict[str, Any], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
+    def _drawn_by(self, choice: dict[str, object], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
         """Return the oldest weight version that sampled a token of `choice`, and the version of each token if there
         are several. `asked` is the version when the request was sent."""
         return asked, None
@@ -174,7 +174,7 @@ class OpenAIEngine(HTTPEngine):
         self._choice(self.server.post(_PATH, {**base, "prompt": self.tokenizer.decode(prompt)}))
         return False, False
 
-    def _choice(self, answer: Any) -> dict[str, Any]:
+    def _choice(self, answer: object) -> dict[str, Any]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not choices:
             raise RunError(

@@ -107,10 +107,10 @@ class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
         """See `WeightUpdateMixin`."""
         once(self.server, f"/wake_up?tags={what}", {})
 
-    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
+    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, object]:
         return {**super()._body(prompt, params, seed), "return_weight_versions": True}  # since 0.33, ignored before
 
-    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, body: dict[str, Any]) -> dict[str, object]:
         """See `OpenAIEngine._answer`. Converts answers of the tokens API to the form of the completions API."""
         if not self._asks_by_tokens:
             return super()._answer(body)
@@ -137,7 +137,7 @@ class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
             return False
 
 
-def _tokens_body(body: dict[str, Any]) -> dict[str, Any]:
+def _tokens_body(body: dict[str, object]) -> dict[str, Any]:
     """Convert a request of the completions API to the tokens API of vLLM."""
     elsewhere = ("model", "prompt", "return_token_ids", "return_weight_versions")
     params = {name: value for name, value in body.items() if name not in elsewhere}

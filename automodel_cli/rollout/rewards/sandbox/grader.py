@@ -26,10 +26,10 @@ class Judge(Peer):  # type: ignore[misc]
     def __init__(self, descriptor: int):
         super().__init__(descriptor)
         self._remote: dict[int, Remote] = {}
-        self._callbacks: list[Callable[..., Any]] = []
+        self._callbacks: list[Callable[..., object]] = []
         self._exceptions: dict[str, type[Exception]] = {}
 
-    def hold(self, value: object) -> dict[str, Any]:
+    def hold(self, value: object) -> dict[str, object]:
         if isinstance(value, Remote):
             return {"k": "back", "v": object.__getattribute__(value, "_number")}
         if not callable(value) or isinstance(value, type):
@@ -56,7 +56,7 @@ class Judge(Peer):  # type: ignore[misc]
         except Exception as error:
             return {"text": f"{type(error).__name__}: {error}"}
 
-    def do(self, op: str, *args: Any, **kwargs: Any) -> Any:
+    def do(self, op: str, *args: object, **kwargs: object) -> Any:
         """Run an operation in the other process. Its exceptions are raised here, its output is printed here, and
         changes of arguments are applied here."""
         reply = self.ask(op, *args, **kwargs)
@@ -67,7 +67,7 @@ class Judge(Peer):  # type: ignore[misc]
             return self.decode(reply["value"])
         raise self._exception([str(name) for name in reply.get("raised") or ()])(str(reply.get("text")))
 
-    def bind(self, code: str, names: set[str], entry_point: str | None) -> dict[str, Any]:
+    def bind(self, code: str, names: set[str], entry_point: str | None) -> dict[str, object]:
         """Run the tested code in the other process, and return the meaning of the names that the test uses."""
         loaded = self.do("load", code)
         bound: dict[str, Any] = {}
@@ -116,10 +116,10 @@ class Remote:
         object.__setattr__(self, "_number", number)
         object.__setattr__(self, "_told", False)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return _do(self, "getattr", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         _do(self, "setattr", name, value)
 
     def __eq__(self, other: object) -> bool:
@@ -129,12 +129,12 @@ class Remote:
         return int(_do(self, "hash"))
 
 
-def _do(remote: Remote, op: str, *args: Any, **kwargs: Any) -> Any:
+def _do(remote: Remote, op: str, *args: object, **kwargs: object) -> Any:
     return object.__getattribute__(remote, "_judge").do(op, remote, *args, **kwargs)
 
 
-def _forward(op: str, swap: bool = False) -> Callable[..., Any]:
-    def method(self: Remote, *args: Any, **kwargs: Any) -> Any:
+def _forward(op: str, swap: bool = False) -> Callable[..., object]:
+    def method(self: Remote, *args: object, **kwargs: object) -> object:
         if swap:
             return object.__getattribute__(self, "_judge").do(op, args[0], self)
         return _do(self, op, *args, **kwargs)
@@ -142,21 +142,21 @@ def _forward(op: str, swap: bool = False) -> Callable[..., Any]:
     return method
 
 
-def _ordering(op: str) -> Callable[..., Any]:
+def _ordering(op: str) -> Callable[..., object]:
     """Against a value of the test an order would be the completion's verdict."""
 
-    def method(self: Remote, other: object) -> Any:
+    def method(self: Remote, other: object) -> object:
         return _do(self, op, other) if isinstance(other, Remote) else NotImplemented
 
     return method
 
 
-def _arithmetic(op: str, swap: bool = False) -> Callable[..., Any]:
+def _arithmetic(op: str, swap: bool = False) -> Callable[..., object]:
     """Return a method for arithmetic with a value of the test. The other process receives the value, which may be the
     expected result (`f(2) - 3.0`). Therefore its answer must remain a remote object and is not converted to a
     number."""
 
-    def method(self: Remote, other: object) -> Any:
+    def method(self: Remote, other: object) -> object:
         judge = object.__getattribute__(self, "_judge")
         result = judge.do(op, *((other, self) if swap else (self, other)))
         if not isinstance(other, Remote):
@@ -168,8 +168,8 @@ def _arithmetic(op: str, swap: bool = False) -> Callable[..., Any]:
     return method
 
 
-def _number(op: str) -> Callable[..., Any]:
-    def method(self: Remote, *args: Any) -> Any:
+def _number(op: str) -> Callable[..., object]:
+    def method(self: Remote, *args: object) -> object:
         if object.__getattribute__(self, "_told"):
             raise TypeError("an object of the code that has seen a value of the test is no number")
         return _do(self, op, *args)
@@ -183,7 +183,7 @@ def _no_verdict(self: Remote, item: object) -> bool:
 
 _SAME = "call len iter next str repr getitem setitem delitem enter reversed format neg pos invert"
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
-_METHODS: dict[str, Callable[..., Any]] = {
+_METHODS: dict[str, Callable[..., object]] = {
     **{name: _forward(name) for name in _SAME.split()},
     **{name: _ordering(name) for name in ("lt", "le", "gt", "ge")},
     **{name: _number(name) for name in ("bool", "int", "float", "index", "abs", "round")},

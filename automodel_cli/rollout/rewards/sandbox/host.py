@@ -193,7 +193,7 @@ def _visible() -> list[str]:
     return [*paths, *filter(os.path.exists, _DEVICES)]
 
 
-def _process(program: list[str], files: dict[str, str], limits: Limits | None) -> dict[str, Any]:
+def _process(program: list[str], files: dict[str, str], limits: Limits | None) -> dict[str, object]:
     limits = limits or Limits()
     return {
         "program": program,

@@ -32,7 +32,7 @@ class Peer:
         self._in = os.fdopen(descriptor, "rb")
         self._descriptor = descriptor
 
-    def ask(self, op: str, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+    def ask(self, op: str, *arguments: object, **keywords: object) -> dict[str, Any]:
         """Send a request and return the reply. Requests of the other side are answered in the meantime."""
         self.send({"op": op, "args": [self.encode(a) for a in arguments], "kwargs": self.encode(keywords)})
         while "op" in (message := self.receive()):
@@ -44,10 +44,10 @@ class Peer:
         while True:
             self.send(self.answer(self.receive()))
 
-    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, message: dict[str, object]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def hold(self, value: object) -> dict[str, Any]:
+    def hold(self, value: object) -> dict[str, object]:
         """Return the reference of an object that stays here. Raises TypeError for objects that must not be shared."""
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class Peer:
         """Return the local object of a `hold` of the other side."""
         raise NotImplementedError
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         data = json.dumps(message).encode() + b"\n"
         try:
             while data:
@@ -63,7 +63,7 @@ class Peer:
         except OSError as error:
             raise Gone from error
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, object]:
         try:
             line = self._in.readline(_MAX_BYTES)
             message = json.loads(line) if line.endswith(b"\n") else None

@@ -18,7 +18,7 @@ from protocol import Gone, Peer  # in the folder of this script
 _COMPARE = "eq ne lt le gt ge contains"
 _COMPUTE = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift neg pos invert index"
 _OPERATORS = f"{_COMPARE} {_COMPUTE} getitem setitem delitem".split()
-_OPS: dict[str, Callable[..., Any]] = {
+_OPS: dict[str, Callable[..., object]] = {
     **{name: getattr(operator, name) for name in _OPERATORS},
     "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
     "enter": lambda manager: manager.__enter__(),
@@ -34,16 +34,16 @@ class Player(Peer):  # type: ignore[misc]
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor)
-        self._objects: list[Any] = []
+        self._objects: list[object] = []
         self._numbers: dict[int, int] = {}
         self._main = types.ModuleType("__main__")
-        self._ops: dict[str, Callable[..., Any]] = {
+        self._ops: dict[str, Callable[..., object]] = {
             **_OPS,
             "load": self._load,
             "global": lambda name: vars(self._main)[name],
         }
 
-    def hold(self, value: object) -> dict[str, Any]:
+    def hold(self, value: object) -> dict[str, object]:
         if isinstance(value, _Callback):
             return {"k": "back", "v": value.number}
         if id(value) not in self._numbers:
@@ -93,7 +93,7 @@ class _Callback:
     def __init__(self, player: Player, number: int):
         self.player, self.number = player, number
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         reply = self.player.ask("callback", self, *args, **kwargs)
         if "value" not in reply:
             raise RuntimeError(str(reply.get("text")))
