@@ -397,9 +397,12 @@ class _Multiply(Function):
                 grad_TD = embedding_bag(routes.place_P.view_as(weight_TK), token_grads_arriving(), mode="sum")
             if wants_weight:
                 grad_weight_TK = weight_grads_arriving().index_select(0, routes.place_P).view_as(weight_TK)
-        of_parameters = zip(param_grads, ctx.parameters, strict=True)
-        converted = [None if grad is None else of_local(grad, param) for grad, param in of_parameters]
-        return None, None, None, grad_TD, grad_weight_TK, *converted
+        return None, None, None, grad_TD, grad_weight_TK, *_of_parameters(param_grads, ctx.parameters)
+
+
+def _of_parameters(grads: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    pairs = zip(grads, parameters, strict=True)
+    return [None if grad is None else of_local(grad, parameter) for grad, parameter in pairs]
 
 
 def _adapter_gradients(

@@ -82,19 +82,15 @@ def export_hf(
     if writer:
         folder.mkdir(parents=True, exist_ok=True)
     shards: list[tuple[list[str], int]] = []
-    within = parts[0].within
-    hub_keys = {} if within is None else {name: key for key, name in within.keys.items()}
+    hub_keys = _hub_keys(parts[0])
     excluded_prefix = sequence_classifier.head_prefix(parts[0]) if score_head else None
     quantized = _exported_quantization(parts) is not None
     stream = functools.partial(iter_hf_weights, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group)
     for bucket in stream(parts, multi_token=True, keep_mean=trained, quantized=quantized):
-        included = [
-            (hub_keys.get(name, name), tensor)
-            for name, tensor in bucket
-            if excluded_prefix is None or not name.startswith(excluded_prefix)
-        ]
+        included = [item for item in bucket if excluded_prefix is None or not item[0].startswith(excluded_prefix)]
         if writer and included:
-            shards.append(_write_shard(folder, len(shards), included))
+            renamed = [(hub_keys.get(name, name), tensor) for name, tensor in included]
+            shards.append(_write_shard(folder, len(shards), renamed))
     local_values = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
     front = (item for part in parts for item in front_io.front_weights(part, part.hub_dtype, "cpu"))
     front_stream = front if pp_group is None or config.vision is None else over_stages(front, pp_group, parts[0], "cpu")
@@ -113,6 +109,11 @@ def export_hf(
                 card()
     if dist.is_initialized():
         dist.barrier()
+
+
+def _hub_keys(part: ModelPart) -> dict[str, str]:
+    """Return the keys of the composite that this model is a part of, by its own names. Empty for other models."""
+    return {} if part.within is None else {name: key for key, name in part.within.keys.items()}
 
 
 def _finish_with_head(
