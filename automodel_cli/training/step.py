@@ -101,15 +101,13 @@ def train_step(
        The host then prepares the next step while the kernels run.
 
     Args:
-        stages: model parts and pipeline schedule of this rank.
-        batches: microbatches of this rank.
+        stages, batches: model parts and pipeline schedule of this rank, and its microbatches.
         objective, optimizer: the loss, and the optimizer of `stages.parts`.
         max_grad_norm: maximum gradient norm, or None to disable clipping.
         hooks: called before the first forward and after the optimizer step.
         stop_signal: returns a number from 0 to 31, called after backward. All ranks receive the maximum.
         progress: receives a short description of the current phase. Must not block.
-        busy_seconds: returns the seconds that this rank computed, for `StepResult.busy_seconds`.
-        data_seconds: seconds that this rank waited for `batches`.
+        busy_seconds, data_seconds: returns the seconds that this rank computed; those that it waited for `batches`.
 
     Raises:
         NonFiniteError: on all ranks, if the loss or the gradient norm is not finite. No parameter has changed.
