@@ -8,6 +8,7 @@ checkpoint's weights again, with bitwise-identical results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class NF4Linear(nn.Module):
         self.dtype = linear.weight.dtype
         self.bias = linear.bias
         self._packed: Tensor | None = None
-        self._state: object = None
+        self._state: Any = None
         self.instead: Callable[[], Tensor] | None = None
         """If set, each call computes with the weight that it returns."""
 
