@@ -438,3 +438,9 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bar:
             logging.enable_progress_bar()
+
+
+def forget_positions(composite: Any) -> None:
+    """Remove the rotary positions that a composite keeps of its last pictures."""
+    if hasattr(composite.base_model, "rope_deltas"):
+        composite.base_model.rope_deltas = None

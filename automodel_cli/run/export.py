@@ -33,6 +33,7 @@ from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision
 from automodel_cli.models.lora import adapters_off, save_adapters
 from automodel_cli.models.score_head import EmbeddingHead
 from automodel_cli.models.tokenizer import tokenizer_node
+from automodel_cli.run.compared_rows import ComparedRows
 from automodel_cli.run.memory.host_memory import available_bytes
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ if TYPE_CHECKING:
     from automodel_cli.run.model_builder import Model
     from automodel_cli.run.recipe import Recipe
 
-_NUM_PROMPTS, _PROMPT_TOKENS = 8, 128
-NUM_TOKENS = _NUM_PROMPTS * _PROMPT_TOKENS
-"""Most tokens that are compared."""
+NUM_PROMPTS = 8
 _NUM_SCORES = 32  # a row has one score, but a log-prob for each token
 _LOW_SHARE = 0.8
 _LOAD_MINUTES = 60.0  # additional wait of other ranks while rank 0 reads the export
@@ -171,9 +170,9 @@ def _compare(recipe: Recipe, model: Model, rows: PackedDataset, folder: Path) ->
     minutes = recipe.checkpoint.export_check_minutes
     if not minutes:
         return Checked(reason="checkpoint.export_check_minutes=0")
-    count = _NUM_SCORES if recipe.score_head is not None else _NUM_PROMPTS
-    prompts = [rows.tokens(row)[0][:_PROMPT_TOKENS].tolist() for row in range(min(count, len(rows)))]
-    score = model.score if recipe.score_head is None else partial(model.values, recipe.score_head)
+    compared = ComparedRows.of(rows, _NUM_SCORES if recipe.score_head is not None else NUM_PROMPTS)
+    prompts = compared.prompts
+    score = partial(compared.score, model) if recipe.score_head is None else partial(model.values, recipe.score_head)
     with _most_exact(recipe, model) as arithmetic:
         ours = trained_values(model.parts, prompts, score)
         base = _without_adapters(recipe, model, prompts, score)
@@ -185,6 +184,7 @@ def _compare(recipe: Recipe, model: Model, rows: PackedDataset, folder: Path) ->
         precision=precision,
         trust_remote_code=recipe.model.trust_remote_code,
         score_head=recipe.score_head,
+        documents=compared.documents,
         device=model.mesh.device,
         available_bytes=available_bytes(),
         seconds=60 * minutes,

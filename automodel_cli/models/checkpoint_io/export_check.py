@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,23 @@ _LOGITS_FACTOR = 3  # logits, their log-softmax, and a copy
 
 Head = ScoreHead | EmbeddingHead | None
 """What an export gives. None: log-probs."""
+
+
+@dataclass(frozen=True)
+class PictureDocument:
+    """A document with pictures. Image tokens are in the input, and are not compared.
+
+    `keywords`: inputs of the stock model beside the ids.
+    """
+
+    ids: Sequence[int]
+    placeholder: int
+    keywords: Callable[[], dict[str, Tensor]]
+
+    @property
+    def compared(self) -> Tensor:
+        """Whether each token after the first is compared, bool `[T - 1]`."""
+        return torch.tensor(self.ids)[1:] != self.placeholder
 
 
 class Unfinished(Exception):
@@ -98,6 +115,7 @@ def measure_export_error(
     base: Sequence[Tensor] | None = None,
     trust_remote_code: bool = False,
     score_head: Head = None,
+    documents: Sequence[PictureDocument] = (),
     device: torch.device | str = "cpu",
     available_bytes: float | None = None,
     seconds: float | None = None,
@@ -108,7 +126,7 @@ def measure_export_error(
     completely, and `Unfinished` if memory or time does not suffice.
 
     Args:
-        trained_side: log-probs of each prompt's tokens after the first.
+        trained_side: log-probs of each prompt's tokens after the first, then those of `documents`.
         base: the same without adapters.
         score_head: compare the scores of each prompt.
         available_bytes: free host memory [bytes].
@@ -118,36 +136,33 @@ def measure_export_error(
     _check_memory(folder, available_bytes)
     model = _loaded(folder, trust_remote_code, score_head)
     where = torch.device(device)
-    if where.type == "cuda" and not _fits(where, largest_forward(model), prompts, model):
+    tokens = max([len(prompts) * max(map(len, prompts), default=0), *(len(document.ids) for document in documents)])
+    if where.type == "cuda" and not _fits(where, largest_forward(model), tokens, model):
         where = torch.device("cpu")
-    exact = _values(model, prompts, score_head, where, Cast(torch.float32), deadline)
-    yardstick = _yardstick(model, prompts, score_head, where, precision, deadline)
+
+    def values(cast: Cast) -> list[Tensor]:
+        texts = _values(model, prompts, score_head, where, cast, deadline)
+        return texts + _values_of_documents(model, documents, where, cast, deadline)
+
+    exact = values(Cast(torch.float32))
+    yardstick = _yardstick(model, values, precision)
     results = _agreement(_flat(trained_side), exact, yardstick)
     return (
         results if base is None else replace(results, share=_share(_flat(trained_side), _flat(base), exact, yardstick))
     )
 
 
-def _yardstick(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    score_head: Head,
-    device: torch.device,
-    precision: Precision,
-    deadline: float | None,
-) -> list[Tensor]:
+def _yardstick(model: PreTrainedModel, values: Callable[[Cast], list[Tensor]], precision: Precision) -> list[Tensor]:
     """Run the export again with the rounding of the trained side.
 
     Each weight moves randomly within its unit in the last place, and GEMMs run in the dtype of the trained side.
     """
     stored = model.dtype if precision.rounds_weights else torch.float32
     keeps_float32 = transformers_compat.fp32_names(model, precision.arithmetic)
-    cast = Cast(precision.arithmetic, partial(moved_within_ulp, stored=stored), keeps_float32)
     try:
-        return _values(model, prompts, score_head, device, cast, deadline)
+        return values(Cast(precision.arithmetic, partial(moved_within_ulp, stored=stored), keeps_float32))
     except RuntimeError:  # the model mixes dtypes in 16 bits: round only its weights
-        cast = Cast(torch.float32, partial(moved_within_ulp, stored=precision.arithmetic))
-        return _values(model, prompts, score_head, device, cast, deadline)
+        return values(Cast(torch.float32, partial(moved_within_ulp, stored=precision.arithmetic)))
 
 
 def _flat(values: Sequence[Tensor]) -> list[Tensor]:
@@ -248,12 +263,7 @@ def _values(
     deadline: float | None,
 ) -> list[Tensor]:
     """Return log-probs of each prompt's tokens after the first, or its scores, in fp32 on the CPU."""
-
-    def tick() -> None:
-        if deadline is not None and time.monotonic() > deadline:
-            raise Unfinished("the comparison took longer than checkpoint.export_check_minutes")
-
-    with cast_layers(model, cast, device, tick):
+    with cast_layers(model, cast, device, partial(_check_time, deadline)):
         if score_head is not None:  # transformers reads the score at the last token, so no padding
             rows = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
             if isinstance(score_head, EmbeddingHead):
@@ -262,11 +272,43 @@ def _values(
         results = [torch.empty(0)] * len(prompts)
         for batch in _of_equal_length(prompts):
             ids_BT = torch.tensor([list(prompts[row]) for row in batch], device=device)
-            logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
-            logprobs_BT = logits_BTV.float().log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[..., 0]
-            for row, logprobs_T in zip(batch, logprobs_BT.cpu(), strict=True):
+            for row, logprobs_T in zip(batch, _logprobs(model, ids_BT), strict=True):
                 results[row] = logprobs_T
         return results
+
+
+@torch.no_grad()
+def _values_of_documents(
+    model: PreTrainedModel,
+    documents: Sequence[PictureDocument],
+    device: torch.device,
+    cast: Cast,
+    deadline: float | None,
+) -> list[Tensor]:
+    """Return the log-probs of each document's tokens that are compared, in fp32 on the CPU."""
+    results: list[Tensor] = []
+    for document in documents:
+        transformers_compat.forget_positions(model)
+        keywords = {
+            name: value.to(device, cast.dtype if value.is_floating_point() else value.dtype)
+            for name, value in document.keywords().items()
+        }
+        with cast_layers(model, cast, device, partial(_check_time, deadline)):
+            (logprobs_T,) = _logprobs(model, torch.tensor([list(document.ids)], device=device), **keywords)
+        results.append(logprobs_T[document.compared])
+    return results
+
+
+def _logprobs(model: PreTrainedModel, ids_BT: Tensor, **keywords: Tensor) -> Tensor:
+    """Return log-probs of all tokens after the first, `[B, T - 1]`, in fp32 on the CPU."""
+    logits_BTV = model(input_ids=ids_BT, use_cache=False, **keywords).logits[:, :-1]
+    logprobs_BT: Tensor = logits_BTV.float().log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[..., 0]
+    return logprobs_BT.cpu()
+
+
+def _check_time(deadline: float | None) -> None:
+    if deadline is not None and time.monotonic() > deadline:
+        raise Unfinished("the comparison took longer than checkpoint.export_check_minutes")
 
 
 def _of_equal_length(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -297,10 +339,9 @@ def host_bytes(stored: float) -> float:
     return 1.5 * stored
 
 
-def _fits(device: torch.device, float32_bytes: float, prompts: Sequence[Sequence[int]], model: PreTrainedModel) -> bool:
+def _fits(device: torch.device, float32_bytes: float, tokens: int, model: PreTrainedModel) -> bool:
     """Return whether the largest layer, all modules outside layers, and the logits fit the device."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    tokens = len(prompts) * max(map(len, prompts))
     logits = 4 * tokens * model.config.get_text_config().vocab_size * _LOGITS_FACTOR
     return bool(2 * float32_bytes + logits + 2**30 < free)

@@ -28,7 +28,7 @@ from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.small_sizes import VOCAB
 from automodel_cli.models.vision import two_way
-from automodel_cli.models.vision.front import TYPE_IDS, Front
+from automodel_cli.models.vision.front import Front
 from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.models.vision.small import shared_copy
 
@@ -212,8 +212,7 @@ def packed_rows(rows: list[list[tuple[Tensor, list[Any]]]], processor: FamilyPro
 
 def forget_state(whole: Any, *, gradients: bool = True) -> None:
     """Remove what a forward leaves behind in a composite."""
-    if hasattr(whole.base_model, "rope_deltas"):
-        whole.base_model.rope_deltas = None
+    transformers_compat.forget_positions(whole)
     if gradients:
         whole.zero_grad()
 
@@ -223,8 +222,7 @@ def inputs_of_document(
 ) -> dict[str, Tensor]:
     """Return the keywords of a composite for one document, beside its ids. The state of the last one is removed."""
     forget_state(whole, gradients=False)
-    given = {name: (ids_BT == processor.placeholder).long() for name in TYPE_IDS if name in processor.takes}
-    given |= processor.inputs(images) if images else {}
+    given = processor.keywords(ids_BT, images)
     return {name: x.to(whole.dtype) if x.is_floating_point() else x for name, x in given.items()}
 
 

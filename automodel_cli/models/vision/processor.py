@@ -124,6 +124,11 @@ class FamilyProcessor:
         output = self.processor.image_processor([list(images)], **self._image_settings, return_tensors="pt")
         return {name: value for name, value in output.items() if name in self.takes}
 
+    def keywords(self, ids_BT: Tensor, images: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the keywords of the stock model beside the ids, for a document with these pictures."""
+        types = {name: (ids_BT == self.placeholder).long() for name in TYPE_IDS if name in self.takes}
+        return types | (self.inputs(images) if images else {})
+
     def positions(self, ids_T: Tensor, grid_N3: Tensor) -> Tensor | None:
         if self._rope_index is None:
             return None

@@ -130,7 +130,8 @@ def _export_check(recipe: Recipe, plan: Plan) -> str | None:
 
     from automodel_cli.models.checkpoint_io.export_check import host_bytes
     from automodel_cli.models.hub.source import hf_config
-    from automodel_cli.run.export import NUM_TOKENS
+    from automodel_cli.run.compared_rows import most_tokens
+    from automodel_cli.run.export import NUM_PROMPTS
 
     minutes = recipe.checkpoint.export_check_minutes
     if not minutes:
@@ -138,10 +139,11 @@ def _export_check(recipe: Recipe, plan: Plan) -> str | None:
     stored = hf_config(recipe.model).dtype if recipe.model.config is None else None
     dtype = stored if isinstance(stored, torch.dtype) else getattr(torch, recipe.model.dtype)
     needed = host_bytes(plan.num_parameters * dtype.itemsize) / 2**30
-    flops = 2 * 2 * plan.num_parameters * NUM_TOKENS  # two passes, one multiply and one add per weight
+    tokens = most_tokens(NUM_PROMPTS, pictures=recipe.model.vision is not None)
+    flops = 2 * 2 * plan.num_parameters * tokens  # two passes, one multiply and one add per weight
     return (
         f"export check: rank 0 reloads the export into {needed:.1f} GiB of host memory and runs it twice on "
-        f"{NUM_TOKENS} tokens (at most {flops / 1e12:.2g} TFLOP) in at most {minutes:g} minutes; the other ranks wait"
+        f"{tokens} tokens (at most {flops / 1e12:.2g} TFLOP) in at most {minutes:g} minutes; the other ranks wait"
     )
 
 

@@ -14,17 +14,25 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models import lora
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
-from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure_export_error
+from automodel_cli.models.checkpoint_io.export_check import (
+    Agreement,
+    PictureDocument,
+    Precision,
+    Unfinished,
+    measure_export_error,
+)
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.layerwise_casting import Cast, cast_layers, largest_forward
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.stochastic_rounding import moved_within_ulp
+from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.pipelining.cut.split_check import check_split
 from automodel_cli.pipelining.cut.stage_module import cut_stage
 from tests.errors import raises
 from tests.tiny import build_hf, packed_batch, token_row
+from tests.vision import config_of, documents_of, processor_of, repository
 
 ROWS = [[token_row(9), token_row(6, 1)]]
 PROMPTS = [token_row(24, seed).tolist() for seed in range(8)]
@@ -207,3 +215,30 @@ def test_what_does_not_fit_memory_or_time_is_left_out_with_its_reason(tmp_path: 
         measure_export_error(tmp_path, PROMPTS, ours, exact, available_bytes=1000.0)
     with pytest.raises(Unfinished, match="export_check_minutes"):
         measure_export_error(tmp_path, PROMPTS, ours, exact, seconds=0.0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava", "gemma3"])
+def test_a_wrong_tower_shows_on_a_document_with_pictures_and_not_on_text(kind: str, tmp_path: Path) -> None:
+    model = repository(kind, tmp_path)
+    processor = FamilyProcessor(processor_of(kind), config_of(kind))
+    ids_T, images = documents_of(processor)[0]
+    document = PictureDocument(ids_T.tolist(), processor.placeholder, lambda: processor.keywords(ids_T[None], images))
+    text = [list(range(10, 40))]
+    with torch.no_grad():
+        logits = [model(input_ids=torch.tensor(text)).logits[0, :-1]]
+        logits.append(model(input_ids=ids_T[None], **processor.keywords(ids_T[None], images)).logits[0, :-1])
+    targets = [torch.tensor(text[0])[1:], ids_T[1:]]
+    ours = [x.log_softmax(-1).gather(-1, y[:, None])[:, 0] for x, y in zip(logits, targets, strict=True)]
+    ours[1] = ours[1][ids_T[1:] != processor.placeholder]
+
+    def agreement(*documents: PictureDocument) -> Agreement:
+        return measure_export_error(
+            tmp_path, text, ours[: 1 + len(documents)], Precision(torch.float32, False), documents=documents
+        )
+
+    assert agreement(document).worst < 1e-5
+    state = load_file(tmp_path / "model.safetensors")
+    (name, *_) = [key for key in state if ("visual" in key or "vision" in key) and "patch_embed" in key]
+    state[name] = -state[name]
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    assert agreement().passed and not agreement(document).passed
