@@ -62,12 +62,10 @@ def write_tokens(
         pictures: receives the pictures of each document.
     """
     columns, rejected, unrolled, totals = _Columns(pictures), list[Rejected](), _UnrolledCount(), Counter[str]()
-    turn_ends, num_rows = Counter[int](), 0
-    place = iter(origins)
+    turn_ends, num_rows, place = Counter[int](), 0, iter(origins)
     with (folder / "ids.bin").open("wb") as ids_file, (folder / "label_mask.bin").open("wb") as mask_file:
         for batch in batches:
-            good: list[Encoded] = []
-            begun: list[int] = []
+            good, begun = list[Encoded](), list[int]()
             for item in batch:
                 num_rows += 1
                 origin = next(place)
