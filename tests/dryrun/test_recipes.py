@@ -56,7 +56,8 @@ class Case:
     more: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.recipe}-{self.rank}-{self.layers or 'all'}"
+        frozen = "-frozen" if any("train.freeze" in override for override in self.more) else ""
+        return f"{self.recipe}-{self.rank}-{self.layers or 'all'}{frozen}-{self.gpus}"
 
 
 DEFAULT = [
@@ -90,6 +91,12 @@ PLANNED = [
     Case("qwen3_vl_30b_pp2ep4", 8, 4, microbatches=None, more=_ROWS),
     Case("smollm2_135m", 1, 0),
 ]
+FROZEN = [
+    Case("llama3_2_1b", 1, 0, more=("train.freeze=[model.embed_tokens.*,'model.layers.?.*']",)),
+    Case("llama3_2_1b", 4, 0, more=("train.freeze=[model.embed_tokens.*,'model.layers.?.*']",)),
+    Case("qwen3_moe_30b_ep8", 8, 0, layers=4, more=(*_ONCE_A_STEP, "train.freeze=['*experts*']")),
+]
+"""The embedding and 10 of 16 layers, or all experts."""
 EVERY = [*DEFAULT, *SLOW, *PLANNED]
 _NOT_OF_REAL_SIZE = re.compile(
     r"quickstart.*|.*_tiny|sft|dpo|dpo_vlm|grpo|kd|rm|vlm|classifier|embedding|pretrain|gemma3_.*"
@@ -137,7 +144,7 @@ def test_every_bundled_recipe_of_real_size_is_dry_run() -> None:
     }
 
 
-@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW, *PLANNED)], ids=str)
+@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW, *PLANNED, *FROZEN)], ids=str)
 def test_a_plan_is_within_ten_percent_of_the_peak_of_the_real_step(case: Case) -> None:
     found = traced(case)
     assert found.plan == pytest.approx(found.peak, rel=0.10)
