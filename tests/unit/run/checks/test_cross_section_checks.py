@@ -288,7 +288,10 @@ PLAN = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj":
         (Names(tp_plan=PLAN | {"model.layers.0.self_attn.q_proj": "colwise"}), None),
         (
             Names(tp_plan=PLAN | {"model.layers.*.mlp.gate_porj": "colwise"}),
-            "parallelizer.tp_plan={" + ",".join(f"{name}:{style}" for name, style in CORRECTED.items()) + "}",
+            # Overrides merge mappings, so that the fix removes the old entries first.
+            "parallelizer.tp_plan={} 'parallelizer.tp_plan={"
+            + ", ".join(f"{name}: {style}" for name, style in CORRECTED.items())
+            + "}",
         ),
     ],
 )
