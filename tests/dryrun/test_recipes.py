@@ -77,18 +77,15 @@ SLOW = [
 ]
 PLANNED = [
     Case("deepseek_v3_pp16_ep64", 1024, 0, microbatches=None),
-    Case("deepseek_v3_pp16_ep64", 1024, 960, microbatches=None),
     Case("gpt_oss_pp2ep4_seqpack", 8, 4, microbatches=None),
     Case("grpo_gsm8k_qwen3_0_6b", 1, 0),
     Case("grpo_qwen3_moe_30b_colocated", 32, 0),
     Case("grpo_smollm2_tools", 1, 0),
     Case("llama3_8b_tp2cp2", 8, 0),
     Case("qwen3_0_6b", 1, 0),
-    Case("qwen3_moe_30b_ep8", 8, 0),
     Case("qwen3_vl_8b", 8, 0, more=_ROWS),
     Case("qwen3_vl_8b_lora", 1, 0, more=_ROWS),
     Case("qwen3_vl_30b_pp2ep4", 8, 0, microbatches=None, more=_ROWS),
-    Case("qwen3_vl_30b_pp2ep4", 8, 4, microbatches=None, more=_ROWS),
     Case("smollm2_135m", 1, 0),
 ]
 FROZEN = [
