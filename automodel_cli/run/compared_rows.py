@@ -17,10 +17,11 @@ from torch import Tensor
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.pictures.content import rgb
 from automodel_cli.data.pictures.reader import PictureReader, Shown
+from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.models.checkpoint_io.export_check import PictureDocument
 
 if TYPE_CHECKING:
-    from automodel_cli.data.preparation.dataset import PackedDataset
+    from automodel_cli.data.preparation.prompts import PromptDataset
     from automodel_cli.models.vision.processor import FamilyProcessor
     from automodel_cli.run.model_builder import Model
 
@@ -42,24 +43,27 @@ class ComparedRows:
     batches: tuple[Batch, ...] = ()
 
     @classmethod
-    def of(cls, rows: PackedDataset, num_prompts: int) -> ComparedRows:
-        """Choose rows of a dataset. Texts have no image tokens, because models differ in what these are without a
-        picture: Gemma 4 reads them as padding.
+    def of(cls, rows: PackedDataset | PromptDataset, num_prompts: int) -> ComparedRows:
+        """Choose rows of a dataset, or prompts of GRPO.
+
+        Texts have no image tokens, because models differ in what these are without a picture: Gemma 4 reads them as
+        padding.
         """
         texts = [rows.tokens(row)[0] for row in range(min(num_prompts, len(rows)))]
-        if rows.pictures is None:
+        if not isinstance(rows, PackedDataset) or rows.pictures is None:
             return cls([ids[:_PROMPT_TOKENS].tolist() for ids in texts])
-        placeholder = rows.pictures.processor.placeholder
+        reader = rows.pictures
+        placeholder = reader.processor.placeholder
         texts = [ids[ids != placeholder][:_PROMPT_TOKENS] for ids in texts]
         long_enough = [ids for ids in texts if len(ids) >= _SHORT]
         # Prompts of one length form one batch, for which each layer is cast once.
         length = min(map(len, long_enough), default=0)
         prompts = [ids[:length].tolist() for ids in long_enough]
-        chosen = _shortest(rows, rows.pictures)
+        chosen = _shortest(rows, reader)
         if chosen is None:
             return cls(prompts)
         ids, pictures = chosen
-        processor = cast("FamilyProcessor", rows.pictures.processor)
+        processor = cast("FamilyProcessor", reader.processor)
         keywords = partial(_keywords, processor, ids, pictures)
         return cls(prompts, (PictureDocument(ids.tolist(), placeholder, keywords),), (_batch(rows, ids, pictures),))
 
