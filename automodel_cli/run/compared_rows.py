@@ -6,7 +6,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -121,7 +121,4 @@ def _batch(rows: PackedDataset, ids: np.ndarray, pictures: Sequence[Shown]) -> B
         max_seqlen=max(tokens, length - tokens),
         row_ids_B=torch.full((1,), -1),
     )
-    batch = rows.pictures.with_pictures(batch, [pictures] if tokens == length else [pictures, []])
-    assert batch.pictures is not None
-    held = dict(batch.pictures.inputs.items())  # one read for all forwards
-    return replace(batch, pictures=replace(batch.pictures, inputs=held))
+    return rows.pictures.with_pixels(batch, [pictures] if tokens == length else [pictures, []])

@@ -124,7 +124,4 @@ class PictureDecoder:
             max_seqlen=int(lengths.max()),
             row_ids_B=torch.full((size,), -1),
         )
-        batch = self._reader.with_pictures(batch, shown)
-        assert batch.pictures is not None
-        held = dict(batch.pictures.inputs.items())  # one read for all tokens
-        return replace(batch, pictures=replace(batch.pictures, inputs=held))
+        return self._reader.with_pixels(batch, shown)  # one read for all tokens

@@ -155,6 +155,12 @@ class PictureReader:
         ids_T, blank = self.processor.blank()
         return replace(batch, pictures=Pictures(blank, placeholder, positions, ids_T))
 
+    def with_pixels(self, batch: Batch, shown: Sequence[Sequence[Shown]]) -> Batch:
+        """Return the batch as `with_pictures`, with pixels that are read once for several forwards."""
+        batch = self.with_pictures(batch, shown)
+        assert batch.pictures is not None
+        return replace(batch, pictures=replace(batch.pictures, inputs=dict(batch.pictures.inputs.items())))
+
     def _distinct(self, shown: Sequence[Shown]) -> tuple[Sequence[Shown], Tensor | None]:
         """Return the distinct pictures, and `Pictures.shared_P` if there are fewer."""
         distinct = {(table.folder, number): (table, number) for table, number in shown}
