@@ -131,8 +131,8 @@ class GRPORecipe(Recipe):
         check_exported(self.model)
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.rollout.rollout_manager import Rollouts
+        from automodel_cli.run.build_trainer import build_trainer
         from automodel_cli.run.startup_summary import show_header
-        from automodel_cli.run.trainer import build_trainer
 
         with build_trainer(self, source) as session:
             rollouts = Rollouts(session, self.rollout, self.rewards, self.objective, self.teacher, self.reference_sync)

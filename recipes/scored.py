@@ -30,8 +30,8 @@ class ScoredRecipe(Recipe):
     def run(self, source: Composed) -> int:
         from automodel_cli.models.checkpoint_io.sequence_classifier import require_exportable
         from automodel_cli.models.hub.source import composite_config
+        from automodel_cli.run.build_trainer import build_trainer
         from automodel_cli.run.startup_summary import show_header
-        from automodel_cli.run.trainer import build_trainer
 
         assert self.score_head is not None, "every subclass has one"
         require_exportable(composite_config(self.model), self.score_head)

@@ -27,9 +27,9 @@ class SFTRecipe(Recipe):
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.rollout.monitoring.heldout_accuracy import HeldOutQuestions
+        from automodel_cli.run.build_trainer import build_trainer
         from automodel_cli.run.fake_quantization import FakeQuantizationRun
         from automodel_cli.run.startup_summary import show_header
-        from automodel_cli.run.trainer import build_trainer
 
         with build_trainer(self, source) as session:
             held_out = self.held_out_loss(session)

@@ -20,10 +20,10 @@ class VLMRecipe(SFTRecipe):
 
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
+        from automodel_cli.run.build_trainer import build_trainer
         from automodel_cli.run.picture_accuracy import PictureAccuracy
         from automodel_cli.run.picture_answers import PictureAnswers
         from automodel_cli.run.startup_summary import show_header
-        from automodel_cli.run.trainer import build_trainer
         from automodel_cli.run.validation_loss import HeldOutLoss
 
         with build_trainer(self, source) as session:

@@ -62,6 +62,12 @@ def check_minimums(node: object, **minimums: int) -> None:
         check_range(name, getattr(node, name), at_least=minimum, fix=f"{name}={minimum}")
 
 
+def check_positive(section: str, **fields: int | float | None) -> None:
+    """Raise ConfigError for a field that is zero or negative. None passes."""
+    for name, value in fields.items():
+        check_range(name, value, above=0, fix=f"{section}.{name}=1")
+
+
 def reject_fields(node: object, code: str, reason: str, *names: str, fix: str) -> NoReturn:
     """Raise ConfigError about the values of `names`, which are fields of `node`: their values, then `reason`."""
     values = " with ".join(f"{name}={getattr(node, name)}" for name in names)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from automodel_cli.data.config import DataConfig
     from automodel_cli.distributed.strategies.base import Strategy
     from automodel_cli.models.config import ModelConfig, TeacherConfig
-    from automodel_cli.training.config import TrainConfig
+    from automodel_cli.training.train_config import TrainConfig
 
 _OF_ADVANTAGES: tuple[tuple[str, str | bool | None], ...] = (
     ("advantage_estimator", "group"),

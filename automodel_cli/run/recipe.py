@@ -24,29 +24,32 @@ from automodel_cli.objectives.mtp import WithMultiToken
 from automodel_cli.objectives.sources import with_source_losses
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.run.checks.cross_section_checks import (
+    check_mixture,
+    check_output_dir,
+    check_profile,
+    check_ramp,
+    check_run_name,
+    check_streaming,
+    check_validation,
+)
+from automodel_cli.run.checks.mesh_checks import check_mesh_sizes
+from automodel_cli.run.checks.model_section_checks import (
     check_4bit_base,
     check_float16,
     check_fp8,
     check_freezing,
-    check_mixture,
     check_multi_token,
-    check_output_dir,
     check_packed_probe,
-    check_profile,
     check_qat,
-    check_ramp,
-    check_run_name,
-    check_streaming,
     check_transformer_engine,
-    check_validation,
 )
-from automodel_cli.run.checks.mesh_checks import check_mesh_sizes
 from automodel_cli.run.checks.vision_checks import check_vision, refuse_vision
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.training.callback import Callback
-from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
+from automodel_cli.training.config import CheckpointConfig, LoggingConfig, ValidationConfig
 from automodel_cli.training.optimizers.lr_scheduler import ScheduleNode
 from automodel_cli.training.optimizers.nodes import OptimizerNode
+from automodel_cli.training.train_config import TrainConfig
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ def session(
     Call it in a function for `launch(..., process_group=False)`.
     """
     from automodel_cli.recipes.grpo import GRPORecipe
-    from automodel_cli.run.trainer import build_trainer
+    from automodel_cli.run.build_trainer import build_trainer
     from automodel_cli.run.validation_loss import HeldOutLoss
 
     os.chdir(folder)

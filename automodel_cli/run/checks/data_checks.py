@@ -12,8 +12,8 @@ from automodel_cli.data.preparation.preview import head_problems, most_rows
 if TYPE_CHECKING:
     from automodel_cli.data.config import DataConfig
     from automodel_cli.data.formats.base import DataKind
-    from automodel_cli.training.config import TrainConfig
     from automodel_cli.training.optimizers.lr_scheduler import ScheduleNode
+    from automodel_cli.training.train_config import TrainConfig
 
 
 def data_problems(

@@ -12,7 +12,7 @@ from automodel_cli.config.bundled_recipes import locate
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.hydra_adapter import Loader
-from automodel_cli.training.config import TrainConfig
+from automodel_cli.training.train_config import TrainConfig
 from tests.errors import assert_error, raises
 
 

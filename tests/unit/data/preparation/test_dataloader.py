@@ -16,7 +16,7 @@ from automodel_cli.data.preparation.dataloader import BatchLoader, eval_batches
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.data.preparation.row_stream import shuffled
 from automodel_cli.data.storage.memmap_store import PackedStore
-from automodel_cli.training.config import BatchSizeRamp, TrainConfig
+from automodel_cli.training.train_config import BatchSizeRamp, TrainConfig
 from tests.errors import raises
 
 PAD = 99

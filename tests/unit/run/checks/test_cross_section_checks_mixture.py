@@ -11,7 +11,7 @@ from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.run.checks.cross_section_checks import check_mixture
-from automodel_cli.training.config import TrainConfig
+from automodel_cli.training.train_config import TrainConfig
 from tests.errors import raises
 
 BY_EPOCHS, BY_STEPS = (TrainConfig(8, **length) for length in ({"epochs": 1}, {"max_steps": 9}))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.training.config import CheckpointConfig, LoggingConfig, ProfileConfig, TrainConfig, ValidationConfig
+from automodel_cli.training.config import CheckpointConfig, LoggingConfig, ProfileConfig, ValidationConfig
 from automodel_cli.training.metrics import metric_logger as meter_module
 from automodel_cli.training.metrics.metric_logger import Machine, MetricLogger
 from automodel_cli.training.metrics.peak_memory import max_over_ranks, peak_memory_gib
@@ -27,6 +27,7 @@ from automodel_cli.training.metrics.progress import (
 from automodel_cli.training.metrics_file import read_metrics
 from automodel_cli.training.monitors.profiling import StepProfiler
 from automodel_cli.training.trackers import TensorBoard, flatten_config
+from automodel_cli.training.train_config import TrainConfig
 from tests.errors import raises
 
 KEYS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.training.config import BatchSizeRamp, TrainConfig
+from automodel_cli.training.train_config import BatchSizeRamp, TrainConfig
 from tests.errors import raises
 
 
