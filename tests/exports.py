@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed import process_group
-from automodel_cli.models import lora
+from automodel_cli.models import lora_export
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
@@ -44,7 +44,7 @@ def logprobs_of_files(
 ) -> tuple[Tensor, Tensor]:
     """Write `folder/adapter` and `folder/merged`. Return log-probs of peft on `base`, and of the merged model."""
     assert model.lora is not None
-    lora.save_adapters([part], model.lora, folder / "adapter", base_model=str(model.pretrained), write=True)
+    lora_export.save_adapters([part], model.lora, folder / "adapter", base_model=str(model.pretrained), write=True)
     export_hf([part], model, None, folder / "merged", title="t")
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
     theirs = logprobs_of(peft.PeftModel.from_pretrained(base, folder / "adapter").eval(), ids)

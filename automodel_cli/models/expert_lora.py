@@ -13,30 +13,46 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import NameList, check_entries, endings, ends_in
-from automodel_cli.distributed.expert_parallel.apply import is_experts, sorted_forward
+from automodel_cli.distributed.expert_parallel.apply import is_experts, num_experts_of, sorted_forward
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
-from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS, MATRICES, SCALING, WEIGHTS, has_adapters
+from automodel_cli.distributed.expert_parallel.low_rank import (
+    ADAPTERS,
+    MATRICES,
+    SCALING,
+    WEIGHTS,
+    has_adapters,
+    scale_of,
+)
 from automodel_cli.distributed.typed_torch import disable, set_attributes
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.rng import generator_for
 
+if TYPE_CHECKING:
+    import peft
+
+Number = TypeVar("Number", int, float)
 ALL_EXPERTS = "all-experts"
 _PEFT_LAYERS = {"gate_up_proj": "base_layer.", "down_proj": ""}
 
 
-def adapted(model: nn.Module) -> list[tuple[str, Any]]:
+def adapted(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of every experts module with adapters."""
     return [(name, module) for name, module in model.named_modules() if has_adapters(module)]
 
 
-def inject(model: nn.Module, targets: str | list[str] | None, settings: Any) -> None:
+def scaling(experts: nn.Module) -> dict[str, float]:
+    """Return the scale of an experts module with adapters, to change it in place."""
+    return cast(dict[str, float], getattr(experts, SCALING))
+
+
+def inject(model: nn.Module, targets: str | list[str] | None, settings: peft.LoraConfig) -> None:
     """Add adapters to the experts that `targets` selects. Works on the meta device.
 
     `settings` is a `peft.LoraConfig`, whose rank and alpha patterns apply to the names of the weights, as in peft.
@@ -64,14 +80,17 @@ def inject(model: nn.Module, targets: str | list[str] | None, settings: Any) -> 
             )
         _add(name, model.get_submodule(name), *_rank_and_scale(name, settings))
     short = sorted({".".join(name.split(".")[-2:]) for name in chosen})
-    model.peft_config["default"].target_parameters = targets if isinstance(targets, list) else short  # type: ignore
+    settings.target_parameters = targets if isinstance(targets, list) else short
 
 
-def _rank_and_scale(name: str, settings: Any) -> tuple[int, float]:
+def _rank_and_scale(name: str, settings: peft.LoraConfig) -> tuple[int, float]:
     """Return rank and scale of the adapters of an experts module. Raises ConfigError if its weights differ in them."""
     ranks, alphas = (
         [_by_pattern(patterns, f"{name}.{weight}", usual) for weight in WEIGHTS]
-        for patterns, usual in ((settings.rank_pattern, settings.r), (settings.alpha_pattern, settings.lora_alpha))
+        for patterns, usual in (
+            (settings.rank_pattern or {}, settings.r),
+            (settings.alpha_pattern or {}, settings.lora_alpha),
+        )
     )
     for key, values in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         if values[0] != values[1]:
@@ -86,7 +105,7 @@ def _rank_and_scale(name: str, settings: Any) -> tuple[int, float]:
     return ranks[0], alphas[0] / (ranks[0] ** 0.5 if settings.use_rslora else ranks[0])
 
 
-def _by_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
+def _by_pattern(patterns: Mapping[str, Number], name: str, usual: Number) -> Number:
     """Return the value of the first pattern that matches a name, as `peft` matches it."""
     matched = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
     return next(matched, usual)
@@ -115,8 +134,8 @@ def _not_experts(model: nn.Module, targets: object) -> ConfigError:
     )
 
 
-def _add(name: str, experts: Any, rank: int, scale: float) -> None:
-    if GatedExperts.of(experts, int(experts.num_experts), None) is None:
+def _add(name: str, experts: nn.Module, rank: int, scale: float) -> None:
+    if GatedExperts.of(experts, num_experts_of(experts), None) is None:
         raise ConfigError(
             f"lora.target_parameters is not supported because {name} ({type(experts).__name__}) is not measured to be "
             "a gated MLP",
@@ -125,7 +144,7 @@ def _add(name: str, experts: Any, rank: int, scale: float) -> None:
             fix="model.lora.target_parameters=null",
         )
     for weight in WEIGHTS:
-        parameter = experts._parameters[weight]
+        parameter = experts.get_parameter(weight)
         count, *size = parameter.shape
         inputs, outputs = size if experts.is_transposed else size[::-1]
         for matrix, shape in zip(MATRICES, ((rank, inputs), (outputs, rank)), strict=True):
@@ -139,10 +158,10 @@ def _with_adapters(family: type[nn.Module]) -> type[nn.Module]:
     """Return the class of the family with a forward that adds the adapters, for any number of local experts."""
 
     @disable()
-    def forward(self: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    def forward(self: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         arithmetic = self.__dict__.get("_arithmetic")
-        if arithmetic is None or arithmetic.num_local != self.num_experts:
-            arithmetic = self.__dict__["_arithmetic"] = GatedExperts(self, int(self.num_experts), None)
+        if arithmetic is None or arithmetic.num_local != num_experts_of(self):
+            arithmetic = self.__dict__["_arithmetic"] = GatedExperts(self, num_experts_of(self), None)
         return sorted_forward(arithmetic, self, hidden_TD, index_TK, weight_TK)
 
     # The loop that is measured.
@@ -154,10 +173,10 @@ def num_used_by_a_token(model: nn.Module, num_trained: int) -> int:
     """Return how many of `num_trained` parameters compute for one token, which reaches few experts."""
     used = sum(param.numel() for param in model.parameters() if param.requires_grad)
     everything, per_token = max(used, 1), float(used)
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)  # type: ignore[operator, union-attr]
+    chosen: int = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)  # type: ignore[operator, union-attr]
     for _, experts in adapted(model) if chosen else ():
-        first = experts._parameters[ADAPTERS[0]]
-        size = sum(experts._parameters[name].numel() for name in ADAPTERS)
+        first = experts.get_parameter(ADAPTERS[0])
+        size = sum(experts.get_parameter(name).numel() for name in ADAPTERS)
         per_token -= size * (1 - min(chosen / first.shape[0], 1.0))
     return round(num_trained * per_token / everything)
 
@@ -167,7 +186,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     """A is uniform as in a linear layer's default, B is zero, under any layout."""
     for name, experts in adapted(model):
         for weight in WEIGHTS:
-            a, b = (experts._parameters[f"{weight}_{matrix}"] for matrix in MATRICES)
+            a, b = (experts.get_parameter(f"{weight}_{matrix}") for matrix in MATRICES)
             # The full tensor on every rank, then its shard: values do not depend on the layout.
             full = torch.empty(a.shape, dtype=torch.float32)
             generator = generator_for(seed, f"{name}.{weight}.lora_A")
@@ -176,32 +195,32 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             transformers_compat.local(b).zero_()
 
 
-def take_out(model: nn.Module) -> list[tuple[object, dict[str, object]]]:
+def take_out(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Parameter | None]]]:
     """Remove the adapters from their modules, so that names are the hub's. `put_back` restores them."""
     return [(experts, {name: experts._parameters.pop(name) for name in ADAPTERS}) for _, experts in adapted(model)]
 
 
-def put_back(removed: list[tuple[Any, dict[str, Any]]]) -> None:
+def put_back(removed: list[tuple[nn.Module, dict[str, nn.Parameter | None]]]) -> None:
     """Restore the adapters that `take_out` removed."""
     for experts, parameters in removed:
         experts._parameters.update(parameters)
 
 
-def weights(model: nn.Module) -> dict[str, tuple[Any, str]]:
+def weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Adapted weight -> (experts module, leaf name)."""
     return {f"{name}.{weight}": (experts, weight) for name, experts in adapted(model) for weight in WEIGHTS}
 
 
-def delta(experts: Any, weight: str) -> Tensor:
+def delta(experts: nn.Module, weight: str) -> Tensor:
     """Return the full fp32 update of a weight, as it is stored. Collective if adapters are sharded."""
     a, b = matrices(experts, weight)
-    update: Tensor = (b.float() @ a.float()) * experts.lora_scaling["default"]
+    update: Tensor = (b.float() @ a.float()) * scale_of(experts)
     return update.transpose(-2, -1) if experts.is_transposed else update
 
 
-def matrices(experts: Any, weight: str) -> tuple[Tensor, Tensor]:
+def matrices(experts: nn.Module, weight: str) -> tuple[Tensor, Tensor]:
     """Return the full A `[E, R, I]` and B `[E, O, R]` of a weight. Collective if adapters are sharded."""
-    a, b = (transformers_compat.full_tensor(experts._parameters[f"{weight}_{matrix}"]) for matrix in MATRICES)
+    a, b = (transformers_compat.full_tensor(experts.get_parameter(f"{weight}_{matrix}")) for matrix in MATRICES)
     return a, b
 
 
@@ -210,7 +229,7 @@ def parameters_in_files(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, experts in adapted(model):
         for weight in WEIGHTS:
             for matrix in MATRICES:
-                yield f"{name}.{_PEFT_LAYERS[weight]}{matrix}.weight", experts._parameters[f"{weight}_{matrix}"]
+                yield f"{name}.{_PEFT_LAYERS[weight]}{matrix}.weight", experts.get_parameter(f"{weight}_{matrix}")
 
 
 def from_file(name: str, stored: Tensor, num_experts: int) -> Tensor:

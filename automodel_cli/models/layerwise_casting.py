@@ -103,7 +103,7 @@ class _CastTensors:
 
 
 def _taking(held: _CastTensors, layer: nn.Module, tick: Callable[[], None]) -> Callable[..., None]:
-    def before(module: nn.Module, args: Any) -> None:
+    def before(module: nn.Module, args: object) -> None:
         tick()
         held.take(list(layer.modules()))
 
@@ -111,7 +111,7 @@ def _taking(held: _CastTensors, layer: nn.Module, tick: Callable[[], None]) -> C
 
 
 def _giving_back(held: _CastTensors) -> Callable[..., None]:
-    def after(module: nn.Module, args: Any, output: object) -> None:
+    def after(module: nn.Module, args: object, output: object) -> None:
         held.give_back()
 
     return after

@@ -13,28 +13,30 @@ them over the ranks, and a column-parallel layer has the rows of its outputs onl
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from automodel_cli.models import transformers_compat
+from automodel_cli.models.lora_layer import ADAPTER, AdapterLayer
 from automodel_cli.models.lora_targets import is_transposed
 from automodel_cli.models.nf4 import NF4Linear
 
-_ADAPTER = "default"
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 _CHUNK = 2**24  # elements of a weight that are added to its update at a time
 
 
-def has_magnitude(layer: object) -> bool:
+def has_magnitude(layer: nn.Module) -> bool:
     """Return whether a wrapped layer trains the norm of its rows."""
     return bool(len(getattr(layer, "lora_magnitude_vector", ())))
 
 
-def magnitude(layer: Any) -> nn.Parameter:
+def magnitude(layer: AdapterLayer) -> nn.Parameter:
     """Return the trained norm of each output, `[O]`."""
-    found: nn.Parameter = layer.lora_magnitude_vector[_ADAPTER].weight
-    return found
+    return layer.get_parameter(f"lora_magnitude_vector.{ADAPTER}.weight")
 
 
 def use_own_forward(model: nn.Module) -> None:
@@ -45,7 +47,7 @@ def use_own_forward(model: nn.Module) -> None:
 
 
 @cache
-def _own_class() -> Any:
+def _own_class() -> type[AdapterLayer]:
     from peft.tuners.lora.layer import Linear
 
     return type("DoRALinear", (_DoRA, Linear), {})
@@ -53,61 +55,60 @@ def _own_class() -> Any:
 
 # Example: W has the rows (3, 4) and (1, 0), so m = (5, 1) at the start. With s B A = ((0, -4), (0, 1)), W + s B A has
 # the rows (3, 0) and (1, 1) with norms n = (3, 1.414), and W' = ((5, 0), (0.707, 0.707)): new directions, old norms.
-class _DoRA:
+class _DoRA(AdapterLayer):
     """Forward of a converted layer, mixed into the class of `peft`."""
 
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        base, scale = self.base_layer, self.scaling[_ADAPTER]
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        base, scale = self.base_layer, self.scaling[ADAPTER]
+        bias = cast(Tensor | None, base.bias)
         plain: Tensor = base(x, *args, **kwargs)
         if scale == 0.0:  # `lora.adapters_off`
             return plain
-        down, up = self.lora_A[_ADAPTER], self.lora_B[_ADAPTER]
+        down, up = self.lora_A[ADAPTER], self.lora_B[ADAPTER]
         factor_O = self._factor(x).to(plain.dtype)
-        dropout = self.lora_dropout[_ADAPTER]
+        dropout = self.lora_dropout[ADAPTER]
         dropped = dropout(x)
         update = up(down(dropped.to(down.weight.dtype))) * scale
         # Dropout that does nothing returns its input itself.
         if dropped is x:  # also in evaluation
             # `plain` contains the bias, which must not be scaled. The next line adds what the factor took away.
             y: Tensor = factor_O * (plain + update.to(plain.dtype))
-            return y if base.bias is None else y + (1 - factor_O) * _local(base.bias)
+            return y if bias is None else y + (1 - factor_O) * _local(bias)
         of_dropped = base(dropped)
-        of_dropped = of_dropped if base.bias is None else of_dropped - _local(base.bias)
+        of_dropped = of_dropped if bias is None else of_dropped - _local(bias)
         # As in `peft`: only `plain` is computed without dropout.
         z: Tensor = plain + (factor_O - 1) * of_dropped + factor_O * update.to(plain.dtype)
         return z
 
-    def _factor(self: Any, x: Tensor) -> Tensor:
+    def _factor(self, x: Tensor) -> Tensor:
         """Return `m / n` of the outputs that this rank computes. The norm is rounded to the dtype of m, so that the
         first step computes with a factor of 1."""
         own = magnitude(self)
-        matrices = self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight
+        matrices = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
         # Squares and not norms: squares of shards of a row can be summed over ranks.
-        squares = _row_squares(_weight(self.base_layer), *matrices, self.scaling[_ADAPTER], is_transposed(self))
+        squares = _row_squares(_weight(self.base_layer), *matrices, self.scaling[ADAPTER], is_transposed(self))
         if transformers_compat.is_dtensor(own):
-            norm_O = squares.redistribute(placements=own.placements).to_local().sqrt()
+            norm_O = cast("DTensor", squares).redistribute(placements=own.placements).to_local().sqrt()
         else:
             norm_O = transformers_compat.full_tensor(squares).sqrt()
         factor_O: Tensor = _local(own) / norm_O.to(own.dtype)
         return factor_O
 
 
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if transformers_compat.is_dtensor(tensor) else tensor
-    return local
-
-
-def _weight(base: Any) -> Tensor:
+def _weight(base: nn.Module) -> Tensor:
     if not isinstance(base, NF4Linear):
-        weight: Tensor = base.weight
-        return weight
+        return cast(Tensor, base.weight)
     if base.instead is not None:
         return base.instead()
     return base.unloaded() if base.is_unloaded else base.dequantized()
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if transformers_compat.is_dtensor(tensor) else tensor
+
+
 @torch.no_grad()
-def _row_squares(weight: Any, a: Any, b: Any, scale: float, transposed: bool) -> Any:
+def _row_squares(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Tensor:
     """Return the squared norms `[O]` of the rows of `W + scale B A`, a DTensor if W is one.
 
     Args:
@@ -141,14 +142,14 @@ def _squares(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Ten
     return torch.cat([torch.addmm(own.to(wide), of_b.to(wide), a_RI).square_().sum(1) for own, of_b in chunks])
 
 
-def full_weight(layer: Any) -> Tensor:
+def full_weight(layer: AdapterLayer) -> Tensor:
     """Return the base weight `[O, I]` of a wrapped layer. Collective if it is sharded."""
     weight = transformers_compat.full_tensor(_weight(layer.get_base_layer()))
     return weight.t() if is_transposed(layer) else weight
 
 
 @torch.no_grad()
-def start(layer: nn.Module) -> None:
+def start(layer: AdapterLayer) -> None:
     """Set m to the norms of the base weight, as a new adapter has B A = 0. Collective if the weight is sharded."""
     weight = full_weight(layer)
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -158,7 +159,7 @@ def start(layer: nn.Module) -> None:
 
 
 @torch.no_grad()
-def rescaled(merged: Tensor, layer: nn.Module) -> Tensor:
+def rescaled(merged: Tensor, layer: AdapterLayer) -> Tensor:
     """Return `m / n * (W + s B A)` of the full fp32 sum. Collective if m is sharded."""
     rows = merged.t() if is_transposed(layer) else merged
     factor_O = transformers_compat.full_tensor(magnitude(layer)).to(rows.dtype) / rows.norm(dim=1)

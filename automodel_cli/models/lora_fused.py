@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion
+from automodel_cli.models.lora_layer import ADAPTER, AdapterLayer
 
-_ADAPTER = "default"
 _GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -53,45 +53,44 @@ def fuse_adapters(model: nn.Module) -> int:
         layer.__class__ = _fused_class()
         set_attributes(layer, _automodel_group=_Group([layer]))
     for parent in model.modules():
-        for group in _siblings(parent, set(map(id, fused))):
+        for group in _siblings(parent, {id(layer): layer for layer in fused}):
             shared = _Group(group)
             for layer in group:
                 set_attributes(layer, _automodel_group=shared)
     return len(fused)
 
 
-def _siblings(parent: nn.Module, fused: set[int]) -> Iterator[list[nn.Module]]:
+def _siblings(parent: nn.Module, fused: dict[int, AdapterLayer]) -> Iterator[list[AdapterLayer]]:
     for names in _GROUPS:
-        found = [parent._modules.get(name) for name in names]
-        members = [layer for layer in found if layer is not None and id(layer) in fused]
+        found = [fused.get(id(parent._modules.get(name))) for name in names]
+        members = [layer for layer in found if layer is not None]
         if len(members) > 1:
             yield members
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_plain(layer: nn.Module) -> TypeGuard[AdapterLayer]:
     from peft.tuners.lora.layer import Linear
 
     return type(layer) is Linear and not layer.lora_variant and not layer.fan_in_fan_out
 
 
 @cache
-def _fused_class() -> Any:
+def _fused_class() -> type[AdapterLayer]:
     from peft.tuners.lora.layer import Linear
 
     return type("FusedLoRALinear", (_FusedLoRA, Linear), {})
 
 
-class _FusedLoRA:
+class _FusedLoRA(AdapterLayer):
     """Forward of a converted layer, mixed into the class of `peft`."""
 
     _automodel_group: _Group
 
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         if args or kwargs or not _can_fuse(self, x):
-            result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-            return result
-        base, up = self.base_layer, self.lora_B[_ADAPTER].weight
-        scale: float = self.scaling[_ADAPTER]
+            return super().forward(x, *args, **kwargs)
+        base, up = self.base_layer, self.lora_B[ADAPTER].weight
+        scale: float = self.scaling[ADAPTER]
         shares = wgrad_fusion.is_single() and torch.is_grad_enabled()
         x_TI, gradient = wgrad_fusion.alias(x) if shares else (x.reshape(-1, x.shape[-1]), None)
         h_TR = self._automodel_group.down(self, x, x_TI, gradient, shares)
@@ -109,19 +108,19 @@ class _FusedLoRA:
         return y
 
 
-def _can_fuse(layer: Any, x: Tensor) -> bool:
+def _can_fuse(layer: AdapterLayer, x: Tensor) -> bool:
     if layer.disable_adapters or layer.merged or layer.lora_variant or torch.compiler.is_compiling():
         return False
-    dropout = layer.lora_dropout[_ADAPTER]
+    dropout = layer.lora_dropout[ADAPTER]
     if layer.training and isinstance(dropout, nn.Dropout) and dropout.p > 0:
         return False
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return False
-    matrices = layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
+    matrices = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     return all(_is_readable(matrix, x) for matrix in matrices)
 
 
-def _is_readable(linear: Any, x: Tensor) -> bool:
+def _is_readable(linear: nn.Linear, x: Tensor) -> bool:
     """Return whether the weight can be used without calling the module, which may have hooks that gather it."""
     weight = linear.weight
     hooks = linear._forward_pre_hooks or linear._forward_hooks
@@ -129,7 +128,7 @@ def _is_readable(linear: Any, x: Tensor) -> bool:
     return of_one_kind and not hooks and linear.bias is None
 
 
-def _is_frozen_linear(base: nn.Module, x: Tensor) -> bool:
+def _is_frozen_linear(base: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     if type(base) not in (nn.Linear, wgrad_fusion.WgradFusedLinear) or base._forward_pre_hooks or base._forward_hooks:
         return False
     params = [param for param in (base.weight, base.bias) if param is not None]
@@ -152,12 +151,12 @@ class _Projected:
 class _Group:
     """Layers that usually read the same tensor."""
 
-    def __init__(self, layers: Sequence[nn.Module]):
+    def __init__(self, layers: Sequence[AdapterLayer]):
         self.layers = list(layers)
         self._latest: _Projected | None = None
 
     def down(
-        self, layer: nn.Module, x: Tensor, x_TI: Tensor, gradient: wgrad_fusion.InputGradient | None, shares: bool
+        self, layer: AdapterLayer, x: Tensor, x_TI: Tensor, gradient: wgrad_fusion.InputGradient | None, shares: bool
     ) -> Tensor:
         """Return `x A^T` of `layer`. Computes it for all layers of the group at the first call."""
         latest = self._latest
@@ -173,14 +172,14 @@ class _Group:
         return latest.of() is x and latest.version == x._version and latest.shares == shares
 
     def _projected(
-        self, layer: Any, x: Tensor, x_TI: Tensor, gradient: wgrad_fusion.InputGradient | None, shares: bool
+        self, layer: AdapterLayer, x: Tensor, x_TI: Tensor, gradient: wgrad_fusion.InputGradient | None, shares: bool
     ) -> _Projected:
         layers = [one for one in self.layers if one is layer or _can_fuse(one, x)]
-        weights = [one.lora_A[_ADAPTER].weight for one in layers]  # type: ignore[index, union-attr]
+        weights = [one.lora_A[ADAPTER].weight for one in layers]
         if shares:
             outputs = _Down.apply(x_TI, gradient, *weights)
         elif torch.is_grad_enabled():  # Schedules may split this backward.
-            layers, outputs = [layer], [F.linear(x_TI, layer.lora_A[_ADAPTER].weight)]
+            layers, outputs = [layer], [F.linear(x_TI, layer.lora_A[ADAPTER].weight)]
         else:
             outputs = _project(x_TI, weights)[0]
         results = dict(zip(map(id, layers), outputs, strict=True))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -24,19 +24,23 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import lora_dora, transformers_compat
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.lora_layer import ADAPTER, AdapterLayer
 from automodel_cli.models.lora_targets import is_embedding, is_transposed
 from automodel_cli.models.rng import generator_for, seed_for
 
-_ADAPTER, _INITIAL = "default", "initial"
+_INITIAL = "initial"
+if TYPE_CHECKING:
+    import peft
+
 _MATRICES = ("lora_A", "lora_B")
 
 
-def has_initial(layer: Any) -> bool:
+def has_initial(layer: AdapterLayer) -> bool:
     """Return whether a wrapped layer subtracts the output of its initial matrices."""
     return _INITIAL in layer.lora_A
 
 
-def add_initial(layers: Mapping[str, object], config: LoRAConfig) -> None:
+def add_initial(layers: Mapping[str, AdapterLayer], config: LoRAConfig) -> None:
     """Add the frozen matrices A0 and B0 to wrapped layers. Works on the meta device, before sharding.
 
     Raises ConfigError if a rank is too large or odd for the initialization.
@@ -48,7 +52,7 @@ def add_initial(layers: Mapping[str, object], config: LoRAConfig) -> None:
         if not config.starts_at_weights:
             continue
         for matrix in _MATRICES:
-            trained = getattr(layer, matrix)[_ADAPTER]
+            trained = getattr(layer, matrix)[ADAPTER]
             sizes = trained.in_features, trained.out_features
             like = trained.weight
             frozen = nn.Linear(*sizes, bias=False, device=like.device, dtype=like.dtype).requires_grad_(False)
@@ -56,8 +60,8 @@ def add_initial(layers: Mapping[str, object], config: LoRAConfig) -> None:
         layer.__class__ = _own_class()
 
 
-def _check_rank(name: str, layer: Any, config: LoRAConfig) -> None:
-    rank, most = layer.r[_ADAPTER], min(layer.in_features, layer.out_features)
+def _check_rank(name: str, layer: AdapterLayer, config: LoRAConfig) -> None:
+    rank, most = layer.r[ADAPTER], min(layer.in_features, layer.out_features)
     if config.starts_at_weights and rank > most:
         raise ConfigError(
             f"lora.init_lora_weights={config.init_lora_weights} requires a rank of at most {most}, the smaller side of "
@@ -76,26 +80,26 @@ def _check_rank(name: str, layer: Any, config: LoRAConfig) -> None:
 
 
 @cache
-def _own_class() -> Any:
+def _own_class() -> type[AdapterLayer]:
     from peft.tuners.lora.layer import Linear
 
     return type("CenteredLoRALinear", (_Centered, Linear), {})
 
 
 # At the start A = A0 and B = B0, so the update is exactly 0 and the model equals its base.
-class _Centered:
+class _Centered(AdapterLayer):
     """Forward of a layer with initial matrices, mixed into the class of `peft`."""
 
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         y: Tensor = self.base_layer(x, *args, **kwargs)
-        dropped = self.lora_dropout[_ADAPTER](x).to(self.lora_A[_ADAPTER].weight.dtype)
-        trained, initial = (self.lora_B[of](self.lora_A[of](dropped)) for of in (_ADAPTER, _INITIAL))
-        update: Tensor = self.scaling[_ADAPTER] * (trained - initial)
+        dropped = self.lora_dropout[ADAPTER](x).to(self.lora_A[ADAPTER].weight.dtype)
+        trained, initial = (self.lora_B[of](self.lora_A[of](dropped)) for of in (ADAPTER, _INITIAL))
+        update: Tensor = self.scaling[ADAPTER] * (trained - initial)
         return y + update.to(y.dtype)
 
 
 @torch.no_grad()
-def start(layers: Mapping[str, Any], config: LoRAConfig | None, seed: int) -> None:
+def start(layers: Mapping[str, AdapterLayer], config: LoRAConfig | None, seed: int) -> None:
     """Fill the adapters of wrapped layers with their first values, equal under every layout.
 
     A decomposition runs on the full weight, on the first rank that holds the layer, which sends the matrices to the
@@ -103,20 +107,20 @@ def start(layers: Mapping[str, Any], config: LoRAConfig | None, seed: int) -> No
     """
     for name, layer in layers.items():
         if is_embedding(layer):
-            b = layer.lora_embedding_B[_ADAPTER]
+            b = layer.lora_embedding_B[ADAPTER]
             normal = torch.randn(b.shape, generator=generator_for(seed, f"{name}.lora_embedding_B"))
-            _fill(layer, _ADAPTER, (torch.zeros(layer.lora_embedding_A[_ADAPTER].shape), normal))
+            _fill(layer, ADAPTER, (torch.zeros(layer.lora_embedding_A[ADAPTER].shape), normal))
     layers = {name: layer for name, layer in layers.items() if not is_embedding(layer)}
     method = "default" if config is None else config.init_lora_weights
     if method in ("default", "gaussian"):
         for name, layer in layers.items():
-            full = torch.empty(layer.lora_A[_ADAPTER].weight.shape, dtype=torch.float32)
+            full = torch.empty(layer.lora_A[ADAPTER].weight.shape, dtype=torch.float32)
             generator = generator_for(seed, f"{name}.lora_A")
             if method == "gaussian":
-                full.normal_(std=1 / layer.r[_ADAPTER], generator=generator)
+                full.normal_(std=1 / layer.r[ADAPTER], generator=generator)
             else:
                 nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
-            _fill(layer, _ADAPTER, (full, torch.zeros(layer.lora_B[_ADAPTER].weight.shape)))
+            _fill(layer, ADAPTER, (full, torch.zeros(layer.lora_B[ADAPTER].weight.shape)))
     else:
         for name, matrices in _decomposed(layers, method, seed):
             for adapter in layers[name].lora_A:
@@ -126,19 +130,21 @@ def start(layers: Mapping[str, Any], config: LoRAConfig | None, seed: int) -> No
             lora_dora.start(layer)
 
 
-def _params(layer: Any, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
+def _params(layer: AdapterLayer, adapter: str) -> tuple[Tensor, Tensor]:
     if is_embedding(layer):
         return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
     return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
 
 
-def _fill(layer: object, adapter: str, matrices: tuple[Tensor, Tensor]) -> None:
+def _fill(layer: AdapterLayer, adapter: str, matrices: tuple[Tensor, Tensor]) -> None:
     for param, full in zip(_params(layer, adapter), matrices, strict=True):
         local = transformers_compat.local(param)
         local.copy_(transformers_compat.local_part(param, full.to(local.dtype)))
 
 
-def _decomposed(layers: Mapping[str, Any], method: str, seed: int) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+def _decomposed(
+    layers: Mapping[str, AdapterLayer], method: str, seed: int
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Yield name, A and B of this rank's layers."""
     held = [list(layers)]
     if dist.is_initialized():
@@ -159,7 +165,7 @@ def _decomposed(layers: Mapping[str, Any], method: str, seed: int) -> Iterator[t
             yield name, matrices[0]
 
 
-def _of_peft(weight_OI: Tensor, layer: Any, method: str, seed: int) -> tuple[Tensor, Tensor]:
+def _of_peft(weight_OI: Tensor, layer: AdapterLayer, method: str, seed: int) -> tuple[Tensor, Tensor]:
     """Return A and B on the CPU, as `peft` initializes a layer with this weight."""
     import peft
     from peft.tuners.lora.layer import Linear
@@ -167,22 +173,22 @@ def _of_peft(weight_OI: Tensor, layer: Any, method: str, seed: int) -> tuple[Ten
     outputs, inputs = weight_OI.shape
     base = nn.Linear(inputs, outputs, bias=False, device="meta")
     base.weight = nn.Parameter(weight_OI.float().clone(), requires_grad=False)
-    rank, alpha = layer.r[_ADAPTER], layer.lora_alpha[_ADAPTER]
+    rank, alpha = layer.r[ADAPTER], layer.lora_alpha[ADAPTER]
     of_layer = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        use_rslora=layer.use_rslora[_ADAPTER],
+        use_rslora=layer.use_rslora[ADAPTER],
         init_lora_weights=method,  # type: ignore[arg-type]  # a name that the config has checked
     )
     devices = [weight_OI.device] if weight_OI.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.enable_grad():
         torch.manual_seed(seed)
-        made: Any = Linear(base, _ADAPTER, config=of_layer, r=rank, lora_alpha=alpha)
-    a, b = (getattr(made, matrix)[_ADAPTER].weight.detach().float().cpu() for matrix in _MATRICES)
+        made = Linear(base, ADAPTER, config=of_layer, r=rank, lora_alpha=alpha)
+    a, b = (getattr(made, matrix)[ADAPTER].weight.detach().float().cpu() for matrix in _MATRICES)
     return a, b
 
 
-def joined(layer: object, adapter: str = _ADAPTER) -> tuple[Tensor, Tensor]:
+def joined(layer: AdapterLayer, adapter: str = ADAPTER) -> tuple[Tensor, Tensor]:
     """Return full A and B whose product is the update: of rank 2 r with initial matrices. Collective if sharded."""
     a, b = (transformers_compat.full_tensor(param) for param in _params(layer, adapter))
     if adapter == _INITIAL or not has_initial(layer):
@@ -192,20 +198,20 @@ def joined(layer: object, adapter: str = _ADAPTER) -> tuple[Tensor, Tensor]:
     return torch.cat([a, a0]), torch.cat([b, -b0], 1)
 
 
-def constant(layer: Any) -> Tensor | None:
+def constant(layer: AdapterLayer) -> Tensor | None:
     """Return the frozen part `s B0 A0` of a layer in float32, like its weight. None without. Collective if sharded."""
     if not has_initial(layer):
         return None
     a0, b0 = joined(layer, _INITIAL)
-    update: Tensor = b0.float() @ a0.float() * layer.scaling[_ADAPTER]
+    update: Tensor = b0.float() @ a0.float() * layer.scaling[ADAPTER]
     return update.T if is_transposed(layer) else update
 
 
-def convert(settings: Any) -> None:
+def convert(settings: peft.LoraConfig) -> None:
     """Change a `peft.LoraConfig` to that of the joined matrices: twice the rank, the same scale."""
     # The scale is alpha / r, or alpha / sqrt(r) with rsLoRA. It must not change when r doubles.
     factor = math.sqrt(2) if settings.use_rslora else 2
     settings.r *= 2
-    settings.lora_alpha *= factor
-    settings.rank_pattern = {name: 2 * rank for name, rank in settings.rank_pattern.items()}
-    settings.alpha_pattern = {name: factor * alpha for name, alpha in settings.alpha_pattern.items()}
+    settings.lora_alpha = cast(int, factor * settings.lora_alpha)  # peft computes with it, integer or not
+    settings.rank_pattern = {name: 2 * rank for name, rank in (settings.rank_pattern or {}).items()}
+    settings.alpha_pattern = {name: factor * alpha for name, alpha in (settings.alpha_pattern or {}).items()}

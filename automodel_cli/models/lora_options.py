@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TypedDict
 
 from torch import nn
 
@@ -14,7 +14,16 @@ from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 
 
-def peft_options(config: LoRAConfig) -> dict[str, Any]:
+class PeftOptions(TypedDict):
+    """Arguments of `peft.LoraConfig` that select layers and their ranks."""
+
+    exclude_modules: list[str] | None
+    layers_to_transform: list[int] | None
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+
+
+def peft_options(config: LoRAConfig) -> PeftOptions:
     """Return the arguments of `peft.LoraConfig` that select layers and their ranks."""
     return {
         "exclude_modules": config.exclude_modules or None,

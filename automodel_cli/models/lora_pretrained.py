@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import ends_in
 from automodel_cli.models import expert_lora, transformers_compat
+
+if TYPE_CHECKING:
+    import peft
 
 _PREFIX = "base_model.model."
 _FILE = "adapter_model.safetensors"
@@ -56,11 +59,11 @@ def _not_found(name: str, reason: str) -> ConfigError:
     )
 
 
-def read_peft_config(name: str) -> Any:
+def read_peft_config(name: str) -> peft.LoraConfig:
     """Return the `peft.LoraConfig` of an adapter, to train. Raises ConfigError for features that are not supported."""
     import peft
 
-    config: Any = peft.PeftConfig.from_pretrained(str(adapter_folder(name)))
+    config: peft.LoraConfig = peft.PeftConfig.from_pretrained(str(adapter_folder(name)))
     kind = getattr(config.peft_type, "value", config.peft_type)
     wrong = {} if kind == "LORA" else {"peft_type": kind}
     if not wrong:

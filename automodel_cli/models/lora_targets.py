@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Collection
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,11 +15,14 @@ from torch.nn import functional as F
 from automodel_cli.config.name_patterns import NameList, check_entries, endings, ends_in
 from automodel_cli.models import transformers_compat
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Before transformers 5, experts were linear layers of these names. peft reads them as the fused parameters of today.
 _EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
-def all_linear(model: nn.Module) -> list[str]:
+def all_linear(model: PreTrainedModel) -> list[str]:
     """Endings of names that `peft` matches with the model's linear layers and with no other module.
 
     Excluded are the head, layers that compute more than a matmul, layers whose weight their parent reads itself or
@@ -27,7 +30,7 @@ def all_linear(model: nn.Module) -> list[str]:
     """
     modules = dict(model.named_modules())
     chosen = {name for name, module in modules.items() if is_linear(module)}
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     chosen -= {name for name, module in modules.items() if module is head}
     chosen -= bypassed(model) | shared(model)
     if _has_fused_experts(model):
@@ -71,7 +74,7 @@ def _is_matrix_product(kind: Any) -> bool:
     return isinstance(found, torch.Tensor) and found.shape == want.shape and bool(torch.allclose(found, want))
 
 
-def shared(model: nn.Module) -> set[str]:
+def shared(model: PreTrainedModel) -> set[str]:
     """Names of linear layers inside the decoder whose weight another layer has too (Zamba's blocks): their adapters
     differ, so no one weight could be both layers' sum."""
     owners: dict[int, list[str]] = {}
@@ -82,7 +85,7 @@ def shared(model: nn.Module) -> set[str]:
     return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
-def _tables(model: Any) -> list[Any]:
+def _tables(model: PreTrainedModel) -> list[nn.Module]:
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     return [table for table in tables if getattr(table, "weight", None) is not None]
 
@@ -117,7 +120,7 @@ def _uses(kind: Any, child: str) -> tuple[bool, bool]:
     return reads, re.search(rf"self\.{word}\(", text) is not None
 
 
-def _has_fused_experts(model: nn.Module) -> bool:
+def _has_fused_experts(model: PreTrainedModel) -> bool:
     decorated = any(hasattr(m, "num_experts") and hasattr(m, "has_gate") for m in model.modules())
     return decorated or transformers_compat.peft_renames_experts(model)
 

@@ -12,7 +12,7 @@ A tied head shares the rows. An untied head has its own. Rows are replicated und
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,15 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import transformers_compat
+from automodel_cli.models.lora_layer import ADAPTER, AdapterLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FILE_NAME = "token_adapter.trainable_tokens_delta"
 
 
-class TokenRows(nn.Module):
+class TokenRows(AdapterLayer):
     """An embedding or a head with trained rows. The wrapped layer is `base_layer`, as in the layers of `peft`.
 
     Attributes:
@@ -33,8 +37,8 @@ class TokenRows(nn.Module):
         scaling: 0 computes with the frozen table (`lora.adapters_off`).
     """
 
-    lora_A: dict[str, Any] = {}  # noqa: RUF012  # no matrices; the name marks a wrapper
-    lora_B: dict[str, Any] = {}  # noqa: RUF012
+    lora_A: dict[str, nn.Linear] = {}  # noqa: RUF012  # no matrices; the name marks a wrapper
+    lora_B: dict[str, nn.Linear] = {}  # noqa: RUF012
 
     def __init__(self, base_layer: nn.Module, token_ids: Sequence[int], rows: nn.Parameter | None = None):
         super().__init__()
@@ -43,7 +47,7 @@ class TokenRows(nn.Module):
         table = cast(Tensor, base_layer.weight)  # of an embedding or a linear layer
         empty = torch.empty(len(self.token_ids), table.shape[1], dtype=table.dtype, device=table.device)
         self.trainable_tokens_delta = nn.Parameter(empty) if rows is None else rows
-        self.scaling = {"default": 1.0}
+        self.scaling = {ADAPTER: 1.0}
 
     @property
     def weight(self) -> Tensor:
@@ -53,9 +57,9 @@ class TokenRows(nn.Module):
     def get_base_layer(self) -> nn.Module:
         return self.base_layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base_layer(x)
-        if not self.scaling["default"]:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        y: Tensor = self.base_layer(x, *args, **kwargs)
+        if not self.scaling[ADAPTER]:
             return y
         ids_N = torch.tensor(self.token_ids, device=y.device)
         rows_ND = self.trainable_tokens_delta
@@ -68,7 +72,7 @@ class TokenRows(nn.Module):
         return torch.where((ids_N[at] == x)[..., None], new.to(y.dtype), y)
 
 
-def add_rows(model: Any, token_ids: Sequence[int]) -> dict[str, list[int]]:
+def add_rows(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[str, list[int]]:
     """Wrap the embedding and the head in place, unless they are trained completely. Works on the meta device.
 
     Returns the ids by module name, as `peft` stores them. Raises ConfigError for an id outside of the table, and for a

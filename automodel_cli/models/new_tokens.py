@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub.lazy_tensor import LazyTensor
+from automodel_cli.models.hub.lazy_tensor import LazyTensor, StoredTensor
 from automodel_cli.models.tokenizer import PretrainedTokenizer, tokenizer_node
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def grow_config(config: ModelConfig, hf_config: PretrainedConfig) -> None:
 
 
 def grown(
-    tensors: dict[str, Any], config: ModelConfig, hf_config: PretrainedConfig, unclaimed: Iterable[str]
-) -> dict[str, object]:
+    tensors: dict[str, StoredTensor], config: ModelConfig, hf_config: PretrainedConfig, unclaimed: Iterable[str]
+) -> dict[str, StoredTensor]:
     """Return the lazy tensors of a checkpoint with the rows of new tokens. `hf_config` is the grown config.
 
     Raises ConfigError if a table of the model is not found by its name, or if tensors without a counterpart in the
@@ -157,7 +157,7 @@ def table_names(hf_config: PretrainedConfig, *, trust_remote_code: bool = False)
 class _Grown(LazyTensor):
     """A table `[V, ...]` of a checkpoint with the rows of new tokens."""
 
-    def __init__(self, stored: Any, rows: NewRows):
+    def __init__(self, stored: StoredTensor, rows: NewRows):
         self._stored, self._rows = stored, rows
         self.dtype_name = stored.get_dtype()
         self.shape = [rows.num_rows, *stored.get_shape()[1:]]

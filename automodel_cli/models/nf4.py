@@ -8,11 +8,14 @@ checkpoint's weights again, with bitwise-identical results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
 
 BYTES_PER_WEIGHT = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 
@@ -26,7 +29,7 @@ class NF4Linear(nn.Module):
         self.dtype = linear.weight.dtype
         self.bias = linear.bias
         self._packed: Tensor | None = None
-        self._state: Any = None
+        self._state: QuantState | None = None
         self.instead: Callable[[], Tensor] | None = None
         """If set, each call computes with the weight that it returns."""
 

@@ -209,7 +209,7 @@ class _OneRank(_BothRanks):
 
 
 @torch.no_grad()
-def _shared_against_whole(model: Any) -> tuple[float, str]:
+def _shared_against_whole(model: PreTrainedModel) -> tuple[float, str]:
     """Return the largest difference relative to the largest hidden value, and the first layer that differs."""
     model.eval()
     model.set_attn_implementation(packed.PACKED)
@@ -287,7 +287,7 @@ def _small(small: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     return build_small(small, build)
 
 
-def _probe_row(model: Any) -> Tensor:
+def _probe_row(model: PreTrainedModel) -> Tensor:
     vocab = model.config.get_text_config().vocab_size
     ids_T = torch.randint(3, vocab, (sum(_DOCUMENTS),), generator=torch.Generator().manual_seed(0))
     return ids_T[None]
@@ -295,7 +295,7 @@ def _probe_row(model: Any) -> Tensor:
 
 @torch.no_grad()
 def _row_against_documents(
-    model: nn.Module, part: ModelPart, documents: tuple[int, ...], compared: int
+    model: PreTrainedModel, part: ModelPart, documents: tuple[int, ...], compared: int
 ) -> tuple[float, str]:
     """Return the largest relative difference of the first `compared` tokens, and the first layer that differs.
 
@@ -304,7 +304,7 @@ def _row_against_documents(
     ids_BT = _probe_row(model)
     apart = []
     for document in ids_BT.split(documents, 1):
-        alone: Any = copy.deepcopy(model).eval()  # of its own: some rotary tables remember what they saw
+        alone = copy.deepcopy(model).eval()  # of its own: some rotary tables remember what they saw
         apart.append(_layer_outputs(alone, {"input_ids": document})[0])
     part.eval()
     together, names = _layer_outputs(part.model, model_inputs_for(ids_BT, documents))
@@ -324,7 +324,7 @@ def _first_difference(got: list[Tensor], want: list[Tensor], names: list[str]) -
     return worst, where
 
 
-def _layer_outputs(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
+def _layer_outputs(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
     """Return hidden states after every decoder layer and of the base model, with a name for each."""
     outputs: list[Tensor] = []
     names: list[str] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from automodel_cli.distributed.torch_compat import counted_backend
 
+T = TypeVar("T")
 _MOST_GRAPHS = 64
 _CPU_OPTIONS = {
     "BACKEND": "AUTO",
@@ -47,10 +48,10 @@ def flex(
             "flex_attention would run without its compiler, tokens x tokens: a dispatch mode is on, or torch.compile "
             "is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE)"
         )
-    aux: Any
     out, aux = flex_attention(
         query, key, value, score_mod, mask, scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
+    assert aux.lse is not None, "it was requested"
     return out, aux.lse
 
 
@@ -58,14 +59,14 @@ def _as_it_is(score: Tensor, *_: Tensor) -> Tensor:
     return score
 
 
-def compiled(function: Callable[..., Any], backend: str, began: Callable[[], None]) -> Callable[..., Any]:
+def compiled(function: Callable[..., T], backend: str, began: Callable[[], None]) -> Callable[..., T]:
     """Compile `function` as one graph. Sizes that change become symbolic. `began()` is called for every graph. It is
     compiled under an eager stance too, which the sampler uses for layers.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     run = torch.compile(function, backend=counted_backend(backend, began), fullgraph=True)
 
-    def always(*args: object) -> object:
+    def always(*args: object) -> T:
         if eval_frame._stance.stance == "default":
             return run(*args)
         with torch.compiler.set_stance("default"):

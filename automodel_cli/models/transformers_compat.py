@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.distributed.empty_groups import guarded
+from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.models import uneven_dtensor
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ def revert_conversion(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[
     return reverted
 
 
-def peft_renames_experts(model: Any) -> bool:
+def peft_renames_experts(model: PreTrainedModel) -> bool:
     """Whether `peft` reads the names that linear experts once had as the fused experts of this family."""
     from peft.utils import transformers_weight_conversion as conversion
 
@@ -310,18 +311,18 @@ def local_part(param: Tensor, whole: Tensor) -> Tensor:
     return cast(Tensor, DtensorShardOperation(param).shard_tensor(whole))
 
 
-def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """By its method, so that DTensor (0.7 s of imports) is not imported for models that are not sharded."""
     return hasattr(tensor, "to_local")
 
 
-def local(tensor: Any) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's own storage of a DTensor or plain tensor: writing to it writes to the tensor."""
     storage: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return storage.detach()
 
 
-def full_tensor(tensor: Any) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the unsharded tensor, detached. Collective for a DTensor."""
     if uneven_dtensor.is_uneven(tensor):
         return uneven_dtensor.gather_uneven(tensor)
@@ -402,7 +403,7 @@ def without_video(cls: Any, video_settings: dict[str, object] | None = None) -> 
     untyped: Any = ProcessorMixin
 
     class WithoutVideo(untyped):  # type: ignore[misc]
-        def __init__(self, *args: Any, video_processor: None = None, **kwargs: Any):
+        def __init__(self, *args: object, video_processor: None = None, **kwargs: object):
             super().__init__(*args, **kwargs)
 
     class ImagesOnly(cls, WithoutVideo):  # type: ignore[misc]
@@ -440,7 +441,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def forget_positions(composite: Any) -> None:
+def forget_positions(composite: PreTrainedModel) -> None:
     """Remove the rotary positions that a composite keeps of its last pictures."""
     if hasattr(composite.base_model, "rope_deltas"):
-        composite.base_model.rope_deltas = None
+        set_attributes(composite.base_model, rope_deltas=None)

@@ -11,45 +11,49 @@ nothing of the second. Rank 1 holds row 2 of the first parameter and the second 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 _CHUNKS, _WRITES = "__create_chunk_list__", "__create_write_items__"  # torch's names: torch.distributed.checkpoint
 
 
-def is_uneven(tensor: Any) -> bool:
+def is_uneven(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor reports its own chunk. (Looked up by name: importing DTensor takes 0.7 s, and this must
     be free for models without any.)"""
-    return hasattr(tensor, "to_local") and hasattr(tensor._local_tensor, _CHUNKS)
+    return hasattr(tensor, "to_local") and hasattr(cast("DTensor", tensor)._local_tensor, _CHUNKS)
 
 
-def chunk(tensor: Any) -> tuple[slice, ...]:
+def chunk(tensor: DTensor) -> tuple[slice, ...]:
     """Return the offset of this rank's part in the full tensor."""
     (only,) = tensor.__create_chunk_list__()
     return tuple(slice(start, start + size) for start, size in zip(only.offsets, only.sizes, strict=True))
 
 
-def cut_like(value: Any, param: Any) -> None:
+def cut_like(value: Tensor, param: DTensor) -> None:
     """Make `value`, a DTensor laid out like the uneven `param`, state the same chunk."""
-    if value._local_tensor.shape != param._local_tensor.shape:
-        raise AssertionError(f"shards of {value._local_tensor.shape} and {param._local_tensor.shape} rows")
+    own, other = cast("DTensor", value)._local_tensor, param._local_tensor
+    if own.shape != other.shape:
+        raise AssertionError(f"shards of {own.shape} and {other.shape} rows")
     for name in (_CHUNKS, _WRITES):
-        setattr(value._local_tensor, name, getattr(param._local_tensor, name))
+        setattr(own, name, getattr(other, name))
 
 
 @torch.no_grad()
-def compact_shard(tensor: Tensor) -> Any:
+def compact_shard(tensor: DTensor) -> DTensor:
     """Return a copy of the shard with separate storage instead of a view into a flat buffer."""
-    copy = tensor.detach().clone()
+    copy = cast("DTensor", tensor.detach().clone())
     cut_like(copy, tensor)
     return copy
 
 
 @torch.no_grad()
-def gather_uneven(tensor: Any) -> Tensor:
+def gather_uneven(tensor: DTensor) -> Tensor:
     """Return the full tensor, bitwise. Collective over the tensor's mesh. Ranks may hold shards of any size."""
     full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     # Shards of different sizes cannot be all-gathered in one call. Each rank fills its part of a full tensor of zeros.

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.distributed.expert_parallel.low_rank import MATRICES
-from automodel_cli.models import expert_lora, lora, lora_dora, lora_init, transformers_compat
+from automodel_cli.distributed.expert_parallel.low_rank import MATRICES, scale_of
+from automodel_cli.models import expert_lora, lora, lora_dora, lora_init, lora_merge, transformers_compat
+from automodel_cli.models.lora_layer import AdapterLayer
 from automodel_cli.models.lora_targets import is_embedding, is_transposed
 from automodel_cli.models.lora_tokens import TokenRows
 from automodel_cli.models.model_part import ModelPart
@@ -78,26 +79,26 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
             if is_embedding(layer):  # A starts at zero
                 full = torch.randn(matrices[0].shape, generator=generator_for(2, name))
                 transformers_compat.local(matrices[0]).copy_(transformers_compat.local_part(matrices[0], full))
-            form = (lora.scale(layer), names, is_transposed(layer))
+            form = (lora_merge.scale(layer), names, is_transposed(layer))
             rows = _put_factor(name, layer) if lora_dora.has_magnitude(layer) else None
-            weight = layer.get_base_layer().weight
+            weight = cast(Tensor, layer.get_base_layer().weight)
             local_adapters[name] = replace(_put_in(weight, matrices, *form), rows=rows)
             if (constant := lora_init.constant(layer)) is not None:  # the layer subtracts it
                 transformers_compat.local(weight).add_(transformers_compat.local_part(weight, constant.contiguous()))
         for name, (experts, leaf) in expert_lora.weights(part.model).items():
             own = [f"{leaf}_{matrix}" for matrix in MATRICES]
             of_a, of_b = (f"{name.rpartition('.')[0]}.{matrix}" for matrix in own)
-            matrices = tuple(experts._parameters[matrix] for matrix in own)
-            form = (experts.lora_scaling["default"], (name, of_a, of_b), bool(experts.is_transposed))
-            local_adapters[name] = _put_in(experts._parameters[leaf], matrices, *form)
+            matrices = tuple(experts.get_parameter(matrix) for matrix in own)
+            form = (scale_of(experts), (name, of_a, of_b), bool(experts.is_transposed))
+            local_adapters[name] = _put_in(experts.get_parameter(leaf), matrices, *form)
     all_adapters: list[dict[str, Adapter]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_adapters, local_adapters)
     return {name: adapter for adapters_of_rank in all_adapters for name, adapter in adapters_of_rank.items()}
 
 
-def _put_factor(name: str, layer: Any) -> Rows:
+def _put_factor(name: str, layer: AdapterLayer) -> Rows:
     """Divide the base weight by a random factor of each row."""
-    weight, transposed = layer.get_base_layer().weight, is_transposed(layer)
+    weight, transposed = cast(Tensor, layer.get_base_layer().weight), is_transposed(layer)
     full = transformers_compat.full_tensor(weight).float().clone()
     rows = full.T if transposed else full
     factor = torch.rand(len(rows), generator=generator_for(1, name)) + 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.cut.picture_split import layers_of_first_stage
 from automodel_cli.training.step import train_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ALIGNMENT = 2
 """Divides the length of rows: routers count the padding of sequence parallelism."""
@@ -100,7 +103,7 @@ class _Names:
 class _Given:
     """Keywords of the composite for a document of a batch, beside its ids."""
 
-    def __init__(self, whole: nn.Module, processor: FamilyProcessor, shown: Sequence[Sequence[list[object]]]):
+    def __init__(self, whole: PreTrainedModel, processor: FamilyProcessor, shown: Sequence[Sequence[list[object]]]):
         self.whole, self.processor, self.shown = whole, processor, shown
 
     def __call__(self, batch: Batch, number: int, ids_BT: Tensor) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def _run_row(original: PictureOriginal, row: Case) -> Errors | Refused:
     return step_errors(expected, result, known)
 
 
-def _trained_part(whole: nn.Module, model: ModelConfig, row: Case) -> ModelPart:
+def _trained_part(whole: PreTrainedModel, model: ModelConfig, row: Case) -> ModelPart:
     """Return the part of a case, with the weights of the composite and equal adapters on every rank."""
     torch.manual_seed(0)
     part = small_part(whole, lora=row.lora).train()

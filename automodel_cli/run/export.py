@@ -30,7 +30,8 @@ from automodel_cli.models.checkpoint_io.export import (
     trained_values,
 )
 from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure_export_error
-from automodel_cli.models.lora import adapters_off, save_adapters
+from automodel_cli.models.lora import adapters_off
+from automodel_cli.models.lora_export import save_adapters
 from automodel_cli.models.score_head import EmbeddingHead
 from automodel_cli.models.tokenizer import tokenizer_node
 from automodel_cli.run.compared_rows import ComparedRows

@@ -14,7 +14,7 @@ from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.expert_parallel import low_rank
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models import lora, transformers_compat
+from automodel_cli.models import lora_export, transformers_compat
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.rng import generator_for
 from automodel_cli.objectives.sft import SFT
@@ -101,7 +101,7 @@ def _save(rank: int, world: int, original: Original, row: Case, folder: str) -> 
                 if "lora_B" in name:
                     value = torch.randn(param.shape, generator=generator_for(0, name))
                     transformers_compat.local(param).copy_(transformers_compat.local_part(param, value))
-    lora.save_adapters(stages.parts, row.lora, folder, base_model="x", write=rank == 0, pp_group=stages.pp_group)
+    lora_export.save_adapters(stages.parts, row.lora, folder, base_model="x", write=rank == 0, pp_group=stages.pp_group)
 
 
 @pytest.mark.parametrize("layout", ["ep2", *slow("pp2", "tp2", "fsdp2")])

@@ -10,7 +10,7 @@ import pytest
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models import lora
+from automodel_cli.models import lora_merge
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.cases import FP32, Case
@@ -105,7 +105,7 @@ def test_chosen_layers_and_ranks_with_modules_trained_completely(original: Origi
 
 
 def _scale_of_adapters_lost(batches: list[Batch]) -> list[Batch]:
-    lora.scale = lambda layer: 1.0  # what the reference is told; the layers go on with theirs
+    lora_merge.scale = lambda layer: 1.0  # what the reference is told; the layers go on with theirs
     return batches
 
 

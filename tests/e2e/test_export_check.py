@@ -16,14 +16,14 @@ DEFAULT = re.sub(r"parallelizer:\n.*\n", "", TINY).replace("{{", "{").replace("}
 SHORT = ("train.max_steps=4", "logging.report=false")
 TIED_HEAD = "model.lora={rank: 4, target_modules: [q_proj, lm_head]}"
 WRONG = """
-from automodel_cli.models import lora
+from automodel_cli.models import lora_merge
 from automodel_cli.training.callback import Callback
 
 class Wrong(Callback):
     def on_step(self, run, step, values):
         if step == 3:
-            true = lora.delta
-            lora.delta = lambda *args: 2 * true(*args)
+            true = lora_merge.delta
+            lora_merge.delta = lambda *args: 2 * true(*args)
 """
 
 

@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from automodel_cli.models.attention import cudnn
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention.kernel_probes import cudnn_error, kernel_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _logger = logging.getLogger(__name__)
 
@@ -269,7 +272,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def why_no_flash_on_cuda(model: Any, dtype: torch.dtype) -> str:
+def why_no_flash_on_cuda(model: PreTrainedModel, dtype: torch.dtype) -> str:
     """Return the reason why CUDA flash kernels do not support a transformers model in `dtype`, or an empty string.
 
     Runs the forward of a copy on the meta device. The model is not changed.
@@ -291,7 +294,8 @@ def why_no_flash_on_cuda(model: Any, dtype: torch.dtype) -> str:
 
     from transformers import AttentionInterface
 
-    meta_model = copy.deepcopy(model).to(device="meta", dtype=dtype)
+    meta_model = copy.deepcopy(model)
+    nn.Module.to(meta_model, device="meta", dtype=dtype)
     AttentionInterface.register(_RECORDING, record)
     meta_model.set_attn_implementation(_RECORDING)
     ids_BT = torch.zeros(1, 8, dtype=torch.long, device="meta")

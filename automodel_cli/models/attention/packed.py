@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from automodel_cli.models.attention import varlen_segments as segments
 from automodel_cli.models.attention.picture_runs import PictureRuns
 from automodel_cli.models.attention.ring import Setting, ring_attention
 from automodel_cli.models.context_parallel_layout import Context
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PACKED = "packed"
 
@@ -59,7 +62,7 @@ def register_packed_attention() -> None:
 
 
 @contextmanager
-def library_attention(model: Any) -> Iterator[None]:
+def library_attention(model: PreTrainedModel) -> Iterator[None]:
     """Use the attention of transformers inside the context.
 
     Generation needs a KV cache and padding masks, which packed attention does not support.

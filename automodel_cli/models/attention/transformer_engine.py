@@ -18,7 +18,8 @@ import copy
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -153,9 +154,9 @@ def _check_inputs(
 
 
 @functools.cache
-def _core(heads: int, groups: int, width: int, value_width: int, scale: float, softcap: float) -> Any:
+def _core(heads: int, groups: int, width: int, value_width: int, scale: float, softcap: float) -> Callable[..., Tensor]:
     """Return the package's attention for these shapes. It has no parameters, so all layers share one."""
-    return _package().DotProductAttention(
+    core: Callable[..., Tensor] = _package().DotProductAttention(
         num_attention_heads=heads,
         kv_channels=width if width == value_width else (width, value_width),
         num_gqa_groups=groups,
@@ -165,6 +166,7 @@ def _core(heads: int, groups: int, width: int, value_width: int, scale: float, s
         softmax_scale=scale,
         softcap=softcap,
     )
+    return core
 
 
 def _linear_factory(fp8_recipe: str) -> Callable[[str, nn.Linear], nn.Module]:
@@ -266,5 +268,5 @@ def _with_parameters_of(old: nn.Module, new: nn.Module) -> nn.Module:
     return new
 
 
-def _package() -> Any:
+def _package() -> ModuleType:
     return import_module("transformer_engine.pytorch")

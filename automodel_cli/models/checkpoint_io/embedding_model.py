@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -60,7 +60,7 @@ def write_modules(folder: Path, head: EmbeddingHead, width: int) -> None:
     _write(folder / "config_sentence_transformers.json", content)
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -7,7 +7,7 @@ renames. Names and layout of the export are therefore those of the checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def fill_front(part: ModelPart, config: ModelConfig, *, buffer_device: torch.dev
     part.unclaimed = tuple(key for key in part.unclaimed if key not in claimed)
 
 
-def _names_in_memory(model: Any, whole: PreTrainedModel) -> BackboneMapping:
+def _names_in_memory(model: PreTrainedModel, whole: PreTrainedModel) -> BackboneMapping:
     """Return the names of the text model `model` inside the composite, for an export of random weights."""
     head, whole_head = (_name_of_head(holder) for holder in (model, whole))
     modules = {model.base_model_prefix: str(composite_text.text_module(whole))}
@@ -79,7 +79,7 @@ def _names_in_memory(model: Any, whole: PreTrainedModel) -> BackboneMapping:
     return BackboneMapping(keys, modules)
 
 
-def _name_of_head(model: Any) -> str | None:
+def _name_of_head(model: PreTrainedModel) -> str | None:
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import source
@@ -38,7 +38,7 @@ def _source_fields(config: ModelConfig) -> dict[str, object] | None:
     folder = source.folder(config)
     if folder is None or not (folder / NAME).is_file():
         return None
-    fields: dict[str, Any] = json.loads((folder / NAME).read_text())
+    fields: dict[str, object] = json.loads((folder / NAME).read_text())
     return fields
 
 
@@ -46,5 +46,5 @@ def _derived_fields(model: PreTrainedModel) -> dict[str, object]:
     settings = model.generation_config
     if settings is None:
         return {}
-    fields: dict[str, Any] = json.loads(settings.to_json_string(use_diff=True))
+    fields: dict[str, object] = json.loads(settings.to_json_string(use_diff=True))
     return fields

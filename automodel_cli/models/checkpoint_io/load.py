@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +25,7 @@ from automodel_cli.models import lora, new_tokens, nf4, transformers_compat
 from automodel_cli.models.checkpoint_io import stored_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import dequantize, multimodal_backbone, passthrough_tensors, source
+from automodel_cli.models.hub.lazy_tensor import StoredTensor
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.mtp import layers as mtp_layers
 from automodel_cli.models.rng import seed_for
@@ -193,7 +195,7 @@ def skeleton_of(whole: PreTrainedModel, target: Target) -> PreTrainedModel:
     return whole
 
 
-def _read_whole(tensor: Any) -> bool:
+def _read_whole(tensor: Tensor) -> bool:
     """Return whether the full tensor must be read.
 
     The reader of transformers does not support uneven and empty shards (few heads on many ranks).
@@ -212,16 +214,19 @@ def unit_of(key: str) -> str:
 class _CountedSlice:
     """Lazy safetensors slice that records the bytes read in a list, because transformers reads with several threads."""
 
-    def __init__(self, lazy: Any, sizes: list[int]):
+    def __init__(self, lazy: StoredTensor, sizes: list[int]):
         self._lazy, self._sizes = lazy, sizes
 
-    def __getitem__(self, index: Any) -> Tensor:
-        tensor: Tensor = self._lazy[index]
+    def __getitem__(self, index: object) -> Tensor:
+        tensor = self._lazy[index]
         self._sizes.append(tensor.numel() * tensor.element_size())
         return tensor
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lazy, name)
+    def get_shape(self) -> list[int]:
+        return self._lazy.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._lazy.get_dtype()
 
 
 class _Checkpoint:
@@ -261,14 +266,14 @@ def _load_safetensors(
 
 
 def _fill_from(
-    named_tensors: dict[str, Any],
+    named_tensors: Mapping[str, StoredTensor],
     whole: PreTrainedModel,
     target: Target,
     mapping: list[Any],
     optional: frozenset[str] = frozenset(),
 ) -> None:
     """Load lazy tensors by hub name into the target, one layer after another. `whole` becomes the skeleton."""
-    units: dict[str, dict[str, Any]] = {}
+    units: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in named_tensors.items():
         units.setdefault(unit_of(name), {})[name] = tensor
     target.joined = transformers_compat.joined_names(mapping, target.names)

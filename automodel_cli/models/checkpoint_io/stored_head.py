@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from automodel_cli.config.warn import warn
 from automodel_cli.models.checkpoint_io.sequence_classifier import SCORE
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import passthrough_tensors, source
+from automodel_cli.models.hub.lazy_tensor import StoredTensor
 from automodel_cli.models.lm_head import value_head
 from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 
@@ -52,18 +53,20 @@ def stored_scores(config: ModelConfig, wanted: ScoreHead) -> Tensor | None:
     if SCORE not in tensors:
         return None
     hf_config = source.composite_config(config)
-    labels: Any = hf_config.id2label
+    labels = cast(dict[int, str], hf_config.id2label)
     names = [str(labels[index]) for index in range(len(labels))]
     if reason := _difference(hf_config, names, wanted, bias=tensors.get("score.bias")):
         warn("new_score_layer", "the score layer of %s is not used, because %s", config.pretrained, reason)
         return None
-    weight_LD: Tensor = tensors[SCORE][...]
+    weight_LD = tensors[SCORE][...]
     if set(names) == set(wanted.labels):
         return weight_LD[[names.index(label) for label in wanted.labels]]
     return weight_LD
 
 
-def _difference(hf_config: PretrainedConfig, names: list[str], wanted: ScoreHead, *, bias: Any) -> str | None:
+def _difference(
+    hf_config: PretrainedConfig, names: list[str], wanted: ScoreHead, *, bias: StoredTensor | None
+) -> str | None:
     """Return why the stored score layer cannot be trained further, or None if it can."""
     of_tokens = any(name.endswith("ForTokenClassification") for name in hf_config.architectures or ())
     if of_tokens != wanted.of_tokens:
@@ -85,21 +88,21 @@ def warn_of_other_settings(config: ModelConfig, wanted: EmbeddingHead) -> None:
     pooling = _pooling_of(_fields(folder / "1_Pooling" / "config.json"))
     if pooling and pooling != {"last": "lasttoken", "mean": "mean"}[wanted.pooling]:
         found.append(f"objective.pooling is {pooling}")
-    prompts = _fields(folder / "config_sentence_transformers.json").get("prompts") or {}
+    prompts = cast(dict[str, str], _fields(folder / "config_sentence_transformers.json").get("prompts") or {})
     own = {"query": ("query_prompt", wanted.query_prompt), "document": ("passage_prompt", wanted.passage_prompt)}
     found += [f"{key} is {prompts[name]!r}" for name, (key, value) in own.items() if prompts.get(name, value) != value]
     if found:
         warn("other_embedding_settings", "%s was trained with other settings: %s", config.pretrained, ", ".join(found))
 
 
-def _pooling_of(fields: dict[str, Any]) -> str:
+def _pooling_of(fields: dict[str, object]) -> str:
     """Return the modes of a pooling config in the names of sentence-transformers 5.4 and later, "" without a config."""
     named = fields.get("pooling_mode", "")
     flags = sorted(key for key, value in fields.items() if key.startswith("pooling_mode_") and value is True)
     modes = [flag.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for flag in flags]
-    return "+".join(modes) or (named if isinstance(named, str) else "+".join(named))
+    return "+".join(modes) or (named if isinstance(named, str) else "+".join(cast(list[str], named)))
 
 
-def _fields(path: Path) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+def _fields(path: Path) -> dict[str, object]:
+    fields: dict[str, object] = json.loads(path.read_text()) if path.exists() else {}
     return fields

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.distributed.qat.linear import QATLinear, quantized_layers
-from automodel_cli.models import expert_lora, lora, nf4, transformers_compat
+from automodel_cli.models import expert_lora, lora, lora_merge, nf4, transformers_compat
 from automodel_cli.models.checkpoint_io.load import unit_of
 from automodel_cli.models.hub.compressed_tensors import compressed
 from automodel_cli.models.model_part import ModelPart
@@ -44,7 +44,7 @@ def iter_hf_weights(
         dtype: None: dtype of the checkpoint. Tensors that the family keeps in fp32 stay fp32.
         pp_group: pipeline ranks, whose stages follow each other in the stream. Every rank yields all of them.
         multi_token: include multi-token prediction layers and the checkpoint's copies of shared tables.
-        keep_mean: round trainable fp32 parameters to 16 bits stochastically (`lora.rounded`). Engines use nearest
+        keep_mean: round trainable fp32 parameters to 16 bits stochastically (`lora_merge.rounded`). Engines use nearest
             rounding, which the trainer computes with.
         quantized: yield the weights of fake-quantized layers as the tensors of a quantized checkpoint.
     """
@@ -125,7 +125,7 @@ def _with_depths(
         yield from ((key, tensor.clone()) for key, table in copies.items() if table == name)
     if names is not None and part.multi_token is not None:
         for depth, own in zip(part.multi_token, names.depths, strict=True):
-            model: Any = depth.model
+            model = cast("PreTrainedModel", depth.model)
             named = _named_full_weights(model, dtype, device, True, keep_mean)
             yield from ((own.key(name), tensor) for name, tensor in named)
 
@@ -163,13 +163,13 @@ def _named_full_weights(
                 continue
             if name in updates:
                 # (out, in) weight + scale * B @ A, in fp32, then rounded once.
-                full = lora.rounded(name, lora.merged_weight(full, updates[name]), target_dtype)
+                full = lora_merge.rounded(name, lora_merge.merged_weight(full, updates[name]), target_dtype)
             elif name in of_experts:
-                full = lora.rounded(name, full.float() + expert_lora.delta(*of_experts[name]), target_dtype)
+                full = lora_merge.rounded(name, full.float() + expert_lora.delta(*of_experts[name]), target_dtype)
             elif (
                 keep_mean and isinstance(stored, nn.Parameter) and stored.requires_grad and full.dtype == torch.float32
             ):
-                full = lora.rounded(name, full, target_dtype)
+                full = lora_merge.rounded(name, full, target_dtype)
             elif full.is_floating_point():
                 full = full.to(target_dtype)
             state[name] = full.to(device) if device is not None else full

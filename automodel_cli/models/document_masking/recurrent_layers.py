@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,8 @@ class Runner(Protocol):
     """Runs a recurrent layer."""
 
     def run(
-        self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any: ...
+        self, layer: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object: ...
 
 
 class DocumentBounds:
@@ -121,11 +121,11 @@ class DocumentBounds:
     def run(
         self,
         layer: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        of_batches: Sequence[dict[str, Any]] | None = None,
-    ) -> Any:
+        forward: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        of_batches: Sequence[dict[str, object]] | None = None,
+    ) -> object:
         """Call `forward(*args, **kwargs)` as if every document were a row.
 
         Inputs and results are per token. Other outputs (a last state) become None.
@@ -137,14 +137,19 @@ class DocumentBounds:
         if self.are_rows:
             return forward(*args, **kwargs)
         module = type(layer).__name__
-        flat_args, flat_kwargs = self._map(module, args), self._map(module, kwargs)
+        flat_args = [self._map(module, value) for value in args]
+        flat_kwargs = {name: self._map(module, value) for name, value in kwargs.items()}
         outputs = [
-            forward(*_pick(flat_args, index), **_pick(flat_kwargs, index), **own)
+            forward(
+                *(_pick(value, index) for value in flat_args),
+                **{name: _pick(value, index) for name, value in flat_kwargs.items()},
+                **own,
+            )
             for index, own in zip(self._groups, of_batches or [{}] * len(self._groups), strict=True)
         ]
         return self._scattered(outputs, [tuple(index.shape) for index in self._groups])
 
-    def _map(self, module: str, value: Any) -> Any:
+    def _map(self, module: str, value: object) -> object:
         """Every tensor, at any depth, as `_PerToken`: `[N, ...]`, or `[M, ...]` gathered from all ranks; or as
         `_ByPosition`."""
         if isinstance(value, Tensor):
@@ -153,7 +158,7 @@ class DocumentBounds:
             return {name: self._map(module, item) for name, item in value.items()}
         return tuple(self._map(module, item) for item in value) if isinstance(value, (tuple, list)) else value
 
-    def _per_token(self, module: str, x: Tensor) -> Any:
+    def _per_token(self, module: str, x: Tensor) -> _PerToken | _ByPosition:
         if not is_per_token(x, self.rows, self.tokens):
             if self.by_position and is_by_position(x, self.tokens):
                 return _ByPosition(x, self.rows, self.tokens)
@@ -168,16 +173,16 @@ class DocumentBounds:
         flat = x.expand(self.rows, *x.shape[1:]).flatten(0, 1)
         return _PerToken(flat if self.context is None else self.context.group.gather(flat))
 
-    def _scattered(self, outputs: list[Any], shapes: list[tuple[int, ...]]) -> Any:
+    def _scattered(self, outputs: list[object], shapes: list[tuple[int, ...]]) -> object:
         first = outputs[0]
         if isinstance(first, (tuple, list)):
             return tuple(self._scattered(list(same), shapes) for same in zip(*outputs, strict=True))
+        tensors = [output for output in outputs if isinstance(output, Tensor)]
         # Compare all calls: one state of 4 heads looks like an output for a document of 4 tokens.
-        if not isinstance(first, Tensor) or [tuple(output.shape[:2]) for output in outputs] != shapes:
+        if [tuple(output.shape[:2]) for output in tensors] != shapes:
             return None
         # [G, S, ...] per group -> [tokens, ...] -> order of the rows -> [B, T, ...].
-        outputs = _equally_wide(outputs)
-        whole = torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, self._back_N)
+        whole = torch.cat([output.flatten(0, 1) for output in _equally_wide(tensors)]).index_select(0, self._back_N)
         return whole.unflatten(0, (self.rows, self.tokens))
 
 
@@ -215,7 +220,7 @@ def _equally_wide(outputs: list[Tensor]) -> list[Tensor]:
     return [torch.cat([o, o[..., -1:].expand(*o.shape[:-1], n)], -1) for o, n in zip(outputs, short, strict=True)]
 
 
-def _pick(value: Any, index_GS: Tensor) -> Any:
+def _pick(value: object, index_GS: Tensor) -> object:
     if isinstance(value, _ByPosition):
         return value.beginning(*index_GS.shape)
     if isinstance(value, _PerToken):
@@ -225,7 +230,7 @@ def _pick(value: Any, index_GS: Tensor) -> Any:
     return tuple(_pick(item, index_GS) for item in value) if isinstance(value, tuple) else value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
@@ -256,7 +261,7 @@ class StateLayer(nn.Module):
 
     carries_state = True
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         runner: Runner | None = getattr(self, _CURRENT, None)
         if runner is None:
             return super().forward(*args, **kwargs)
@@ -281,14 +286,14 @@ class _DecoderLayer(nn.Module):
     _holder: _Holder
     _state_layers: list[nn.Module]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Add the runner as a keyword outside of checkpointing, so that recomputation uses the same one."""
         # In backward, another microbatch may be current. The keyword is an input of the checkpoint, so it is repeated
         # exactly.
         return super().__call__(*args, **kwargs, **{_KEYWORD: self._holder.runner})
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        assign_runner(self._state_layers, kwargs.pop(_KEYWORD, None))
+    def forward(self, *args: object, **kwargs: object) -> object:
+        assign_runner(self._state_layers, cast(Runner | None, kwargs.pop(_KEYWORD, None)))
         try:
             return super().forward(*args, **kwargs)
         finally:

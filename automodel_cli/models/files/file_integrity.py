@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from automodel_cli.config.errors import ConfigError
 
@@ -60,7 +59,7 @@ def check_weights(files: Sequence[Path]) -> None:
             raise _damaged(path, f"has {size:,} bytes, but its tensors need {stated:,}")
 
 
-def check_stops(stop_ids: Sequence[Any], vocab_size: int | None, where: str) -> list[int]:
+def check_stops(stop_ids: Sequence[int], vocab_size: int | None, where: str) -> list[int]:
     """Return the stop token ids. Raises ConfigError for an id that is not in the vocabulary."""
     for stop in stop_ids:
         if not isinstance(stop, int) or isinstance(stop, bool) or stop < 0 or stop >= (vocab_size or stop + 1):
@@ -73,7 +72,7 @@ def check_stops(stop_ids: Sequence[Any], vocab_size: int | None, where: str) -> 
     return list(stop_ids)
 
 
-def _check_counts(path: Path, fields: dict[str, Any]) -> None:
+def _check_counts(path: Path, fields: dict[str, object]) -> None:
     for part in (part for part in (fields, fields.get("text_config")) if isinstance(part, dict)):
         for name in _COUNTS:
             value = part.get(name)

@@ -17,14 +17,41 @@ nibbles 0, 15, 8. Source: github.com/vllm-project/compressed-tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import torch
 from torch import Tensor
 
 from automodel_cli.distributed.qat.formats import Format, Scales, codes, dequantized, weight_scales
 from automodel_cli.distributed.qat.linear import FakeQuantization
-from automodel_cli.models.hub.lazy_tensor import LazyTensor
+from automodel_cli.models.hub.lazy_tensor import LazyTensor, StoredTensor
+
+
+class WeightScheme(TypedDict, total=False):
+    """How the weights of a group are quantized."""
+
+    num_bits: Required[int]
+    type: Required[str]
+    strategy: Required[str]
+    group_size: int | None
+    symmetric: bool
+
+
+class Group(TypedDict, total=False):
+    """Layers that are quantized in the same way."""
+
+    format: str
+    weights: Required[WeightScheme]
+
+
+class Quantization(TypedDict, total=False):
+    """`quantization_config` of config.json, as far as it is read."""
+
+    quant_method: str
+    format: str
+    weight_block_size: list[int]
+    config_groups: dict[str, Group]
+
 
 METHOD = "compressed-tensors"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -134,7 +161,7 @@ def unpack_e2m1(packed_OB: Tensor) -> Tensor:
     return torch.stack([table[(packed_OB & 0xF).int()], table[(packed_OB >> 4).int()]], -1).flatten(-2)
 
 
-def why_unreadable(quantization: Mapping[str, Any]) -> str:
+def why_unreadable(quantization: Quantization) -> str:
     """Return why a checkpoint cannot be dequantized, or an empty string."""
     found = {quantization.get("format"), *(group.get("format") for group in _groups(quantization))} - {None}
     if unknown := sorted(str(name) for name in found if name not in _FORMATS):
@@ -147,20 +174,20 @@ def why_unreadable(quantization: Mapping[str, Any]) -> str:
     return "" if weights[0].get("num_bits") in (4, 8) else f"{METHOD} with {weights[0].get('num_bits')} bits"
 
 
-def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _groups(quantization: Quantization) -> list[Group]:
     return list(quantization.get("config_groups", {}).values())
 
 
-def plain(tensors: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
+def plain(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, StoredTensor]:
     """Return the lazy tensors by hub key. Each quantized weight and its scales become one plain lazy tensor."""
     of_weights = _groups(quantization)[0]["weights"]
-    result: dict[str, Any] = {}
+    result: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
         prefix, _, leaf = key.rpartition(".")
         if leaf in (_SCALE, _SHAPE, _FACTOR) or key.endswith("zero_point"):
             continue
         scale = tensors.get(f"{prefix}.{_SCALE}")
-        if leaf == _PACKED or (leaf == "weight" and scale is not None):
+        if scale is not None and leaf in (_PACKED, "weight"):
             result[f"{prefix}.weight"] = _Weight(tensor, scale, tensors.get(f"{prefix}.{_FACTOR}"), of_weights)
         else:
             result[key] = tensor
@@ -170,10 +197,10 @@ def plain(tensors: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[s
 class _Weight(LazyTensor):
     """The weight as transformers reads it. A part is read with all columns of its rows."""
 
-    def __init__(self, stored: Any, scale: Any, factor: Any, arguments: Mapping[str, Any]):
+    def __init__(self, stored: StoredTensor, scale: StoredTensor, factor: StoredTensor | None, weights: WeightScheme):
         self._stored, self._scale, self._factor = stored, scale, factor
-        self._bits, self._is_integer = arguments["num_bits"], arguments["type"] == "int"
-        self._group = arguments.get("group_size") if arguments["strategy"] != "channel" else None
+        self._bits, self._is_integer = weights["num_bits"], weights["type"] == "int"
+        self._group = weights.get("group_size") if weights["strategy"] != "channel" else None
         rows, columns = stored.get_shape()
         packed = {"I32": 32 // self._bits, "U8": 2}.get(str(stored.get_dtype()), 1)
         width = columns * packed if self._group is None else scale.get_shape()[1] * self._group

@@ -17,21 +17,21 @@ compressed-tensors, which exports of quantization-aware training have: see `comp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.hub import compressed_tensors
-from automodel_cli.models.hub.lazy_tensor import LazyTensor
+from automodel_cli.models.hub.compressed_tensors import Quantization
+from automodel_cli.models.hub.lazy_tensor import LazyTensor, StoredTensor
 
 _E8M0_BIAS = 127
 _GROUP = 32  # values per scale in mxfp4
 _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
 
 
-def check_quantization(quantization: Mapping[str, Any] | None, source: str) -> None:
+def check_quantization(quantization: Quantization | None, source: str) -> None:
     """Raise ConfigError if the quantization of a checkpoint (from its config.json) cannot be dequantized."""
     if quantization is None:
         return
@@ -51,13 +51,13 @@ def check_quantization(quantization: Mapping[str, Any] | None, source: str) -> N
     )
 
 
-def dequantized(tensors: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+def dequantized(tensors: Mapping[str, StoredTensor], quantization: Quantization | None) -> dict[str, StoredTensor]:
     """Return the lazy tensors by hub key. Each quantized tensor and its scales become one plain lazy tensor."""
     if quantization is None:
         return dict(tensors)
     if quantization.get("quant_method") == compressed_tensors.METHOD:
         return compressed_tensors.plain(tensors, quantization)
-    plain: dict[str, Any] = {}
+    plain: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
         if key.endswith(_BLOCKS) and (scales := key.removesuffix(_BLOCKS) + _SCALES) in tensors:
             plain[key.removesuffix(_BLOCKS)] = _MXFP4(tensor, tensors[scales])
@@ -68,7 +68,7 @@ def dequantized(tensors: Mapping[str, Any], quantization: Mapping[str, Any] | No
     return plain
 
 
-def _is_scale(key: str, tensors: Mapping[str, Any]) -> bool:
+def _is_scale(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
     return (key.endswith(_SCALES) and key.removesuffix(_SCALES) + _BLOCKS in tensors) or (
         key.endswith(_SCALE_INV) and key.removesuffix(_SCALE_INV) in tensors
     )
@@ -79,7 +79,7 @@ class _MXFP4(LazyTensor):
 
     dtype_name = "BF16"
 
-    def __init__(self, blocks: Any, scales: Any):
+    def __init__(self, blocks: StoredTensor, scales: StoredTensor):
         self._blocks, self._scales = blocks, scales
         experts, rows, groups, _ = blocks.get_shape()
         self.shape = [experts, groups * _GROUP, rows]
@@ -99,7 +99,7 @@ class _FP8(LazyTensor):
 
     dtype_name = "F32"
 
-    def __init__(self, weight: Any, scale: Any, block: list[int]):
+    def __init__(self, weight: StoredTensor, scale: StoredTensor, block: list[int]):
         self._weight, self._scale, self._block = weight, scale, block
         self.shape = weight.get_shape()
 

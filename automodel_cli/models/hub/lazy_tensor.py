@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint that reads the requested part, such as a slice of `safetensors`."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, index: object) -> Tensor: ...
 
 
 class LazyTensor:

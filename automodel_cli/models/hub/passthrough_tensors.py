@@ -12,20 +12,20 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import dequantize, source
+from automodel_cli.models.hub.lazy_tensor import StoredTensor
 
 
-def lazy_tensors(files: Sequence[Path]) -> dict[str, Any]:
+def lazy_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """Return all keys of safetensors files with lazy slices."""
     from safetensors import safe_open
 
-    slices: dict[str, object] = {}
+    slices: dict[str, StoredTensor] = {}
     for file in files:
         handle = safe_open(str(file), "pt")
         slices.update({key: handle.get_slice(key) for key in handle.keys()})  # noqa: SIM118  # not a mapping
@@ -65,7 +65,7 @@ def passthrough_summary(config: ModelConfig, keys: Sequence[str]) -> str:
     return f"copied to the export: {len(keys)} tensors without a counterpart in the model, {size / 1e9:.1f} GB: {shown}"
 
 
-def _num_bytes(stored: Mapping[str, Any], key: str) -> int:
+def _num_bytes(stored: Mapping[str, StoredTensor], key: str) -> int:
     if key not in stored:  # a quantized tensor is stored as two tensors
         return sum(_num_bytes(stored, part) for part in (f"{key}_blocks", f"{key}_scales"))
     count = 1

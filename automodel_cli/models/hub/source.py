@@ -16,6 +16,7 @@ from automodel_cli.models import new_tokens
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.files import file_integrity
 from automodel_cli.models.hub import bundled_configs, dequantize, multimodal_backbone, rope_scaling
+from automodel_cli.models.hub.compressed_tensors import Quantization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,7 +94,7 @@ class Weights:
     """Safetensors files of a checkpoint with the quantization of its config, or a GGUF file as (folder, name)."""
 
     files: tuple[Path, ...] = ()
-    quantization: dict[str, Any] | None = None
+    quantization: Quantization | None = None
     gguf: tuple[str, str] | None = None
 
 

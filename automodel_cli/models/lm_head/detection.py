@@ -36,7 +36,7 @@ class _BaseStub(nn.Module):
             hidden,
         )  # no submodule
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return _stub_output(self.__dict__["hidden"])
 
     def __getattr__(self, name: str) -> Any:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ _CHUNK_BYTES_CORE = 2**20  # per thread, fits the cache of a core
 _CHUNK_TOKENS_CPU = 256  # GEMMs with fewer rows cost more than cache misses
 _CHUNK_BYTES_DEVICE = 512 * 2**20
 _CHUNK_BYTES_KERNELS = 1024 * 2**20  # logits in the compute dtype
+
+T = TypeVar("T")
 
 
 class Head:
@@ -219,7 +221,7 @@ def _narrowed(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
     return hidden_SD.to(weight_VD.dtype) if weight_VD.dtype.itemsize < hidden_SD.dtype.itemsize else hidden_SD
 
 
-def _as_forward_of(linear: nn.Linear, compute: Callable[[Tensor], Any], hidden_SD: Tensor) -> Any:
+def _as_forward_of(linear: nn.Linear, compute: Callable[[Tensor], T], hidden_SD: Tensor) -> T:
     """Return `compute(hidden_SD)`. If `linear` is an FSDP unit, compute in its forward, inside FSDP's hooks."""
     if not isinstance(linear, FSDPModule):
         return compute(hidden_SD)
@@ -227,6 +229,6 @@ def _as_forward_of(linear: nn.Linear, compute: Callable[[Tensor], Any], hidden_S
     # would see a shard.
     set_attributes(linear, forward=compute)
     try:
-        return linear(hidden_SD)
+        return cast(T, linear(hidden_SD))
     finally:
         del linear.__dict__["forward"]

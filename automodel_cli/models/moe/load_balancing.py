@@ -21,7 +21,7 @@ ranks. transformers stores this bias and does not update it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from automodel_cli.distributed.expert_parallel.router_detection import routers_i
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.typed_torch import Ctx, Function, disable
 from automodel_cli.models.config import MoEConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor, seen: SeenKeys | None = None) -> Tensor:
@@ -84,7 +87,7 @@ class LoadBalancer:
             part.register_forward_pre_hook(self._enter_part, with_kwargs=True)
             part.register_forward_hook(self._leave_part, always_call=True)
             # The transformers model inside receives the local tokens.
-            model: Any = part.model
+            model = cast("PreTrainedModel", part.model)
             model.base_model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
         self.mask_BT: Tensor | None = None
         self._real_NK: dict[int, Tensor] = {}

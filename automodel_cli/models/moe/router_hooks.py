@@ -59,7 +59,7 @@ def _measured(small: SmallConfig) -> Selectors | str:
     """Return the selectors, or the reason why there are none."""
     try:
         with transformers_compat.quiet():
-            model: Any = small.build("eager").eval()
+            model = small.build("eager").eval()
         if not experts_modules(model):
             return "has no experts that use the experts interface of transformers"
         ids_BT = torch.randint(3, VOCAB, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
@@ -96,7 +96,7 @@ def _logits(model: nn.Module, ids_BT: Tensor, choices: Mapping[int, Tensor], req
     """
     expected = iter([requested[number] for number in sorted(requested)])
 
-    def check(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(experts: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         if not torch.equal(_index_of(args, kwargs), next(expected)):
             raise _OtherExperts("calls its experts with other indices than selected")
 
@@ -138,7 +138,7 @@ class _Watch(TorchFunctionMode):
             experts.register_forward_pre_hook(self._experts, with_kwargs=True) for experts in experts_modules(model)
         ]
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         for handle in self._handles:
             handle.remove()
@@ -159,7 +159,7 @@ class _Watch(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: object, output: Tensor) -> None:
         self._running.pop()
 
-    def _experts(self, experts: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _experts(self, experts: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         index_NK = _index_of(args, kwargs)
         # Compared by value, because families pass the indices on through views, casts or copies.
         calls = [(module, nth) for module, nth, chosen in self._calls if torch.equal(chosen, index_NK)]
@@ -172,10 +172,9 @@ class _Watch(TorchFunctionMode):
             self.selectors[class_name(module)] = nth
 
 
-def _index_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _index_of(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
     """Return the indices from the arguments of experts: hidden states, indices and weights."""
-    found: Tensor = args[1] if len(args) > 1 else next(x for x in kwargs.values() if not x.is_floating_point())
-    return found
+    return args[1] if len(args) > 1 else next(x for x in kwargs.values() if not x.is_floating_point())
 
 
 def _num_experts(model: nn.Module) -> int:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.config import ModelConfig
@@ -166,7 +166,7 @@ def _spelled(spelling: _Spelling, prefixes: list[str], keys: set[str], model: Pr
     return DepthNames(depths, copies, spelling.hidden_first)
 
 
-def _tables(model: Any) -> tuple[str, str]:
+def _tables(model: PreTrainedModel) -> tuple[str, str]:
     """Names of the weights of embedding and head, as the stream of weights has them: a tied one under its first."""
     first: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -50,14 +50,14 @@ class Depth(nn.Module):
         self.model = model
         self.hidden_first = hidden_first
 
-    def forward(self, embedded_BTD: Tensor, hidden_BTD: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    def forward(self, embedded_BTD: Tensor, hidden_BTD: Tensor, inputs: Mapping[str, object]) -> Tensor:
         """Return normed hidden states `[B, T, D]`. `inputs` are the keywords of the model's layers, without the
         tokens."""
-        model: Any = self.model
+        model = self.model
         # Depth k at position t sees the hidden state of depth k - 1 at t and the embedding of token t + k. It predicts
         # token t + k + 1. (B, T, 2 D) -> projection -> (B, T, D).
-        both = [model.enorm(embedded_BTD), model.hnorm(hidden_BTD)]
-        x_BTD = model.eh_proj(torch.cat(both[::-1] if self.hidden_first else both, -1))
+        both = [model.get_submodule("enorm")(embedded_BTD), model.get_submodule("hnorm")(hidden_BTD)]
+        x_BTD = model.get_submodule("eh_proj")(torch.cat(both[::-1] if self.hidden_first else both, -1))
         output_BTD: Tensor = model.base_model(inputs_embeds=x_BTD, **inputs, use_cache=False)[0]
         return output_BTD
 
@@ -110,17 +110,16 @@ def cut_to_depth(model: PreTrainedModel) -> None:
     model.add_module(ADDED[2], projection)
 
 
-def decoder_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def decoder_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Name and entries of the outermost list with one entry per layer of the config."""
-    config: Any = model.config
-    count = config.get_text_config().num_hidden_layers
+    count = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
     raise _cannot(model, f"it has no module list with the config's {count} layers")
 
 
-def last_norm_name(model: nn.Module) -> str:
+def last_norm_name(model: PreTrainedModel) -> str:
     """Name of the norm between the layers and the head."""
     norm = _last_norm(model, decoder_list(model)[0])
     return str(next(name for name, module in model.named_modules() if module is norm))
@@ -134,10 +133,9 @@ def _drop_tables(model: PreTrainedModel) -> None:
                 setattr(module, name, None)
 
 
-def _last_norm(model: nn.Module, layers: str) -> nn.Module:
-    whole: Any = model
-    width = whole.config.get_text_config().hidden_size
-    tables = (whole.get_input_embeddings(), whole.get_output_embeddings())
+def _last_norm(model: PreTrainedModel, layers: str) -> nn.Module:
+    width = model.config.get_text_config().hidden_size
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
     norms = [
         (name, module)
         for name, module in model.named_modules()

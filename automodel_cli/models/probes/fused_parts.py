@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def _calls_attention(small: SmallConfig) -> bool:
         rows, heads, tokens, _width = query.shape
         return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
-    model: Any = small.build("eager").eval()
+    model = small.build("eager").eval()
     AttentionInterface.register(_RECORDED, record)
     with transformers_compat.quiet():
         model.set_attn_implementation(_RECORDED)

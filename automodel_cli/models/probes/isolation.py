@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from automodel_cli.models.probes import token_mixing
 from automodel_cli.models.probes.small_sizes import VOCAB
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Longer than every window, chunk and index size of a tiny copy. One is longer than all length switches (`SWITCH`).
 _DOCUMENTS = (13, 9)
@@ -94,12 +94,12 @@ def _try_method(small: token_mixing.SmallConfig, attention: str) -> IsolationMet
 
 def _forward_with_dropout(small: token_mixing.SmallConfig) -> None:
     """Raise if the model passes dropout to packed attention."""
-    noisy: Any = small.build(PACKED, dropout=True).train()
+    noisy = small.build(PACKED, dropout=True).train()
     noisy.base_model(**accepted_by(noisy, model_inputs_for(_row(), _DOCUMENTS)), use_cache=False)
 
 
 @torch.no_grad()
-def _is_exact(model: Any, alone: Any, method: IsolationMethod) -> bool:
+def _is_exact(model: PreTrainedModel, alone: PreTrainedModel, method: IsolationMethod) -> bool:
     """Return whether packed documents in `model` equal separate documents in `alone`. Both models are changed.
 
     The weights are equal. `alone` uses the attention of transformers.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def _cache_class(small: SmallConfig) -> type:
     token_11 = torch.full((1, 1), 3)
     try:
         with transformers_compat.quiet():
-            model: Any = small.build("eager").eval().base_model
+            model = small.build("eager").eval().base_model
             output = model(input_ids=token_11, position_ids=torch.zeros_like(token_11), use_cache=True)
         return next(type(value) for value in output.values() if isinstance(value, Cache))
     except Exception:  # caching in transformers fails for some configs (Bamba without attention)
@@ -144,7 +144,7 @@ class _Observed:
 
     @torch.no_grad()
     def _observe(self) -> None:
-        self.calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.calls: dict[nn.Module, tuple[tuple[object, ...], dict[str, object]]] = {}
         modules = self.model.base_model.modules()
         handles = [module.register_forward_hook(self._remember, with_kwargs=True) for module in modules]
         try:
@@ -153,7 +153,7 @@ class _Observed:
             for handle in handles:
                 handle.remove()
 
-    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    def _remember(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         self.calls.setdefault(module, (args, kwargs))
 
     @torch.no_grad()
@@ -226,10 +226,10 @@ def _first(output: object) -> Tensor | None:
     return next(recurrent_layers.tensors_in(output), None)
 
 
-def _first_changed(values: dict[Any, Any]) -> dict[Any, Any]:
+def _first_changed(values: dict[Any, object]) -> dict[Any, object]:
     """Return the same arguments with another first token of the hidden states."""
     named = values.get("hidden_states")
     name = next(key for key, value in values.items() if value is named or (named is None and isinstance(value, Tensor)))
-    changed: Tensor = values[name].clone()
+    changed = cast(Tensor, values[name]).clone()
     changed[:, 0] = 3 * changed[:, 0].flip(-1) + 1
     return {**values, name: changed}

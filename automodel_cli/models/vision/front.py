@@ -57,7 +57,7 @@ class _Catcher(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_base"], name)
 
-    def forward(self, **keywords: Any) -> NoReturn:
+    def forward(self, **keywords: object) -> NoReturn:
         raise _Caught(keywords)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_cli.data.synthetic.picture_tasks import WORDS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, END, START, STOP, IMAGE = "<|pad|>", "<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
 _ROLES = ("user", "assistant")
@@ -37,7 +37,7 @@ class WordTokenizer:
     words: tuple[str, ...] = WORDS
     """Words of the vocabulary."""
 
-    def build(self) -> Any:
+    def build(self) -> PreTrainedTokenizerFast:
         """Return a fast tokenizer that `save_pretrained` writes and `AutoTokenizer` reads."""
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -58,7 +58,7 @@ class WordTokenizer:
         return fast
 
 
-def image_tokenizer(ids: dict[str, int]) -> Any:
+def image_tokenizer(ids: dict[str, int]) -> PreTrainedTokenizerFast:
     """Return a tokenizer that knows these tokens only, with their ids in a published model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ class QwenProcessor:
     max_pixels: int = 16_777_216
     """Larger pictures are reduced."""
 
-    def build_processor(self, tokenizer: Any) -> object:
+    def build_processor(self, tokenizer: PreTrainedTokenizerBase) -> object:
         """Return a processor of transformers around this tokenizer."""
         from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 

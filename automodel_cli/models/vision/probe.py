@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch, Pictures
@@ -33,7 +33,7 @@ from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.models.vision.small import shared_copy
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _PICTURES = (((40, 56),), (), ((56, 40), (40, 40)))
 """Height and width of the pictures of each document."""
@@ -70,7 +70,7 @@ def _reason(config: PretrainedConfig, processor: FamilyProcessor) -> str:
         return f"a small copy of the model does not run ({type(error).__name__}: {error})".splitlines()[0][:300]
 
 
-def _difference(whole: object, processor: FamilyProcessor) -> str:
+def _difference(whole: PreTrainedModel, processor: FamilyProcessor) -> str:
     part = small_part(whole).eval()
     if recurrent_layers.runs_by_document(part.model):
         return "its attention runs document by document"
@@ -104,7 +104,7 @@ def probe_rows(processor: FamilyProcessor) -> Batch:
     return packed_rows([documents[:2], documents[2:]], processor)
 
 
-def small_part(whole: Any, attention: str = "packed", lora: LoRAConfig | None = None) -> ModelPart:
+def small_part(whole: PreTrainedModel, attention: str = "packed", lora: LoRAConfig | None = None) -> ModelPart:
     """Return a part with the weights of a composite in memory. `lora`: adapters of its text model."""
     dtype: Any = str(whole.dtype).removeprefix("torch.")
     choice = ModelConfig(pretrained="-", attn_implementation=attention, dtype=dtype, lora=lora)
@@ -119,7 +119,7 @@ def small_part(whole: Any, attention: str = "packed", lora: LoRAConfig | None = 
 
 
 @torch.no_grad()
-def _fill(model: Any, other: Any) -> None:
+def _fill(model: nn.Module, other: nn.Module) -> None:
     """Copy the weights of a model without adapters."""
     state = other.state_dict()
     for name, tensor in model.state_dict().items():
@@ -147,7 +147,7 @@ def _document(processor: FamilyProcessor, sizes: tuple[tuple[int, int], ...], se
 
 
 def _why_other_mask(
-    whole: Any, document: tuple[Tensor, list[object]], processor: FamilyProcessor, rules: TwoWay | None
+    whole: PreTrainedModel, document: tuple[Tensor, list[object]], processor: FamilyProcessor, rules: TwoWay | None
 ) -> str:
     """Return why the masks that the composite makes for its text model are not supported, or an empty string."""
     eager = copy.deepcopy(whole)
@@ -210,7 +210,7 @@ def packed_rows(rows: list[list[tuple[Tensor, list[Any]]]], processor: FamilyPro
     )
 
 
-def forget_state(whole: Any, *, gradients: bool = True) -> None:
+def forget_state(whole: PreTrainedModel, *, gradients: bool = True) -> None:
     """Remove what a forward leaves behind in a composite."""
     transformers_compat.forget_positions(whole)
     if gradients:
@@ -218,7 +218,7 @@ def forget_state(whole: Any, *, gradients: bool = True) -> None:
 
 
 def inputs_of_document(
-    whole: Any, ids_BT: Tensor, images: list[object], processor: FamilyProcessor
+    whole: PreTrainedModel, ids_BT: Tensor, images: list[object], processor: FamilyProcessor
 ) -> dict[str, Tensor]:
     """Return the keywords of a composite for one document, beside its ids. The state of the last one is removed."""
     forget_state(whole, gradients=False)
@@ -227,7 +227,7 @@ def inputs_of_document(
 
 
 def _one_by_one(
-    whole: Any, documents: list[tuple[Tensor, list[object]]], processor: FamilyProcessor
+    whole: PreTrainedModel, documents: list[tuple[Tensor, list[object]]], processor: FamilyProcessor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the log-probs of labels under the composite, and gradients of their sum, by its parameter names."""
     values = []

@@ -161,7 +161,7 @@ def _image_settings(processor: Any) -> dict[str, Any]:
         def __getattr__(self, name: str) -> Any:
             return getattr(own, name)
 
-        def __call__(self, *images: Any, **settings: Any) -> Any:
+        def __call__(self, *images: object, **settings: object) -> Any:
             found.update(settings)
             return own(*images, **settings)
 

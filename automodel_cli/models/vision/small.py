@@ -12,7 +12,7 @@ from automodel_cli.models.probes.small_sizes import LAYERS, VOCAB
 from automodel_cli.models.probes.tiny_model import build_small, shrink
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _WIDTH, _DEPTH, _HEADS = 32, 2, 4
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "num_global_layers", "encoder_layers")
@@ -23,11 +23,11 @@ _NUM_HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "encode
 _PROJECTED = ("projection_dim", "projector_hidden_size", "vision_output_dim", "projector_input_dim")
 
 
-_copies: dict[tuple[type, str], object] = {}
+_copies: dict[tuple[type, str], PreTrainedModel] = {}
 """The last small copy of this process. The probes of a start share it."""
 
 
-def shared_copy(config: PretrainedConfig) -> Any:
+def shared_copy(config: PretrainedConfig) -> PreTrainedModel:
     """Return the small copy of a composite's config, built. Do not change it."""
     key = (type(config), config.to_json_string())
     if key not in _copies:
@@ -37,10 +37,13 @@ def shared_copy(config: PretrainedConfig) -> Any:
     return _copies[key]
 
 
-def build_composite(small: PretrainedConfig) -> object:
+def build_composite(small: PretrainedConfig) -> PreTrainedModel:
     """Build the composite of a small config with noise on every parameter."""
-    cls: Any = composite_text.composite_class(small)
-    return build_small(small, lambda config: cls._from_config(config, dtype=torch.float32)).eval()
+    cls = composite_text.composite_class(small)
+    assert cls is not None, "`composite_on_meta` checks it"
+    model = build_small(small, lambda config: cls._from_config(config, dtype=torch.float32))
+    model.eval()
+    return model
 
 
 def small_composite(config: PretrainedConfig, *, num_layers: int = LAYERS) -> PretrainedConfig:

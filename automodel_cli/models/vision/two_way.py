@@ -7,7 +7,7 @@ that needs pixels for that, and one without masks, counts as causal: the picture
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,12 +20,12 @@ from automodel_cli.models.vision.front import Front
 from automodel_cli.models.vision.small import placeholder_of, shared_copy
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _IS_SHOWN = (False, False, *[True] * 14, False, *[True] * 9, *[False] * 3)
 """Pictures longer than the window of a small copy."""
 _measured: dict[tuple[type, str], TwoWay | None] = {}
-_of_copies: WeakKeyDictionary[object, TwoWay | None] = WeakKeyDictionary()
+_of_copies: WeakKeyDictionary[PreTrainedModel, TwoWay | None] = WeakKeyDictionary()
 
 
 def two_way_of(composite_config: PretrainedConfig) -> TwoWay | None:
@@ -40,14 +40,14 @@ def two_way_of(composite_config: PretrainedConfig) -> TwoWay | None:
     return _measured[key]
 
 
-def rules_of(whole: object) -> TwoWay | None:
+def rules_of(whole: PreTrainedModel) -> TwoWay | None:
     """Return the rules of a small composite in memory, None if all layers are causal or the masks are unknown."""
     if whole not in _of_copies:
         _of_copies[whole] = _rules(whole)
     return _of_copies[whole]
 
 
-def _rules(whole: Any) -> TwoWay | None:
+def _rules(whole: PreTrainedModel) -> TwoWay | None:
     config = whole.config
     eager = copy.deepcopy(whole)
     eager.set_attn_implementation("eager")

@@ -10,11 +10,12 @@ tile. Windows inside a tower are not subtracted. Read from modules, so that no f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_cli.data.pictures.load import PictureLoad
 from automodel_cli.models.hub import composite_text
@@ -87,7 +88,7 @@ def meta_work(composite_config: PretrainedConfig) -> FrontWork:
     return FrontWork.of(Front(composite, composite.get_submodule(name)))
 
 
-def load_of_shapes(work: FrontWork, inputs: Any, tokens: int) -> PictureLoad:
+def load_of_shapes(work: FrontWork, inputs: Mapping[str, Tensor], tokens: int) -> PictureLoad:
     """Return the load of pictures that the image processor has processed.
 
     Args:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS
-from automodel_cli.models import expert_lora, lora
+from automodel_cli.models import expert_lora, lora, lora_export
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
@@ -85,7 +85,7 @@ def test_patterns_give_experts_pefts_ranks_and_scales(tmp_path: Path):
     patterns = {"rank_pattern": {"layers.1.mlp.experts.*": 5, "q_proj": 2}, "alpha_pattern": {"experts.*": 9.0}}
     part, config = trained(tmp_path / "base", target_modules=["q_proj"], **patterns)
     assert [len(experts.gate_up_proj_lora_A[0]) for _, experts in expert_lora.adapted(part.model)] == [3, 5]
-    lora.save_adapters([part], config.lora, tmp_path / "adapter", base_model=str(tmp_path / "base"), write=True)
+    lora_export.save_adapters([part], config.lora, tmp_path / "adapter", base_model=str(tmp_path / "base"), write=True)
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     model = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
     ids = token_row(12, 4)
@@ -110,7 +110,7 @@ def test_patterns_give_experts_pefts_ranks_and_scales(tmp_path: Path):
 def test_peft_loads_the_files_and_computes_the_same(family: str, modules, tmp_path: Path):
     completely = ["lm_head", "norm"] if modules else []
     part, config = trained(tmp_path / "base", family, target_modules=modules, modules_to_save=completely)
-    lora.save_adapters([part], config.lora, tmp_path / "adapter", base_model=str(tmp_path / "base"), write=True)
+    lora_export.save_adapters([part], config.lora, tmp_path / "adapter", base_model=str(tmp_path / "base"), write=True)
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     model = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
     own = peft.get_peft_model_state_dict(model)

@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import lora, lora_targets
+from automodel_cli.models import lora, lora_export, lora_targets
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
@@ -96,7 +96,7 @@ def test_peft_loads_what_we_save_and_the_merged_export_is_the_same(family: str, 
     _step(part)
     export_hf([part], config, None, tmp_path / "merged")
     assert config.lora is not None and config.pretrained is not None
-    lora.save_adapters([part], config.lora, tmp_path / "adapter", base_model=config.pretrained, write=True)
+    lora_export.save_adapters([part], config.lora, tmp_path / "adapter", base_model=config.pretrained, write=True)
     base = AutoModelForCausalLM.from_pretrained(config.pretrained)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     ids = token_row(11, 3)[None]

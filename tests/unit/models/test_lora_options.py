@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
-from automodel_cli.models import lora
+from automodel_cli.models import lora, lora_export
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
@@ -57,7 +57,7 @@ def test_peft_loads_what_was_trained_and_a_new_run_continues_it(tied, choice, tm
     build_hf("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
     config = LoRAConfig(rank=4, **choice)
     part = _trained(_part(tmp_path / "base", config))
-    lora.save_adapters([part], config, tmp_path / "adapter", base_model=str(tmp_path / "base"), write=True)
+    lora_export.save_adapters([part], config, tmp_path / "adapter", base_model=str(tmp_path / "base"), write=True)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     plain = _logprobs(base)
     theirs = _logprobs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval())
@@ -124,7 +124,7 @@ def test_values_are_checked_without_a_model():
 def test_an_adapter_of_another_model_or_kind_is_refused(tmp_path: Path):
     build_hf("llama").save_pretrained(tmp_path / "base")
     part = _part(tmp_path / "base", LoRAConfig(rank=4))
-    lora.save_adapters([part], LoRAConfig(rank=4), tmp_path / "a", base_model="", write=True)
+    lora_export.save_adapters([part], LoRAConfig(rank=4), tmp_path / "a", base_model="", write=True)
     build_hf("llama", num_hidden_layers=1).save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError) as refusal:
         _part(tmp_path / "other", LoRAConfig(pretrained=str(tmp_path / "a")))

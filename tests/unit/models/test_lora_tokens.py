@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import lora
+from automodel_cli.models import lora, lora_export
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
@@ -49,7 +49,7 @@ def test_peft_and_the_merged_export_have_the_log_probs_and_a_run_continues(famil
     trained = {name for name, param in part.named_parameters() if param.requires_grad and ".lora_" not in name}
     assert len(trained) == (1 if tied else 2)
     ours = logprobs_of(nudged(part), IDS)
-    lora.save_adapters([part], config, tmp_path / "adapter", base_model=folder, write=True)
+    lora_export.save_adapters([part], config, tmp_path / "adapter", base_model=folder, write=True)
     export_hf([part], model, None, tmp_path / "merged", title="t")
     base = AutoModelForCausalLM.from_pretrained(folder)
     base.resize_token_embeddings(num_rows)
@@ -73,7 +73,7 @@ def test_listed_rows_train_without_new_tokens(tmp_path: Path):
     ours = logprobs_of(nudged(part), ids)
     with lora.adapters_off([part.model]):
         torch.testing.assert_close(logprobs_of(part, ids), plain, atol=1e-6, rtol=0)
-    lora.save_adapters([part], config, tmp_path / "adapter", base_model=folder, write=True)
+    lora_export.save_adapters([part], config, tmp_path / "adapter", base_model=folder, write=True)
     theirs = logprobs_of(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), ids)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 

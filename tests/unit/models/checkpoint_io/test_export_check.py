@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.models import lora
+from automodel_cli.models import lora, lora_merge
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import (
@@ -68,9 +68,9 @@ def test_a_right_merge_passes_and_wrong_ones_do_not(dtype: torch.dtype, tmp_path
     part, config = adapted(tmp_path / "base", dtype)
     export_hf([part], config, None, tmp_path / "right")
     assert compared(part, tmp_path / "right").passed
-    true = lora.delta
+    true = lora_merge.delta
     for factor in (0.0, 2.0):
-        monkeypatch.setattr(lora, "delta", lambda *args, by=factor: by * true(*args))
+        monkeypatch.setattr(lora_merge, "delta", lambda *args, by=factor: by * true(*args))
         export_hf([part], config, None, tmp_path / f"times{factor}")
         found = compared(part, tmp_path / f"times{factor}")
         assert not found.passed and found.mean > 3 * found.mean_allowed
@@ -89,9 +89,9 @@ def test_a_merge_of_twice_the_update_shows_below_the_noise_of_rounding(tmp_path:
     ours = trained_values([part], PROMPTS)
     with lora.adapters_off([part.model]):
         base = trained_values([part], PROMPTS)
-    true, shares = lora.delta, []
+    true, shares = lora_merge.delta, []
     for factor in (1.0, 2.0):
-        monkeypatch.setattr(lora, "delta", lambda *args, by=factor: by * true(*args))
+        monkeypatch.setattr(lora_merge, "delta", lambda *args, by=factor: by * true(*args))
         export_hf([part], config, None, tmp_path / f"times{factor}")
         found = measure_export_error(tmp_path / f"times{factor}", PROMPTS, ours, precision, base=base)
         assert found.passed == (factor == 1.0) and found.mean < found.mean_allowed, "single tokens show nothing"
@@ -187,11 +187,13 @@ def test_a_rounded_merge_keeps_the_mean_of_an_update_below_half_a_unit(dtype: to
     weight = torch.randn(300_000, generator=torch.Generator().manual_seed(0)).to(dtype).abs().clamp_min(0.1)
     unit = (weight.view(torch.int16) + 1).view(dtype).double() - weight.double()
     merge = (weight.double() + 0.1 * unit).float()
-    kept = (lora.rounded("w", merge, dtype).double() - weight.double()) / unit
+    kept = (lora_merge.rounded("w", merge, dtype).double() - weight.double()) / unit
     assert set(kept.tolist()) == {0.0, 1.0} and kept.mean().item() == pytest.approx(0.1, abs=5e-3)
     assert torch.equal(merge.to(dtype), weight), "to the nearest value, nothing is left of it"
-    assert torch.equal(lora.rounded("w", weight.float(), dtype), weight), "nothing is added where nothing was trained"
-    assert torch.equal(lora.rounded("w", merge, torch.float32), merge)
+    assert torch.equal(lora_merge.rounded("w", weight.float(), dtype), weight), (
+        "nothing is added where nothing was trained"
+    )
+    assert torch.equal(lora_merge.rounded("w", merge, torch.float32), merge)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
