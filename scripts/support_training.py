@@ -30,7 +30,8 @@ from automodel_cli.models.probes.tiny_model import build_small, shrink
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import packed_batch, token_row
 from automodel_cli.pipelining.build_stages import build_stages
-from automodel_cli.training.optimizers.nodes import AdamW, build_optimizer
+from automodel_cli.training.optimizers.build import build_optimizer
+from automodel_cli.training.optimizers.nodes import AdamW
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import train_step
 

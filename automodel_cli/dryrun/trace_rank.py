@@ -43,7 +43,7 @@ from automodel_cli.run.memory.auto_activation_checkpointing import decided
 from automodel_cli.run.model_builder import Model, empty_stages
 from automodel_cli.run.plan_request import plan_request
 from automodel_cli.training.metrics.peak_memory import peak_memory_gib
-from automodel_cli.training.optimizers.nodes import build_optimizer
+from automodel_cli.training.optimizers.build import build_optimizer
 from automodel_cli.training.step import train_step
 
 _LARGEST = 14

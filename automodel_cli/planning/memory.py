@@ -19,7 +19,7 @@ from automodel_cli.distributed.strategies.base import MemoryTraits
 from automodel_cli.models.nf4 import BYTES_PER_WEIGHT
 from automodel_cli.planning.layer_costs import Unit
 from automodel_cli.planning.reserve import MemoryBreakdown
-from automodel_cli.training.optimizers.nodes import OptimizerNode, optimizer_node
+from automodel_cli.training.optimizers.build import OptimizerNode, optimizer_node
 from automodel_cli.training.optimizers.param_groups import TrainableParam
 
 

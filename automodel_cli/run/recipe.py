@@ -47,8 +47,8 @@ from automodel_cli.run.checks.vision_checks import check_vision, refuse_vision
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.training.callback import Callback
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, ValidationConfig
+from automodel_cli.training.optimizers.build import OptimizerNode
 from automodel_cli.training.optimizers.lr_scheduler import ScheduleNode
-from automodel_cli.training.optimizers.nodes import OptimizerNode
 from automodel_cli.training.train_config import TrainConfig
 
 if TYPE_CHECKING:

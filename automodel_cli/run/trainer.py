@@ -46,8 +46,8 @@ from automodel_cli.training.metrics.peak_memory import max_over_ranks, peak_memo
 from automodel_cli.training.monitors.profiling import StepProfiler
 from automodel_cli.training.monitors.straggler import SlowRank
 from automodel_cli.training.monitors.watchdog import Watchdog
+from automodel_cli.training.optimizers.build import build_optimizer
 from automodel_cli.training.optimizers.lr_scheduler import build_lr_scheduler
-from automodel_cli.training.optimizers.nodes import build_optimizer
 from automodel_cli.training.optimizers.rate_groups import shown_ratio
 from automodel_cli.training.optimizers.schedule_plan import extended_factor
 from automodel_cli.training.step import NonFiniteError, StepResult, train_step

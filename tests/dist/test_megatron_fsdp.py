@@ -26,8 +26,9 @@ from automodel_cli.models.uneven_dtensor import gather_uneven, is_uneven
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.training.checkpoint.checkpointer import Checkpointer
 from automodel_cli.training.config import CheckpointConfig
+from automodel_cli.training.optimizers.build import build_optimizer
 from automodel_cli.training.optimizers.lr_scheduler import Constant
-from automodel_cli.training.optimizers.nodes import AdamW, Muon, build_optimizer
+from automodel_cli.training.optimizers.nodes import AdamW, Muon
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests import tiny

@@ -7,7 +7,7 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.training.optimizers.nodes import OptimizerNode, refuse_float16_moments
+from automodel_cli.training.optimizers.build import OptimizerNode, refuse_float16_moments
 from automodel_cli.training.train_config import TrainConfig
 
 

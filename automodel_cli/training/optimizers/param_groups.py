@@ -11,8 +11,9 @@ of meshes, within one group. With this split the fast kernels support every layo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -123,3 +124,8 @@ def require_trainable(parts: Sequence[nn.Module]) -> list[TrainableParam]:
             fix="model.lora=null, or set model.lora.target_modules to modules of the model",
         )
     return params
+
+
+def has_float16(groups: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a parameter of these groups is float16."""
+    return any(param.dtype == torch.float16 for group in groups for param in group["params"])

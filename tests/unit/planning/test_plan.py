@@ -29,7 +29,8 @@ from automodel_cli.planning.memory import sharded_rows, state_rule
 from automodel_cli.planning.plan import make_plan
 from automodel_cli.planning.report import render_plan, svg
 from automodel_cli.planning.request import PlanRequest
-from automodel_cli.training.optimizers.nodes import AdamW, Muon, build_optimizer
+from automodel_cli.training.optimizers.build import build_optimizer
+from automodel_cli.training.optimizers.nodes import AdamW, Muon
 from automodel_cli.training.optimizers.param_groups import TrainableParam
 from tests.e2e.command import automodel, write_config
 from tests.errors import assert_error

@@ -16,9 +16,10 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.training.optimizers import newton_schulz
+from automodel_cli.training.optimizers.build import build_optimizer
 from automodel_cli.training.optimizers.lr_scheduler import WSD, Constant, Cosine, Linear, build_lr_scheduler
 from automodel_cli.training.optimizers.newton_schulz import orthogonalize
-from automodel_cli.training.optimizers.nodes import AdamW, AdamW8bit, Muon, build_optimizer
+from automodel_cli.training.optimizers.nodes import AdamW, AdamW8bit, Muon
 from automodel_cli.training.optimizers.param_groups import trainable
 from automodel_cli.training.optimizers.schedule_plan import SchedulePlan, differ, extended_factor, factor_of
 from tests.errors import raises

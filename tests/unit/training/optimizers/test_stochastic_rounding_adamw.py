@@ -14,7 +14,8 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.fusion import compiled_regions
 from automodel_cli.distributed.fusion.compiled_regions import Compiled, FusibleRegion
 from automodel_cli.training.optimizers import stochastic_rounding_adamw
-from automodel_cli.training.optimizers.nodes import AdamW, Muon, refuse_float16_moments
+from automodel_cli.training.optimizers.build import refuse_float16_moments
+from automodel_cli.training.optimizers.nodes import AdamW, Muon
 from automodel_cli.training.optimizers.stochastic_rounding_adamw import round_bf16_stochastically, update
 from automodel_cli.training.torch_compat import step_if_finite
 from tests.errors import raises
