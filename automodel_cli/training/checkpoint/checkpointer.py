@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -26,7 +22,9 @@ from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.distributed.sharded_module import weights_changed
 from automodel_cli.models.uneven_dtensor import compact_shard, cut_like, is_uneven
 from automodel_cli.training.checkpoint import rng
-from automodel_cli.training.checkpoint.directory import CheckpointDir, damage, damaged, read_meta
+from automodel_cli.training.checkpoint.directory import CheckpointMeta, read_meta
+from automodel_cli.training.checkpoint.save_errors import find_cause, reason, save_failed
+from automodel_cli.training.checkpoint.saved_checkpoints import SavedCheckpoints
 from automodel_cli.training.checkpoint.state_dict import (
     check_same_frozen,
     check_same_model,
@@ -41,9 +39,6 @@ from automodel_cli.training.early_stopping import Goal
 from automodel_cli.training.optimizers.lr_scheduler import LRSchedule
 from automodel_cli.training.torch_compat import CheckpointReader
 
-T = TypeVar("T")
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 @dataclass(frozen=True)
 class Resumed:
@@ -55,64 +50,22 @@ class Resumed:
     metrics: dict[str, float]
 
 
-class Checkpointer:
+class Checkpointer(SavedCheckpoints):
     """Writer and reader of `<run>/checkpoints/step-NNNNNN`. Keeps the newest checkpoints and the best one.
 
-    The constructor and all methods are collective. They use a separate gloo group, so that the collectives of an
-    asynchronous save cannot interleave with the collectives of a training step. Without a process group, the
-    checkpointer works in one process.
+    The constructor and all methods are collective.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, goal: Goal | None = None):
-        self._goal = goal or Goal()
-        self._dir = CheckpointDir(Path(run_dir) / "checkpoints", self._goal)
-        self._config = config
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        super().__init__(run_dir, config, goal)
         self._stager: DefaultStager | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[Path] | None = None
-        self._verified: Path | None = None
         self._loaded: Path | None = None
         self._kept: dict[str, Tensor] = {}
         self._further: dict[str, Sequence[nn.Module]] = {}
         self.published: Callable[[], None] = lambda: None
         """Callback on rank 0 after a checkpoint is published. An asynchronous save calls it from its thread."""
-
-    def latest(self) -> Path | None:
-        """Return the newest complete checkpoint of this run, as seen by rank 0."""
-        return self._from_rank0(self._dir.latest)
-
-    def best(self) -> Path | None:
-        """Return the checkpoint with the best validation metric, as seen by rank 0."""
-        return self._from_rank0(self._dir.best)
-
-    def resume_path(self) -> Path | None:
-        """Return the checkpoint that `checkpoint.resume` selects, or None to start at step 0.
-
-        With "auto", damaged checkpoints are renamed to `step-NNNNNN.damaged`, and the previous checkpoint is used.
-
-        Raises:
-            RunError: the folder is not a complete checkpoint, or a newer checkpoint of this run exists. Resuming would
-                then mix metrics and checkpoints of both continuations.
-        """
-        resume = self._config.resume
-        if resume is None:
-            return None
-        if resume == "auto":
-            return self._newest_undamaged()
-        latest = self.latest()
-        path = Path(resume).resolve()
-        read_meta(path)
-        if latest is not None and path.parent == latest.resolve().parent and path != latest.resolve():
-            raise RunError(
-                f"checkpoint.resume={path} is not the newest checkpoint of this run: {latest.name} is newer",
-                code="resume_conflict",
-                keys=("checkpoint.resume",),
-                fix=f"run_name=<another name> to start a new run from here, or checkpoint.resume={latest}",
-            )
-        return path
 
     def save(
         self,
@@ -143,17 +96,18 @@ class Checkpointer:
             RunError: the disk is full or not writable. Earlier checkpoints are unchanged.
         """
         self.wait()
-        meta = {
+        meta: CheckpointMeta = {
             "step": step,
-            "world_size": self._world_size,
+            "world_size": self._ranks.world_size,
             "optimizer": type(optimizer).__name__,
             "scheduler": scheduler.state_dict(),
-            "extra": extra or {},
+            "extra": dict(extra or {}),
             "metrics": metrics or {},
+            "files": {},
         }
         json.dumps(meta)  # fail here instead of in the thread if a value is not JSON
         state: dict[str, Tensor] = {**model_state(parts), **optimizer_state(parts, optimizer), **self._kept}
-        state[f"rng.{self._rank}"] = rng.capture()
+        state[f"rng.{self._ranks.rank}"] = rng.capture()
         final = self._dir.path / f"step-{step:06d}"
         if not self._config.async_save:
             return self._write(state, meta, final)
@@ -212,10 +166,10 @@ class Checkpointer:
             self._read(state, reader, path)
             weights_changed(parts)
 
-    def add_metrics(self, path: Path, metrics: dict[str, float], extra: dict[str, Any]) -> None:
+    def add_metrics(self, path: Path, metrics: dict[str, float], extra: Mapping[str, object]) -> None:
         """Add metrics measured after loading the checkpoint `path`. Checkpoints of other runs are not changed."""
         if path.resolve().parent == self._dir.path.resolve():
-            self._from_rank0(lambda: self._dir.amend(path, metrics, extra))
+            self._ranks.call(lambda: self._dir.amend(path, metrics, extra))
 
     def wait(self) -> None:
         """Wait for a pending asynchronous save, and raise its error."""
@@ -262,9 +216,9 @@ class Checkpointer:
             _check_same_optimizer(meta, optimizer)
             states = optimizer_template(parts, metadata)
             state = {**state, **states}
-            entry = metadata.state_dict_metadata.get(f"rng.{self._rank}")
+            entry = metadata.state_dict_metadata.get(f"rng.{self._ranks.rank}")
             if isinstance(entry, TensorStorageMetadata):
-                state[f"rng.{self._rank}"] = torch.empty(entry.size, dtype=torch.uint8)
+                state[f"rng.{self._ranks.rank}"] = torch.empty(entry.size, dtype=torch.uint8)
         self._read(state, reader, path)
         weights_changed(parts)
         if optimizer is not None:
@@ -281,78 +235,33 @@ class Checkpointer:
 
     def _read(self, state: dict[str, Tensor], reader: CheckpointReader, path: Path) -> None:
         try:
-            dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+            dcp.load(state, storage_reader=reader, process_group=self._ranks.group, no_dist=self._ranks.group is None)
         except dcp.CheckpointException as error:  # a BaseException, which `except Exception` does not catch
             raise RunError(
-                f"checkpoint {path} cannot be read: {_reason(error)}",
+                f"checkpoint {path} cannot be read: {reason(error)}",
                 code="checkpoint_incomplete",
                 keys=("checkpoint.resume",),
             ) from error
 
-    def verify(self, path: Path) -> None:
-        """Compare size and hash of every file with the metadata. Ranks share the files. Collective.
-
-        Raises:
-            RunError: on all ranks, if one rank finds a damaged, truncated or missing file.
-        """
-        files = self._from_rank0(lambda: read_meta(path))["files"]
-        found: list[list[str]] = [[] for _ in range(self._world_size)]
-        found[self._rank] = damage(path, files, sorted(files)[self._rank :: self._world_size])
-        if self._group is not None:
-            dist.all_gather_object(found, found[self._rank], group=self._group)
-        if problems := [problem for of_rank in found for problem in of_rank]:
-            more = f" (and {len(problems) - 3} more files)" if len(problems) > 3 else ""
-            raise damaged(path, "; ".join(problems[:3]) + more)
-        self._verified = path
-
-    def _newest_undamaged(self) -> Path | None:
-        """Return the newest checkpoint that passes verification. Damaged ones are renamed and no longer counted."""
-        problem = None
-        while (path := self.latest()) is not None:
-            try:
-                self.verify(path)
-                return path
-            except RunError as error:
-                problem = error
-            aside = self._from_rank0(partial(self._set_aside, path, problem))
-            if self._rank == 0:
-                print(
-                    f"{problem.message}. Renamed it to {aside.name}. Trying the previous checkpoint.", file=sys.stderr
-                )
-        if problem is not None:
-            raise RunError(
-                f"every checkpoint of this run is damaged or incomplete. The oldest: {problem.message}",
-                code="checkpoint_incomplete",
-                keys=("checkpoint.resume",),
-                fix=f"copy a checkpoint from a backup to {self._dir.path}, or repeat the command to start from step 0",
-            )
-        return None
-
-    def _set_aside(self, path: Path, problem: RunError) -> Path:
-        try:
-            return self._dir.set_aside(path)
-        except OSError as error:
-            raise problem from error
-
     def _restore_generators(self, state: dict[str, Tensor], step: int) -> None:
-        saved = state.get(f"rng.{self._rank}")
+        saved = state.get(f"rng.{self._ranks.rank}")
         if saved is None:
-            rng.seed(step, self._rank)
+            rng.seed(step, self._ranks.rank)
         else:
             rng.restore_rng(saved)
 
-    def _write(self, state: dict[str, Tensor], meta: Mapping[str, object], final: Path) -> Path:
+    def _write(self, state: dict[str, Tensor], meta: CheckpointMeta, final: Path) -> Path:
         """Write to a temporary folder and publish it. Either all ranks return or all ranks raise."""
-        temporary = self._from_rank0(lambda: self._begin(final))
+        temporary = self._ranks.call(lambda: self._begin(final))
         try:
-            files = write_state(state, temporary, self._group)
+            files = write_state(state, temporary, self._ranks.group)
         except (dcp.CheckpointException, OSError, RuntimeError) as error:
-            if self._rank == 0:
+            if self._ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            if _find(error, KeyboardInterrupt) is not None:  # torch wraps the errors of ranks
+            if find_cause(error, KeyboardInterrupt) is not None:  # torch wraps the errors of ranks
                 raise KeyboardInterrupt from error
-            raise self._failed(final, error) from error
-        return self._from_rank0(lambda: self._finish(temporary, final, {**meta, "files": files}))
+            raise save_failed(final, error, self._dir.latest()) from error
+        return self._ranks.call(lambda: self._finish(temporary, final, {**meta, "files": files or {}}))
 
     def _begin(self, final: Path) -> Path:
         try:
@@ -361,51 +270,22 @@ class Checkpointer:
             temporary = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
             temporary.mkdir()
         except OSError as error:
-            raise self._failed(final, error) from error
+            raise save_failed(final, error, self._dir.latest()) from error
         return temporary
 
-    def _finish(self, temporary: Path, final: Path, meta: dict[str, Any]) -> Path:
+    def _finish(self, temporary: Path, final: Path, meta: CheckpointMeta) -> Path:
         try:
             self._dir.publish(temporary, final, meta)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise self._failed(final, error) from error
+            raise save_failed(final, error, self._dir.latest()) from error
         self._dir.link_if_best(final, meta["metrics"].get(self._goal.metric))
         self._dir.prune(self._config.keep_latest_k)
         self.published()
         return final
 
-    def _failed(self, final: Path, error: BaseException) -> RunError:
-        """Return the error of a failed save, with the free space and the newest complete checkpoint."""
-        free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
-        latest = self._dir.latest()
-        kept = f"The newest complete checkpoint is {latest}" if latest else "No earlier checkpoint exists"
-        cause = _find(error, OSError)
-        full = isinstance(cause, OSError) and cause.errno in _DISK_FULL
-        return RunError(
-            f"checkpoint {final} cannot be written: {_reason(error)} ({free / 2**30:.2f} GiB free). {kept}",
-            code="disk_full" if full else "unwritable_file",
-            keys=("output_dir",),
-            fix="free space on this disk, output_dir=<another disk>, or checkpoint.keep_latest_k=1" if full else None,
-        )
 
-    def _from_rank0(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0. Every rank returns its result or raises its RunError."""
-        outcome: list[Any] = [None, None]
-        if self._rank == 0:
-            try:
-                outcome[0] = make()
-            except RunError as error:
-                outcome[1] = error
-        if self._group is not None:
-            dist.broadcast_object_list(outcome, src=0, group=self._group, device=torch.device("cpu"))
-        if outcome[1] is not None:
-            raise outcome[1]
-        result: T = outcome[0]
-        return result
-
-
-def _check_same_optimizer(meta: dict[str, object], optimizer: torch.optim.Optimizer) -> None:
+def _check_same_optimizer(meta: CheckpointMeta, optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if meta["optimizer"] != name:
         raise RunError(
@@ -414,24 +294,3 @@ def _check_same_optimizer(meta: dict[str, object], optimizer: torch.optim.Optimi
             keys=("optimizer",),
             fix="use the optimizer section of the config.yaml of the run that wrote the checkpoint",
         )
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of the underlying OSError, or the end of the library message."""
-    cause = _find(error, OSError)
-    if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror
-    return " ".join(str(error).split())[-300:]
-
-
-def _find(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
-    """Return the error of a kind inside an exception of torch: a CheckpointException holds one per failed rank."""
-    while error is not None:
-        if isinstance(error, kind):
-            return error
-        if isinstance(error, dcp.CheckpointException):
-            for inner, _ in error.failures.values():
-                if (cause := _find(inner, kind)) is not None:
-                    return cause
-        error = error.__cause__ or error.__context__
-    return None

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -41,14 +41,26 @@ class FileNote(TypedDict):
     xxh3: str
 
 
+class CheckpointMeta(TypedDict):
+    """Values of `meta.json`. `extra` and `metrics` are the arguments of `Checkpointer.save`."""
+
+    step: int
+    world_size: int
+    optimizer: str
+    scheduler: dict[str, Any]
+    extra: dict[str, Any]
+    metrics: dict[str, float]
+    files: dict[str, FileNote]
+
+
 def step_of(checkpoint: Path) -> int | None:
     """Return the step in the name of a checkpoint folder, or None if it is not the name of a complete checkpoint."""
     match = _WHOLE.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
-def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Read `meta.json`: step, metrics, world_size, optimizer, scheduler, extra and files.
+def read_meta(checkpoint: Path) -> CheckpointMeta:
+    """Read `meta.json`.
 
     Raises:
         RunError: `checkpoint` is not a complete checkpoint, or its metadata is damaged.
@@ -63,13 +75,14 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     if not (checkpoint / META).is_file():
         raise damaged(checkpoint, f"{META} is missing")
     try:
-        meta: dict[str, Any] = json.loads((checkpoint / META).read_bytes())
+        meta = json.loads((checkpoint / META).read_bytes())
         seal = meta.pop(_SEAL)
     except (ValueError, KeyError, AttributeError, TypeError):
         raise damaged(checkpoint, f"{META} cannot be read") from None
     if seal != _seal(meta):
         raise damaged(checkpoint, f"{META} does not match its checksum")
-    return meta
+    read: CheckpointMeta = meta
+    return read
 
 
 def damaged(checkpoint: Path, what: str) -> RunError:
@@ -136,7 +149,7 @@ class CheckpointDir:
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def publish(self, written: Path, final: Path, meta: dict[str, object]) -> None:
+    def publish(self, written: Path, final: Path, meta: CheckpointMeta) -> None:
         """Publish the folder `written` as the checkpoint `final`: write the metadata, sync to disk, rename."""
         _write_meta(written / META, meta)
         _sync_folder(written)
@@ -149,7 +162,7 @@ class CheckpointDir:
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
 
-    def amend(self, checkpoint: Path, metrics: dict[str, float], extra: dict[str, Any]) -> None:
+    def amend(self, checkpoint: Path, metrics: dict[str, float], extra: Mapping[str, object]) -> None:
         """Add metrics and extra values to the metadata of a complete checkpoint."""
         meta = read_meta(checkpoint)
         meta["metrics"] |= metrics
@@ -193,10 +206,8 @@ def _seal(meta: dict[str, object]) -> str:
     return digest.hexdigest()
 
 
-def _write_meta(path: Path, meta: dict[str, object]) -> None:
-    plain = json.loads(
-        json.dumps(meta)
-    )  # normalize tuples and integer keys, so that the hash matches the values read back
+def _write_meta(path: Path, meta: CheckpointMeta) -> None:
+    plain = json.loads(json.dumps(meta))  # tuples and integer keys as they are read back
     replace(path, json.dumps({**plain, _SEAL: _seal(plain)}, indent=1), durable=True)
 
 

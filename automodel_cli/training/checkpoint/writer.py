@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def write_state(
         dcp.save(dict(state), storage_writer=writer, process_group=group, no_dist=group is None)
     if group is None:
         return hashing.notes
-    of_ranks: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None
+    of_ranks: list[dict[str, FileNote]] | None = [{}] * dist.get_world_size(group) if dist.get_rank() == 0 else None
     dist.gather_object(hashing.notes, of_ranks, dst=0, group=group)
     return None if of_ranks is None else {name: note for notes in of_ranks for name, note in notes.items()}
 
@@ -61,7 +62,7 @@ class _HashingFileSystem(FileSystem):
         self.notes: dict[str, FileNote] = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
             if mode == "rb":
                 yield stream
@@ -75,7 +76,7 @@ class _HashingFileSystem(FileSystem):
                 raise
             self.notes[Path(path).name] = {"bytes": hashed.num_bytes, "xxh3": hashed.checksum.hexdigest()}
 
-    def rename(self, path: Any, new_path: Any) -> None:
+    def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
         super().rename(path, new_path)
         self.notes[Path(new_path).name] = self.notes.pop(Path(path).name)
 
@@ -88,7 +89,7 @@ class _HashedStream:
         self.num_bytes, self.checksum = 0, Checksum()
         self.error: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes) -> int:
         self.checksum.update(data)
         self.num_bytes += len(data)
         try:
