@@ -36,7 +36,7 @@ class PipelineConfig:
     module_fqns_per_model_part: list[list[str]] | None = None
     """Module names per stage."""
     balance: Literal["even", "cost"] = "even"
-    """Distribution of layers over stages: `even`, or by `cost`, including the head."""
+    """Distribution of layers over stages: `even`, or by `cost`, including the head. Frozen parameters cost less."""
     microbatch_group_size: int | None = None
     """Microbatches per chunk and round of interleaved_1f1b. null: torch's grouping."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -216,6 +216,7 @@ class PipelineStages:
                 num_further=num_streams(model_part, True) - 1,
                 further_arrives=plan.follows_depths(index),
                 further_leaves=plan.follows_depths(index + 1),
+                sends_gradients=plan.sends_gradients(index),
             )
             for index, part in zip(plan.of_rank(self._axes.group.rank()), parts, strict=True)
         ]

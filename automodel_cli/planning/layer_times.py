@@ -56,6 +56,7 @@ class Segment:
         units: parameters that are gathered together, in `shards` by group.
         exchanged: bytes of tokens that experts exchange, one way.
         keys: bytes of keys and values that a rank of context parallelism sends.
+        has_backward: whether it or something before it is trained.
     """
 
     calls: Sequence[Call]
@@ -65,6 +66,7 @@ class Segment:
     exchanged: float = 0.0
     keys: float = 0.0
     is_layer: bool = False
+    has_backward: bool = True
 
     def kernels(self, of: str) -> Iterable[Kernel]:
         """Yield the kernels of "inputs" or "weights", the last layer's first."""
@@ -243,7 +245,7 @@ class _Run:
         of: Sequence[str] = ("inputs", "weights"),
     ) -> None:
         """Run backward. `experts`: reduce their gradients too, if gradients are reduced."""
-        order = [*reversed(segments)]
+        order = [segment for segment in reversed(segments) if segment.has_backward]
         arrives = 0.0
         for segment, following in zip_longest(order, order[1:]):
             self.clock.wait(0, arrives)

@@ -81,7 +81,7 @@ def _balance_hint(plan: Plan) -> list[str]:
     if plan.timeline is None or plan.balanced is None or plan.balanced.makespan > 0.99 * plan.timeline.makespan:
         return []
     share = f"idle {plan.balanced.idle_fraction:.1%}, makespan {plan.balanced.makespan:.4g} s"
-    return [f"the head weighs as much as layers: with pipeline.balance=cost {share}"]
+    return [f"stages differ in cost: with pipeline.balance=cost {share}"]
 
 
 def svg(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import Layout
+from automodel_cli.models.freezing import trained_work
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision.work import FrontWork
 from automodel_cli.pipelining.cut.stage_plan import StagePlan
@@ -47,6 +48,8 @@ class TimeEstimate:
     """Of a vision tower."""
     head: tuple[Call, ...]
     flops_per_token: float | None
+    lowest: int
+    """Lowest decoder layer with a backward."""
 
     def on(self, layout: Layout, links: Links) -> TimeEstimate:
         """Return the estimate with other data-parallel sizes. The other axes determine the counts."""
@@ -78,7 +81,7 @@ class TimeEstimate:
         """Return the time of a step without a pipeline."""
         every = range(len(self.units.layers))
         once, microbatch = self.times.whole_step(
-            self._segments(every, is_first=True, is_last=True, depths=1), self.request.num_microbatches
+            self._segments(every, self.lowest, is_first=True, is_last=True, depths=1), self.request.num_microbatches
         )
         return self._step_time([self._rank({}, None, once, microbatch, {})])
 
@@ -91,27 +94,36 @@ class TimeEstimate:
             own = [stage for stage in range(cut.num_stages) if cut.owner[stage] == rank]
             actions: dict[str, dict[str, dict[str, float]]] = {}
             for stage in own:
-                for kind, seconds in self._actions(cut.layers[stage], **_ends(cut, stage)).items():
+                for kind, seconds in self._actions_of(cut, stage).items():
                     actions.setdefault(kind, {})[str(stage)] = seconds
-            held = [self._segments(cut.layers[stage], **_ends(cut, stage)) for stage in own]
+            held = [self._segments(cut.layers[stage], cut.lowest_backward(stage), **_ends(cut, stage)) for stage in own]
             ranks.append(self._rank(actions, pipeline, {}, {}, self.times.outside(held)))
         return self._step_time(ranks)
 
     def costs(self, cut: StagePlan) -> Costs:
         """Return the seconds of each stage's forward and backward."""
-        stages = [self._actions(cut.layers[stage], **_ends(cut, stage)) for stage in range(cut.num_stages)]
+        stages = [self._actions_of(cut, stage) for stage in range(cut.num_stages)]
         forward, inputs, weights = (tuple(total(stage[kind]) for stage in stages) for kind in ("F", "I", "W"))
         return Costs(forward, inputs, weights, self.times.hop())
 
-    @functools.cache  # noqa: B019  # compared schedules share most stages, and a plan lives as long as its estimate
-    def _actions(self, layers: range, *, is_first: bool, is_last: bool, depths: int) -> dict[str, dict[str, float]]:
-        return self.times.actions(self._segments(layers, is_first=is_first, is_last=is_last, depths=depths))
+    def _actions_of(self, cut: StagePlan, stage: int) -> dict[str, dict[str, float]]:
+        return self._actions(cut.layers[stage], cut.lowest_backward(stage), **_ends(cut, stage))
 
-    def _segments(self, layers: range, *, is_first: bool, is_last: bool, depths: int) -> list[Segment]:
+    @functools.cache  # noqa: B019  # compared schedules share most stages, and a plan lives as long as its estimate
+    def _actions(
+        self, layers: range, lowest: int, *, is_first: bool, is_last: bool, depths: int
+    ) -> dict[str, dict[str, float]]:
+        return self.times.actions(self._segments(layers, lowest, is_first=is_first, is_last=is_last, depths=depths))
+
+    def _segments(self, layers: range, lowest: int, *, is_first: bool, is_last: bool, depths: int) -> list[Segment]:
+        """`lowest`: lowest decoder layer with a backward."""
         calls, units, times = self.activations.calls, self.units, self.times
-        found = [times.end((*self.front, *calls[0]), [units.before])] if is_first else []
+        found = []
+        if is_first:
+            before = times.end((*self.front, *calls[0]), [units.before])
+            found.append(replace(before, has_backward=lowest == 0))
         for place, i in enumerate(layers):
-            found.append(self._layer(place, i))
+            found.append(replace(self._layer(place, i), has_backward=i >= lowest))
         num_depths = units.num_depths if depths == 1 else 0
         # Each depth is one more layer like the last one.
         found += [self._layer(len(layers), len(units.layers) - 1)] * num_depths
@@ -188,6 +200,7 @@ def time_estimate(
         _front_calls(request, part, tokens),
         calls if request.head.logprobs else (),
         flops,
+        trained_work(part, logits=request.head.logprobs)[0],
     )
 
 

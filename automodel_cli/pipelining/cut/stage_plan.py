@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import nn
+from dataclasses import dataclass, replace
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.freezing import trained_work
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.nf4 import NF4Linear
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.layer_ranges import (
     balanced_sizes,
@@ -19,6 +17,7 @@ from automodel_cli.pipelining.cut.layer_ranges import (
 )
 from automodel_cli.pipelining.cut.layout_string import parse_layout, validate_layout
 from automodel_cli.pipelining.cut.model_structure import ModelStructure, tied_embedding
+from automodel_cli.pipelining.cut.stage_costs import training_costs
 from automodel_cli.pipelining.schedule.program import Program, Step, forward_only_program
 from automodel_cli.pipelining.schedule.programs import build_program
 from automodel_cli.pipelining.schedule.stage_ranks import stage_owners
@@ -32,6 +31,7 @@ class StagePlan:
         layers: decoder layers of each stage.
         owner: rank of each stage.
         depths: stage with the layers for multi-token prediction, if the model has them.
+        lowest: lowest decoder layer with a backward. The number of layers if only the head is trained.
     """
 
     layers: tuple[range, ...]
@@ -39,6 +39,7 @@ class StagePlan:
     config: PipelineConfig
     csv_program: Program | None = None
     depths: int | None = None
+    lowest: int = 0
 
     def follows_depths(self, stage: int) -> bool:
         """Return whether this stage receives hidden states of multi-token prediction in addition to the model's."""
@@ -63,10 +64,18 @@ class StagePlan:
     @property
     def splits_backward(self) -> bool:
         """Whether input gradients and weight gradients are separate actions."""
-        if self.csv_program is not None:
-            return self.csv_program.splits_backward
-        assert self.config.named_schedule is not None
-        return self.config.named_schedule.splits_backward
+        return _splits_backward(self.config, self.csv_program)
+
+    def lowest_backward(self, stage: int) -> int:
+        """Return the lowest decoder layer that has a backward, as seen by this stage.
+
+        torch splits a backward between the inputs of a stage and its weights, so it needs gradients of the inputs.
+        """
+        return self.layers[stage].start if stage > 0 and self.splits_backward else self.lowest
+
+    def sends_gradients(self, stage: int) -> bool:
+        """Return whether a stage computes gradients of its inputs, for trained parameters before it."""
+        return self.splits_backward or self.lowest < self.layers[stage].start
 
     def check(self, num_microbatches: int) -> None:
         """Raise ConfigError if a step cannot have this number of microbatches."""
@@ -115,10 +124,17 @@ def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure
     layers = _layers(config, part, anatomy, pp_size, csv_program)
     _check_first_stage(layers, part, pp_size)
     depths = _stage_of_depths(config, part, anatomy, len(layers))
-    plan = _owned(config, layers, depths, pp_size, csv_program)
+    plan = replace(_owned(config, layers, depths, pp_size, csv_program), lowest=trained_work(part, logits=True)[0])
     if depths is not None:
         _check_uses_of_table(plan, part)
     return plan
+
+
+def _splits_backward(config: PipelineConfig, csv_program: Program | None) -> bool:
+    if csv_program is not None:
+        return csv_program.splits_backward
+    assert config.named_schedule is not None
+    return config.named_schedule.splits_backward
 
 
 def _owned(
@@ -231,7 +247,8 @@ def _layers(
         assert kind is not None
         rounding = config.round_virtual_stages_to_pp_multiple
         count, _ = stage_count(num_layers, config.layers_per_stage, pp_size, kind, rounding)
-    sizes, needed = _sizes(config.balance, count, num_layers, part, anatomy), part.first_layers
+    splits = _splits_backward(config, csv_program)
+    sizes, needed = _sizes(config.balance, count, num_layers, part, anatomy, splits_backward=splits), part.first_layers
     # The first stage must contain the layers that read picture features. The other layers are split evenly behind it.
     if config.layers_per_stage is None and sizes[0] < needed and num_layers - needed >= count - 1:
         sizes = [needed, *even_sizes(count - 1, num_layers - needed)]
@@ -250,35 +267,14 @@ def _check_count(count: int, pp_size: int, kind: str | None) -> None:
         )
 
 
-def _sizes(balance: str, count: int, num_layers: int, part: ModelPart, anatomy: ModelStructure) -> list[int]:
+def _sizes(
+    balance: str, count: int, num_layers: int, part: ModelPart, anatomy: ModelStructure, *, splits_backward: bool
+) -> list[int]:
     if balance == "even":
         return even_sizes(count, num_layers)
     if count > num_layers:
         even_sizes(count, num_layers)  # Raises the error with its fix.
-    layers = part.model.get_submodule(anatomy.layers)
-    head = sum(used_weights(part.model.get_submodule(name)) for name in anatomy.after)
-    # Costs are proportional to the FLOPs of a token. The head counts for the last stage, so that it gets fewer layers.
-    return balanced_sizes([used_weights(layer) for layer in layers.children()], count, head_cost=head)
-
-
-def used_weights(module: nn.Module) -> float:
-    """Return the number of weights that a token is multiplied with, which is proportional to its FLOPs.
-
-    Fused experts (`[experts, ...]`) count by the fraction that a token uses. An embedding is a lookup and counts
-    nothing.
-    """
-    total = 0.0
-    for child in module.modules():
-        if isinstance(child, nn.Embedding):
-            continue
-        if isinstance(child, NF4Linear):
-            total += child.num_weights
-        for param in child.parameters(recurse=False):
-            # The experts decorator of transformers sets it on fused experts.
-            experts = getattr(child, "num_experts", None)
-            if experts and param.dim() == 3:
-                # Example: 64 experts, 8 per token. One eighth of the expert weights is used.
-                total += param.numel() * float(child.config.num_experts_per_tok) / experts  # type: ignore
-            else:
-                total += param.numel()
-    return total
+    # A split backward computes input gradients in every layer behind the first stage.
+    costs, head = training_costs(part, anatomy, 0 if splits_backward else trained_work(part, logits=True)[0])
+    # The head counts for the last stage, so that it gets fewer layers.
+    return balanced_sizes(costs, count, head_cost=head)

@@ -83,6 +83,7 @@ class Stage(PipelineStage):
         num_further: int = 0,
         further_arrives: bool = False,
         further_leaves: bool = False,
+        sends_gradients: bool = True,
     ):
         """Create a stage.
 
@@ -94,10 +95,11 @@ class Stage(PipelineStage):
                 once per step.
             num_further: hidden states of multi-token prediction that arrive or leave in addition to the model's, in
                 runs with `further` set.
+            sends_gradients: whether an earlier stage needs gradients of the inputs. Otherwise it receives zeros.
         """
         self.shapes: list[tuple[int, int]] = [(1, 1)]
         self.hidden_size, self.boundary_dtype, self.compute_dtype = hidden_size, boundary_dtype, compute_dtype
-        self.further = False
+        self.further, self._sends_gradients = False, sends_gradients
         self._more_in, self._more_out = num_further * further_arrives, num_further * further_leaves
         self.fsdp_roots = fsdp_roots(part) if defer_nested_sync or isinstance(part, FSDPModule) else []
         self._late = late_units(part)
@@ -210,6 +212,8 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: object) -> HeadOutput | Tensor:
         hidden_BTD = args[0].to(self.compute_dtype) if args else None
+        if hidden_BTD is not None and not self._sends_gradients:
+            hidden_BTD = hidden_BTD.detach()  # Backward ends at the lowest trained layer.
         with single_backward(self.reduction.in_backward):
             output = self.submod(hidden_BTD, **kwargs)
         result: HeadOutput | Tensor = output if self.is_last else output.to(self.boundary_dtype)

@@ -1,0 +1,92 @@
+"""Stages balanced by what is trained, against an exhaustive search over all splits of closed-form costs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from automodel_cli.config.parameter_patterns import EVERYTHING, Selection
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.freezing import freeze
+from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.cut.split_check import check_split
+from automodel_cli.pipelining.cut.stage_plan import plan_stages
+
+D, F, V, LAYERS, RANK = 32, 80, 1200, 8, 4
+FIELDS = {
+    "model_type": "llama",
+    "vocab_size": V,
+    "hidden_size": D,
+    "intermediate_size": F,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+NORMS, MLP = 2 * D, 3 * D * F
+LAYER = 2 * D * D + 2 * D * (D // 2) + MLP + NORMS
+HEAD = D * V + D
+ADAPTERS = RANK * (2 * (D + D) + 2 * (D + D // 2) + 3 * (D + F))
+LOW = Selection(("embed_tokens", "layers.[0-4]"))
+
+
+def three(forward: int, inputs: int, weights: int) -> int:
+    """Each of the three costs two FLOPs for a weight, so the factor is left out."""
+    return forward + inputs + weights
+
+
+FROZEN, PASSED, TRAINED = (three(LAYER, *rest) for rest in ((0, 0), (LAYER, 0), (LAYER, LAYER)))
+WHOLE_HEAD = three(HEAD, HEAD, HEAD)
+ADAPTED = three(LAYER + ADAPTERS, LAYER + ADAPTERS, ADAPTERS)
+NO_MLP = three(LAYER, LAYER, LAYER - MLP)
+CASES = {
+    "everything": (EVERYTHING, None, [TRAINED] * 8, WHOLE_HEAD),
+    "low": (LOW, None, [FROZEN] * 5 + [TRAINED] * 3, WHOLE_HEAD),
+    "mlp": (Selection(("mlp", "lm_head")), None, [NO_MLP] * 8, three(HEAD, HEAD, D)),
+    "table": (Selection((), ("embed_tokens",)), None, [PASSED] * 8, three(HEAD, HEAD, 0)),
+    "head": (Selection((), ("lm_head",)), None, [FROZEN] * 8, three(HEAD, 0, HEAD - D)),
+    "lora": (EVERYTHING, LoRAConfig(rank=RANK), [ADAPTED] * 8, three(HEAD, HEAD, 0)),
+    "lora_high": (
+        EVERYTHING,
+        LoRAConfig(rank=RANK, layers_to_transform=(6, 7)),
+        [FROZEN] * 6 + [ADAPTED] * 2,
+        three(HEAD, HEAD, 0),
+    ),
+}
+
+
+def costs_of(sizes: tuple[int, ...], layers: list[int], head: int) -> list[int]:
+    ends = [*itertools.accumulate(sizes)]
+    costs = [sum(layers[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    return [*costs[:-1], costs[-1] + head]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_no_split_has_a_cheaper_slowest_stage(case: str, num_stages: int) -> None:
+    selection, lora, layers, head = CASES[case]
+    part = build_part(ModelConfig(config=FIELDS, lora=lora))
+    freeze(part, selection)
+    plan = plan_stages(PipelineConfig(balance="cost"), part, check_split(part.model), num_stages)
+    found = tuple(len(stage) for stage in plan.layers)
+    every = [s for s in itertools.product(range(1, LAYERS), repeat=num_stages) if sum(s) == LAYERS]
+    costs = {sizes: costs_of(sizes, layers, head) for sizes in every}
+    slowest = min(max(of) for of in costs.values())
+    best = [sizes for sizes, of in costs.items() if max(of) == slowest]
+    assert found in best
+    assert sum(c * c for c in costs[found]) == min(sum(c * c for c in costs[sizes]) for sizes in best)
+
+
+def test_a_split_backward_has_input_gradients_in_every_layer_behind_the_first_stage() -> None:
+    part = build_part(ModelConfig(config=FIELDS))
+    freeze(part, Selection(("embed_tokens", "layers.[0-5]")))
+    anatomy = check_split(part.model)
+    whole, split = (plan_stages(PipelineConfig(schedule=name), part, anatomy, 4) for name in ("1f1b", "zb_h1"))
+    assert [whole.sends_gradients(stage) for stage in range(1, 4)] == [False, False, False]
+    assert [split.sends_gradients(stage) for stage in range(1, 4)] == [True, True, True]
+    assert [whole.lowest_backward(stage) for stage in range(4)] == [6] * 4
+    assert [split.lowest_backward(stage) for stage in range(4)] == [6, 2, 4, 6]
