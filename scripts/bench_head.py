@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind, Settings, fused_scores
+from automodel_cli.models.lm_head.fused_linear_logprobs import fused_scores
 from automodel_cli.models.lm_head.head import default_chunk_size
+from automodel_cli.models.lm_head.scores import HeadKind, Settings
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.builder import part_of, train_every_token
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.document_masking import recurrent_layers
+from automodel_cli.models.document_masking import document_bounds
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import build_small, shrink
 from tests.marks import slow
@@ -129,7 +129,7 @@ def check_that_mixed_documents_show(
     """Sabotage: rows pass for documents, so that those of a row see each other; the comparison must notice."""
     small, model = hybrid(family)
     part = part_like(small, model)
-    monkeypatch.setattr(recurrent_layers.DocumentBounds, "are_rows", True)
+    monkeypatch.setattr(document_bounds.DocumentBounds, "are_rows", True)
     want_logprobs, want = alone(model, rows)
     logprobs, got = run(part, rows)
     assert (logprobs - want_logprobs).abs().max() > 1e-3

@@ -20,8 +20,8 @@ from torch import nn
 
 from automodel_cli.data.head_output import HeadRequest
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind
 from automodel_cli.models.lm_head.head import default_chunk_size, kernel_chunk_size, kernels_allow
+from automodel_cli.models.lm_head.scores import HeadKind
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.planning.request import PlanRequest
 

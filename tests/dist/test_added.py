@@ -14,7 +14,8 @@ from automodel_cli.distributed.sharded_module import handle_of
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_strategy_parallelize
 from automodel_cli.distributed.wgrad_fusion.linear import WgradFusedLinear, weight_sum_of
-from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind, Settings, fused_scores
+from automodel_cli.models.lm_head.fused_linear_logprobs import fused_scores
+from automodel_cli.models.lm_head.scores import HeadKind, Settings
 from tests.dist.harness import launch
 
 _WIDTH, _ROWS, _VOCAB = 16, 6, 12

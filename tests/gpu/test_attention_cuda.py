@@ -9,7 +9,7 @@ import torch
 
 from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models.attention import kernel_probes, kernel_selection
-from automodel_cli.models.attention.kernels import dense, visible_mask
+from automodel_cli.models.attention.dense import dense, visible_mask
 from automodel_cli.models.attention.packed import packed_attention
 
 pytestmark = [

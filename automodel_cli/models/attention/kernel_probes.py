@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from automodel_cli.models.attention import cudnn, kernels
+from automodel_cli.models.attention import cudnn, dense, kernels
 
 _LENGTHS = (48, 80)
 _LENGTHS_CUDNN = (200, 312, 64)  # documents of at most 128 tokens alone are not computed by all versions
@@ -57,8 +57,8 @@ def _disagreement(
     parts = []
     for piece in zip(*(x.split(lengths) for x in rows), strict=True):
         q, k, v = (kernels.per_query_head(x.transpose(0, 1)[None], 4) for x in piece)
-        mask = kernels.visible_mask(q.shape[2], (q.shape[2],), (0,), window, q.dtype, device)
-        parts.append(kernels.dense(q, k, v, mask, scale=scale)[0].transpose(0, 1))
+        mask = dense.visible_mask(q.shape[2], (q.shape[2],), (0,), window, q.dtype, device)
+        parts.append(dense.dense(q, k, v, mask, scale=scale)[0].transpose(0, 1))
     want = torch.cat(parts)
     grads = torch.autograd.grad(got.float().square().sum(), flat)
     requested = torch.autograd.grad(want.square().sum(), rows)

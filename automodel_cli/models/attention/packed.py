@@ -34,12 +34,13 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.data.batch import SeenKeys
-from automodel_cli.models.attention import cudnn, kernel_selection
+from automodel_cli.models.attention import cudnn, dense, kernel_selection
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import varlen_segments as segments
 from automodel_cli.models.attention.picture_runs import PictureRuns
-from automodel_cli.models.attention.ring import Setting, ring_attention
+from automodel_cli.models.attention.ring import ring_attention
+from automodel_cli.models.attention.ring_calls import Setting
 from automodel_cli.models.context_parallel_layout import Context
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _two_way(
     if no_flex:
         setting = setting._replace(way="dense")
         reason = f"flash kernels are causal, and FlexAttention is not available because {no_flex}"
-        _warn_dense(reason, lambda: heads * rows * length**2 * kernels.dense_bytes(query_BHTD.dtype, setting.softcap))
+        _warn_dense(reason, lambda: heads * rows * length**2 * dense.dense_bytes(query_BHTD.dtype, setting.softcap))
     if on_cpu or no_flex:
         kernel = _kernel(sink_H, setting)
         mask = runs.mask(cu_seq_lens, rows, length, setting.window, query_BHTD.dtype)
@@ -232,7 +233,7 @@ def _as_rows(
     rows, _, length, _ = query_BHTD.shape
     dtype, device = query_BHTD.dtype, query_BHTD.device
     if documents.are_rows(rows):
-        mask = kernels.visible_mask(length, (length,), (0,), setting.window, dtype, device)
+        mask = dense.visible_mask(length, (length,), (0,), setting.window, dtype, device)
     elif setting.way != "flash" or (
         (mask := segments.row_mask(documents, length, setting.window, dtype, device)) is None
     ):
@@ -244,7 +245,7 @@ def _kernel(sink_H: Tensor | None, setting: Setting) -> segments.Kernel:
     """Return the kernel for documents that are grouped on the host."""
     if setting.way == "flash":
         return functools.partial(kernels.flash_cpu, sink_H=sink_H, scale=setting.scale)
-    return functools.partial(kernels.dense, sink_H=sink_H, scale=setting.scale, softcap=setting.softcap)
+    return functools.partial(dense.dense, sink_H=sink_H, scale=setting.scale, softcap=setting.softcap)
 
 
 def _groups(
@@ -282,7 +283,7 @@ def _cost(
     else:
         groups, _ = _groups(documents, context, setting.window, query_BHTD.device)
         pairs = sum(group.query_GS.numel() * group.key_GU.shape[1] for group in groups)
-    return heads * pairs * kernels.dense_bytes(query_BHTD.dtype, setting.softcap)
+    return heads * pairs * dense.dense_bytes(query_BHTD.dtype, setting.softcap)
 
 
 def _seen_keys(cu_seq_lens_k: Tensor | None, max_length_k: int | None, key_index: Tensor | None) -> SeenKeys | None:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from automodel_cli.models.attention.flex import Visible, document_positions, visible_intervals
+from automodel_cli.models.attention.flex_visibility import Visible, document_positions, visible_intervals
 
 Rule = Literal["causal", "in_window", "whole"]
 """How the layers of a kind see pictures: not at all in advance, within their window, or all tokens of the picture."""

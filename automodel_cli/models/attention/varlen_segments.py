@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import NO_RUN, Run, SeenKeys, seen_index
-from automodel_cli.models.attention.kernels import VarlenPlan, picked, visible_mask
+from automodel_cli.models.attention.dense import visible_mask
+from automodel_cli.models.attention.kernels import VarlenPlan, picked
 from automodel_cli.models.context_parallel_layout import Context
 
 _SHORT_ROW = 192  # tokens. On a CPU, a longer mask costs more than regrouping documents.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.lm_head import detection
-from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind
+from automodel_cli.models.lm_head.scores import HeadKind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

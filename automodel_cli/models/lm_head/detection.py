@@ -13,7 +13,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.sharded_module import class_of
 from automodel_cli.distributed.wgrad_fusion.linear import WgradFusedLinear
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind
+from automodel_cli.models.lm_head.scores import HeadKind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -37,17 +37,10 @@ from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.distributed.wgrad_fusion.linear import weight_sum_of
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
 from automodel_cli.models.lm_head.detection import head_logits, is_plain_linear
-from automodel_cli.models.lm_head.fused_linear_logprobs import (
-    HeadKind as HeadKind,
-)
-from automodel_cli.models.lm_head.fused_linear_logprobs import (
-    Scores,
-    Settings,
-    fused_scores,
-    merge_chunk_scores,
-    plain_scores,
-)
+from automodel_cli.models.lm_head.fused_linear_logprobs import fused_scores
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
+from automodel_cli.models.lm_head.scores import HeadKind as HeadKind
+from automodel_cli.models.lm_head.scores import Scores, Settings, merge_chunk_scores, plain_scores
 from automodel_cli.models.lm_head.vocab_parallel import WHOLE, Vocabulary, vocabulary_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.attention.packed import PACKED, register_packed_attention
 from automodel_cli.models.context_parallel_layout import Context, OneProcess
-from automodel_cli.models.document_masking import recurrent_layers
+from automodel_cli.models.document_masking import document_bounds, recurrent_layers
 from automodel_cli.models.model_inputs import accepted_by
 from automodel_cli.models.probes.small_sizes import VOCAB
 from automodel_cli.models.probes.tiny_model import build_small, shrink
@@ -120,7 +120,7 @@ def classes_in(model: PreTrainedModel, *, by_position: bool = False) -> frozense
     """Return the classes of a tiny model, which is changed.
 
     `by_position`: the model builds masks of full rows, so that all of its attention is included
-    (`recurrent_layers.DocumentBounds`).
+    (`document_bounds.DocumentBounds`).
     """
     with transformers_compat.quiet():
         return frozenset(_Observed(model, by_position).classes())
@@ -137,7 +137,7 @@ class _Observed:
         context = Context(OneProcess(), (1, _TOKENS), bounds, ids_BT.device)
         inputs = context.local_inputs(ids_BT, torch.zeros_like(ids_BT))
         self.inputs = recurrent_layers.full_row_inputs(inputs) if by_position else accepted_by(model, inputs)
-        self.documents = recurrent_layers.DocumentBounds(
+        self.documents = document_bounds.DocumentBounds(
             1, _TOKENS, tuple(bounds.tolist()), ids_BT.device, by_position=by_position
         )
         self._observe()
@@ -198,11 +198,11 @@ class _Observed:
         """Return whether all tensor arguments are per token."""
         if module not in self.calls:
             return False
-        tensors = list(recurrent_layers.tensors_in(self.calls[module]))
+        tensors = list(document_bounds.tensors_in(self.calls[module]))
         if not tensors or tensors[0].dim() != 3 or not _is_of_tokens(tensors[0]):
             return False
         return all(
-            _is_of_tokens(x) or (self.by_position and recurrent_layers.is_by_position(x, _TOKENS)) for x in tensors
+            _is_of_tokens(x) or (self.by_position and document_bounds.is_by_position(x, _TOKENS)) for x in tensors
         )
 
     def _mixes(self, module: nn.Module) -> bool:
@@ -219,11 +219,11 @@ class _Observed:
 
 
 def _is_of_tokens(x: Tensor) -> bool:
-    return x.dim() == 0 or recurrent_layers.is_per_token(x, 1, _TOKENS)
+    return x.dim() == 0 or document_bounds.is_per_token(x, 1, _TOKENS)
 
 
 def _first(output: object) -> Tensor | None:
-    return next(recurrent_layers.tensors_in(output), None)
+    return next(document_bounds.tensors_in(output), None)
 
 
 def _first_changed(values: dict[Any, object]) -> dict[Any, object]:

@@ -18,7 +18,7 @@ from automodel_cli.launch import environment, process_startup
 from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention import kernels as attention_kernels
 from automodel_cli.models.attention import packed as attention_packed
-from automodel_cli.models.attention.ring import Setting
+from automodel_cli.models.attention.ring_calls import Setting
 from automodel_cli.models.attention.varlen_segments import HostDocuments
 from automodel_cli.rollout.engines.servers.server_process import ServerProcess
 from automodel_cli.rollout.http import Server

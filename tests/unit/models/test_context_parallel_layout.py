@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, dual_chunks
-from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention import dense, kernel_selection, ring_calls
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import ring as ring
 from automodel_cli.models.attention import varlen_segments as segments
@@ -101,7 +101,7 @@ def reference(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, wi
         mask = torch.zeros(gap.shape).masked_fill(hidden, float("-inf"))
         q, k, v = (x[a:b].transpose(0, 1)[None] for x in (query, key, value))
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-        outputs.append(kernels.dense(q, k, v, mask, sink_H=sink, scale=0.3, softcap=cap)[0].transpose(0, 1))
+        outputs.append(dense.dense(q, k, v, mask, sink_H=sink, scale=0.3, softcap=cap)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -210,8 +210,8 @@ def test_variable_length_calls_of_a_ring_cover_what_the_segments_say(window: int
             if i + s.ahead - (window or 99) < j <= i + s.ahead
         ]
         seen = []
-        for call in ring._varlen_calls(members, place, window) if members else []:
-            assert isinstance(call, ring._VarlenCall)
+        for call in ring_calls._varlen_calls(members, place, window) if members else []:
+            assert isinstance(call, ring_calls._VarlenCall)
             assert len(set(call.query_index.tolist())) == len(call.query_index)
             left, right = call._left, 0 if call._causal else call._right
             plan = call._plan

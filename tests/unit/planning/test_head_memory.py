@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from automodel_cli.data.head_output import HeadRequest
-from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind, Settings, fused_scores
+from automodel_cli.models.lm_head.fused_linear_logprobs import fused_scores
+from automodel_cli.models.lm_head.scores import HeadKind, Settings
 from automodel_cli.planning.head_memory import head_bytes
 
 TOKENS, VOCABULARY, WIDTH, CHUNK = 96, 3000, 64, 32

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_cli.models.document_masking import recurrent_layers
+from automodel_cli.models.document_masking import document_bounds, recurrent_layers
 from automodel_cli.models.probes import token_mixing
 from automodel_cli.rollout.engines.sampler.kv_cache import NAME
 from automodel_cli.rollout.routed_experts import join_layers
@@ -83,7 +83,7 @@ class Decoder:
         return cls([DecoderStage(0, part)], torch.device(device), **options)
 
     @contextmanager
-    def generating(self, states: recurrent_layers.Runner) -> Iterator[None]:
+    def generating(self, states: document_bounds.Runner) -> Iterator[None]:
         """Context of generation: evaluation mode, attention with the KV cache, and recurrent layers with `states`."""
         modules = [module for part in self.parts for module in part.modules()]
         training = [module.training for module in modules]

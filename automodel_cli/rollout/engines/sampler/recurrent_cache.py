@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.document_masking.recurrent_layers import DocumentBounds
+from automodel_cli.models.document_masking.document_bounds import DocumentBounds
 from automodel_cli.rollout.engines.sampler.kv_cache import Decode, Prefill
 
 NewCache = Callable[[], Any]

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models.attention import flex as attention_flex
-from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention import flex_visibility, kernel_selection
 from automodel_cli.models.attention.packed import packed_attention
 from automodel_cli.models.context_parallel_layout import Context, OneProcess
 from tests import tiny
@@ -74,7 +74,7 @@ def test_a_packed_row_is_its_documents_alone_and_other_bounds_compile_nothing():
     assert len(attention_flex.compilations) - before == 1
 
 
-def _sees(visible: attention_flex.Visible) -> Tensor:
+def _sees(visible: flex_visibility.Visible) -> Tensor:
     key_M = visible.key_position_M
     own = (key_M <= visible.position_N[:, None]) & (key_M >= visible.lower_N[:, None])
     if visible.prefix is None:
@@ -98,7 +98,7 @@ def _table(count: Tensor, index: Tensor) -> Tensor:
 @pytest.mark.parametrize("bounds", [(0, 1100), (0, 128, 256, 1000, 1100), (0, 3, 3, 300, 301, 640, 1100)])
 def test_blocks_are_skipped_only_where_nothing_is_seen_and_whole_only_where_all_is(bounds, window):
     cu = torch.tensor(bounds, dtype=torch.int32)
-    visible = attention_flex.batch_visibility(cu, 1, 1100, window, CPU)
+    visible = flex_visibility.batch_visibility(cu, 1, 1100, window, CPU)
     document = torch.bucketize(torch.arange(1100), cu[1:], right=True)
     gap = torch.arange(1100)[:, None] - torch.arange(1100)
     want = (gap >= 0) & (gap < (window or 1100)) & (document[:, None] == document)
@@ -119,7 +119,7 @@ def test_blocks_of_documents_that_share_a_prefix_hold_all_that_is_seen(window: i
     bounds = (0, 300, 500, 510, 900, 1000, 1100)
     prefixes = ((0, 0), (0, 300), (0, 300), (0, 300), (0, 0), (900, 100))
     cu = torch.tensor(bounds, dtype=torch.int32)
-    visible = attention_flex.batch_visibility(cu, 1, 1100, window, CPU, SeenKeys.of(bounds, prefixes))
+    visible = flex_visibility.batch_visibility(cu, 1, 1100, window, CPU, SeenKeys.of(bounds, prefixes))
     want = torch.zeros(1100, 1100, dtype=torch.bool)
     for (start, end), (first, length) in zip(pairwise(bounds), prefixes, strict=True):
         keys = torch.cat([torch.arange(first, first + length), torch.arange(start, end)])
@@ -142,7 +142,7 @@ def test_blocks_of_shared_rows_hold_all_that_is_seen():
 
     context = Context(Group(), (2, 600), torch.tensor([0, 200, 600, 610, 1200]), CPU)
     for source in (None, 0, 1):
-        visible = attention_flex.context_visibility(context, 90, source)
+        visible = flex_visibility.context_visibility(context, 90, source)
         blocks = visible.blocks
         full = _table(blocks.full_kv_num_blocks, blocks.full_kv_indices)
         touched = _table(blocks.kv_num_blocks, blocks.kv_indices) | full
@@ -154,9 +154,9 @@ def test_blocks_of_shared_rows_hold_all_that_is_seen():
 
 def test_layers_share_a_mask_for_as_long_as_its_microbatch_lives():
     cu = torch.tensor([0, 50, 128], dtype=torch.int32)
-    first = attention_flex.batch_visibility(cu, 1, 128, None, CPU)
-    assert attention_flex.batch_visibility(cu, 1, 128, None, CPU) is first
-    assert attention_flex.batch_visibility(cu, 1, 128, 8, CPU) is not first
+    first = flex_visibility.batch_visibility(cu, 1, 128, None, CPU)
+    assert flex_visibility.batch_visibility(cu, 1, 128, None, CPU) is first
+    assert flex_visibility.batch_visibility(cu, 1, 128, 8, CPU) is not first
     known, key = attention_flex._visibility_cache, id(cu)
     assert key in known
     del cu
@@ -187,7 +187,7 @@ def test_the_sparse_kernel_of_torchs_compiler_reads_the_same_blocks():
     cu = torch.tensor(FIRST, dtype=torch.int32)
     kernel = torch.compile(flex_attention, fullgraph=True)
     for window in (None, 40):
-        visible = attention_flex.batch_visibility(cu, ROWS, TOKENS, window, CPU)
+        visible = flex_visibility.batch_visibility(cu, ROWS, TOKENS, window, CPU)
         with torch.no_grad():
             got = kernel(query, key, value, block_mask=visible.blocks, scale=0.3, enable_gqa=True)
         flat = [x[0].transpose(0, 1).double() for x in (query, key, value)]

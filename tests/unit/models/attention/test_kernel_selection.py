@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models.attention import cudnn, kernel_probes, kernel_selection, packed
+from automodel_cli.models.attention import cudnn, dense, kernel_probes, kernel_selection, packed
 from automodel_cli.models.attention import kernels as attention_kernels
 from automodel_cli.models.attention.packed import packed_attention
-from automodel_cli.models.attention.ring import Setting
+from automodel_cli.models.attention.ring_calls import Setting
 from automodel_cli.models.config import ModelConfig
 from tests.errors import raises
 
@@ -92,7 +92,7 @@ def _documents(cu, left, *flat):
     for a, b in ((a, b) for a, b in pairwise(cu.tolist()) if a < b):
         parts = [attention_kernels.per_query_head(x[a:b].transpose(0, 1)[None].float(), 4) for x in flat]
         window = None if left is None else left + 1
-        yield slice(a, b), parts, attention_kernels.visible_mask(b - a, (b - a,), (0,), window, torch.float32, CPU)
+        yield slice(a, b), parts, dense.visible_mask(b - a, (b - a,), (0,), window, torch.float32, CPU)
 
 
 def _operator(*, ignores_windows: bool) -> torch.library.Library:
@@ -101,7 +101,7 @@ def _operator(*, ignores_windows: bool) -> torch.library.Library:
     def forward(q, k, v, cu_q, *arguments, scale, window_size_left=None, window_size_right=None):
         out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(q.shape[1], q.shape[0])
         for tokens, parts, mask in _documents(cu_q, None if ignores_windows else window_size_left, q, k, v):
-            one, one_lse = attention_kernels.dense_forward(*parts, mask, scale, None)
+            one, one_lse = dense.dense_forward(*parts, mask, scale, None)
             out[tokens], lse[:, tokens] = one[0].transpose(0, 1).to(q.dtype), one_lse[0]
         nothing = torch.zeros(2, dtype=torch.uint64)
         return out, lse, nothing, nothing[0].clone(), torch.empty(0)
@@ -110,7 +110,7 @@ def _operator(*, ignores_windows: bool) -> torch.library.Library:
         grads = [torch.empty_like(x) for x in (q, k, v)]
         left = None if ignores_windows else window_size_left
         for tokens, (dout, *qkv, one), mask in _documents(cu_q, left, grad, q, k, v, out):
-            found = attention_kernels.dense_backward(dout, *qkv, mask, one, lse[None, :, tokens], scale, None)
+            found = dense.dense_backward(dout, *qkv, mask, one, lse[None, :, tokens], scale, None)
             for whole, of_heads in zip(grads, found, strict=True):
                 of_kv = of_heads[0].unflatten(0, (whole.shape[1], -1)).sum(1)
                 whole[tokens] = of_kv.transpose(0, 1).to(whole.dtype)
@@ -146,7 +146,7 @@ def _cudnn_operator(seen: list[tuple[list[int], int, int]], *, grouped: bool = T
         out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(*q.shape[:2], 1)
         k, v = (x if grouped else x.flip(1) for x in (k, v))
         for tokens, parts, mask in _documents(cu_q, None, q, k, v):
-            one, one_lse = attention_kernels.dense_forward(*parts, mask, scale, None)
+            one, one_lse = dense.dense_forward(*parts, mask, scale, None)
             out[tokens], lse[tokens, :, 0] = one[0].transpose(0, 1).to(q.dtype), one_lse[0].t()
         number = torch.zeros((), dtype=torch.int64)
         return out, lse, cu_q.clone(), cu_k.clone(), max_q, max_k, number, number.clone(), torch.empty(0)
@@ -156,7 +156,7 @@ def _cudnn_operator(seen: list[tuple[list[int], int, int]], *, grouped: bool = T
         seen.append((cu_q.tolist(), max_q, max_k))
         grads = [torch.empty_like(x) for x in (q, k, v)]
         for tokens, (dout, *qkv, one), mask in _documents(cu_q, None, grad, q, k, v, out):
-            found = attention_kernels.dense_backward(dout, *qkv, mask, one, lse[tokens, :, 0].t()[None], scale, None)
+            found = dense.dense_backward(dout, *qkv, mask, one, lse[tokens, :, 0].t()[None], scale, None)
             for whole, of_heads in zip(grads, found, strict=True):
                 of_kv = of_heads[0].unflatten(0, (whole.shape[1], -1)).sum(1)
                 whole[tokens] = of_kv.transpose(0, 1).to(whole.dtype)
@@ -234,7 +234,7 @@ def test_packed_attention_passes_each_layer_to_the_operator_that_computes_it(mon
     assert seen == [([0, 7, 24], 32, 32)], "the layer without a window"
     for window, out in found.items():
         for tokens, parts, mask in _documents(bounds, None if window is None else window - 1, *flat):
-            want = attention_kernels.dense(*parts, mask, scale=0.25)[0].transpose(0, 1)
+            want = dense.dense(*parts, mask, scale=0.25)[0].transpose(0, 1)
             torch.testing.assert_close(out[tokens], want, rtol=1e-5, atol=1e-6)
 
 

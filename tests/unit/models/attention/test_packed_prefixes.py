@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import SeenKeys
-from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention import dense, kernel_selection
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import varlen_segments as segments
 from automodel_cli.models.attention.packed import packed_attention
@@ -127,13 +127,13 @@ def operator() -> torch.library.Library:
         for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
             rows = (q[a:b], *(x[c:d].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)))
             ahead, window = (d - c) - (b - a), None if left is None else left + 1
-            mask = kernels.visible_mask(b - a, (d - c,), (ahead,), window, torch.float32, CPU)
+            mask = dense.visible_mask(b - a, (d - c,), (ahead,), window, torch.float32, CPU)
             yield slice(a, b), slice(c, d), [x.transpose(0, 1)[None] for x in rows], mask
 
     def forward(q, k, v, cu_q, cu_k, *arguments, scale, window_size_left=None, window_size_right=None):
         out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], q.shape[0])
         for at, _, qkv, mask in segments_of(cu_q, cu_k, window_size_left, q, k, v):
-            one, one_lse = kernels.dense_forward(*qkv, mask, scale, None)
+            one, one_lse = dense.dense_forward(*qkv, mask, scale, None)
             out[at], lse[:, at] = one[0].transpose(0, 1), one_lse[0]
         nothing = torch.zeros(2, dtype=torch.uint64)
         return out, lse, nothing, nothing[0].clone(), torch.empty(0)
@@ -142,7 +142,7 @@ def operator() -> torch.library.Library:
         dq, dk, dv = grads = [torch.zeros_like(x) for x in (q, k, v)]
         for at, of_keys, qkv, mask in segments_of(cu_q, cu_k, window_size_left, q, k, v):
             rows = [x[at].transpose(0, 1)[None] for x in (grad, out)]
-            found = kernels.dense_backward(rows[0], *qkv, mask, rows[1], lse[None, :, at], scale, None)
+            found = dense.dense_backward(rows[0], *qkv, mask, rows[1], lse[None, :, at], scale, None)
             for whole, tokens, of_heads in zip(grads, (at, of_keys, of_keys), found, strict=True):
                 whole[tokens] = of_heads[0].unflatten(0, (whole.shape[1], -1)).sum(1).transpose(0, 1)
         return dq, dk, dv

@@ -26,7 +26,7 @@ from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import composite_text
 from automodel_cli.models.lm_head.detection import detect_head
-from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind
+from automodel_cli.models.lm_head.scores import HeadKind
 from automodel_cli.models.model_part import ModelPart
 from tests import vision
 from tests.tiny import gradient_error, gradients, packed_batch, perturb, token_row

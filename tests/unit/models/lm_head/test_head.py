@@ -14,9 +14,10 @@ from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.wgrad_fusion.linear import add_product_
 from automodel_cli.models.lm_head import head as head_module
 from automodel_cli.models.lm_head.detection import classify, detect_head, head_logits
-from automodel_cli.models.lm_head.fused_linear_logprobs import Settings, fused_scores
+from automodel_cli.models.lm_head.fused_linear_logprobs import fused_scores
 from automodel_cli.models.lm_head.head import Head, HeadKind, default_chunk_size
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
+from automodel_cli.models.lm_head.scores import Settings
 from automodel_cli.parity.reference import output_of
 from tests.tiny import build_hf, packed_batch, reference_logprobs, tiny_config, token_row
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from automodel_cli.models.lm_head import kernels as lm_head_kernels
-from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind, Settings, fused_scores, plain_scores
+from automodel_cli.models.lm_head.fused_linear_logprobs import fused_scores
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
+from automodel_cli.models.lm_head.scores import HeadKind, Settings, plain_scores
 from automodel_cli.models.lm_head.vocab_parallel import Vocabulary
 from tests import interpreter
 
