@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from automodel_cli.models.transformers_compat import images_only_processor
+from automodel_cli.models.vision.processor_compat import images_only_processor
 from tests.vision import pairs, repository, rows
 
 NUM_ROWS, NUM_STEPS = 8, 3

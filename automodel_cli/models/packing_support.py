@@ -10,10 +10,10 @@ probe takes about 0.1 s.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, NO_RUN, Batch, SeenKeys, dual_chunks
@@ -23,23 +23,29 @@ from automodel_cli.models.builder import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.context_parallel_layout import Context, OneProcess
 from automodel_cli.models.document_masking import dynamic_rope, recurrent_layers
-from automodel_cli.models.model_inputs import accepted_by, model_inputs_for
+from automodel_cli.models.model_inputs import model_inputs_for
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes import isolation, token_mixing
-from automodel_cli.models.probes.tiny_model import build_small, shrink
+from automodel_cli.models.probes.hidden_states import (
+    DOCUMENTS,
+    TOLERANCE,
+    first_difference,
+    layer_outputs,
+    probe_row,
+    small_model,
+)
+from automodel_cli.models.probes.tiny_model import shrink
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Longer than every window, chunk and index size of a tiny copy, or leaks would be hidden. One is longer than `SWITCH`.
-_DOCUMENTS = (13, 9)
 Rows = Literal["packed", "padded", "whole"]
 """Contents of rows: several documents; one document and padding; one document."""
 # (documents of a row, number of compared tokens). In padded rows, the second document is padding.
 _ROWS: dict[Rows, tuple[tuple[tuple[int, ...], int], ...]] = {
-    "packed": ((_DOCUMENTS, sum(_DOCUMENTS)),),
+    "packed": ((DOCUMENTS, sum(DOCUMENTS)),),
     "padded": (((13, 9), 13), ((9, 13), 9)),
-    "whole": (((sum(_DOCUMENTS),), sum(_DOCUMENTS)),),
+    "whole": (((sum(DOCUMENTS),), sum(DOCUMENTS)),),
 }
 # Simpler row types, and their overrides.
 _SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
@@ -49,7 +55,6 @@ _SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
 }
 _NO_SWITCH = 512  # tokens: no document of a probe is as long
 _UNMEASURED = "a small copy of the model does not run"
-_TOLERANCE = 1e-4  # relative to the largest hidden value. Leaks are at least 1e-2.
 
 
 def probe_packing(
@@ -107,7 +112,7 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
     with transformers_compat.quiet():
         try:
             small = shrink(hf_config)
-            model = _small(small, trust_remote_code)
+            model = small_model(small, trust_remote_code)
             recurrent_layers.install_document_reset(
                 model, token_mixing.state_layer_classes(small, trust_remote_code=trust_remote_code)
             )
@@ -120,7 +125,7 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
                 keys=("mesh.cp_size",),
                 fix="mesh.cp_size=1",
             ) from error
-    if difference > _TOLERANCE:
+    if difference > TOLERANCE:
         raise ConfigError(
             f"context parallelism is not supported for {hf_config.model_type} because {where} computes other values "
             f"for a sharded sequence (relative difference {difference:.1e})",
@@ -145,14 +150,14 @@ def why_not_shared(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fal
     with transformers_compat.quiet():
         try:
             small = shrink(hf_config, switch=_NO_SWITCH)
-            model = _small(small, trust_remote_code)
+            model = small_model(small, trust_remote_code)
             choice = ModelConfig(pretrained="-", trust_remote_code=trust_remote_code)
             part = part_of(copy.deepcopy(small), choice, device="cpu")
             part.model.load_state_dict(model.state_dict())
             difference, where = _prefix_against_copies(part)
         except Exception as error:  # any class of the library may fail in its own method on sizes it never saw
             return f"{_UNMEASURED} ({type(error).__name__}: {error})".splitlines()[0][:200]
-    if difference <= _TOLERANCE:
+    if difference <= TOLERANCE:
         return ""
     return f"{where} of {hf_config.model_type} gives them something else (off by {difference:.1e})"
 
@@ -160,8 +165,8 @@ def why_not_shared(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fal
 @torch.no_grad()
 def _prefix_against_copies(part: ModelPart) -> tuple[float, str]:
     """Compare two documents with a shared prefix and with copies of it: largest difference, and its layer."""
-    (long, short), prefix = _DOCUMENTS, 5
-    ids_T = _probe_row(part.model)[0]
+    (long, short), prefix = DOCUMENTS, 5
+    ids_T = probe_row(part.model)[0]
     ids_T[long : long + prefix] = ids_T[:prefix]
     bounds, runs = (0, prefix, long, long + short - prefix), (NO_RUN, (0, prefix), (0, prefix))
     positions_T = torch.cat([torch.arange(long), torch.arange(prefix, short)])
@@ -175,10 +180,10 @@ def _prefix_against_copies(part: ModelPart) -> tuple[float, str]:
         seen=SeenKeys.of(bounds, runs),
     )
     part.eval()
-    packed, names = _layer_outputs(part.model, model_inputs_for(ids_T[None], _DOCUMENTS))
-    shared, _ = _layer_outputs(part.model, batch.model_inputs())
+    packed, names = layer_outputs(part.model, model_inputs_for(ids_T[None], DOCUMENTS))
+    shared, _ = layer_outputs(part.model, batch.model_inputs())
     want = [torch.cat([layer_output[:, :long], layer_output[:, long + prefix :]], 1) for layer_output in packed]
-    return _first_difference(shared, want, names)
+    return first_difference(shared, want, names)
 
 
 class _BothRanks(OneProcess):
@@ -214,23 +219,23 @@ def _shared_against_whole(model: PreTrainedModel) -> tuple[float, str]:
     model.eval()
     model.set_attn_implementation(packed.PACKED)
     dynamic_rope.install_document_rope(model)
-    ids_BT = _probe_row(model)
-    inputs = model_inputs_for(ids_BT, _DOCUMENTS)
+    ids_BT = probe_row(model)
+    inputs = model_inputs_for(ids_BT, DOCUMENTS)
 
     def outputs(group: _BothRanks) -> tuple[list[Tensor], Context]:
         context = Context(group, (1, ids_BT.shape[1]), inputs.get("cu_seq_lens_q"), ids_BT.device, group.owners)
         fresh = copy.deepcopy(model)  # some rotary tables have state
-        return _layer_outputs(fresh, context.local_inputs(ids_BT, inputs["position_ids"]))[0], context
+        return layer_outputs(fresh, context.local_inputs(ids_BT, inputs["position_ids"]))[0], context
 
-    whole, names = _layer_outputs(copy.deepcopy(model), inputs)
+    whole, names = layer_outputs(copy.deepcopy(model), inputs)
     both = _BothRanks()
     shared, context = outputs(both)
-    worst = _first_difference([context.gather_rows(layer_output) for layer_output in shared], whole, names)
-    if worst[0] > _TOLERANCE:
+    worst = first_difference([context.gather_rows(layer_output) for layer_output in shared], whole, names)
+    if worst[0] > TOLERANCE:
         return worst
     halves = [layer_output.chunk(2, 1) for layer_output in shared]
     rank_differences = [
-        _first_difference(outputs(_OneRank(rank, both))[0], [half[rank] for half in halves], names) for rank in (0, 1)
+        first_difference(outputs(_OneRank(rank, both))[0], [half[rank] for half in halves], names) for rank in (0, 1)
     ]
     return max([worst, *rank_differences])
 
@@ -251,7 +256,7 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
     choice = ModelConfig(pretrained="-", attn_implementation=attention, trust_remote_code=trust_remote_code)
     try:
         small = shrink(hf_config)
-        model = _small(small, trust_remote_code)
+        model = small_model(small, trust_remote_code)
         part = part_of(copy.deepcopy(small), choice, device="cpu")
         part.model.load_state_dict(model.state_dict())
         measured = [_row_against_documents(model, part, *row) for row in _ROWS[rows]]
@@ -266,7 +271,7 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return f"{_UNMEASURED} ({reason})"
     difference, where = max(measured)
-    if difference <= _TOLERANCE:
+    if difference <= TOLERANCE:
         return None
     if rows == "packed":
         return f"{where} mixes packed documents (relative difference {difference:.1e})"
@@ -275,22 +280,9 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
 
 def _train_once(part: ModelPart, documents: tuple[int, ...]) -> None:
     """Run forward and backward once, so that errors of a training step occur here."""
-    ids_BT = _probe_row(part.model)
+    ids_BT = probe_row(part.model)
     output = part(labels=ids_BT.roll(-1, 1), **model_inputs_for(ids_BT, documents))
     output.logprobs_BT.sum().backward()
-
-
-def _small(small: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    def build(config: PretrainedConfig) -> PreTrainedModel:
-        return transformers_compat.causal_lm(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-
-    return build_small(small, build)
-
-
-def _probe_row(model: PreTrainedModel) -> Tensor:
-    vocab = model.config.get_text_config().vocab_size
-    ids_T = torch.randint(3, vocab, (sum(_DOCUMENTS),), generator=torch.Generator().manual_seed(0))
-    return ids_T[None]
 
 
 @torch.no_grad()
@@ -301,48 +293,13 @@ def _row_against_documents(
 
     `model` is the transformers model, `part` has its weights.
     """
-    ids_BT = _probe_row(model)
+    ids_BT = probe_row(model)
     apart = []
     for document in ids_BT.split(documents, 1):
         alone = copy.deepcopy(model).eval()  # of its own: some rotary tables remember what they saw
-        apart.append(_layer_outputs(alone, {"input_ids": document})[0])
+        apart.append(layer_outputs(alone, {"input_ids": document})[0])
     part.eval()
-    together, names = _layer_outputs(part.model, model_inputs_for(ids_BT, documents))
+    together, names = layer_outputs(part.model, model_inputs_for(ids_BT, documents))
     part.train()
     want = [torch.cat(outputs, 1)[:, :compared] for outputs in zip(*apart, strict=True)]
-    return _first_difference([outputs[:, :compared] for outputs in together], want, names)
-
-
-def _first_difference(got: list[Tensor], want: list[Tensor], names: list[str]) -> tuple[float, str]:
-    where, worst = "the model", 0.0
-    for index, name in enumerate(names):
-        gap = ((got[index] - want[index]).abs().max() / want[index].abs().max()).item()
-        worst = max(worst, gap if gap == gap else float("inf"))
-        if worst > _TOLERANCE:
-            where = name
-            break
-    return worst, where
-
-
-def _layer_outputs(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
-    """Return hidden states after every decoder layer and of the base model, with a name for each."""
-    outputs: list[Tensor] = []
-    names: list[str] = []
-    layers = max(
-        (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList()
-    )
-
-    def keep(module: nn.Module, args: object, output: Tensor) -> None:
-        outputs.append(output[0] if isinstance(output, (tuple, list)) else output)
-
-    handles = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        with recurrent_layers.documents_of(model, inputs):
-            hidden = model.base_model(**accepted_by(model, inputs), use_cache=False)[0]
-    finally:
-        for handle in handles:
-            handle.remove()
-    names = [f"layer {i} ({type(layer).__name__})" for i, layer in enumerate(layers)]
-    if [tuple(o.shape) for o in outputs] != [tuple(hidden.shape)] * len(layers):
-        outputs, names = [], []  # layers with other outputs: compare only the end
-    return [*outputs, hidden], [*names, f"a layer of {type(model.base_model).__name__}"]
+    return first_difference([outputs[:, :compared] for outputs in together], want, names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -12,10 +11,9 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import override
 from automodel_cli.config.value_checks import check_choice, check_range
 from automodel_cli.models.files import file_integrity
-from automodel_cli.models.files.gguf_header import gguf_strings
+from automodel_cli.models.files.gguf_tokenizer import digits_then_words, gguf_path, set_gguf_split
 
 if TYPE_CHECKING:
-    from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
@@ -82,7 +80,7 @@ class ByteTokenizer:
         # No merges: with `ignore_merges`, a word in the vocabulary is one token and every other word is split
         # to bytes.
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
-        tokenizer.pre_tokenizer, tokenizer.decoder = _digits_then_words(), decoders.ByteLevel()
+        tokenizer.pre_tokenizer, tokenizer.decoder = digits_then_words(), decoders.ByteLevel()
         fast = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             pad_token=PAD,
@@ -266,7 +264,7 @@ def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote
             fix="model.tokenizer=<a folder with tokenizer.json, or a hub id>",
         ) from error
     if gguf_file is not None:
-        _set_gguf_split(tokenizer, _gguf_path(source, gguf_file, revision))
+        set_gguf_split(tokenizer, gguf_path(source, gguf_file, revision))
     return tokenizer
 
 
@@ -286,46 +284,6 @@ def _refuse_adapter(folder: Path) -> None:
     )
 
 
-def _gguf_path(source: str, gguf_file: str, revision: str | None) -> Path:
-    """Return the local GGUF file: in the folder, or in the hub's cache, where reading the tokenizer has stored it."""
-    local = Path(source) / gguf_file
-    if local.is_file():
-        return local
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(source, gguf_file, revision=revision))
-
-
-# `tokenizer.ggml.pre` names how text is cut into words before the merges. These cut every digit off by itself first,
-# then as GPT-2 does (llama.cpp, src/llama-vocab.cpp: LLAMA_VOCAB_PRE_TYPE_SMOLLM and its neighbours).
-_DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
-_AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
-
-
-def _set_gguf_split(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Set the word splitting that the model was trained with.
-
-    transformers knows some values of `tokenizer.ggml.pre` and uses GPT-2 for the others, which tokenizes numbers of
-    SmolLM incorrectly. Unverified fallbacks are rejected.
-    """
-    strings = gguf_strings(path)
-    if strings.get("tokenizer.ggml.model") != "gpt2":
-        return  # only byte-level BPE is cut into words by a named rule
-    rule = strings.get("tokenizer.ggml.pre", "missing")
-    if rule in _DIGITS_ALONE:
-        tokenizer.backend_tokenizer.pre_tokenizer = _digits_then_words()
-    elif rule not in _AS_GPT2:
-        cut = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"]
-        if cut["type"] == "ByteLevel" and cut["use_regex"]:
-            raise ConfigError(
-                f"gguf_file={path.name} is not supported because its pre-tokenizer {rule!r} (tokenizer.ggml.pre) is "
-                "unknown. Numbers and punctuation could be tokenized differently from training",
-                code="not_supported",
-                keys=("gguf_file",),
-                fix="model.tokenizer=<hub id or folder of the original model>",
-            )
-
-
 def _read_template(choice: str) -> str:
     if "{" in choice:
         return choice
@@ -337,10 +295,3 @@ def _read_template(choice: str) -> str:
             keys=("tokenizer.chat_template",),
         )
     return file.read_text(encoding="utf-8")
-
-
-def _digits_then_words() -> PreTokenizer:
-    """Split single digits, then GPT-2's words with the preceding space, as bytes."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-
-    return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)])

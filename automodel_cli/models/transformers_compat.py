@@ -9,13 +9,9 @@ changes. tests/unit/distributed/test_empty_groups.py covers the grouped GEMM of 
 from __future__ import annotations
 
 import copy
-import inspect
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -146,14 +142,6 @@ def uncut_copy(model: PreTrainedModel) -> PreTrainedModel:
     return full_copy
 
 
-def conversion_mapping(model: PreTrainedModel) -> list[Any]:
-    """Return the conversion of hub keys to this model's parameters. Use the complete model, before it is split."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    mapping: list[Any] = get_model_conversion_mapping(model)
-    return mapping
-
-
 def register_classes(config: Any, base: nn.Module, causal: object) -> None:
     """Let the library build `base` and the causal LM `causal` for a config class made at run time.
 
@@ -167,127 +155,6 @@ def register_classes(config: Any, base: nn.Module, causal: object) -> None:
         AutoModelForCausalLM.register(config, causal, exist_ok=True)
     finally:
         config.__module__ = module
-
-
-def share_converters(whole: type[PreTrainedModel], model_type: str, part: type[PreTrainedModel]) -> None:
-    """Fuse checkpoints of the class `part` like those of `whole`, which contains it. Names are not shared."""
-    from transformers import conversion_mapping as mappings
-    from transformers.core_model_loading import WeightConverter
-
-    mapping = mappings.get_checkpoint_conversion_mapping(whole.__name__)
-    mapping = mapping or mappings.get_checkpoint_conversion_mapping(model_type) or []
-    converters: list[Any] = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    if converters:
-        mappings.register_checkpoint_conversion_mapping(part.__name__, converters, overwrite=True)
-
-
-@dataclass(frozen=True)
-class Converted:
-    """Result of `convert_into`, by parameter name."""
-
-    loaded: frozenset[str]
-    mismatched: tuple[str, ...]
-
-
-def convert_into(
-    model: PreTrainedModel, tensors: Mapping[str, object], mapping: list[Any], dtype: torch.dtype
-) -> Converted:
-    """Read `tensors` (hub key -> lazy safetensors slice or tensor) into `model`, replacing its parameters.
-
-    A parameter that is a DTensor on the meta device receives only this rank's part, and only those bytes are read. Each
-    parameter keeps its dtype.
-    """
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
-    names = set(model.state_dict())
-    config = LoadStateDictConfig(
-        device_map={"": "cpu"}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=mapping
-    )
-    with quiet():
-        info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
-    if info.conversion_errors:
-        raise RuntimeError(f"the library could not convert {info.conversion_errors}")
-    mismatched = tuple(f"{name}: file {tuple(got)}, model {tuple(want)}" for name, got, want in info.mismatched_keys)
-    missing = set(info.missing_keys) | {name for name, _, _ in info.mismatched_keys}
-    return Converted(frozenset(names - missing), mismatched)
-
-
-def unclaimed_keys(model: PreTrainedModel, mapping: list[object], keys: Iterable[str]) -> list[str]:
-    """Return the checkpoint keys without a counterpart in the complete `model`, as transformers' loader decides it."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = copy.deepcopy(mapping)  # mappings record the keys that they matched
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    prefix, names = model.base_model_prefix, model.state_dict()
-
-    def is_claimed(key: str) -> bool:
-        renamed, _ = rename_source_key(key, renamings, converters, prefix, names)
-        plain, _ = rename_source_key(key, [], [], prefix, names) if key in names else (renamed, None)
-        return renamed in names or plain in names
-
-    return [key for key in keys if not is_claimed(key)]
-
-
-def settled_transposes(mapping: list[Any], model: nn.Module, tensors: Mapping[str, Any]) -> list[object]:
-    """Decide now which conversions transpose. The library compares a shard of a tensor with the full parameter.
-
-    `model`: the full model. `tensors`: hub key -> lazy safetensors slice or tensor.
-    """
-    shapes = {name: param.shape for name, param in model.named_parameters()}
-
-    def is_stored_as_is(entry: Any) -> bool:
-        names = [n for n in tensors if n in shapes and any(s in n for s in entry.source_patterns)]
-        stored = [(tensors[n].get_shape() if hasattr(tensors[n], "get_shape") else tensors[n].shape) for n in names]
-        return any(tuple(shape) == tuple(shapes[name]) for name, shape in zip(names, stored, strict=True))
-
-    settled = []
-    for entry in mapping:
-        checked = [step for step in getattr(entry, "operations", ()) if getattr(step, "check_dims", False)]
-        if checked:
-            if is_stored_as_is(entry):
-                continue
-            entry = copy.deepcopy(entry)
-            for step in entry.operations:
-                step.check_dims = False
-        settled.append(entry)
-    return settled
-
-
-def joined_names(mapping: list[Any], names: Iterable[str]) -> set[str]:
-    """Parameters that a conversion joins or cuts along dim 0: several tensors of the checkpoint one after another (the
-    convolutions of KDA), or a part of one (queries, keys and values of sarvam_moe). The library's reader takes a shard
-    of each tensor, which is not a shard of the parameter."""
-    parts = tuple(
-        f".{pattern.strip('.')}."
-        for entry in mapping
-        if any(
-            type(step).__name__ in ("Concatenate", "Split") and step.dim == 0
-            for step in getattr(entry, "operations", ())
-        )
-        for pattern in entry.target_patterns
-    )
-    return {name for name in names if any(part in f".{name}." for part in parts)}
-
-
-def current_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Map each checkpoint key to the key of the current transformers version: renamed, not fused."""
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    renamings = [entry for entry in copy.deepcopy(conversion_mapping(model)) if isinstance(entry, WeightRenaming)]
-    names = model.state_dict()
-    for key in keys:
-        yield key, rename_source_key(key, renamings, [], model.base_model_prefix, names)[0]
-
-
-def revert_conversion(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert in-memory names and layouts to the hub's. `state` must hold complete conversion groups (a decoder
-    layer)."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
-    return reverted
 
 
 def peft_renames_experts(model: PreTrainedModel) -> bool:
@@ -351,78 +218,6 @@ def look_at_positions() -> None:
     from transformers import masking_utils
 
     masking_utils.is_tracing = lambda tensor=None: False
-
-
-def images_only_processor(folder: str, revision: str | None, tokenizer: Any) -> Any:
-    """The processor beside the weights. Without torchvision the library cannot make those with a video part: then one
-    of the same class without it."""
-    from transformers import AutoImageProcessor, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
-    from transformers.models.auto import processing_auto
-
-    options: dict[str, Any] = {} if revision is None else {"revision": revision}
-    try:
-        processor: Any = AutoProcessor.from_pretrained(folder, **options)
-        if isinstance(processor, ProcessorMixin):
-            return processor
-    except (ImportError, AttributeError, ValueError, OSError):
-        pass
-    from transformers.utils import cached_file
-
-    names: dict[str, str | None] = {}
-    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        path = cached_file(folder, file, _raise_exceptions_for_missing_entries=False, **options)
-        names |= {} if path is None else {file: json.loads(Path(path).read_text()).get("processor_class")}
-    name = next((found for found in names.values() if found), None)
-    cls: Any = None if name is None else processing_auto.processor_class_from_name(name)
-    if cls is None:
-        raise ValueError(f"no file names its processor class ({', '.join(names) or 'there are none'})")
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(folder, use_fast=False, **options),
-        "tokenizer": tokenizer,
-        "chat_template": tokenizer.chat_template,
-    }
-    named = inspect.signature(cls.__init__).parameters.values()
-    absent = [p.name for p in named if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
-    return without_video(cls)(**dict.fromkeys(absent) | parts)  # Gemma 4 requires its parts for sound and video
-
-
-def name_special_tokens(tokenizer: Any, tokens: dict[str, str]) -> None:
-    """Give special tokens of a tokenizer the attribute names that a family's processor reads."""
-    tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
-
-
-def without_video(cls: Any, video_settings: dict[str, object] | None = None) -> Any:
-    """Return a processor class without its video part, which needs torchvision.
-
-    `save_pretrained` writes `video_settings` as those of the part, so that `AutoProcessor` finds them.
-    """
-
-    from transformers import ProcessorMixin
-
-    untyped: Any = ProcessorMixin
-
-    class WithoutVideo(untyped):  # type: ignore[misc]
-        def __init__(self, *args: object, video_processor: None = None, **kwargs: object):
-            super().__init__(*args, **kwargs)
-
-    class ImagesOnly(cls, WithoutVideo):  # type: ignore[misc]
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return [name for name in super().get_attributes() if "video" not in name]
-
-        def check_argument_for_proper_class(self, name: str, value: Tensor) -> object:
-            return None if value is None else super().check_argument_for_proper_class(name, value)
-
-        def save_pretrained(self, save_directory: Any, *args: object, **kwargs: object) -> Any:
-            saved = super().save_pretrained(save_directory, *args, **kwargs)
-            if video_settings is not None:
-                text = json.dumps(video_settings, indent=2)
-                Path(save_directory, "video_preprocessor_config.json").write_text(text, encoding="utf-8")
-            return saved
-
-    ImagesOnly.__name__ = cls.__name__
-    return ImagesOnly
 
 
 @contextmanager

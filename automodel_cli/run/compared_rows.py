@@ -18,7 +18,7 @@ from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.pictures.content import rgb
 from automodel_cli.data.pictures.reader import PictureReader, Shown
 from automodel_cli.data.preparation.dataset import PackedDataset
-from automodel_cli.models.checkpoint_io.export_check import PictureDocument
+from automodel_cli.models.checkpoint_io.export_values import PictureDocument
 
 if TYPE_CHECKING:
     from automodel_cli.data.preparation.prompts import PromptDataset

@@ -29,7 +29,8 @@ from automodel_cli.models.checkpoint_io.export import (
     staging,
     trained_values,
 )
-from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure_export_error
+from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, measure_export_error
+from automodel_cli.models.checkpoint_io.export_values import Unfinished
 from automodel_cli.models.lora import adapters_off
 from automodel_cli.models.lora_export import save_adapters
 from automodel_cli.models.score_head import EmbeddingHead

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import glob
-import json
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,12 +22,21 @@ from torch import Tensor
 
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed.float8.linear import paused
-from automodel_cli.distributed.qat.linear import FakeQuantization, quantization_of, switched
+from automodel_cli.distributed.qat.linear import switched
 from automodel_cli.models import lora
 from automodel_cli.models.checkpoint_io import embedding_model, front_io, generation_config, sequence_classifier
+from automodel_cli.models.checkpoint_io.export_files import (
+    SHARD_BYTES,
+    exported_quantization,
+    write_card,
+    write_config,
+    write_index,
+    write_shard,
+    write_tokenizer,
+)
 from automodel_cli.models.checkpoint_io.weight_stream import bucketed, iter_hf_weights, over_stages
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.hub import compressed_tensors, passthrough_tensors, source
+from automodel_cli.models.hub import passthrough_tensors, source
 from automodel_cli.models.lm_head import value_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
@@ -41,7 +49,6 @@ if TYPE_CHECKING:
 
     from automodel_cli.models.vision.front import Front
 
-_SHARD_BYTES = 4 * 2**30
 MARK = "unverified.json"
 """Marks an export that was not compared with the trained model, or differs from it."""
 LAST = "config.json"
@@ -58,7 +65,7 @@ def export_hf(
     *,
     title: str = "",
     summary: str = "",
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     pp_group: dist.ProcessGroup | None = None,
     score_head: ScoreHead | EmbeddingHead | None = None,
     stop_ids: Sequence[int] = (),
@@ -84,21 +91,21 @@ def export_hf(
     shards: list[tuple[list[str], int]] = []
     hub_keys = _hub_keys(parts[0])
     excluded_prefix = sequence_classifier.head_prefix(parts[0]) if score_head else None
-    quantized = _exported_quantization(parts) is not None
+    quantized = exported_quantization(parts) is not None
     stream = functools.partial(iter_hf_weights, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group)
     for bucket in stream(parts, multi_token=True, keep_mean=trained, quantized=quantized):
         included = [item for item in bucket if excluded_prefix is None or not item[0].startswith(excluded_prefix)]
         if writer and included:
             renamed = [(hub_keys.get(name, name), tensor) for name, tensor in included]
-            shards.append(_write_shard(folder, len(shards), renamed))
+            shards.append(write_shard(folder, len(shards), renamed))
     local_values = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
     front = (item for part in parts for item in front_io.front_weights(part, part.hub_dtype, "cpu"))
     front_stream = front if pp_group is None or config.vision is None else over_stages(front, pp_group, parts[0], "cpu")
     for bucket in bucketed(front_stream, shard_bytes):
-        shards += [_write_shard(folder, len(shards), bucket)] if writer else []
+        shards += [write_shard(folder, len(shards), bucket)] if writer else []
     values = list(local_values if pp_group is None else over_stages(local_values, pp_group, parts[0], "cpu"))
     if writer:
-        card = functools.partial(_write_card, folder, parts[0], config, title or folder.name, summary)
+        card = functools.partial(write_card, folder, parts[0], config, title or folder.name, summary)
         if score_head is not None:
             _finish_with_head(folder, shards, parts[0], values, tokenizer, score_head)
             card(score_head=score_head)
@@ -138,7 +145,7 @@ def _finish_embedding(
     head: EmbeddingHead,
 ) -> None:
     """Write the index, the modules of sentence-transformers, and the config."""
-    _write_index(folder, shards)
+    write_index(folder, shards)
     config = embedding_model.config_of(part, tokenizer)
     embedding_model.write_modules(folder, head, config.get_text_config().hidden_size)
     _finish_headless(folder, part, tokenizer, config)
@@ -155,8 +162,8 @@ def _finish_classifier(
     """Write the value head as the score, the index, and the config of a classifier."""
     ((_, score),) = values
     tensors = sequence_classifier.scores_of(head, score.to("cpu", part.hub_dtype))
-    shards.append(_write_shard(folder, len(shards), tensors))
-    _write_index(folder, shards)
+    shards.append(write_shard(folder, len(shards), tensors))
+    write_index(folder, shards)
     _finish_headless(folder, part, tokenizer, sequence_classifier.config_of(part.source_config, tokenizer, head))
 
 
@@ -164,12 +171,12 @@ def _finish_headless(
     folder: Path, part: ModelPart, tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig
 ) -> None:
     """Write the config, and the tokenizer, which pads with the padding token of the config if it has none."""
-    _write_config(folder, part, config)
+    write_config(folder, part, config)
     if tokenizer is not None:
         if tokenizer.pad_token_id is None and config.pad_token_id is not None:
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
-        _write_tokenizer(folder, tokenizer)
+        write_tokenizer(folder, tokenizer)
 
 
 def _finish_model(
@@ -183,17 +190,17 @@ def _finish_model(
 ) -> None:
     """Write the passthrough tensors, the index, the value head, and the config files."""
     for bucket in bucketed(passthrough_tensors.tensors(config, part.unclaimed, part.hub_dtype), shard_bytes):
-        shards.append(_write_shard(folder, len(shards), bucket))
-    _write_index(folder, shards)
+        shards.append(write_shard(folder, len(shards), bucket))
+    write_index(folder, shards)
     value_head.write_value_head(folder, values)
     if part.within is not None and config.pretrained is not None:
         passthrough_tensors.copy_files(config, folder)
         return
-    _write_config(folder, part, None if part.front is None else _composite_config(part.front, config))
+    write_config(folder, part, None if part.front is None else _composite_config(part.front, config))
     if part.front is not None and tokenizer is not None:
         load_processor(config, tokenizer).save_pretrained(folder)
     if tokenizer is not None:
-        _write_tokenizer(folder, tokenizer)
+        write_tokenizer(folder, tokenizer)
 
 
 def _composite_config(front: Front, config: ModelConfig) -> PretrainedConfig:
@@ -239,130 +246,12 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _write_shard(folder: Path, index: int, bucket: list[tuple[str, Tensor]]) -> tuple[list[str], int]:
-    from safetensors.torch import save_file
-
-    tensors = {name: tensor.contiguous() for name, tensor in bucket}
-    save_file(tensors, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
-    return list(tensors), sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def _write_index(folder: Path, shards: list[tuple[list[str], int]]) -> None:
-    """Rename the shards to hub names, which contain their count, and write the index."""
-    for stale in folder.glob("model*.safetensors*"):
-        stale.unlink()
-    total = len(shards)
-    if total == 1:
-        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
-        return
-    weight_map = {}
-    for position, (names, _) in enumerate(shards):
-        file = f"model-{position + 1:05d}-of-{total:05d}.safetensors"
-        (folder / f"part-{position}.safetensors").rename(folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": sum(size for _, size in shards)}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _write_config(folder: Path, part: ModelPart, classifier_config: PretrainedConfig | None = None) -> None:
-    hf_config = part.untied(part.source_config) if classifier_config is None else classifier_config
-    if classifier_config is None:
-        hf_config.architectures = [type(part.model).__name__]
-    hf_config.dtype = part.hub_dtype
-    hf_config.quantization_config = None  # GGUF sources have one, with which transformers does not save
-    hf_config.use_cache = True
-    hf_config.save_pretrained(folder)
-    path = folder / "config.json"
-    fields = json.loads(path.read_text())
-    fields.pop("quantization_config", None)
-    if (quantization := _exported_quantization([part])) is not None:
-        fields["quantization_config"] = compressed_tensors.quantization_config(quantization)
-    fields.update(_for_older_readers(fields, part.hub_dtype))
-    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-
-
-def _for_older_readers(fields: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """Return the fields for transformers 4 and inference engines. Version 5 writes `dtype` and `rope_parameters`."""
-    older: dict[str, object] = {"torch_dtype": str(dtype).removeprefix("torch.")}
-    rope = fields.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        older["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            older["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-    return older
-
-
-def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    fields = json.loads(path.read_text())
-    if fields.get("tokenizer_class") == "TokenizersBackend":  # exists in transformers 5 only
-        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
-        path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
-
-
-def _write_card(
-    folder: Path,
-    part: ModelPart,
-    config: ModelConfig,
-    title: str,
-    summary: str,
-    *,
-    score_head: ScoreHead | EmbeddingHead | None = None,
-) -> None:
-    base = config.pretrained or config.gguf_file
-    hub_id = base is not None and config.gguf_file is None and not Path(base).exists()
-    reads_pictures = part.front is not None
-    task, kind, described = _described(score_head, reads_pictures=reads_pictures)
-    library = "sentence-transformers" if isinstance(score_head, EmbeddingHead) else "transformers"
-    lines = ["---", f"library_name: {library}", f"pipeline_tag: {task}"]
-    lines += [f"base_model: {base}"] if hub_id else []
-    lines += ["tags:", "- automodel", "---", "", f"# {title}", ""]
-    origin = f"Fine-tuned from `{base}`" if base else "Trained from random weights"
-    adapters = ", low-rank adapters merged in" if config.lora is not None else ""
-    lines += [f"{origin} with `automodel`{adapters}. Architecture: `{type(part.model).__name__}`.", ""]
-    lines += [summary.strip(), ""] if summary.strip() else []
-    lines += [described, ""] if described else []
-    code = [
-        f"from transformers import {kind}, AutoTokenizer",
-        "",
-        f'model = {kind}.from_pretrained("<this folder>")',
-        'tokenizer = AutoTokenizer.from_pretrained("<this folder>")',
-    ]
-    if isinstance(score_head, EmbeddingHead):
-        code = [f"from sentence_transformers import {kind}", "", f'model = {kind}("<this folder>")']
-        code += ["queries, documents = model.encode_query([...]), model.encode_document([...])"]
-    lines += ["```python", *code, "```"]
-    (folder / "README.md").write_text("\n".join(lines) + "\n")
-
-
-def _described(head: ScoreHead | EmbeddingHead | None, *, reads_pictures: bool) -> tuple[str, str, str]:
-    """Return the task of the hub, the class that loads the folder, and a sentence on its outputs ("" for none)."""
-    if isinstance(head, EmbeddingHead):
-        return "sentence-similarity", "SentenceTransformer", ""
-    if head is None and reads_pictures:
-        return "image-text-to-text", "AutoModelForImageTextToText", ""
-    if head is None:
-        return "text-generation", "AutoModelForCausalLM", ""
-    labels = f"Labels: {', '.join(head.labels)}."
-    if head.of_tokens:
-        return "token-classification", "AutoModelForTokenClassification", labels
-    reward = "A reward model: `logits[0, 0]` is the score of the conversation."
-    return "text-classification", "AutoModelForSequenceClassification", labels if head.labels else reward
-
-
-def _exported_quantization(parts: Sequence[ModelPart]) -> FakeQuantization | None:
-    """Return the quantization of the export, or None if the export has unquantized weights."""
-    quantization = quantization_of(parts)
-    return quantization if quantization is not None and quantization.exports else None
-
-
 def trained_values(parts: Sequence[ModelPart], prompts: list[list[int]], score: Score | None = None) -> list[Tensor]:
     """Return the outputs of `score`, or of the single part, for the prompts. Collective.
 
     Without fp8 GEMMs, with quantized weights if the export has them, and without quantized inputs.
     """
-    quantized = _exported_quantization(parts) is not None
+    quantized = exported_quantization(parts) is not None
     with torch.no_grad(), paused(parts), switched(parts, active=quantized, activations=False):
         return (score or _full_score(parts))(prompts)
 

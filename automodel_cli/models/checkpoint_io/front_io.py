@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import transformers_compat
-from automodel_cli.models.checkpoint_io import load
+from automodel_cli.models import conversion_compat, transformers_compat
+from automodel_cli.models.checkpoint_io.initialization import init_buffers, init_random
+from automodel_cli.models.checkpoint_io.target import Target, skeleton_of, whole_on_meta
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import composite_text, dequantize, passthrough_tensors, source
 from automodel_cli.models.hub.multimodal_backbone import BackboneMapping
@@ -35,20 +36,20 @@ def fill_front(part: ModelPart, config: ModelConfig, *, buffer_device: torch.dev
     whole = composite_on_meta(source.composite_config(config), getattr(torch, config.dtype))
     front = part.front
     if config.config is not None:
-        part.within = _names_in_memory(load.whole_on_meta(part, config), whole)
+        part.within = _names_in_memory(whole_on_meta(part, config), whole)
     if front is None:
         names = whole.state_dict().keys()
-        current = list(transformers_compat.current_keys(whole, part.unclaimed))
+        current = list(conversion_compat.current_keys(whole, part.unclaimed))
         part.unclaimed = tuple(key for key, name in current if name not in names)
         return
-    target = load.Target(front.composite, buffer_device)
+    target = Target(front.composite, buffer_device)
     if config.config is not None:
-        load.init_random(load.skeleton_of(whole, target), target, seed)
+        init_random(skeleton_of(whole, target), target, seed)
         part.front_keys = {name: name for name in target.tensors if name not in target.non_persistent}
         return
     weights = source.weights(config)
     tensors = dequantize.dequantized(passthrough_tensors.lazy_tensors(weights.files), weights.quantization)
-    keys = {name: key for key, name in transformers_compat.current_keys(whole, part.unclaimed)}
+    keys = {name: key for key, name in conversion_compat.current_keys(whole, part.unclaimed)}
     found = {name: keys[name] for name in target.names if name in keys}
     for name, key in found.items():
         target.fill(name, transformers_compat.local_part(target.tensors[target.names[name]], tensors[key][...]))
@@ -60,7 +61,7 @@ def fill_front(part: ModelPart, config: ModelConfig, *, buffer_device: torch.dev
             keys=("pretrained",),
             fix="model.pretrained=<a checkpoint of the same architecture>",
         )
-    load.init_buffers(load.skeleton_of(whole, target), target)
+    init_buffers(skeleton_of(whole, target), target)
     part.front_keys = found
     claimed = set(found.values())
     part.unclaimed = tuple(key for key in part.unclaimed if key not in claimed)

@@ -9,7 +9,6 @@ and peak memory is one layer above the part itself.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,19 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
-from automodel_cli.models import lora, new_tokens, nf4, transformers_compat
+from automodel_cli.models import conversion_compat, lora, new_tokens, transformers_compat
 from automodel_cli.models.checkpoint_io import stored_head
+from automodel_cli.models.checkpoint_io.initialization import init_buffers, init_random
+from automodel_cli.models.checkpoint_io.target import (
+    Target,
+    materialize,
+    needs_full_tensor,
+    owner_of,
+    skeleton_of,
+    to_meta,
+    unit_of,
+    whole_on_meta,
+)
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import dequantize, multimodal_backbone, passthrough_tensors, source
 from automodel_cli.models.hub.lazy_tensor import StoredTensor
@@ -30,7 +40,6 @@ from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.mtp import layers as mtp_layers
 from automodel_cli.models.rng import seed_for
 from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
-from automodel_cli.models.uneven_dtensor import is_uneven
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,7 +84,8 @@ def load_weights(
         target = Target(part.model, buffer_device or torch.device(device))
         unsharded = whole_on_meta(part, config)
         if config.config is not None:
-            report = init_random(skeleton_of(unsharded, target), target, seed)
+            init_random(skeleton_of(unsharded, target), target, seed)
+            report = LoadReport()
             _init_depths(part, config, seed, target.packed_device)
         else:
             weights = source.weights(config)
@@ -102,113 +112,6 @@ def load_weights(
         lora.fill_pretrained(part, config.lora.pretrained)
     stored_head.fill_scores(part, config, score_head)
     return report
-
-
-def whole_on_meta(part: ModelPart, config: ModelConfig) -> PreTrainedModel:
-    """Build the transformers model with all layers on meta, to compare its names with checkpoint keys."""
-    return transformers_compat.meta_model(
-        copy.deepcopy(part.source_config),
-        dtype=getattr(torch, config.dtype),
-        trust_remote_code=config.trust_remote_code,
-    )
-
-
-def materialize(module: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    """Allocate all meta tensors. In contrast to `Module.to_empty`, tied parameters stay tied."""
-    replaced: dict[int, nn.Parameter] = {}
-    for child in module.modules():
-        for name, param in child._parameters.items():
-            if param is not None and param.is_meta:
-                if id(param) not in replaced:
-                    empty = torch.empty_like(param, device=device)
-                    replaced[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-                child._parameters[name] = replaced[id(param)]
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                child._buffers[name] = torch.empty_like(buffer, device=buffer_device)
-
-
-class Target:
-    """The tensors to fill, by hub name.
-
-    Tied names share one entry under their first name. 4-bit weights are packed by their layers on `packed_device`.
-    """
-
-    def __init__(self, model: nn.Module, packed_device: torch.device):
-        self.packed_device = packed_device
-        self.joined: set[str] = set()
-        self.packed = {f"{name}.weight": layer for name, layer in nf4.packed_layers(model)}
-        self.names: dict[str, str] = {}  # name -> first name of the same tensor
-        self.tensors: dict[str, Tensor] = {}
-        first: dict[int, str] = {}
-        named_tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        named_tensors += [(name, layer.unloaded()) for name, layer in self.packed.items()]
-        for name, tensor in named_tensors:
-            canonical = first.setdefault(id(tensor), name)
-            self.names[name] = canonical
-            self.tensors[canonical] = tensor
-        self.non_persistent = {
-            f"{prefix}.{name}".lstrip(".")
-            for prefix, module in model.named_modules()
-            for name in transformers_compat.non_persistent_buffers(module)
-        }
-        self.filled: dict[str, str] = {}  # first name -> the name it was filled from
-
-    @torch.no_grad()
-    def fill(self, name: str, value: Tensor) -> None:
-        """Copy the local part of `name`. Among tied names, the first is used and the others must be equal."""
-        canonical = self.names[name]
-        if canonical in self.packed:
-            self.packed[canonical].pack(value, self.packed_device)
-            self.filled[canonical] = name
-            return
-        tensor = self.tensors[canonical]
-        local, value = transformers_compat.local(tensor), transformers_compat.local(value)
-        earlier = self.filled.setdefault(canonical, name)
-        if earlier != name:
-            if not torch.equal(local, value.to(local.device, local.dtype)):
-                raise ConfigError(
-                    f"{earlier} and {name} are tied by the config of the model but differ in the checkpoint",
-                    code="weights_mismatch",
-                    keys=("pretrained",),
-                    fix="set tie_word_embeddings to false in the checkpoint's config.json",
-                )
-            return
-        local.copy_(value)
-
-    def missing(self) -> list[str]:
-        return sorted(n for n in self.tensors if n not in self.filled and n not in self.non_persistent)
-
-
-def skeleton_of(whole: PreTrainedModel, target: Target) -> PreTrainedModel:
-    """Reduce the full meta model in place to the tensors of the target, with their shardings."""
-    for prefix, module in whole.named_modules():
-        for store in _stores(module):
-            for name in [name for name, tensor in store.items() if tensor is not None]:
-                full_name = f"{prefix}.{name}".lstrip(".")
-                if full_name not in target.names:
-                    del store[name]
-                elif transformers_compat.is_dtensor(tensor := target.tensors[target.names[full_name]]) and not (
-                    full_name in target.joined or _read_whole(tensor)
-                ):
-                    store[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
-    return whole
-
-
-def _read_whole(tensor: Tensor) -> bool:
-    """Return whether the full tensor must be read.
-
-    The reader of transformers does not support uneven and empty shards (few heads on many ranks).
-    """
-    return is_uneven(tensor) or (
-        transformers_compat.is_dtensor(tensor) and transformers_compat.local(tensor).numel() == 0
-    )
-
-
-def unit_of(key: str) -> str:
-    """Return the decoder layer of a key ("model.layers.3"), or "" outside of layers."""
-    match = re.match(r"(.*?\.\d+)\.", key)
-    return match.group(1) if match else ""
 
 
 class _CountedSlice:
@@ -257,8 +160,8 @@ def _load_safetensors(
     if multimodal_backbone.text_config(repository) is not repository:
         within = multimodal_backbone.text_backbone(repository, whole, tensors)
     known_as = {key: key for key in tensors} if within is None else within.keys
-    mapping = transformers_compat.conversion_mapping(whole)
-    no_place = set(transformers_compat.unclaimed_keys(whole, mapping, known_as.values()))
+    mapping = conversion_compat.conversion_mapping(whole)
+    no_place = set(conversion_compat.unclaimed_keys(whole, mapping, known_as.values()))
     unclaimed = [key for key in tensors if key not in known_as or known_as[key] in no_place]
     tensors = new_tokens.grown(tensors, config, repository, unclaimed)
     _fill_from({name: tensors[key] for key, name in known_as.items()}, whole, target, mapping, optional)
@@ -276,11 +179,11 @@ def _fill_from(
     units: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in named_tensors.items():
         units.setdefault(unit_of(name), {})[name] = tensor
-    target.joined = transformers_compat.joined_names(mapping, target.names)
-    mapping = transformers_compat.settled_transposes(mapping, whole, named_tensors)
+    target.joined = conversion_compat.joined_names(mapping, target.names)
+    mapping = conversion_compat.settled_transposes(mapping, whole, named_tensors)
     skeleton = skeleton_of(whole, target)
     for plain in units.values():
-        done = transformers_compat.convert_into(skeleton, plain, mapping, skeleton.dtype)
+        done = conversion_compat.convert_into(skeleton, plain, mapping, skeleton.dtype)
         if done.mismatched:
             raise ConfigError(
                 f"the checkpoint does not match the model: {'; '.join(done.mismatched[:3])}",
@@ -288,14 +191,14 @@ def _fill_from(
                 keys=("pretrained",),
             )
         for name in sorted(done.loaded):
-            module, leaf = _owner(skeleton, name)
+            module, leaf = owner_of(skeleton, name)
             value = module._parameters.get(leaf, module._buffers.get(leaf))
             assert value is not None
             if not value.is_meta:
                 param = target.tensors[target.names[name]]
-                cut = name in target.joined or _read_whole(param)
+                cut = name in target.joined or needs_full_tensor(param)
                 target.fill(name, transformers_compat.local_part(param, value.detach()) if cut else value.detach())
-                _to_meta(module, leaf)
+                to_meta(module, leaf)
     for name in optional & set(target.missing()):
         with torch.no_grad():
             target.filled[name] = name
@@ -323,8 +226,8 @@ def _load_depths(
     for i, known_as in enumerate(names.own_names(report.unclaimed)):
         unsharded = whole_on_meta(part, config)
         mtp_layers.cut_to_depth(unsharded)
-        mapping = transformers_compat.conversion_mapping(unsharded)
-        no_place = set(transformers_compat.unclaimed_keys(unsharded, mapping, known_as.values()))
+        mapping = conversion_compat.conversion_mapping(unsharded)
+        no_place = set(conversion_compat.unclaimed_keys(unsharded, mapping, known_as.values()))
         depth_keys = {key: name for key, name in known_as.items() if name not in no_place}
         claimed |= depth_keys.keys()
         if part.multi_token is not None:
@@ -361,26 +264,6 @@ def _compare_copies(copies: dict[str, str], checkpoint: _Checkpoint, report: Loa
             warn("weights_mismatch", "%s differs from %s, which is used and exported in its place", key, table)
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
-
-
-def _to_meta(module: nn.Module, leaf: str) -> None:
-    store = _stores(module)[0 if leaf in module._parameters else 1]
-    store[leaf] = _like(store[leaf], torch.empty_like(store[leaf], device="meta"))
-
-
-def _stores(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter and buffer dictionaries of the module, for in-place replacement."""
-    return [module._parameters, module._buffers]
-
-
-def _like(original: Tensor, tensor: Tensor) -> Tensor:
-    """Return a parameter if the original is one."""
-    return nn.Parameter(tensor, original.requires_grad) if isinstance(original, nn.Parameter) else tensor
-
-
 def _load_gguf(part: ModelPart, config: ModelConfig, gguf: tuple[str, str], target: Target) -> LoadReport:
     """Load with the dequantizing loader of transformers: the full model on every rank, then keep the local part."""
     from transformers import AutoModelForCausalLM
@@ -402,86 +285,3 @@ def _load_gguf(part: ModelPart, config: ModelConfig, gguf: tuple[str, str], targ
             keys=("gguf_file",),
         )
     return LoadReport((Path(folder) / file).stat().st_size)
-
-
-def init_random(skeleton: PreTrainedModel, target: Target, seed: int) -> LoadReport:
-    """Apply the initialization of the family, one decoder layer or outer module at a time, each with its own seed."""
-    units: dict[str, list[str]] = {}
-    for name in target.names:
-        units.setdefault(unit_of(name) or name.rpartition(".")[0], []).append(name)
-    for unit, names in units.items():
-        values = _initialized(skeleton, unit, seed_for(seed, unit), recurse=unit_of(f"{unit}.") == unit)
-        for name in names:
-            if target.names[name] == name:
-                value = values[name]
-                target.fill(name, transformers_compat.local_part(target.tensors[name], value))
-    assert not target.missing(), f"not initialised: {target.missing()[:3]}"
-    return LoadReport()
-
-
-def init_buffers(skeleton: PreTrainedModel, target: Target) -> None:
-    """Initialize buffers that checkpoints do not contain (rotary tables)."""
-    for prefix in sorted({name.rpartition(".")[0] for name in target.non_persistent}):
-        values = _initialized(skeleton, prefix, 0, recurse=False)
-        for name in target.non_persistent & values.keys():
-            target.fill(name, values[name])
-
-
-@torch.no_grad()
-def _initialized(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bool) -> dict[str, Tensor]:
-    """Return the tensors of a unit after the family's initialization on the CPU. The skeleton stays on meta."""
-    root = skeleton.get_submodule(unit)
-    modules = list(root.modules()) if recurse else [root]
-    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
-    for module in modules:
-        for store in _stores(module):
-            for name, tensor in store.items():
-                if tensor is not None:
-                    store[name] = _like(tensor, _poisoned(torch.empty(tensor.shape, dtype=tensor.dtype)))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            transformers_compat.init_weights(skeleton, unit, recurse=recurse)
-        named_tensors = [*root.named_parameters(recurse=recurse), *root.named_buffers(recurse=recurse)]
-        values = {f"{unit}.{name}".lstrip("."): tensor.detach() for name, tensor in named_tensors}
-        if any(map(_is_poisoned, values.values())):
-            values = _set_from_above(skeleton, values, unit)
-    finally:
-        for module, params, buffers in saved:
-            module._parameters.update(params)
-            module._buffers.update(buffers)
-    if unset := [name for name, tensor in values.items() if _is_poisoned(tensor)]:
-        raise ConfigError(
-            f"random weights are not supported because {type(skeleton).__name__} does not initialize {unset[0]}",
-            code="not_supported_by_model",
-            keys=("config",),
-        )
-    return values
-
-
-def _set_from_above(skeleton: PreTrainedModel, values: dict[str, Tensor], unit: str) -> dict[str, Tensor]:
-    """Return the values, including those that a model sets in submodules (the multipliers of Falcon-H1).
-
-    A model may set them in every layer, so this uses a complete model.
-    """
-    unsharded = transformers_compat.uncut_copy(skeleton)
-    for name, value in values.items():
-        module, leaf = _owner(unsharded, name)
-        store = _stores(module)[0 if leaf in module._parameters else 1]
-        store[leaf] = _like(store[leaf], value)
-    transformers_compat.init_from_above(unsharded, unit)
-    return {name: module._parameters.get(leaf, module._buffers.get(leaf)).detach()  # type: ignore[union-attr]
-            for name in values for module, leaf in [_owner(unsharded, name)]}  # fmt: skip
-
-
-def _poisoned(tensor: Tensor) -> Tensor:
-    """Fill with a value that no initialization produces, to detect tensors that are not initialized."""
-    if tensor.is_floating_point():
-        return tensor.fill_(float("nan"))
-    return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).min)
-
-
-def _is_poisoned(tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return bool(tensor.isnan().any())
-    return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.distributed.qat.linear import QATLinear, quantized_layers
-from automodel_cli.models import expert_lora, lora, lora_merge, nf4, transformers_compat
-from automodel_cli.models.checkpoint_io.load import unit_of
+from automodel_cli.models import conversion_compat, expert_lora, lora, lora_merge, nf4, transformers_compat
+from automodel_cli.models.checkpoint_io.target import unit_of
 from automodel_cli.models.hub.compressed_tensors import compressed
 from automodel_cli.models.model_part import ModelPart
 
@@ -175,7 +175,7 @@ def _named_full_weights(
             state[name] = full.to(device) if device is not None else full
         if hub_names:
             with lora.bare(model):
-                state = transformers_compat.revert_conversion(model, state)
+                state = conversion_compat.revert_conversion(model, state)
         yield from state.items()
         yield from _compressed(model, rounded, of_layers, dtype, device)
 
@@ -192,7 +192,7 @@ def _compressed(
     names = {id(layers[name]): name for name in weights}
     for name, full in weights.items():
         amax = torch.stack([largest[names[id(layer)]] for layer in layers[name].shares]).amax()
-        for hub_name, tensor in transformers_compat.revert_conversion(model, {name: full}).items():
+        for hub_name, tensor in conversion_compat.revert_conversion(model, {name: full}).items():
             for key, stored in compressed(hub_name, tensor, layers[name].qat, amax, dtype):
                 yield key, stored.to(device) if device is not None else stored
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automodel_cli.models import transformers_compat
+from automodel_cli.models import conversion_compat, transformers_compat
 from automodel_cli.models.lm_head import detection
 from automodel_cli.models.lm_head.scores import HeadKind
 
@@ -157,7 +157,7 @@ def _registered(
     causal = _causal_class(own_text_class, base, table, kind)
     transformers_compat.register_classes(own_text_class, base, causal)
     if text_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        transformers_compat.share_converters(whole, model_type, causal)
+        conversion_compat.share_converters(whole, model_type, causal)
     made: type[PretrainedConfig] = own_text_class
     _made.add(made)
     return made

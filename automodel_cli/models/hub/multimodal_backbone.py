@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import transformers_compat
+from automodel_cli.models import conversion_compat, transformers_compat
 from automodel_cli.models.hub import composite_text
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def text_backbone(composite_config: PretrainedConfig, text: PreTrainedModel, key
     whole = _meta(composite_config)
     modules = _places(whole, text)
     keys_of_text = {}
-    for key, name in transformers_compat.current_keys(whole, keys):
+    for key, name in conversion_compat.current_keys(whole, keys):
         for text_module, full_module in modules.items():
             if name.startswith(f"{full_module}."):
                 keys_of_text[key] = text_module + name.removeprefix(full_module)

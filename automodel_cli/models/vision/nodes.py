@@ -88,7 +88,7 @@ class QwenProcessor:
         """Return a processor of transformers around this tokenizer."""
         from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 
-        from automodel_cli.models.transformers_compat import without_video
+        from automodel_cli.models.vision.processor_compat import without_video
 
         settings: dict[str, Any] = {
             "patch_size": self.patch_size,
@@ -117,7 +117,7 @@ class GemmaProcessor:
         """Return the processor of transformers around this tokenizer, whose template then writes the begin token."""
         from transformers import Gemma3ImageProcessorPil, Gemma3Processor
 
-        from automodel_cli.models.transformers_compat import name_special_tokens
+        from automodel_cli.models.vision.processor_compat import name_special_tokens
 
         name_special_tokens(tokenizer, {"boi_token": START, "eoi_token": STOP, "image_token": IMAGE})
         if tokenizer.chat_template is not None:

@@ -19,6 +19,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import bundled_configs, source
 from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.models.vision import processor_compat
 from automodel_cli.models.vision.front import TYPE_IDS, composite_on_meta
 from automodel_cli.models.vision.nodes import IMAGE, START, STOP, GemmaProcessor, QwenProcessor, image_tokenizer
 from automodel_cli.models.vision.small import placeholder_of
@@ -47,7 +48,7 @@ def load_processor(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> A
         return chosen.build_processor(tokenizer)
     try:
         with transformers_compat.quiet():
-            return transformers_compat.images_only_processor(chosen, config.revision, tokenizer)
+            return processor_compat.images_only_processor(chosen, config.revision, tokenizer)
     except Exception as error:  # processors raise any class, for packages and for files
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if isinstance(error, ImportError) and "torchvision" in reason.lower():  # Pixtral has no other code

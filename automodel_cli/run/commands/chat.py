@@ -28,6 +28,7 @@ from automodel_cli.data.pictures.content import read_picture, rgb
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.models import transformers_compat
+from automodel_cli.models.vision import processor_compat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +132,7 @@ def _processor(folder: str, tokenizer: PreTrainedTokenizerBase) -> object:
     """Return the processor beside the weights with the chat template of the tokenizer, None if there is none."""
     try:
         with transformers_compat.quiet():
-            processor = transformers_compat.images_only_processor(folder, None, tokenizer)
+            processor = processor_compat.images_only_processor(folder, None, tokenizer)
     except Exception:  # processors raise any class, for packages and for files; `load_pictures` reports it
         return None
     processor.chat_template = processor.chat_template or tokenizer.chat_template

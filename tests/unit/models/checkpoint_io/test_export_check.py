@@ -14,13 +14,8 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models import lora, lora_merge
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
-from automodel_cli.models.checkpoint_io.export_check import (
-    Agreement,
-    PictureDocument,
-    Precision,
-    Unfinished,
-    measure_export_error,
-)
+from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, measure_export_error
+from automodel_cli.models.checkpoint_io.export_values import PictureDocument, Unfinished
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.layerwise_casting import Cast, cast_layers, largest_forward

@@ -15,9 +15,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.models import transformers_compat
+from automodel_cli.models import conversion_compat
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io import load as checkpoint_io_load
+from automodel_cli.models.checkpoint_io import initialization
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
@@ -180,7 +180,7 @@ def test_buffers_are_set_by_the_model_that_is_nearest_above_them():
         whole, stage = _Outer(LlamaConfig()), _Outer(LlamaConfig())
     stage.model.layers[0]._buffers.clear()
     for model, unit, name, want in ((whole, "model", "table", 7.0), (stage, "model.layers.1", "factor", 8.0)):
-        values = checkpoint_io_load._initialized(model, unit, 0, recurse=False)
+        values = initialization._initialized(model, unit, 0, recurse=False)
         assert set(values[f"{unit}.{name}"].tolist()) == {want}
 
 
@@ -321,7 +321,7 @@ def test_conversions_that_compare_shapes_are_settled_before_tensors_are_sharded(
     name = "layers.0.mlp.experts.gate_up_proj"
     stored = model.get_parameter(name)
     for tensor, steps in ((stored, []), (stored.transpose(1, 2), [False])):
-        settled = transformers_compat.settled_transposes(mapping, model, {name: tensor})
+        settled = conversion_compat.settled_transposes(mapping, model, {name: tensor})
         found = [entry for entry in settled if "gate_up_proj" in str(getattr(entry, "source_patterns", ""))]
         assert [step.check_dims for entry in found for step in entry.operations] == steps
     assert all(step.check_dims for entry in mapping for step in getattr(entry, "operations", ()))

@@ -12,11 +12,11 @@ from transformers.utils import is_torchvision_available
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.transformers_compat import name_special_tokens
 from automodel_cli.models.vision.config import VisionConfig
 from automodel_cli.models.vision.nodes import IMAGE, START, STOP, WordTokenizer
 from automodel_cli.models.vision.probe import probe_pictures
 from automodel_cli.models.vision.processor import FamilyProcessor, load_processor
+from automodel_cli.models.vision.processor_compat import name_special_tokens
 from tests.errors import raises
 from tests.vision import TEXT, WORDS, config_of, noise, processor_of
 
