@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.evaluation.validation import check_tasks
-from automodel_cli.models.config import ModelConfig, TeacherConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.teacher_config import TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.config_checks import why_prompts_not_shared

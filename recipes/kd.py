@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from automodel_cli.models.config import ModelConfig, TeacherConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.teacher_config import TeacherConfig
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.recipes.sft import SFTRecipe
 

@@ -15,12 +15,13 @@ from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.models import float8, lora, lora_fused, new_tokens, qat, transformers_compat
 from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.attention import transformer_engine
-from automodel_cli.models.config import ModelConfig, MoEConfig
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.document_masking import dynamic_rope, recurrent_layers
 from automodel_cli.models.freezing import freeze_by_vision
 from automodel_cli.models.hub import source
 from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.moe_config import MoEConfig
 from automodel_cli.models.mtp import key_mapping
 from automodel_cli.models.mtp import layers as mtp_layers
 from automodel_cli.models.probes import block_plan, isolation

@@ -2,140 +2,25 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import override
-from automodel_cli.config.value_checks import check_choice, check_range
+from automodel_cli.config.value_checks import check_range
+from automodel_cli.models.fp8_config import Fp8Config, TransformerEngineConfig
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.moe_config import MoEConfig
+from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.models.qat_config import QATConfig, check_qat_model
-from automodel_cli.models.tokenizer import PretrainedTokenizer
+from automodel_cli.models.tokenizer import PretrainedTokenizer, TokenizerNode
 from automodel_cli.models.vision.config import VisionConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 DType = Literal["float32", "bfloat16", "float16"]
-
-
-class TokenizerNode(Protocol):
-    """Interface of a node in `model.tokenizer`."""
-
-    @abstractmethod
-    def build(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with a chat template if it is meant for chats."""
-        ...
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Mixtures of experts. `models/moe/load_balancing.py` has the formulas.
-
-    The load-balancing loss and the update of the selection bias are off by default, because fine-tuning should not
-    change the balance of the experts unless requested.
-    """
-
-    experts_implementation: Literal["grouped_mm", "eager"] = "grouped_mm"
-    """Expert implementation: `grouped_mm` is one grouped GEMM, `eager` a loop over experts."""
-    aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss. 0: disabled."""
-    bias_update_rate: float = 0.0
-    """Step size of the routers' selection bias, if they have one (DeepSeek-V3: 0.001). 0: the bias is constant."""
-
-    def __post_init__(self) -> None:
-        for name in ("aux_loss_coef", "bias_update_rate"):
-            check_range(name, getattr(self, name), at_least=0, fix=f"model.moe.{name}=0")
-
-
-@dataclass(frozen=True)
-class MTPConfig:
-    """Training of multi-token-prediction layers (DeepSeek-V3, arXiv:2412.19437, section 2.2; docs/methods/mtp.md)."""
-
-    loss_weight: float = 0.1
-    """Weight of the MTP loss (the mean cross entropy over depths) in the loss. DeepSeek-V3: 0.3, then 0.1."""
-    depths: int | None = None
-    """Number of MTP depths of a model with random weights. null: as its config sets. A checkpoint keeps its own
-    number."""
-
-    def __post_init__(self) -> None:
-        check_range(
-            "loss_weight",
-            self.loss_weight,
-            above=0,
-            note=", or the layers would not be trained",
-            fix="model.mtp.loss_weight=0.1, or model.mtp=null",
-        )
-        check_range("depths", self.depths, at_least=1, fix="model.mtp.depths=1")
-
-
-@dataclass(frozen=True)
-class TransformerEngineConfig:
-    """Layers of NVIDIA's Transformer Engine (extra `te`) instead of torch's. CUDA only, not run on a GPU yet."""
-
-    attention: bool = True
-    """Compute packed attention with Transformer Engine, in bfloat16 or float16."""
-    linear: bool = True
-    """Replace the linear layers of the decoder layers."""
-    norm: bool = True
-    """Replace the RMS norms with fused ones."""
-    fp8_recipe: Literal["none", "current", "block", "mxfp8"] = "none"
-    """Scales of fp8 GEMMs: `current` has one per tensor, `block` one per 128 values, `mxfp8` one per 32 (Blackwell)."""
-
-    def __post_init__(self) -> None:
-        check_choice(
-            "fp8_recipe",
-            self.fp8_recipe,
-            ("none", "current", "block", "mxfp8"),
-            fix="model.transformer_engine.fp8_recipe=current",
-        )
-        if self.fp8_recipe != "none" and not self.linear:
-            raise ConfigError(
-                f"fp8_recipe={self.fp8_recipe} has no effect with linear=false, because it applies to linear layers",
-                code="no_effect",
-                keys=("fp8_recipe", "linear"),
-                fix="model.transformer_engine.linear=true",
-            )
-        if not (self.attention or self.linear or self.norm):
-            raise ConfigError(
-                "attention, linear and norm are all false, so Transformer Engine has no effect",
-                code="no_effect",
-                keys=("attention", "linear", "norm"),
-                fix="model.transformer_engine=null",
-            )
-
-
-@dataclass(frozen=True)
-class Fp8Config:
-    """Linear layers and experts in float8, with casts and scales at every use. Not run on a GPU yet.
-
-    - `rowwise`: one scale (a power of two) per token and per output. `tensorwise`: one scale per tensor, faster and
-      less exact. `rowwise_with_gw_hp`: rowwise, with weight gradients in the precision of the run. `mxfp8`: one scale
-      (a power of two) per 32 values along the summed dimension (linear layers only).
-    - Parameters, optimizer, checkpoints and exports are not changed. LM head, embeddings, routers, norms, and layers
-      whose sizes are not multiples of 16 (mxfp8: 32) keep their precision. The log reports their number.
-    - Needs an NVIDIA GPU of compute capability 8.9 (L40S, H100, B200), for experts 9 or 10 (H100, B200), for mxfp8 10.
-    """
-
-    recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"] = "rowwise"
-    """Scales of the GEMMs: `rowwise`, `tensorwise` (faster, less exact), `rowwise_with_gw_hp` (weight gradients
-    unquantized) or `mxfp8` (B200)."""
-    exclude_modules: list[str] = field(default_factory=list)
-    """Name endings of linear layers to exclude, for example `[o_proj, mlp.down_proj]`. Each must match a layer."""
-    experts: bool = False
-    """Compute experts in float8 too, if the recipe has a scale per row. It helps only with wide experts."""
-    emulate: bool = False
-    """Cast in the same way but multiply in float32, slower. Use it to check the numbers on a CPU or an older GPU."""
-
-    def __post_init__(self) -> None:
-        check_choice(
-            "recipe",
-            self.recipe,
-            ("rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"),
-            fix="model.fp8.recipe=rowwise",
-        )
 
 
 @dataclass(frozen=True)
@@ -410,31 +295,4 @@ class ModelConfig:
             code="invalid_value",
             keys=("pretrained",),
             fix=here or f"model.pretrained=null {override('model.gguf_file', path)}",
-        )
-
-
-@dataclass(frozen=True)
-class TeacherConfig:
-    """A frozen model to distill.
-
-    It must have the student's tokens. `dtype` is the storage dtype. The parallelizer sets the compute dtype.
-    `attn_implementation` as in the model section.
-    """
-
-    pretrained: str
-    """Hub id or folder of the teacher. It must have the student's tokens."""
-    revision: str | None = None
-    """Branch, tag or commit of the teacher's hub id."""
-    dtype: DType = "float32"
-    """Storage dtype of the teacher. It computes in the parallelizer's compute dtype."""
-    attn_implementation: str = "packed"
-    """Attention of the teacher, as in `model.attn_implementation`."""
-
-    def as_model(self) -> ModelConfig:
-        """The same as a section of a model."""
-        return ModelConfig(
-            pretrained=self.pretrained,
-            revision=self.revision,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
         )

@@ -20,7 +20,8 @@ from automodel_cli.distributed.float8 import grouped_gemm
 from automodel_cli.distributed.float8.linear import convert_to_float8
 from automodel_cli.distributed.float8.quantization import MULTIPLE, RECIPES, Arithmetic
 from automodel_cli.distributed.typed_torch import set_attributes
-from automodel_cli.models.config import Fp8Config, MoEConfig
+from automodel_cli.models.fp8_config import Fp8Config
+from automodel_cli.models.moe_config import MoEConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

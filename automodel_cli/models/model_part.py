@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import IGNORE_INDEX, ON_HOST, PICTURES, OnHost, Pictures, further
+from automodel_cli.data.batch import IGNORE_INDEX, ON_HOST, PICTURES, OnHost, Pictures
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.expert_parallel.router_replay import RoutedLayers, choosing
 from automodel_cli.models.attention.packed import PACKED
@@ -22,7 +22,7 @@ from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.lm_head.head import Head, HeadKind
 from automodel_cli.models.lm_head.value_head import ValueHead
 from automodel_cli.models.model_inputs import ROUTED, accepted_by
-from automodel_cli.models.mtp.layers import Depth, MultiToken, tokens_further
+from automodel_cli.models.mtp.layers import Depth, MultiToken, further_logprobs, tokens_further
 from automodel_cli.models.vision import shares
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class ModelPart(nn.Module):
         if request.hidden:
             output = output._replace(hidden_BTD=hidden_BTD)
         if request.further:
-            further_BTM = self._further_logprobs(depths, full_labels, model_inputs["cu_seq_lens_q"], context)
+            further_BTM = further_logprobs(self.head, depths, full_labels, model_inputs["cu_seq_lens_q"], context)
             output = output._replace(further_logprobs_BTM=further_BTM)
         return output if context is None else output.map(context.gather_rows)
 
@@ -140,21 +140,8 @@ class ModelPart(nn.Module):
         context: Context | None = local_inputs.get("context")
         ids = tokens_further(model_inputs["input_ids"], model_inputs["cu_seq_lens_q"])
         local_ids = ids if context is None else (context.local(ids_BT, 0) for ids_BT in ids)
-        embed: Any = self.model.get_input_embeddings()
-        inputs = accepted_by(self.model, local_inputs)
+        embed, inputs = self.model.get_input_embeddings(), accepted_by(self.model, local_inputs)
         return [hidden_BTD, *self.multi_token.hidden(embed, hidden_BTD, local_ids, inputs)]
-
-    def _further_logprobs(
-        self, depths: list[Tensor], labels_BT: Tensor, cu_seqlens: Tensor, context: Context | None
-    ) -> Tensor:
-        """Return log-probs of the labels 1, 2, ... tokens further on from each depth, `[B, T, M]`."""
-        logprobs = []
-        for by, hidden_BTD in enumerate(depths, start=1):
-            # Shifted on full rows, before the local tokens are selected: the next token may be on another rank.
-            labels = further(labels_BT, by, cu_seqlens, IGNORE_INDEX)
-            labels = labels if context is None else context.local(labels, IGNORE_INDEX)
-            logprobs.append(self.head(hidden_BTD, labels).logprobs_BT)
-        return torch.stack(logprobs, -1)
 
     def add_multi_token(self, models: Sequence[PreTrainedModel], names: DepthNames) -> None:
         """Add multi-token prediction layers. `load_weights` fills the new parameters."""
@@ -188,8 +175,7 @@ class ModelPart(nn.Module):
             inputs = accepted_by(self.model, local_inputs)
             if pictures is not None:
                 inputs |= self._shown(whole_ids_BT, pictures, local_inputs.get("context"))
-                # The front end returns embeddings with picture features in place of the placeholders, so no ids are
-                # passed.
+                # The front end has returned embeddings with picture features, so no ids are passed.
                 if self.front is not None:
                     del inputs["input_ids"]
             output = module(**inputs, use_cache=False)
@@ -252,19 +238,14 @@ class ModelPart(nn.Module):
 
         Raises ConfigError if attention does not support context parallelism.
         """
-        attention = self.model.config._attn_implementation
+        attention, reason = self.model.config._attn_implementation, None
         if recurrent_layers.runs_by_document(self.model):
+            reason = "runs its attention document by document on full rows"
+        elif self.two_way is not None:
+            reason = "lets the tokens of a picture see each other in both directions"
+        if reason is not None:
             raise ConfigError(
-                f"mesh.cp_size={group.size} is not supported because {type(self.model).__name__} runs its attention "
-                "document by document on full rows",
-                code="not_supported_by_model",
-                keys=("mesh.cp_size",),
-                fix="mesh.cp_size=1",
-            )
-        if self.two_way is not None:
-            raise ConfigError(
-                f"mesh.cp_size={group.size} is not supported because the tokens of a picture see each other in both "
-                f"directions in {type(self.model).__name__}",
+                f"mesh.cp_size={group.size} is not supported because {type(self.model).__name__} {reason}",
                 code="not_supported_by_model",
                 keys=("mesh.cp_size",),
                 fix="mesh.cp_size=1",
@@ -295,10 +276,9 @@ class ModelPart(nn.Module):
         if self._context_group is None:
             return {name: value for name, value in model_inputs.items() if name != ON_HOST}
         ids_BT: Tensor = model_inputs["input_ids"]
-        rows, tokens = ids_BT.shape
         on_host: OnHost | None = model_inputs.get(ON_HOST)
         bounds = model_inputs["cu_seq_lens_q"] if on_host is None else on_host.cu_seqlens
-        context = Context(self._context_group, (rows, tokens), bounds, ids_BT.device)
+        context = Context(self._context_group, (len(ids_BT), ids_BT.shape[1]), bounds, ids_BT.device)
         inputs = context.local_inputs(ids_BT, model_inputs["position_ids"])
         if ROUTED in model_inputs:
             inputs[ROUTED] = context.local(model_inputs[ROUTED], -1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import IGNORE_INDEX, NO_RUN, Batch, SeenKeys, dual_chunks
+from automodel_cli.data.batch import dual_chunks
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.attention import packed as packed
 from automodel_cli.models.builder import part_of
@@ -29,6 +29,7 @@ from automodel_cli.models.probes import isolation, token_mixing
 from automodel_cli.models.probes.hidden_states import (
     DOCUMENTS,
     TOLERANCE,
+    UNMEASURED,
     first_difference,
     layer_outputs,
     probe_row,
@@ -53,8 +54,6 @@ _SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
     "padded": (("whole", "train.microbatch_size=1"),),
     "whole": (),
 }
-_NO_SWITCH = 512  # tokens: no document of a probe is as long
-_UNMEASURED = "a small copy of the model does not run"
 
 
 def probe_packing(
@@ -78,7 +77,7 @@ def probe_packing(
     raise ConfigError(
         f"attn_implementation={attention!r} is not supported for {hf_config.model_type} with {rows} rows because "
         f"{reason}",
-        code="not_measured" if reason.startswith(_UNMEASURED) else "not_supported_by_model",
+        code="not_measured" if reason.startswith(UNMEASURED) else "not_supported_by_model",
         keys=("data.packing", "model.attn_implementation"),
         fix=fix,
     )
@@ -120,7 +119,7 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
         except Exception as error:  # any class of the library may fail in its own method on sizes it never saw
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             raise ConfigError(
-                f"context parallelism is not supported for {hf_config.model_type} because {_UNMEASURED} ({reason})",
+                f"context parallelism is not supported for {hf_config.model_type} because {UNMEASURED} ({reason})",
                 code="not_measured",
                 keys=("mesh.cp_size",),
                 fix="mesh.cp_size=1",
@@ -133,57 +132,6 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
             keys=("mesh.cp_size",),
             fix="mesh.cp_size=1",
         )
-
-
-def why_not_shared(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> str:
-    """Return the reason why documents cannot share a prefix (`Batch.seen`), or an empty string.
-
-    Length-dependent rotary tables are treated as one table. The caller must ensure that no text is longer than the
-    first table (`dynamic_rope.longest_unswitched`).
-    """
-    method = isolation.select_isolation(hf_config, trust_remote_code=trust_remote_code)
-    if method.by_document:
-        return f"the attention of {hf_config.model_type} is the library's own, run document by document"
-    if method.classes:
-        names = ", ".join(sorted(name.rpartition(".")[2] for name in method.classes))
-        return f"{hf_config.model_type} has layers that are run document by document ({names})"
-    with transformers_compat.quiet():
-        try:
-            small = shrink(hf_config, switch=_NO_SWITCH)
-            model = small_model(small, trust_remote_code)
-            choice = ModelConfig(pretrained="-", trust_remote_code=trust_remote_code)
-            part = part_of(copy.deepcopy(small), choice, device="cpu")
-            part.model.load_state_dict(model.state_dict())
-            difference, where = _prefix_against_copies(part)
-        except Exception as error:  # any class of the library may fail in its own method on sizes it never saw
-            return f"{_UNMEASURED} ({type(error).__name__}: {error})".splitlines()[0][:200]
-    if difference <= TOLERANCE:
-        return ""
-    return f"{where} of {hf_config.model_type} gives them something else (off by {difference:.1e})"
-
-
-@torch.no_grad()
-def _prefix_against_copies(part: ModelPart) -> tuple[float, str]:
-    """Compare two documents with a shared prefix and with copies of it: largest difference, and its layer."""
-    (long, short), prefix = DOCUMENTS, 5
-    ids_T = probe_row(part.model)[0]
-    ids_T[long : long + prefix] = ids_T[:prefix]
-    bounds, runs = (0, prefix, long, long + short - prefix), (NO_RUN, (0, prefix), (0, prefix))
-    positions_T = torch.cat([torch.arange(long), torch.arange(prefix, short)])
-    batch = Batch(
-        input_ids_BT=torch.cat([ids_T[:long], ids_T[long + prefix :]])[None],
-        labels_BT=torch.full((1, bounds[-1]), IGNORE_INDEX),
-        position_ids_BT=positions_T[None],
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-        max_seqlen=long - prefix,
-        row_ids_B=torch.zeros(1, dtype=torch.int64),
-        seen=SeenKeys.of(bounds, runs),
-    )
-    part.eval()
-    packed, names = layer_outputs(part.model, model_inputs_for(ids_T[None], DOCUMENTS))
-    shared, _ = layer_outputs(part.model, batch.model_inputs())
-    want = [torch.cat([layer_output[:, :long], layer_output[:, long + prefix :]], 1) for layer_output in packed]
-    return first_difference(shared, want, names)
 
 
 class _BothRanks(OneProcess):
@@ -269,7 +217,7 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
         return error.message
     except Exception as error:  # any class of the library may fail in its own method on sizes it never saw
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return f"{_UNMEASURED} ({reason})"
+        return f"{UNMEASURED} ({reason})"
     difference, where = max(measured)
     if difference <= TOLERANCE:
         return None

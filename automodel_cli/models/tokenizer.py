@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from automodel_cli.config import hub, trust
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fix_syntax import override
 from automodel_cli.config.value_checks import check_choice, check_range
 from automodel_cli.models.files import file_integrity
 from automodel_cli.models.files.gguf_tokenizer import digits_then_words, gguf_path, set_gguf_split
@@ -185,11 +185,20 @@ class PretrainedTokenizer:
             )
 
 
+class TokenizerNode(Protocol):
+    """Interface of a node in `model.tokenizer`."""
+
+    @abstractmethod
+    def build(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with a chat template if it is meant for chats."""
+        ...
+
+
 class _ModelSection(Protocol):
     """The fields of the model section that locate a tokenizer."""
 
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> TokenizerNode | str | None: ...
     @property
     def pretrained(self) -> str | None: ...
     @property
@@ -250,7 +259,7 @@ def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # tokenizers raises plain Exception for a file of another form
-        _refuse_adapter(Path(source))
+        file_integrity.refuse_adapter(Path(source))
         if not Path(source).exists() and hub.is_offline(error):
             message = f"the tokenizer of {source} cannot be loaded: {hub.not_here(source)}"
             raise ConfigError(
@@ -266,22 +275,6 @@ def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote
     if gguf_file is not None:
         set_gguf_split(tokenizer, gguf_path(source, gguf_file, revision))
     return tokenizer
-
-
-def _refuse_adapter(folder: Path) -> None:
-    """Raise ConfigError for the folder of an adapter (`export/adapter` of a run): no tokenizer, and no model."""
-    if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
-        return
-    whole = folder.parent if (folder.parent / "config.json").is_file() else None
-    merged = (
-        override("model.pretrained", str(whole)) if whole else "merge the adapter into its model, and name that folder"
-    )
-    raise ConfigError(
-        f"model.pretrained={folder} contains only an adapter, without its base model",
-        code="wrong_model_kind",
-        keys=("pretrained",),
-        fix=merged,
-    )
 
 
 def _read_template(choice: str) -> str:

@@ -10,7 +10,7 @@ from automodel_cli.distributed.compile_modes import FUSED_OPS
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
-from automodel_cli.models.config import Fp8Config
+from automodel_cli.models.fp8_config import Fp8Config
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.qat_config import QATConfig
 from automodel_cli.objectives.sft import SFT

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from automodel_cli.data.config import DataConfig
     from automodel_cli.distributed.strategies.base import Strategy
-    from automodel_cli.models.config import ModelConfig, TeacherConfig
+    from automodel_cli.models.config import ModelConfig
+    from automodel_cli.models.teacher_config import TeacherConfig
     from automodel_cli.training.train_config import TrainConfig
 
 _OF_ADVANTAGES: tuple[tuple[str, str | bool | None], ...] = (
@@ -289,7 +290,7 @@ def check_sampled_model(recipe: PolicyRecipe, hf_config: PretrainedConfig) -> No
     if rollout.engine.capabilities.live_weights:
         check_decoding(hf_config, attention=model.attn_implementation, trust_remote_code=model.trust_remote_code)
     if rollout.share_prompt_prefix is True:
-        from automodel_cli.models.packing_support import why_not_shared
+        from automodel_cli.models.prefix_support import why_not_shared
 
         check_shared_prompts(rollout, why_not_shared(hf_config, trust_remote_code=model.trust_remote_code))
     if rollout.replay_routing:

@@ -16,9 +16,9 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.data.config import answer_checker
 from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
-from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.moe.router_hooks import selectors_of
+from automodel_cli.models.teacher_config import TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.collection.sample_collector import CollectionTimes, SampleCollector
 from automodel_cli.rollout.config import RolloutConfig

@@ -18,7 +18,7 @@ from automodel_cli.distributed.fusion import compiled_regions
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.sharded_module import weights_changed
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention import flash_support, kernel_selection
 from automodel_cli.models.attention.packed import PACKED
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.embedding_model import embeddings
@@ -220,7 +220,7 @@ def _check_one_graph(recipe: Recipe, device: torch.device, part: ModelPart) -> N
     if not _layers_are_one_graph(recipe) or device.type != "cuda" or recipe.model.attention_kernel == "dense":
         return
     dtype = recipe.parallelizer.compute_dtype() or next(part.parameters()).dtype
-    if reason := kernel_selection.why_no_flash_on_cuda(part.model, dtype):
+    if reason := flash_support.why_no_flash_on_cuda(part.model, dtype):
         raise ConfigError(
             f"{_ONE_GRAPH}, but no flash kernel supports {reason}, and FlexAttention compiles as a separate graph",
             code="kernel_unavailable",

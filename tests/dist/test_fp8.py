@@ -20,7 +20,7 @@ from automodel_cli.distributed.float8 import linear as float8_linear
 from automodel_cli.distributed.float8.quantization import RECIPES, Arithmetic
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models.config import Fp8Config
+from automodel_cli.models.fp8_config import Fp8Config
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import step_batches

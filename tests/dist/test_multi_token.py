@@ -17,8 +17,9 @@ from automodel_cli.distributed.config import DDPConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import ModelConfig, MTPConfig
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.objectives.base import request_of
 from automodel_cli.objectives.mtp import WithMultiToken
 from automodel_cli.objectives.sft import SFT

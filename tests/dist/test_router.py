@@ -18,9 +18,9 @@ from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models.config import MoEConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.moe.load_balancing import LoadBalancer
+from automodel_cli.models.moe_config import MoEConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig

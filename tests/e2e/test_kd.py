@@ -14,7 +14,7 @@ from tests.errors import assert_error
 from tests.marks import slow
 
 STEPS = ("train.max_steps=3", "logging.report=false", "optimizer.eps=1e-5")
-TEACHER = "teacher={_target_: automodel_cli.models.config.TeacherConfig, pretrained: runs/teacher/export}"
+TEACHER = "teacher={_target_: automodel_cli.models.teacher_config.TeacherConfig, pretrained: runs/teacher/export}"
 ANSWERS = "{answers: {_target_: automodel_cli.evaluation.config.Generation, max_new_tokens: 4, num_samples: 1}}"
 SMALLER = ("model.config.hidden_size=32", "model.config.head_dim=8")
 

@@ -10,7 +10,6 @@ warning. On a CPU: flash, then dense. Never run on a GPU.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.util
 import logging
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from automodel_cli.config.errors import ConfigError
@@ -28,7 +27,7 @@ from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention.kernel_probes import cudnn_error, kernel_error
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +79,6 @@ class KernelChoice:
 
 
 _CUDNN_REST = "; layers with windows or sinks, other keys than queries, or heads above 128: FlashAttention-2"
-_RECORDING = "asked_not_computed"
 _chosen = KernelChoice()
 
 
@@ -270,35 +268,3 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a parent package is missing
         return False
-
-
-def why_no_flash_on_cuda(model: PreTrainedModel, dtype: torch.dtype) -> str:
-    """Return the reason why CUDA flash kernels do not support a transformers model in `dtype`, or an empty string.
-
-    Runs the forward of a copy on the meta device. The model is not changed.
-    """
-    reasons: list[str] = []
-
-    def record(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: object,
-        softcap: float | None = None,
-        **_: object,
-    ) -> tuple[Tensor, None]:
-        reasons.append(kernels.why_not_flash_cuda(query, value, softcap))
-        rows, heads, tokens, _width = query.shape
-        return query.new_empty(rows, tokens, heads, value.shape[-1]), None
-
-    from transformers import AttentionInterface
-
-    meta_model = copy.deepcopy(model)
-    nn.Module.to(meta_model, device="meta", dtype=dtype)
-    AttentionInterface.register(_RECORDING, record)
-    meta_model.set_attn_implementation(_RECORDING)
-    ids_BT = torch.zeros(1, 8, dtype=torch.long, device="meta")
-    with torch.no_grad():
-        meta_model.base_model(input_ids=ids_BT, attention_mask=ids_BT.new_zeros(1, 1, 8, 8).to(dtype), use_cache=False)
-    return next((reason for reason in reasons if reason), "")

@@ -24,7 +24,7 @@ Shapes: B rows, T tokens, H query heads, K KV heads, D head width, V value width
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -32,12 +32,20 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.warn import warn
 from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models.attention import cudnn, dense, kernel_selection
 from automodel_cli.models.attention import flex as attention_flex
 from automodel_cli.models.attention import kernels as kernels
 from automodel_cli.models.attention import varlen_segments as segments
+from automodel_cli.models.attention.host_groups import (
+    as_rows,
+    dense_cost,
+    groups_of,
+    in_groups,
+    in_rows,
+    kernel_of,
+    warn_dense,
+)
 from automodel_cli.models.attention.picture_runs import PictureRuns
 from automodel_cli.models.attention.ring import ring_attention
 from automodel_cli.models.attention.ring_calls import Setting
@@ -131,9 +139,9 @@ def packed_attention(
     grouped = on_host and context is None
     documents = segments.HostDocuments.of(cu_seq_lens_q, rows, length, seen) if grouped else None
     if why_dense:
-        _warn_dense(why_dense, functools.partial(_cost, query_BHTD, setting, documents, context))
+        warn_dense(why_dense, functools.partial(dense_cost, query_BHTD, setting, documents, context))
     # Short rows need no regrouping: the kernel takes them unchanged, with a mask if they contain several documents.
-    row_outputs = None if documents is None else _as_rows(documents, query_BHTD, key_BKTD, value_BKTV, s_aux, setting)
+    row_outputs = None if documents is None else as_rows(documents, query_BHTD, key_BKTD, value_BKTV, s_aux, setting)
     if row_outputs is not None:
         return row_outputs, None
     # All other cases work on flat tokens, [N, heads, width].
@@ -161,8 +169,8 @@ def _on_flat_tokens(
     if context is not None:
         k_MKD, v_MKV = _gather(k_MKD, v_MKV, context)
     if on_host:
-        groups = _groups(documents, context, setting.window, q_NHD.device)
-        return _in_groups(q_NHD, k_MKD, v_MKV, sink_H, setting, *groups)
+        groups = groups_of(documents, context, setting.window, q_NHD.device)
+        return in_groups(q_NHD, k_MKD, v_MKV, sink_H, setting, *groups)
     return _in_one_kernel(q_NHD, k_MKD, v_MKV, sink_H, setting, batch, context)
 
 
@@ -185,11 +193,11 @@ def _two_way(
     if no_flex:
         setting = setting._replace(way="dense")
         reason = f"flash kernels are causal, and FlexAttention is not available because {no_flex}"
-        _warn_dense(reason, lambda: heads * rows * length**2 * dense.dense_bytes(query_BHTD.dtype, setting.softcap))
+        warn_dense(reason, lambda: heads * rows * length**2 * dense.dense_bytes(query_BHTD.dtype, setting.softcap))
     if on_cpu or no_flex:
-        kernel = _kernel(sink_H, setting)
+        kernel = kernel_of(sink_H, setting)
         mask = runs.mask(cu_seq_lens, rows, length, setting.window, query_BHTD.dtype)
-        return _in_rows(kernel, query_BHTD, key_BKTD, value_BKTV, mask)
+        return in_rows(kernel, query_BHTD, key_BKTD, value_BKTV, mask)
     visible = runs.visible_to(cu_seq_lens, rows, length, setting.window)
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
     inputs = (q_NHD, k_MKD, v_MKV, sink_H, visible, setting.window, setting.scale, setting.softcap)
@@ -221,99 +229,11 @@ def _in_one_kernel(
     return kernels.varlen_cuda(q_NHD, k_MKD, v_MKV, plan, sink_H, setting.scale, setting.window, pads=pads)
 
 
-def _as_rows(
-    documents: segments.HostDocuments,
-    query_BHTD: Tensor,
-    key_BKTD: Tensor,
-    value_BKTV: Tensor,
-    sink_H: Tensor | None,
-    setting: Setting,
-) -> Tensor | None:
-    """Run on full rows and return `out_BTHV`. None if the rows need regrouping."""
-    rows, _, length, _ = query_BHTD.shape
-    dtype, device = query_BHTD.dtype, query_BHTD.device
-    if documents.are_rows(rows):
-        mask = dense.visible_mask(length, (length,), (0,), setting.window, dtype, device)
-    elif setting.way != "flash" or (
-        (mask := segments.row_mask(documents, length, setting.window, dtype, device)) is None
-    ):
-        return None
-    return _in_rows(_kernel(sink_H, setting), query_BHTD, key_BKTD, value_BKTV, mask)
-
-
-def _kernel(sink_H: Tensor | None, setting: Setting) -> segments.Kernel:
-    """Return the kernel for documents that are grouped on the host."""
-    if setting.way == "flash":
-        return functools.partial(kernels.flash_cpu, sink_H=sink_H, scale=setting.scale)
-    return functools.partial(dense.dense, sink_H=sink_H, scale=setting.scale, softcap=setting.softcap)
-
-
-def _groups(
-    documents: segments.HostDocuments | None, context: Context | None, window: int | None, device: torch.device
-) -> tuple[list[segments.Group], Tensor]:
-    if context is not None:
-        return segments.context_groups(context, window)
-    assert documents is not None
-    return segments.document_groups(documents, device)
-
-
-_warned_dense: set[str] = set()
-
-
-def _warn_dense(reason: str, cost: Callable[[], int]) -> None:
-    """Warn once per reason, because dense attention dominates time and memory on long rows."""
-    if reason not in _warned_dense:
-        _warned_dense.add(reason)
-        warn(
-            "high_memory_use",
-            "attention uses the dense float32 definition. Each layer saves %.3g MiB of this microbatch for backward "
-            "and needs about twice as much while it runs. Reason: %s. Shorter documents (data.seq_len) need less",
-            cost() / 2**20,
-            reason,
-        )
-
-
-def _cost(
-    query_BHTD: Tensor, setting: Setting, documents: segments.HostDocuments | None, context: Context | None
-) -> int:
-    """Return the bytes that dense attention saves for backward."""
-    rows, heads, length, _ = query_BHTD.shape
-    if documents is not None and documents.are_rows(rows):
-        pairs = rows * length**2
-    else:
-        groups, _ = _groups(documents, context, setting.window, query_BHTD.device)
-        pairs = sum(group.query_GS.numel() * group.key_GU.shape[1] for group in groups)
-    return heads * pairs * dense.dense_bytes(query_BHTD.dtype, setting.softcap)
-
-
 def _seen_keys(cu_seq_lens_k: Tensor | None, max_length_k: int | None, key_index: Tensor | None) -> SeenKeys | None:
     if key_index is None:
         return None
     assert cu_seq_lens_k is not None and max_length_k is not None, "`Batch.model_inputs` has them all"
     return SeenKeys(key_index, cu_seq_lens_k, max_length_k)
-
-
-def _in_rows(
-    kernel: segments.Kernel, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTV: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Run the kernel on rows without regrouping and return `out_BTHV`. Causal if `mask` is None."""
-    heads = query_BHTD.shape[1]
-    key_BHTD, value_BHTV = kernels.per_query_head(key_BKTD, heads), kernels.per_query_head(value_BKTV, heads)
-    return kernel(query_BHTD, key_BHTD, value_BHTV, mask).transpose(1, 2)
-
-
-def _in_groups(
-    q_NHD: Tensor,
-    k_MKD: Tensor,
-    v_MKV: Tensor,
-    sink_H: Tensor | None,
-    setting: Setting,
-    groups: list[segments.Group],
-    back_N: Tensor,
-) -> Tensor:
-    """Run on grouped documents and return `out_NHV`."""
-    k_MHD, v_MHV = (kernels.per_query_head(x, q_NHD.shape[1]) for x in (k_MKD, v_MKV))
-    return segments.run_grouped(_kernel(sink_H, setting), q_NHD, k_MHD, v_MHV, groups, back_N, setting.window)
 
 
 def _gather(key_NKD: Tensor, value_NKV: Tensor, context: Context) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import require_package
-from automodel_cli.models.config import TransformerEngineConfig
+from automodel_cli.models.fp8_config import TransformerEngineConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

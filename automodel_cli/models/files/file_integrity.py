@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fix_syntax import override
 
 INDEX = "model.safetensors.index.json"
 _JSON = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
@@ -98,4 +99,20 @@ def _damaged(path: Path, problem: str) -> ConfigError:
         code="damaged_file",
         keys=("pretrained",),
         fix=f"copy or download {path.name} again",
+    )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise ConfigError for the folder of an adapter (`export/adapter` of a run): no tokenizer, and no model."""
+    if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
+        return
+    whole = folder.parent if (folder.parent / "config.json").is_file() else None
+    merged = (
+        override("model.pretrained", str(whole)) if whole else "merge the adapter into its model, and name that folder"
+    )
+    raise ConfigError(
+        f"model.pretrained={folder} contains only an adapter, without its base model",
+        code="wrong_model_kind",
+        keys=("pretrained",),
+        fix=merged,
     )

@@ -18,14 +18,16 @@ Shapes: B rows, T tokens, D hidden, M depths.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import further
+from automodel_cli.data.batch import IGNORE_INDEX, further
+from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.models.context_parallel_layout import Context
 from automodel_cli.models.document_masking import recurrent_layers
 
 if TYPE_CHECKING:
@@ -88,6 +90,23 @@ def tokens_further(input_ids_BT: Tensor, cu_seqlens: Tensor) -> Iterator[Tensor]
     while True:
         by += 1
         yield further(input_ids_BT, by, cu_seqlens, 0)
+
+
+def further_logprobs(
+    head: Callable[[Tensor, Tensor], HeadOutput],
+    depths: Sequence[Tensor],
+    labels_BT: Tensor,
+    cu_seqlens: Tensor,
+    context: Context | None,
+) -> Tensor:
+    """Return log-probs of the labels 1, 2, ... tokens further on from the hidden states of each depth, `[B, T, M]`."""
+    logprobs = []
+    for by, hidden_BTD in enumerate(depths, start=1):
+        # Shifted on full rows, before the local tokens are selected: the next token may be on another rank.
+        labels = further(labels_BT, by, cu_seqlens, IGNORE_INDEX)
+        labels = labels if context is None else context.local(labels, IGNORE_INDEX)
+        logprobs.append(head(hidden_BTD, labels).logprobs_BT)
+    return torch.stack(logprobs, -1)
 
 
 def cut_to_depth(model: PreTrainedModel) -> None:

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 # Longer than every window, chunk and index size of a tiny copy, or leaks would be hidden. One is longer than `SWITCH`.
 DOCUMENTS = (13, 9)
+UNMEASURED = "a small copy of the model does not run"
 TOLERANCE = 1e-4  # relative to the largest hidden value. Leaks are at least 1e-2.
 
 
 def small_model(small: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Build the causal LM of a small config in float32."""
+
     def build(config: PretrainedConfig) -> PreTrainedModel:
         return transformers_compat.causal_lm(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
@@ -29,12 +32,14 @@ def small_model(small: PretrainedConfig, trust_remote_code: bool) -> PreTrainedM
 
 
 def probe_row(model: PreTrainedModel) -> Tensor:
+    """Return random tokens `[1, T]` for `DOCUMENTS`."""
     vocab = model.config.get_text_config().vocab_size
     ids_T = torch.randint(3, vocab, (sum(DOCUMENTS),), generator=torch.Generator().manual_seed(0))
     return ids_T[None]
 
 
 def first_difference(got: list[Tensor], want: list[Tensor], names: list[str]) -> tuple[float, str]:
+    """Return the first difference above the tolerance or the largest one, and the layer where it occurs."""
     where, worst = "the model", 0.0
     for index, name in enumerate(names):
         gap = ((got[index] - want[index]).abs().max() / want[index].abs().max()).item()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from automodel_cli.data.batch import ROUTED_EXPERTS
 from automodel_cli.data.head_output import HeadRequest
-from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
+from automodel_cli.models.teacher_config import TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.grpo import GRPO

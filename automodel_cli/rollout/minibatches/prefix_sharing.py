@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.hub.source import hf_config
-from automodel_cli.models.packing_support import why_not_shared
+from automodel_cli.models.prefix_support import why_not_shared
+from automodel_cli.models.teacher_config import TeacherConfig
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.config_checks import check_shared_prompts, why_prompts_not_shared
 from automodel_cli.run.frozen_models.reference_model import draws_while_training

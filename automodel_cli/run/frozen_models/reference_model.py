@@ -21,7 +21,7 @@ from automodel_cli.training.checkpoint.state_dict import copy_state, model_state
 from automodel_cli.training.stages import Stages
 
 if TYPE_CHECKING:
-    from automodel_cli.models.config import TeacherConfig
+    from automodel_cli.models.teacher_config import TeacherConfig
     from automodel_cli.run.frozen_models.reference_sync import ReferenceSync
     from automodel_cli.run.trainer import Trainer
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
-from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.hub.source import hf_config
+from automodel_cli.models.teacher_config import TeacherConfig
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.run.model_builder import Model
 from automodel_cli.training.stages import Stages

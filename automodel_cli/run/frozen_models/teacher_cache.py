@@ -20,8 +20,8 @@ from torch import Tensor
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.preparation.dataset import PackedDataset
-from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.hub.source import hf_config, model_files
+from automodel_cli.models.teacher_config import TeacherConfig
 from automodel_cli.run.frozen_models.logprob_cache import RowCache, RowScores, content_of
 from automodel_cli.run.frozen_models.teacher import add_teacher_logprobs, build_teacher, check_vocabulary
 

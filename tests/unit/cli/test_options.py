@@ -20,7 +20,7 @@ from automodel_cli.cli.main import run
 from automodel_cli.config import bundled_recipes, key_reference, schema
 from automodel_cli.config.key_reference_pages import COMMON, groups, pages
 from automodel_cli.data.config import DatasetGenerator
-from automodel_cli.models.config import TokenizerNode
+from automodel_cli.models.tokenizer import TokenizerNode
 from automodel_cli.rollout.engines.base import EngineConfig
 from automodel_cli.rollout.environments.base import EnvironmentNode
 from automodel_cli.rollout.rewards.base import RewardFunction

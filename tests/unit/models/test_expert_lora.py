@@ -18,9 +18,10 @@ from automodel_cli.models import expert_lora, lora, lora_export
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import ModelConfig, MoEConfig
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.moe_config import MoEConfig
 from tests.errors import raises
 from tests.exports import verify_export
 from tests.tiny import build_hf, packed_batch, reference_logprobs, token_row

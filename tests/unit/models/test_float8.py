@@ -16,8 +16,10 @@ from automodel_cli.distributed.float8.linear import Fp8Linear
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
-from automodel_cli.models.config import Fp8Config, ModelConfig, MoEConfig, TransformerEngineConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.fp8_config import Fp8Config, TransformerEngineConfig
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.moe_config import MoEConfig
 from tests import tiny
 from tests.errors import raises
 

@@ -13,8 +13,9 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import ModelConfig, MTPConfig
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.models.tokenizer import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 from tests.errors import raises
 from tests.exports import verify_export

@@ -13,8 +13,10 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.qat.linear import quantization_of, quantized_layers, switched
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.config import Fp8Config, ModelConfig, MTPConfig, TransformerEngineConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.fp8_config import Fp8Config, TransformerEngineConfig
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.models.qat_config import QATConfig
 from tests import tiny
 from tests.errors import raises

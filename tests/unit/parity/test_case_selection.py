@@ -9,7 +9,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MixedPrecision
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models.config import Fp8Config
+from automodel_cli.models.fp8_config import Fp8Config
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.case_selection import choose_cases, pick, small_pipeline

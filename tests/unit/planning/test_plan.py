@@ -18,8 +18,9 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import CPUOffload, DDPConfig, FSDP2Config, MixedPrecision
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.config import ModelConfig, MTPConfig
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.split_check import check_split
 from automodel_cli.pipelining.cut.stage_module import cut_stage

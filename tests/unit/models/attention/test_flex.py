@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import SeenKeys
+from automodel_cli.models.attention import flash_support, flex_visibility, kernel_selection
 from automodel_cli.models.attention import flex as attention_flex
-from automodel_cli.models.attention import flex_visibility, kernel_selection
 from automodel_cli.models.attention.packed import packed_attention
 from automodel_cli.models.context_parallel_layout import Context, OneProcess
 from tests import tiny
@@ -157,7 +157,7 @@ def test_layers_share_a_mask_for_as_long_as_its_microbatch_lives():
     first = flex_visibility.batch_visibility(cu, 1, 128, None, CPU)
     assert flex_visibility.batch_visibility(cu, 1, 128, None, CPU) is first
     assert flex_visibility.batch_visibility(cu, 1, 128, 8, CPU) is not first
-    known, key = attention_flex._visibility_cache, id(cu)
+    known, key = flex_visibility._visibility_cache, id(cu)
     assert key in known
     del cu
     gc.collect()
@@ -199,7 +199,7 @@ def test_models_whose_layers_no_flash_kernel_takes_are_known_without_running_the
     """A whole layer in one graph cannot hold FlexAttention, so a run must know before its first step."""
     wide, capped = {"head_dim": 64}, {"attn_logit_softcapping": 30.0}
     found = {
-        (family, dtype): kernel_selection.why_no_flash_on_cuda(tiny.build_hf(family, **fields), dtype)
+        (family, dtype): flash_support.why_no_flash_on_cuda(tiny.build_hf(family, **fields), dtype)
         for family, fields in (("llama", wide), ("gemma2", {**wide, **capped}))
         for dtype in (torch.bfloat16, torch.float32)
     }

@@ -20,7 +20,8 @@ from automodel_cli.models.attention import transformer_engine as adapter
 from automodel_cli.models.attention.packed import packed_attention
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import ModelConfig, TransformerEngineConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.fp8_config import TransformerEngineConfig
 from automodel_cli.models.lora_config import LoRAConfig
 from tests import tiny
 from tests.errors import raises

@@ -22,8 +22,9 @@ from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights,
 from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
-from automodel_cli.models.config import ModelConfig, MTPConfig
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.mtp_config import MTPConfig
 from tests.errors import raises
 from tests.exports import verify_export
 from tests.tiny import FAMILIES, build_hf, packed_batch, tiny_config, tiny_fields, token_row

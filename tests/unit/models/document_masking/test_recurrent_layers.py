@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from automodel_cli.distributed.activation_checkpointing.apply import apply_activation_checkpointing
 from automodel_cli.models.builder import part_of
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.document_masking import recurrent_layers
+from automodel_cli.models.document_masking import document_bounds, recurrent_layers
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.packing_support import probe_context, probe_packing
 from automodel_cli.models.probes import token_mixing
@@ -88,7 +88,7 @@ def test_rows_of_one_document_run_as_they_are(monkeypatch: pytest.MonkeyPatch):
     seen = []
     layer = next(m for m in part.model.modules() if isinstance(m, recurrent_layers.StateLayer))
     layer.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    monkeypatch.setattr(recurrent_layers.segments, "document_groups", None)
+    monkeypatch.setattr(document_bounds.segments, "document_groups", None)
     logprobs, got = run(part, rows)
     assert len(seen) == 1
     assert (logprobs - want_logprobs).abs().max() < OF_STATES * tolerance()

@@ -7,8 +7,9 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, SeenKeys
-from automodel_cli.models.config import MoEConfig
-from automodel_cli.models.moe.load_balancing import real_tokens, routers
+from automodel_cli.models.moe.load_balancing import routers
+from automodel_cli.models.moe.real_tokens import real_tokens
+from automodel_cli.models.moe_config import MoEConfig
 from tests import tiny
 from tests.dist.parity import tiny_part
 from tests.errors import raises

@@ -13,8 +13,9 @@ from automodel_cli.data.batch import IGNORE_INDEX, further
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
-from automodel_cli.models.config import ModelConfig, MTPConfig
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.objectives.mtp import WithMultiToken
 from automodel_cli.objectives.mtp import WithMultiToken as Real
 from automodel_cli.objectives.sft import SFT

@@ -8,7 +8,9 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models.config import ModelConfig, MoEConfig, TransformerEngineConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.fp8_config import TransformerEngineConfig
+from automodel_cli.models.moe_config import MoEConfig
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.config_checks import check_shared_prompts, why_prompts_not_shared
 from tests.errors import raises

@@ -11,8 +11,10 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models import transformers_compat
-from automodel_cli.models.config import Fp8Config, ModelConfig, MTPConfig, TransformerEngineConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.fp8_config import Fp8Config, TransformerEngineConfig
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.models.qat_config import QATConfig
 from automodel_cli.run.checks.model_section_checks import (
     check_4bit_base,

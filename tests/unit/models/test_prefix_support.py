@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import CONFIG_MAPPING
 
-from automodel_cli.models import packing_support
+from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models.attention.packed import register_packed_attention
-from automodel_cli.models.packing_support import why_not_shared
+from automodel_cli.models.prefix_support import why_not_shared
 from tests.hybrids import HYBRIDS
 from tests.tiny import tiny_config
 
@@ -35,7 +35,7 @@ def test_layers_that_read_tokens_in_order_share_none(family: str, reason: str):
 
 
 def test_the_measurement_sees_a_prefix_that_is_another(monkeypatch: pytest.MonkeyPatch):
-    whole = packing_support.SeenKeys.of
+    whole = SeenKeys.of
     late = staticmethod(lambda bounds, runs: whole(bounds, [(a + (n > 0), max(0, n - 1)) for a, n in runs]))
-    monkeypatch.setattr(packing_support.SeenKeys, "of", late)
+    monkeypatch.setattr(SeenKeys, "of", late)
     assert "layer 0 (LlamaDecoderLayer) of llama gives them something else" in why_not_shared(tiny_config("llama"))
