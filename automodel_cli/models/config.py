@@ -86,7 +86,7 @@ class ModelConfig:
     """Read pictures with the model's vision tower. For recipes of kind vlm. null: text only."""
     lora: LoRAConfig | None = None
     """Low-rank adapters. null: train all parameters."""
-    moe: MoEConfig = MoEConfig()
+    moe: MoEConfig = MoEConfig()  # noqa: RUF009  # frozen
     """Options of mixture-of-experts models."""
     mtp: MTPConfig | None = None
     """Train the multi-token-prediction layers too. null: those of the checkpoint are exported unchanged."""
