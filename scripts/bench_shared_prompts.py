@@ -14,7 +14,7 @@ import time
 import torch
 from transformers import LlamaConfig
 
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.models.attention.packed import register_packed_attention
 from automodel_cli.models.builder import part_of
 from automodel_cli.models.config import ModelConfig

@@ -388,7 +388,6 @@ ROW_CODES = {
     "image_count": ErrorCode("Image tags and pictures differ in number.", "Give each tag one picture."),
     "picture_in_answer": ErrorCode("A trained message has a picture.", "Set `train: false`, or move the picture."),
     "bad_text": ErrorCode("The text contains private-use characters that mark pictures.", "Remove them."),
-    "internal": ErrorCode("The row was not encoded.", "Report the row."),
 }
 """Codes of rejected rows, which `rejected.jsonl` and errors with the code `bad_rows` contain."""
 

@@ -19,6 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.batched import batched
+from automodel_cli.data.json_reader import Row
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.compressed import plain_name
@@ -46,7 +48,13 @@ class Converted:
 
 
 def convert(
-    source: SourceConfig, target: Path, *, layout: str, tokenizer: Any, column: str, append_eos: bool
+    source: SourceConfig,
+    target: Path,
+    *,
+    layout: str,
+    tokenizer: Any,
+    column: str,
+    append_eos: bool,
 ) -> Converted:
     """Write the dataset `source` as `target`. The target appears when it is complete.
 
@@ -110,7 +118,7 @@ def _check_target(target: Path) -> None:
         )
 
 
-def _checked(source: Source) -> Iterator[dict[str, Any]]:
+def _checked(source: Source) -> Iterator[Row]:
     """Yield the rows. Raises DataError at the first that cannot be read."""
     for origin in source.rows():
         if isinstance(origin.row, RowError):
@@ -134,9 +142,9 @@ def _documents(
 
 
 def _encoded(
-    rows: Iterator[dict[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase, column: str, end: list[int]
+    rows: Iterator[Row], name: str, tokenizer: PreTrainedTokenizerBase, column: str, end: list[int]
 ) -> Iterator[np.ndarray]:
-    while batch := list(itertools.islice(rows, _BATCH)):
+    for batch in batched(rows, _BATCH):
         texts = [row[column] for row in batch if isinstance(row.get(column), str)]
         if len(texts) < len(batch):
             raise DataError(
@@ -165,7 +173,7 @@ def _write_tokens(
     return nanogpt.write(path, documents, between[0], np.dtype("uint16" if fits else "uint32"))
 
 
-def _rows(source: Source, tokenizer: PreTrainedTokenizerBase, column: str) -> Iterator[dict[str, Any]]:
+def _rows(source: Source, tokenizer: PreTrainedTokenizerBase, column: str) -> Iterator[Row]:
     if not isinstance(source, TokenSource):
         yield from _checked(source)
         return
@@ -175,7 +183,7 @@ def _rows(source: Source, tokenizer: PreTrainedTokenizerBase, column: str) -> It
             yield {column: tokenizer.decode(file.document(i).tolist(), skip_special_tokens=True)}
 
 
-def _write_rows(path: Path, target: Path, rows: Iterator[dict[str, Any]]) -> int:
+def _write_rows(path: Path, target: Path, rows: Iterator[Row]) -> int:
     if plain_name(target).endswith(".jsonl"):
         number = 0
         with create_file(path, target) as file:
@@ -196,7 +204,7 @@ def _write_rows(path: Path, target: Path, rows: Iterator[dict[str, Any]]) -> int
     return number
 
 
-def _write_table(path: Path, rows: Iterator[dict[str, Any]], *, parquet: bool) -> int:
+def _write_table(path: Path, rows: Iterator[Row], *, parquet: bool) -> int:
     """Write a parquet file or an Arrow stream. The first rows decide the types of the columns."""
     import pyarrow
     from pyarrow import parquet as parquet_files

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import xxhash
@@ -127,10 +127,10 @@ class InfillSpec:
         is_spm = self.mode == "spm" or (self.mode == "joint" and order < 0.5)
         return text[:first], text[first:second], text[second:], is_spm
 
-    def arranged(self, parts: Sequence[Any], *, is_spm: bool) -> np.ndarray:
+    def arranged(self, parts: Sequence[np.ndarray], *, is_spm: bool) -> np.ndarray:
         """Return the tokens of a document in their new order, int32. `parts`: prefix, middle and suffix."""
         prefix, middle, suffix = parts
-        before, after, between, end = ([] if token is None else [token] for token in self.ids)
+        before, after, between, end = (np.array([] if token is None else [token], np.int32) for token in self.ids)
         # Example: prefix 1 2, middle 3, suffix 4 5. psm: <PRE> 1 2 <SUF> 4 5 <MID> 3. spm: <PRE> <SUF> 4 5 <MID> 1 2 3.
         ordered = [before, prefix, after, suffix, between, middle, end]
         if is_spm:
@@ -138,7 +138,7 @@ class InfillSpec:
         return np.concatenate(ordered).astype(np.int32)
 
 
-def anchored(tokenizer: object, spec: InfillSpec) -> bool:
+def anchored(tokenizer: PreTrainedTokenizerBase, spec: InfillSpec) -> bool:
     """Return whether parts must be tokenized after a token, so that no space is added in front of them.
 
     Raises ConfigError if a space is added there too, because the parts could not be joined again.
@@ -157,11 +157,11 @@ def anchored(tokenizer: object, spec: InfillSpec) -> bool:
     return True
 
 
-def _begins_with_x(tokenizer: Any, ids: np.ndarray) -> bool:
+def _begins_with_x(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> bool:
     return bool(len(ids)) and str(tokenizer.convert_ids_to_tokens(int(ids[0]))).startswith("x")
 
 
-def after_anchor(tokenizer: object, spec: InfillSpec, parts: Sequence[str]) -> list[Any]:
+def after_anchor(tokenizer: PreTrainedTokenizerBase, spec: InfillSpec, parts: Sequence[str]) -> list[np.ndarray]:
     """Return the tokens of parts of a text as they are after a token."""
     return [ids[1:] for ids in encode_texts(tokenizer, [spec.anchor + part for part in parts])]
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from automodel_cli.config.errors import DataError
 
 MAX_EXCERPT = 160
 MAX_LINES_LISTED = 8
+T = TypeVar("T")
+U = TypeVar("U")
+P = ParamSpec("P")
 DAMAGED = "damaged_file"
 """Code of a file that is unreadable after this row. Skipping the row would skip all rows after it."""
 
@@ -32,12 +35,35 @@ def _row_error(code: str, message: str, fix: str | None, raw: str | None) -> Row
     return RowError(code, message, fix=fix, raw=raw)
 
 
-def attempt(function: Callable[..., Any], *args: object, **options: object) -> Any:
+def attempt(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | RowError:
     """Return the result or the RowError as a value, so that the other rows of a batch are processed."""
     try:
         return function(*args, **options)
     except RowError as error:
         return error
+
+
+def unwrap(value: T | RowError) -> T:
+    """Return a value that `attempt` returned. Raises it if it is an error."""
+    if isinstance(value, RowError):
+        raise value
+    return value
+
+
+def usable(values: Iterable[T | RowError]) -> list[T]:
+    """Return the values that are no errors."""
+    return [value for value in values if not isinstance(value, RowError)]
+
+
+def attempt_each(function: Callable[[T], U], values: Iterable[T | RowError]) -> list[U | RowError]:
+    """Apply a function to each value. Errors, earlier ones and those that it raises, are values at their place."""
+    return [attempt(lambda value: function(unwrap(value)), value) for value in values]
+
+
+def attempt_batch(function: Callable[[list[T]], Iterable[U]], values: Sequence[T | RowError]) -> list[U | RowError]:
+    """Apply a function that needs the whole batch to the values that are no errors. Errors keep their place."""
+    results = iter(function(usable(values)))
+    return [value if isinstance(value, RowError) else next(results) for value in values]
 
 
 class TableRow(dict[str, Any]):
@@ -49,11 +75,12 @@ def without_nulls(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return _without_nulls(row) if isinstance(row, TableRow) else row
 
 
-def _without_nulls(value: object) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+def _without_nulls(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        case list():
+            return [_without_nulls(item) for item in value]
     return value
 
 
@@ -74,7 +101,7 @@ class Rejected:
     line: int
     code: str
     message: str
-    row: Any
+    row: object
     fix: str | None = None
 
 
@@ -115,7 +142,7 @@ def rows_error(rejected: Sequence[Rejected], num_rows: int, *, fix: str) -> Data
     return DataError("\n".join(text), code="bad_rows", fix=fix)
 
 
-def _excerpt(row: Any) -> str:
+def _excerpt(row: object) -> str:
     text = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False, default=str)
     text = text.strip()
     return text if len(text) <= MAX_EXCERPT else f"{text[: MAX_EXCERPT - 4]} ..."

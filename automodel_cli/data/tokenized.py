@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from automodel_cli.data.picture import Picture
+from automodel_cli.data.row_errors import RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +42,7 @@ class Encoded:
     margin: float = 0.0
     num_special: int = 0
     infill: int = 0
-    pictures: tuple[Any, ...] = ()
+    pictures: tuple[Picture, ...] = ()
     num_first_pictures: int = 0
     targets: tuple[float, ...] = ()
     parts: tuple[int, ...] = ()
@@ -53,6 +56,10 @@ class Unrolled:
     documents: tuple[Encoded, ...]
 
 
+EncodedRow = Encoded | Unrolled | RowError
+"""Result of a row."""
+
+
 def split_documents(item: Encoded | Unrolled) -> tuple[Encoded, ...]:
     """The documents of one row."""
     return item.documents if isinstance(item, Unrolled) else (item,)
@@ -63,7 +70,9 @@ def pad_or_eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), None)
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[np.ndarray]:
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = False
+) -> list[np.ndarray]:
     """Token ids of each text, int32. One call, so that a fast tokenizer uses its threads."""
     if not texts:
         return []
@@ -71,7 +80,7 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bo
     return [as_ids(ids) for ids in out["input_ids"]]
 
 
-def around(tokenizer: Any) -> tuple[list[int], list[int]]:
+def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The ids that the tokenizer adds before and after a text by itself: BOS in most, EOS in some."""
     bare, dressed = (list(tokenizer("a", add_special_tokens=flag)["input_ids"]) for flag in (False, True))
     at = next(i for i in range(len(dressed)) if dressed[i : i + len(bare)] == bare)

@@ -40,7 +40,7 @@ class EvalModel:
     recipe: Recipe
     mesh: Mesh
     model: Model
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     run_dir: Path
     at_exit: ExitStack = field(default_factory=ExitStack)
     taught_stops: Sequence[int] = ()

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.data.preparation.prompts import Prompt, no_tools, prepare_prompts
+from automodel_cli.data.preparation.prompt_dataset import Prompt
+from automodel_cli.data.preparation.prompt_reader import no_tools
+from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.evaluation.picture_questions import answers_with_pictures
 from automodel_cli.evaluation.scores import REWARD, TaskScores, pass_at_k
 from automodel_cli.evaluation.settings import GenerationSettings, refuse_samples

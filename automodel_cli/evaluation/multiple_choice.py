@@ -13,6 +13,8 @@ from automodel_cli.evaluation.scores import TaskScores
 from automodel_cli.run.checks.token_ids import check_tokens
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from automodel_cli.evaluation.eval_model import EvalModel
     from automodel_cli.evaluation.settings import MultipleChoiceSettings
 
@@ -101,7 +103,7 @@ def _lines(task: MultipleChoiceSettings) -> list[tuple[str, Any]]:
     return found[: task.limit]
 
 
-def _question(row: Any, where: str, tokenizer: Any) -> _Question:
+def _question(row: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> _Question:
     """Raises DataError with the line of a row that is no question with choices."""
     choices = row.get("choices") if isinstance(row, dict) else None
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
@@ -125,7 +127,7 @@ def _question(row: Any, where: str, tokenizer: Any) -> _Question:
             code="bad_rows",
         )
     if tokenizer.chat_template:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         prefix = list(encoded["input_ids"])
     else:
         prefix = tokenizer(messages[-1]["content"])["input_ids"]

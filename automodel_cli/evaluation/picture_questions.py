@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from automodel_cli.data.pictures.storage import PictureList
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.data.tokenized import pad_or_eos
 from automodel_cli.models.hub.source import stop_ids
 from automodel_cli.rollout.types import Completion

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.config import answer_checker
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.moe.router_hooks import selectors_of

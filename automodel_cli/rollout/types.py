@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from automodel_cli.data.preparation.prompts import Prompt
+    from automodel_cli.data.preparation.prompt_dataset import Prompt
 
 FinishReason = Literal["stop", "length"]
 CudaGraphs = Literal["auto"] | bool

@@ -21,7 +21,7 @@ from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.models.checkpoint_io.export_values import PictureDocument
 
 if TYPE_CHECKING:
-    from automodel_cli.data.preparation.prompts import PromptDataset
+    from automodel_cli.data.preparation.prompt_dataset import PromptDataset
     from automodel_cli.models.vision.processor import FamilyProcessor
     from automodel_cli.run.model_builder import Model
 

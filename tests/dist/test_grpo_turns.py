@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.objectives.base import RewardKL
 from automodel_cli.parity.cases import Case

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.rollout.collection.async_queue import SampleQueue, SampleRequest
 from automodel_cli.rollout.engines.base import Capabilities, Engine, sample_seed
 from automodel_cli.rollout.engines.policy_engine import RankZeroEngine

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.tokenizer import ByteTokenizer

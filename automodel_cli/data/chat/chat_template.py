@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.encoder import GENERATION_TAG, ChatEncoder
@@ -22,10 +22,11 @@ from automodel_cli.data.chat.multi_turn import reasoning_key, with_key
 from automodel_cli.data.chat.renderer import RENDER_FIX, RENDER_SECONDS
 from automodel_cli.data.chat.time_limit import time_limit
 from automodel_cli.data.config import Turns
-from automodel_cli.data.formats.examples import Conversation
+from automodel_cli.data.formats.examples import Conversation, Messages
 from automodel_cli.data.row_errors import RowError
 
-Messages = list[dict[str, Any]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _OPENED, _EMPTY = "'<think>\\n'", "'<think>\\n\\n</think>\\n\\n'"
 VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -68,7 +69,7 @@ _TOOL = {
 _RESULT = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": "a tree"}
 _SYSTEM = {"role": "system", "content": "Be brief."}
 _REASON = {"reasoning_content": "The hill has one."}
-PROBES: dict[str, tuple[Messages, list[dict[str, Any]] | None]] = {
+PROBES: dict[str, tuple[Messages, Messages | None]] = {
     "answer": ([_USER, _ANSWER], None),
     "system": ([_SYSTEM, _USER, _ANSWER], None),
     "empty system": ([{**_SYSTEM, "content": ""}, _USER, _ANSWER], None),
@@ -93,7 +94,7 @@ class ChosenTemplate:
     own: str | None = None
 
 
-def choose_template(choice: str | None, tokenizer: object, turns: Turns) -> ChosenTemplate:
+def choose_template(choice: str | None, tokenizer: PreTrainedTokenizerBase, turns: Turns) -> ChosenTemplate:
     """Return the template that `data.chat_template` and `data.multi_turn` select."""
     text = resolve_chat_template(choice, tokenizer)
     if choice not in (None, "auto") or turns != "single" or text is None or GENERATION_TAG.search(text):
@@ -104,7 +105,7 @@ def choose_template(choice: str | None, tokenizer: object, turns: Turns) -> Chos
     return ChosenTemplate(text) if name is None else ChosenTemplate(training_template(name), name, text)
 
 
-def resolve_chat_template(choice: str | None, tokenizer: Any) -> str | None:
+def resolve_chat_template(choice: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the template text: the tokenizer's for `auto` and `tokenizer`, None for `none`, otherwise the content of a
     file or the text itself. Inference uses this template; training uses `choose_template`.
     """
@@ -150,7 +151,7 @@ def training_template(name: str) -> str:
     return head + files("automodel_cli.data.chat").joinpath("templates", f"{file}.jinja").read_text(encoding="utf-8")
 
 
-def find_training_template(tokenizer: object, own: str) -> str | None:
+def find_training_template(tokenizer: PreTrainedTokenizerBase, own: str) -> str | None:
     """Return the name of the bundled template that renders every probe as `own` does. None if there is none.
 
     A bundled template may reject probes in a format that it does not support. The plain response and the generation
@@ -165,22 +166,22 @@ def find_training_template(tokenizer: object, own: str) -> str | None:
     return None
 
 
-def _renderings(tokenizer: Any, template: str) -> Iterator[str | None]:
+def _renderings(tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[str | None]:
     key = reasoning_key(template)
     for messages, tools in [*PROBES.values(), ([_USER], None)]:
         named = [with_key(message, key) for message in messages] if key else messages
-        options = {"chat_template": template, "add_generation_prompt": len(messages) == 1}
+        options: dict[str, Any] = {"chat_template": template, "tools": tools, "tokenize": False}
         try:
             with time_limit(RENDER_SECONDS, "the chat template", RENDER_FIX):
-                text = tokenizer.apply_chat_template(named, tools=tools, tokenize=False, **options)
-            yield text
+                text = tokenizer.apply_chat_template(named, add_generation_prompt=len(messages) == 1, **options)
+            yield str(text)
         except DataError:
             raise
         except Exception:  # templates raise anything
             yield None
 
 
-def _is_stable(tokenizer: object, template: str) -> bool:
+def _is_stable(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether a conversation of two plain turns can be one document."""
     encoder = ChatEncoder(tokenizer, template, "assistant", turns="single")
     trained = [message["role"] == "assistant" for message in _FOLLOW_UP]

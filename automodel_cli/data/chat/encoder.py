@@ -23,17 +23,18 @@ Rendered texts are encoded with `add_special_tokens=False`, because templates wr
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from automodel_cli.data.chat.end_of_turn import TurnEnds, kind_of
-from automodel_cli.data.chat.multi_turn import STAND_IN, TurnTexts, continuation, turn_document
+from automodel_cli.data.chat.multi_turn import STAND_IN, TurnPieces, TurnTexts, continuation, turn_document
 from automodel_cli.data.chat.prefix_tokenizer import PrefixEncoder
-from automodel_cli.data.chat.renderer import ChatRenderer, template_difference
+from automodel_cli.data.chat.renderer import ChatRenderer, check_alike
 from automodel_cli.data.chat.template_coverage import RenderedCheck
 from automodel_cli.data.chat.turn_spans import (
     assistant_turns,
@@ -45,10 +46,15 @@ from automodel_cli.data.chat.turn_spans import (
     turn_texts,
 )
 from automodel_cli.data.config import Mask, Turns
-from automodel_cli.data.formats.examples import Conversation
-from automodel_cli.data.row_errors import RowError, attempt
-from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, Encoded, Unrolled, as_ids, encode_texts
+from automodel_cli.data.formats.examples import Conversation, Message, Messages
+from automodel_cli.data.row_errors import RowError, attempt, attempt_batch, unwrap
+from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, Encoded, EncodedRow, Unrolled, as_ids, encode_texts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Rendered = tuple[Conversation, str]
+"""A conversation and its text."""
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NOT_WHOLE = ("not_a_prefix", "no_stop", "generation_blocks", "dropped_by_template")
 """Codes of rows that cannot be encoded as one document, but possibly as one document per turn."""
@@ -59,7 +65,7 @@ class ChatEncoder(ChatRenderer):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         template: str,
         mask: Mask,
         *,
@@ -86,12 +92,12 @@ class ChatEncoder(ChatRenderer):
         self.uses_tags = mask != "all" and tokenizer.is_fast and bool(GENERATION_TAG.search(template))
         self.ends = TurnEnds.of(tokenizer, self._render_text, stop_ids)
 
-    def encode(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
+    def encode(self, chats: Sequence[Conversation]) -> list[EncodedRow]:
         """Return tokens and mask of each conversation, or its error."""
         chats = [self._formed(chat) for chat in chats]
         if self.turns == "per_turn":
             return self._unroll(chats)
-        results: list[Any] = self._encode_single(chats)
+        results: list[EncodedRow] = [*self._encode_single(chats)]
         if self.turns == "auto" and self.mask != "all":
             places = [i for i, result in enumerate(results) if _is_unrollable(result)]
             for place, result in zip(places, self._unroll([chats[i] for i in places]), strict=True):
@@ -104,77 +110,74 @@ class ChatEncoder(ChatRenderer):
         checked = [attempt(self._check, chat, text) for chat, text in zip(chats, texts, strict=True)]
         if self.own_template is not None:
             checked = self._like_the_tokenizers(chats, checked)
-        good = [i for i, result in enumerate(checked) if not isinstance(result, RowError)]
-        encode = self._by_tags if self.uses_tags else self._by_prefixes
-        results = encode([chats[i] for i in good], [checked[i] for i in good])
-        for i, result in zip(good, results, strict=True):
-            checked[i] = result
-        return checked
+        return attempt_batch(self._by_tags if self.uses_tags else self._by_prefixes, checked)
 
     def prompt_ids(self, chats: Sequence[Conversation]) -> list[np.ndarray | RowError]:
         """Return the token ids, int32, of each conversation with the generation prompt, or its error."""
         chats = [self._formed(chat) for chat in chats]
         texts = self._render([(chat, len(chat.messages), True) for chat in chats])
-        out: list[Any] = [attempt(self._whole_prompt, chat, text) for chat, text in zip(chats, texts, strict=True)]
-        good = [i for i, text in enumerate(out) if not isinstance(text, RowError)]
-        for i, ids in zip(good, encode_texts(self.tokenizer, [out[i] for i in good]), strict=True):
-            out[i] = ids
-        return out
+        whole = [attempt(self._whole_prompt, chat, text) for chat, text in zip(chats, texts, strict=True)]
+        return attempt_batch(partial(encode_texts, self.tokenizer), whole)
 
-    def _whole_prompt(self, chat: Conversation, text: str | RowError) -> str:
-        text = _text(text)
+    def _whole_prompt(self, chat: Conversation, rendered: str | RowError) -> str:
+        text = unwrap(rendered)
         self.rendered.check(chat, text, (), self._render_text)
         return text
 
-    def with_tokenizer(self, tokenizer: Any) -> ChatEncoder:
+    def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
         """Return a copy of this encoder with another tokenizer."""
         other = copy(self)
         other.tokenizer, other.prefixes = tokenizer, PrefixEncoder(tokenizer)
         return other
 
-    def _like_the_tokenizers(self, chats: Sequence[Conversation], texts: Sequence[Any]) -> list[Any]:
+    def _like_the_tokenizers(
+        self, chats: Sequence[Conversation], texts: Sequence[Rendered | RowError]
+    ) -> list[Rendered | RowError]:
         """Replace texts whose first turn the tokenizer's template renders differently by an error."""
+
+        def compared(text: Rendered | RowError, own: str | RowError, ours: str | RowError) -> Rendered:
+            rendered = unwrap(text)
+            check_alike(own, ours)
+            return rendered
+
         first = [(chat, assistant_turns(chat)[0] + 1) if assistant_turns(chat) else (chat, 0) for chat in chats]
         prefixes = [(chat.messages[:count], chat.tools) for chat, count in first]
-        expected = self._apply_many(prefixes, chat_template=self.own_template, tokenize=False)
-        rendered = self._apply_many(prefixes, tokenize=False)
-        return [
-            text if isinstance(text, RowError) or own == our else template_difference(our, own)
-            for text, own, our in zip(texts, expected, rendered, strict=True)
-        ]
+        expected = self._apply_many(prefixes, partial(self._texts, chat_template=self.own_template))
+        rendered = self._apply_many(prefixes, self._texts)
+        return [attempt(compared, *each) for each in zip(texts, expected, rendered, strict=True)]
 
     # -- checks of every row
 
-    def _check(self, chat: Conversation, text: str | RowError) -> str:
+    def _check(self, chat: Conversation, rendered: str | RowError) -> Rendered:
         """Return the text if it contains every part of the row (`data/chat/template_coverage.py`)."""
-        text = _text(text)
+        text = unwrap(rendered)
         trained = assistant_turns(chat) if self.mask == "all" else selected_turns(chat, self.mask)
         if self.mask != "all" and not self.uses_tags:  # the prefixes show whether earlier turns keep reasoning
             trained = trained[-1:]
         self.rendered.check(chat, text, trained, self._render_text)
-        return text
+        return chat, text
 
     # -- generation tags
 
-    def _by_tags(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[Encoded | RowError]:
-        conversations = [(chat.messages, chat.tools) for chat in chats]
-        options = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenizer_kwargs": TOKENIZER_OPTIONS}
-        pairs = self._apply_many(conversations, **options)
-        out = [attempt(self._select_runs, chat, pair) for chat, pair in zip(chats, pairs, strict=True)]
+    def _by_tags(self, rows: Sequence[Rendered]) -> list[Encoded | RowError]:
+        pairs = self._apply_many([(chat.messages, chat.tools) for chat, _ in rows], self._ids_and_mask)
+        out = [attempt(self._select_runs, chat, pair) for (chat, _), pair in zip(rows, pairs, strict=True)]
         if self.turns == "auto":
             # if a template changes earlier turns, its blocks mark tokens that the model would not generate
-            several = [i for i, chat in enumerate(chats) if len(assistant_turns(chat)) > 1]
-            located_edges = self._edges_of([chats[i] for i in several], [texts[i] for i in several])
-            for i, edges in zip(several, located_edges, strict=True):
-                if isinstance(edges, RowError) and not isinstance(out[i], RowError):
-                    out[i] = edges
+            several = [i for i, (chat, _) in enumerate(rows) if len(assistant_turns(chat)) > 1]
+            for i, edges in zip(several, self._edges_of([rows[i] for i in several]), strict=True):
+                out[i] = attempt(_both, out[i], edges)
         return out
+
+    def _ids_and_mask(self, conversations: list[Messages], tools: Messages | None) -> list[tuple[list[int], list[int]]]:
+        options = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenizer_kwargs": TOKENIZER_OPTIONS}
+        out = self._apply(conversations, tools, **options)
+        return list(zip(out["input_ids"], out["assistant_masks"], strict=True)) if out else []
 
     def _select_runs(self, chat: Conversation, pair: tuple[list[int], list[int]] | RowError) -> Encoded:
         """Return the mask of the template, restricted to the trained turns, each up to its stop token."""
-        if isinstance(pair, RowError):
-            raise pair
-        ids, trained = as_ids(pair[0]), np.asarray(pair[1], np.uint8)
+        numbers, mask = unwrap(pair)
+        ids, trained = as_ids(numbers), np.asarray(mask, np.uint8)
         kept = block_spans(trained, assistant_turns(chat), selected_turns(chat, self.mask))
         if kept is None:
             return Encoded(ids, trained)
@@ -182,38 +185,36 @@ class ChatEncoder(ChatRenderer):
 
     # -- prefix difference
 
-    def _by_prefixes(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[Encoded | RowError]:
+    def _by_prefixes(self, rows: Sequence[Rendered]) -> list[Encoded | RowError]:
         """Render and encode the prefixes of all located turns in one batch, then verify each row."""
-        out: list[Any] = self._edges_of(chats, texts)
-        good = [i for i, row in enumerate(out) if not isinstance(row, RowError)]
-        for i, pieces in zip(good, self.prefixes.encode([out[i] for i in good]), strict=True):
-            out[i] = attempt(self._between, chats[i], pieces)
-        return out
+        pieces = attempt_batch(self.prefixes.encode, self._edges_of(rows))
+        return [attempt(self._between, chat, found) for (chat, _), found in zip(rows, pieces, strict=True)]
 
-    def _edges_of(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[list[str] | RowError]:
+    def _edges_of(self, rows: Sequence[Rendered]) -> list[list[str] | RowError]:
         """Return `turn_texts` of the located turns of each conversation."""
-        turns = [located_turns(chat, self.mask) for chat in chats]
+        turns = [located_turns(chat, self.mask) for chat, _ in rows]
         jobs = []
-        for chat, located in zip(chats, turns, strict=True):
+        for (chat, _), located in zip(rows, turns, strict=True):
             for turn in located:
                 jobs.append((chat, turn, True))
                 if turn + 1 < len(chat.messages):
                     jobs.append((chat, turn + 1, False))
         rendered = iter(self._render(jobs))
-        out: list[Any] = []
-        for chat, text, located in zip(chats, texts, turns, strict=True):
+        out = []
+        for (chat, text), located in zip(rows, turns, strict=True):
             prefixes: list[str | RowError] = []
             for turn in located:
                 prefixes += [next(rendered), next(rendered) if turn + 1 < len(chat.messages) else text]
             out.append(attempt(turn_texts, text, located, prefixes, self.tokenizer.eos_token))
         return out
 
-    def _between(self, chat: Conversation, pieces: Sequence[np.ndarray]) -> Encoded:
+    def _between(self, chat: Conversation, encoded: Sequence[np.ndarray] | RowError) -> Encoded:
         """Compute the mask.
 
-        `pieces`: token ids of the full text, then for each located turn the ids of the prefix before the turn and of
+        `encoded`: token ids of the full text, then for each located turn the ids of the prefix before the turn and of
         the prefix up to its end.
         """
+        pieces = unwrap(encoded)
         ids, spans = pieces[0], prefix_spans(located_turns(chat, self.mask), pieces)
         if self.mask != "all":
             return trained_turns(self.tokenizer, self.ends, chat, ids, spans)
@@ -229,70 +230,71 @@ class ChatEncoder(ChatRenderer):
 
     # -- one document per turn
 
-    def _unroll(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
+    def _unroll(self, chats: Sequence[Conversation]) -> list[EncodedRow]:
         """Encode each conversation as one document per trained turn (`data/chat/multi_turn.py`)."""
-        turns: list[Any] = [attempt(selected_turns, chat, self.mask) for chat in chats]
-        pairs = [(i, turn) for i, located in enumerate(turns) if not isinstance(located, RowError) for turn in located]
-        prompts = self._render([(chats[i], turn, True) for i, turn in pairs])
-        continuations = self._generated_texts([(chats[i], turn) for i, turn in pairs], prompts)
-        texts: list[str] = []
-        for prompt, text in zip(prompts, continuations, strict=True):
-            if not isinstance(text, RowError):
-                assert isinstance(prompt, str), "a failed prompt fails its turn"
-                texts += [prompt, prompt + text, text]
-        ids = iter(encode_texts(self.tokenizer, texts))
-        documents: list[list[Encoded]] = [[] for _ in chats]
-        for (i, turn), text in zip(pairs, continuations, strict=True):
-            if isinstance(text, RowError):
-                turns[i] = text
-                continue
-            pieces = (next(ids), next(ids), next(ids))
-            document = attempt(turn_document, self.tokenizer, self.ends, pieces, kind_of(chats[i].messages[turn]))
-            if isinstance(document, RowError):
-                turns[i] = document
-            else:
-                documents[i].append(document)
-        return [
-            result if isinstance(result, RowError) else unrolled[0] if len(unrolled) == 1 else Unrolled(tuple(unrolled))
-            for result, unrolled in zip(turns, documents, strict=True)
-        ]
-
-    def _generated_texts(
-        self, asked: Sequence[tuple[Conversation, int]], prompts: Sequence[str | RowError]
-    ) -> list[str | RowError]:
-        """Return the text that the model generates in each turn, without trailing white space."""
+        turns = [attempt(selected_turns, chat, self.mask) for chat in chats]
+        trained = [() if isinstance(located, RowError) else located for located in turns]
+        asked = [(chat, turn) for chat, located in zip(chats, trained, strict=True) for turn in located]
+        prompts = self._render([(chat, turn, True) for chat, turn in asked])
         upto = self._render([(chat, turn + 1, False) for chat, turn in asked])
-        out: list[Any] = []
-        for (chat, turn), prompt, text in zip(asked, prompts, upto, strict=True):
-            out.append(attempt(self._generated_text, chat, turn, prompt, text))
-        return out
+        texts = [
+            attempt(self._generated_text, chat, turn, prompt, text)
+            for (chat, turn), prompt, text in zip(asked, prompts, upto, strict=True)
+        ]
+        pieces = attempt_batch(self._encode_turns, texts)
+        documents = iter(
+            attempt(self._turn_document, chat.messages[turn], found)
+            for (chat, turn), found in zip(asked, pieces, strict=True)
+        )
+        return [attempt(_unrolled, located, documents) for located in turns]
 
-    def _generated_text(self, chat: Conversation, turn: int, prompt: str | RowError, upto: str | RowError) -> str:
-        text = self._continuation(chat, turn, prompt, upto).rstrip()
+    def _generated_text(
+        self, chat: Conversation, turn: int, rendered: str | RowError, upto: str | RowError
+    ) -> tuple[str, str]:
+        """Return the prompt and the text that the model generates in this turn, without trailing white space."""
+        text = self._continuation(chat, turn, rendered, upto).rstrip()
+        prompt = unwrap(rendered)
         seen = Conversation(chat.messages[: turn + 1], [*[False] * turn, True], chat.tools)
-        self.rendered_turn.check(seen, f"{prompt}{text}", [turn], self._document_text)
-        return text
+        self.rendered_turn.check(seen, prompt + text, [turn], self._document_text)
+        return prompt, text
 
-    def _document_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    def _encode_turns(self, texts: Sequence[tuple[str, str]]) -> list[TurnPieces]:
+        flat = [text for prompt, turn in texts for text in (prompt, prompt + turn, turn)]
+        ids = iter(encode_texts(self.tokenizer, flat))
+        return list(zip(ids, ids, ids, strict=True))
+
+    def _turn_document(self, message: Message, pieces: TurnPieces | RowError) -> Encoded:
+        return turn_document(self.tokenizer, self.ends, unwrap(pieces), kind_of(message))
+
+    def _document_text(self, messages: Messages, tools: Messages | None) -> str:
         """Return the text of the document whose trained turn is the last message."""
         chat, turn = Conversation(messages, [], tools), len(messages) - 1
         prompt, upto = self._render([(chat, turn, True), (chat, turn + 1, False)])
         return f"{prompt}{self._continuation(chat, turn, prompt, upto)}"
 
-    def _continuation(self, chat: Conversation, turn: int, prompt: str | RowError, upto: str | RowError) -> str:
-        prompt, upto = _text(prompt), _text(upto)
+    def _continuation(
+        self, chat: Conversation, turn: int, rendered_prompt: str | RowError, rendered: str | RowError
+    ) -> str:
+        prompt, upto = unwrap(rendered_prompt), unwrap(rendered)
         history = other = ""
         if not upto.startswith(prompt):
             stand_in = replace(chat, messages=[*chat.messages[:turn], STAND_IN])
-            history, other = map(_text, self._render([(chat, turn, False), (stand_in, turn + 1, False)]))
+            history, other = map(unwrap, self._render([(chat, turn, False), (stand_in, turn + 1, False)]))
         return continuation(TurnTexts(prompt, history, upto, other), chat.messages[turn])
 
 
-def _text(rendered: str | RowError) -> str:
-    if isinstance(rendered, RowError):
-        raise rendered
-    return rendered
+def _both(result: Encoded | RowError, edges: list[str] | RowError) -> Encoded:
+    encoded = unwrap(result)
+    unwrap(edges)
+    return encoded
 
 
-def _is_unrollable(result: Any) -> bool:
+def _unrolled(located: Sequence[int] | RowError, documents: Iterator[Encoded | RowError]) -> Encoded | Unrolled:
+    """Take the documents of these turns from `documents`. Of several errors, the last one counts."""
+    own = [next(documents) for _ in unwrap(located)]
+    usable = [unwrap(document) for document in reversed(own)][::-1]
+    return usable[0] if len(usable) == 1 else Unrolled(tuple(usable))
+
+
+def _is_unrollable(result: object) -> bool:
     return isinstance(result, RowError) and result.code in NOT_WHOLE

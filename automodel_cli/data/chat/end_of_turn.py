@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from automodel_cli.data.formats.examples import Messages
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import encode_texts
 
@@ -30,7 +31,7 @@ _PROBES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     ),
 }
 
-Render = Callable[[list[dict[str, Any]], None], str]
+Render = Callable[[Messages, None], str]
 """Render messages without a generation prompt. Raises RowError if the template rejects them."""
 
 
@@ -50,7 +51,7 @@ class TurnEnds:
     _spaces: dict[int, bool] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, tokenizer: Any, render: Render, stop_ids: Collection[int] = ()) -> TurnEnds:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, render: Render, stop_ids: Collection[int] = ()) -> TurnEnds:
         """Ids in `stop_ids` that are not special tokens of the tokenizer are ignored: random models have arbitrary
         ids."""
         special = frozenset({*tokenizer.all_special_ids, *_special_added(tokenizer)})
@@ -96,9 +97,9 @@ class TurnEnds:
             )
         return token
 
-    def _is_space(self, token: int, tokenizer: Any) -> bool:
+    def _is_space(self, token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
         if token not in self._spaces:
-            self._spaces[token] = not tokenizer.decode([token]).strip()
+            self._spaces[token] = not str(tokenizer.decode([token])).strip()
         return self._spaces[token]
 
 

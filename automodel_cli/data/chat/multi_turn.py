@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from automodel_cli.data.chat.end_of_turn import TurnEnds
+from automodel_cli.data.formats.examples import Message
 from automodel_cli.data.formats.messages import REASONING_KEYS
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import Encoded
@@ -28,6 +29,8 @@ from automodel_cli.data.tokenized import Encoded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TurnPieces = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Token ids of a prompt, of the prompt and the turn as one text, and of the turn."""
 OPEN, CLOSE = "<think>", "</think>"
 STAND_IN = {"role": "assistant", "content": "kwelvorn"}
 """Replacement turn. No answer begins with its content."""
@@ -47,7 +50,7 @@ class TurnTexts:
     other: str
 
 
-def continuation(texts: TurnTexts, message: dict[str, object]) -> str:
+def continuation(texts: TurnTexts, message: Message) -> str:
     """Return the text of a turn after `texts.prompt`, including white space at its end.
 
     Raises RowError if the rendered turn does not begin with the generation prompt.
@@ -84,14 +87,14 @@ def _shared_start(a: str, b: str) -> str:
     return a[:length]
 
 
-def _close_reasoning(turn: str, message: dict[str, object]) -> str:
+def _close_reasoning(turn: str, message: Message) -> str:
     """The turn with the reasoning that the template leaves out, which the generation prompt has opened."""
     if OPEN in turn or CLOSE in turn:
         return turn.lstrip().removeprefix(OPEN).lstrip("\n")
     return f"{reasoning_of(message)}\n{CLOSE}\n\n{turn.lstrip(chr(10))}"
 
 
-def reasoning_of(message: dict[str, Any]) -> str:
+def reasoning_of(message: Message) -> str:
     """Return the reasoning of an assistant message: its separate field, or the `<think>` block of its content."""
     for key in REASONING_KEYS:
         if message.get(key):
@@ -100,14 +103,11 @@ def reasoning_of(message: dict[str, Any]) -> str:
     return head.rpartition(OPEN)[2].strip("\n") if closed else ""
 
 
-def turn_document(
-    tokenizer: PreTrainedTokenizerBase, ends: TurnEnds, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], kind: str
-) -> Encoded:
+def turn_document(tokenizer: PreTrainedTokenizerBase, ends: TurnEnds, pieces: TurnPieces, kind: str) -> Encoded:
     """Return the document of one turn, trained up to its stop token.
 
-    `pieces` are the tokens of the prompt, of prompt and turn as one text, and of the turn. If the tokens of the prompt
-    are a prefix of the tokens of the text, the text is used. Otherwise prompt and turn are encoded separately, because
-    the model sees the tokens of the prompt alone at inference.
+    If the tokens of the prompt are a prefix of the tokens of the text, the text is used. Otherwise prompt and turn are
+    encoded separately, because the model sees the tokens of the prompt alone at inference.
     """
     given, ids, alone = pieces
     # Example: the prompt ends with "\n" and the turn begins with "\n". One text gives a token "\n\n" that is in neither
@@ -134,7 +134,7 @@ def reasoning_key(template: str) -> str | None:
     return next((key for key in REASONING_KEYS if re.search(rf"""(\.|['"]){key}\b(?!\s*\()""", template)), None)
 
 
-def with_key(message: dict[str, Any], key: str) -> dict[str, object]:
+def with_key(message: Message, key: str) -> Message:
     """The message with its reasoning under the name that the template reads."""
     given = [name for name in REASONING_KEYS if name in message]
     if not given or key in given:

@@ -21,27 +21,30 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from automodel_cli.data.chat.encoder import ChatEncoder
 from automodel_cli.data.config import SpecialTokensInText
 from automodel_cli.data.formats.examples import Conversation
+from automodel_cli.data.json_strings import map_strings, strings_in
 from automodel_cli.data.row_errors import RowError, attempt
-from automodel_cli.data.tokenized import Encoded, Unrolled, around
+from automodel_cli.data.tokenized import Encoded, EncodedRow, Unrolled, around, encode_texts
 
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+T = TypeVar("T")
 PRIVATE = 0x10F700
 """First private-use character. It lies at the end of the last private-use plane, which no known text uses."""
 _KEEP_FIX = "data.special_tokens_policy=keep, which encodes them as control tokens"
-
-Encode = Callable[[ChatEncoder, Sequence[Conversation]], Sequence[Any]]
 
 
 class SpecialText:
     """Special tokens of one tokenizer in texts. Can be pickled until the first text is encoded."""
 
-    def __init__(self, tokenizer: Any, choice: SpecialTokensInText = "as_text"):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, choice: SpecialTokensInText = "as_text"):
         """`choice`: treatment of special tokens in rows. The caller resolves `auto`."""
         self.tokenizer, self.choice = tokenizer, choice
         added = tokenizer.added_tokens_decoder.values()
@@ -55,25 +58,13 @@ class SpecialText:
         self._hidden = _any_of([self.hide(token) for token in self.tokens])
         self._private_characters = re.compile("[" + "".join(self._plain) + "]") if self._plain else _NOTHING
 
-    def count(self, value: Any) -> int:
+    def count(self, value: object) -> int:
         """Count special tokens in all strings of nested lists and dicts, including keys."""
-        if isinstance(value, str):
-            return len(self._found.findall(value))
-        if isinstance(value, dict):
-            return sum(self.count(key) + self.count(item) for key, item in value.items())
-        if isinstance(value, list | tuple):
-            return sum(map(self.count, value))
-        return 0
+        return sum(len(self._found.findall(text)) for text in strings_in(value))
 
-    def hide(self, value: Any) -> Any:
-        """Return a copy in which the first character of each special token is private."""
-        if isinstance(value, str):
-            return self._found.sub(lambda match: self.private[match[0][0]] + match[0][1:], value)
-        if isinstance(value, dict):
-            return {self.hide(key): self.hide(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.hide(item) for item in value]
-        return value
+    def hide(self, text: str) -> str:
+        """Return the text with a private first character of each special token."""
+        return self._found.sub(lambda match: self.private[match[0][0]] + match[0][1:], text)
 
     def restore(self, text: str) -> str:
         """Return the text before `hide`."""
@@ -90,9 +81,9 @@ class SpecialText:
             last = match.end()
         return "".join([*parts, self.hide(text[last:])])
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         """Raise RowError if special tokens are not allowed or cannot be encoded as text."""
-        names = list(dict.fromkeys(self._all_found(value)))
+        names = list(dict.fromkeys(token for text in strings_in(value) for token in self._found.findall(text)))
         if self.choice == "refuse":
             raise RowError(
                 "special_token",
@@ -118,19 +109,23 @@ class SpecialText:
                 return f"the tokenizer encodes the characters of {token!r} as the special token"
         return ""
 
-    def _all_found(self, value: Any) -> list[str]:
-        if isinstance(value, str):
-            return list(self._found.findall(value))
-        if isinstance(value, dict):
-            value = [*value.keys(), *value.values()]
-        return [token for item in value for token in self._all_found(item)] if isinstance(value, list | tuple) else []
-
     @cached_property
     def spelled(self) -> SpelledTokenizer:
         """Tokenizer for texts with hidden special tokens."""
         return SpelledTokenizer(self)
 
-    def encode_text(self, text: str, add_special_tokens: bool) -> np.ndarray:
+    def encode_texts(self, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[np.ndarray | RowError, int]]:
+        """Return the token ids of texts without a template, each with its number of special tokens."""
+        results: list[np.ndarray | RowError] = [
+            *encode_texts(self.tokenizer, texts, add_special_tokens=add_special_tokens)
+        ]
+        counts = [self.count(text) for text in texts]
+        if self.choice != "keep":
+            for place in np.flatnonzero(counts).tolist():
+                results[place] = attempt(self._encode_text, texts[place], add_special_tokens)
+        return list(zip(results, counts, strict=True))
+
+    def _encode_text(self, text: str, add_special_tokens: bool) -> np.ndarray:
         """Return the token ids, int32, of a text without a template. Tokens that the tokenizer adds around it stay
         special. Raises RowError like `check`.
         """
@@ -170,10 +165,9 @@ class SpelledTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def __call__(self, text: Any, **options: Any) -> Any:
+    def __call__(self, text: str | list[str], **options: Any) -> BatchEncoding:
         """Like the tokenizer's call on one text or several, without special tokens around them."""
-        texts = self._special.swap(text) if isinstance(text, str) else [self._special.swap(item) for item in text]
-        out = self._inner(texts, **options)
+        out: BatchEncoding = self._inner(map_strings(self._special.swap, text), **options)
         ids = out["input_ids"]
         out["input_ids"] = self._back(ids) if isinstance(text, str) else [self._back(row) for row in ids]
         return out
@@ -187,7 +181,7 @@ class SpelledTokenizer:
 
     def apply_chat_template(self, *args: Any, **options: Any) -> Any:
         """Apply the tokenizer's method, which calls this object to encode the rendered text."""
-        return type(self._tokenizer).apply_chat_template(self, *args, **options)
+        return type(self._tokenizer).apply_chat_template(cast("PreTrainedTokenizerBase", self), *args, **options)
 
 
 class SpecialChats:
@@ -198,9 +192,9 @@ class SpecialChats:
 
     @cached_property
     def _spelled_encoder(self) -> ChatEncoder:
-        return self.encoder.with_tokenizer(self.special.spelled)
+        return self.encoder.with_tokenizer(cast("PreTrainedTokenizerBase", self.special.spelled))
 
-    def encode(self, chats: Sequence[Conversation]) -> list[Any]:
+    def encode(self, chats: Sequence[Conversation]) -> list[EncodedRow]:
         """Return tokens and mask of each conversation with its number of special tokens, or its error."""
         counts = [self.special.count([chat.messages, chat.tools]) for chat in chats]
         results = self._dispatched(ChatEncoder.encode, chats, counts)
@@ -213,18 +207,23 @@ class SpecialChats:
         counts = [self.special.count([chat.messages, chat.tools]) for chat in chats]
         return list(zip(self._dispatched(ChatEncoder.prompt_ids, chats, counts), counts, strict=True))
 
-    def _dispatched(self, encode: Encode, chats: Sequence[Conversation], counts: Sequence[int]) -> list[Any]:
+    def _dispatched(
+        self,
+        encode: Callable[[ChatEncoder, Sequence[Conversation]], Sequence[T]],
+        chats: Sequence[Conversation],
+        counts: Sequence[int],
+    ) -> list[T | RowError]:
         """Return the results of the matching encoders. All conversations without special tokens are encoded in one
         call."""
         plain = [not count or self.special.choice == "keep" for count in counts]
         together = iter(encode(self.encoder, [chat for chat, is_plain in zip(chats, plain, strict=True) if is_plain]))
-        return [
-            next(together) if is_plain else attempt(self._encode_hidden, encode, chat)
-            for chat, is_plain in zip(chats, plain, strict=True)
-        ]
 
-    def _encode_hidden(self, encode: Encode, chat: Conversation) -> Any:
-        return encode(self._spelled_encoder, [self._hidden(chat)])[0]
+        def hidden(chat: Conversation) -> T:
+            return encode(self._spelled_encoder, [self._hidden(chat)])[0]
+
+        return [
+            next(together) if is_plain else attempt(hidden, chat) for chat, is_plain in zip(chats, plain, strict=True)
+        ]
 
     def _hidden(self, chat: Conversation) -> Conversation:
         """Return the conversation with hidden special tokens, if the template renders it as it renders the original.
@@ -233,7 +232,8 @@ class SpecialChats:
         """
         special = self.special
         special.check([chat.messages, chat.tools])
-        hidden = replace(chat, messages=special.hide(chat.messages), tools=special.hide(chat.tools))
+        messages, tools = map_strings(special.hide, [chat.messages, chat.tools])
+        hidden = replace(chat, messages=messages, tools=tools)
         texts = [self.encoder.render(each) for each in (chat, hidden)]
         if special.restore(texts[1]) != texts[0]:
             raise RowError(
@@ -244,12 +244,12 @@ class SpecialChats:
         return hidden
 
 
-def _counted(result: Any, count: int) -> Any:
-    if count and isinstance(result, Encoded):
-        return replace(result, num_special=count)
-    if count and isinstance(result, Unrolled):
-        first, *others = result.documents
-        return Unrolled((replace(first, num_special=count), *others))
+def _counted(result: EncodedRow, count: int) -> EncodedRow:
+    match result:
+        case Encoded():
+            return replace(result, num_special=count)
+        case Unrolled((first, *others)):
+            return Unrolled((replace(first, num_special=count), *others))
     return result
 
 

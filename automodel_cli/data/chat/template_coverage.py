@@ -21,13 +21,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_cli.data.formats.examples import Conversation
+from automodel_cli.data.formats.examples import Conversation, Message, Messages
 from automodel_cli.data.formats.messages import REASONING_KEYS
 from automodel_cli.data.pictures.rows import split_marks
 from automodel_cli.data.row_errors import RowError
 
-Path = tuple[Any, ...]
-Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
+Path = tuple[object, ...]
+Render = Callable[[Messages, Messages | None], str]
 THINK_END = "</think>"
 KEY = object()
 """Marks the end of a path to a key. Without it, the path leads to the value."""
@@ -102,19 +102,19 @@ def _try(render: Render, chat: Conversation, words: Mapping[Slot, tuple[str, int
 
 def _marked(value: object, places: Mapping[Path, list[tuple[int, str]]], path: Path) -> Any:
     """Return a copy with the markers of `places` inserted."""
-    if isinstance(value, str):
-        for at, word in sorted(places.get(path, ()), reverse=True):
-            value = value[:at] + word + value[at:]
-        return value
-    if isinstance(value, list):
-        return [_marked(item, places, (*path, i)) for i, item in enumerate(value)]
-    if isinstance(value, dict):
-        copy = {_marked(k, places, (*path, k, KEY)): _marked(v, places, (*path, k)) for k, v in value.items()}
-        name = (*path, "function", "name")
-        if name in places and isinstance(value.get("id"), str):  # `functions.name:0`, which some templates read
-            plain = value["function"]["name"]
-            copy["id"] = value["id"].replace(plain, _marked(plain, places, name))
-        return copy
+    match value:
+        case str():
+            for at, word in sorted(places.get(path, ()), reverse=True):
+                value = value[:at] + word + value[at:]
+        case list():
+            return [_marked(item, places, (*path, i)) for i, item in enumerate(value)]
+        case dict():
+            copy = {_marked(k, places, (*path, k, KEY)): _marked(v, places, (*path, k)) for k, v in value.items()}
+            name = (*path, "function", "name")
+            match value:  # an id such as `functions.name:0`, which some templates read
+                case {"id": str(number), "function": {"name": plain}} if name in places:
+                    copy["id"] = number.replace(plain, _marked(plain, places, name))
+            return copy
     return value
 
 
@@ -141,7 +141,7 @@ def _slots(chat: Conversation, trained: Collection[int]) -> Iterator[Slot]:
                     yield from _slot(at, text, f"{key!r} of message {index}", fix=fix)
 
 
-def _content_slots(message: Mapping[str, Any], index: int, trained: bool) -> Iterator[Slot]:
+def _content_slots(message: Message, index: int, trained: bool) -> Iterator[Slot]:
     """Yield the content. For an assistant message with inline reasoning: the reasoning (if trained) and the rest."""
     content, role = message["content"], message["role"]
     path: Path = ("messages", index, "content")
@@ -159,7 +159,7 @@ def _content_slots(message: Mapping[str, Any], index: int, trained: bool) -> Ite
     yield from _slot(path, answer, label, start=len(thought) + len(end), fix=fix)
 
 
-def _call_slots(call: Mapping[str, Any], path: Path, index: int) -> Iterator[Slot]:
+def _call_slots(call: Message, path: Path, index: int) -> Iterator[Slot]:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     fix = "data.chat_template=<a template that renders tool_calls>, or take rows with calls out of the data"
     here: Path = (*path, "function")
@@ -168,17 +168,19 @@ def _call_slots(call: Mapping[str, Any], path: Path, index: int) -> Iterator[Slo
         yield from _slot(at, text, f"arguments of the tool call {name!r} of message {index}", fix=fix)
 
 
-def _tool_slots(tools: Sequence[Mapping[str, Any]]) -> Iterator[Slot]:
+def _tool_slots(tools: Sequence[Message]) -> Iterator[Slot]:
     """Yield name and description of each tool, and the names of its parameters."""
     for number, tool in enumerate(tools):
-        inner: Path = ("function",) if isinstance(tool.get("function"), dict) else ()
-        path: Path = ("tools", number, *inner)
-        function = tool["function"] if inner else tool
-        required = [((*path, key), function.get(key)) for key in ("name", "description")]
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        for name in properties if isinstance(properties, dict) else ():
-            required.append(((*path, "parameters", "properties", name, KEY), name))
+        path: Path = ("tools", number)
+        match tool:
+            case {"function": {**function}}:
+                path = (*path, "function")
+            case function:
+                pass
+        required: list[tuple[Path, object]] = [((*path, key), function.get(key)) for key in ("name", "description")]
+        match function:
+            case {"parameters": {"properties": {**properties}}}:
+                required += [((*path, "parameters", "properties", name, KEY), name) for name in properties]
         for at, text in required:
             if isinstance(text, str):
                 yield from _slot(at, text, "", code="tools_ignored")
@@ -192,15 +194,16 @@ def _slot(path: Path, text: str, label: str, *, start: int = 0, code: str = "", 
 
 def _strings(value: object, path: Path) -> Iterator[tuple[Path, str]]:
     """Yield every string and every key of a value, with its path."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _strings(item, (*path, i))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield (*path, key, KEY), key
-            yield from _strings(item, (*path, key))
+    match value:
+        case str():
+            yield path, value
+        case list():
+            for i, item in enumerate(value):
+                yield from _strings(item, (*path, i))
+        case dict():
+            for key, item in value.items():
+                yield (*path, key, KEY), key
+                yield from _strings(item, (*path, key))
 
 
 def _shape(chat: Conversation, trained: Collection[int]) -> object:

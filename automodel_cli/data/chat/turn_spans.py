@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from automodel_cli.data.chat.end_of_turn import TurnEnds, kind_of
 from automodel_cli.data.config import Mask
 from automodel_cli.data.formats.examples import Conversation
-from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.row_errors import RowError, unwrap
 from automodel_cli.data.tokenized import Encoded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNROLL_FIX = "data.multi_turn=per_turn, or data.multi_turn=auto"
 TurnSpan = tuple[int, tuple[int, int]]
@@ -58,12 +61,11 @@ def turn_texts(
         RowError: a prefix is not a prefix of `whole`.
     """
     texts = [whole]
-    for turn, before, upto in zip(located, prefixes[::2], prefixes[1::2], strict=True):
-        if isinstance(upto, str) and eos_token and not whole.startswith(upto):
+    for turn, given, shown in zip(located, prefixes[::2], prefixes[1::2], strict=True):
+        before, upto = unwrap(given), unwrap(shown)
+        if eos_token and not whole.startswith(upto):
             upto = upto.rstrip().removesuffix(eos_token)
         for text in (before, upto):
-            if isinstance(text, RowError):
-                raise text
             if not whole.startswith(text):
                 raise RowError(
                     "not_a_prefix",
@@ -71,7 +73,6 @@ def turn_texts(
                     "so one document cannot contain every turn as the model will see it",
                     fix=UNROLL_FIX,
                 )
-        assert isinstance(before, str) and isinstance(upto, str), "errors are raised above"
         texts += [before, max(upto.rstrip(), before, key=len)]
     return texts
 
@@ -98,7 +99,11 @@ def prefix_spans(located: Sequence[int], pieces: Sequence[np.ndarray]) -> list[T
 
 
 def trained_turns(
-    tokenizer: Any, turn_ends: TurnEnds, chat: Conversation, ids: np.ndarray, spans: Sequence[TurnSpan]
+    tokenizer: PreTrainedTokenizerBase,
+    turn_ends: TurnEnds,
+    chat: Conversation,
+    ids: np.ndarray,
+    spans: Sequence[TurnSpan],
 ) -> Encoded:
     """Return the document in which the given turns are trained, each including its stop token.
 
@@ -111,7 +116,7 @@ def trained_turns(
         end = turn_ends.end(ids, start, stop, kind, tokenizer=tokenizer)
         if end is None:
             token = turn_ends.missing(kind)
-            if tokenizer.decode(ids[stop:]).strip():
+            if str(tokenizer.decode(ids[stop:])).strip():
                 raise RowError(
                     "no_stop",
                     f"the chat template writes no token that ends message {turn}, so the model would not learn to "

@@ -20,6 +20,7 @@ from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
 from automodel_cli.data.formats.examples import (
     AnsweredPrompt,
     Conversation,
+    Example,
     JudgedResponse,
     LabeledText,
     Pair,
@@ -67,7 +68,7 @@ class Format(Protocol):
         ...
 
     @abstractmethod
-    def read(self, row: Fields) -> Any:
+    def read(self, row: Fields) -> Example:
         """Return the row as a document: `row.conversation(...)`, `PlainText`, `row.pair(...)` or `row.judged(...)`.
 
         For grpo return a conversation. Assistant messages at its end are removed from the prompt. Raise RowError for an

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-Messages = list[dict[str, Any]]
+from automodel_cli.data.picture import Picture
+
+Message = dict[str, Any]
+"""A message, one of its tool calls, or the description of a tool. Chat templates read any key."""
+Messages = list[Message]
 
 
 @dataclass(frozen=True)
@@ -15,10 +19,10 @@ class Conversation:
     `pictures` belong to the marks in the messages (`data/pictures/rows.py`), in their order.
     """
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     trained: list[bool]
-    tools: list[dict[str, Any]] | None = None
-    pictures: tuple[Any, ...] = ()
+    tools: Messages | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,11 @@ class JudgedResponse:
     response: Messages
     trained: list[bool]
     system: str
-    tools: list[dict[str, Any]] | None
+    tools: Messages | None
     desirable: bool
-    pictures: tuple[Any, ...] = ()
+    pictures: tuple[Picture, ...] = ()
     """Pictures of the prompt, as in `Conversation`."""
+
+
+Example = Document | Pair | JudgedResponse | LabeledText | TextGroup
+"""What a format makes of a row."""

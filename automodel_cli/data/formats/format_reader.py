@@ -14,6 +14,7 @@ from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
 from automodel_cli.data.formats.examples import (
     AnsweredPrompt,
     Conversation,
+    Example,
     JudgedResponse,
     LabeledText,
     Messages,
@@ -54,7 +55,7 @@ class RowReader:
             )
         self.columns_read, self._what = self._columns_read(), f"format {self.name}"
 
-    def read(self, row: Mapping[str, Any]) -> Any:
+    def read(self, row: Mapping[str, Any]) -> Example:
         """Return the row as a document. Raises RowError with the field, its value and the expected value."""
         row = without_nulls(row)
         self.keys.refuse(row, self.columns_read, self._what, self.refused)
@@ -80,7 +81,7 @@ class RowReader:
         left_out = {field for field, column in self.columns.items() if not column}
         return read | left_out | ({"rejected"} if "chosen" in self.columns.values() else set())
 
-    def _read_with_care(self, fields: Fields) -> object:
+    def _read_with_care(self, fields: Fields) -> Example:
         """Return the result of a custom format, after checking that it has the declared kind."""
         try:
             document = self.format.read(fields)

@@ -8,11 +8,11 @@ import io
 import os
 import re
 import warnings
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel_cli.data.picture import Picture
 from automodel_cli.data.row_errors import RowError
 
 if TYPE_CHECKING:
@@ -23,32 +23,6 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _SHORTEST_BASE64 = 64
 VALUE_KEYS = ("bytes", "path", "image", "image_url", "url", "base64")
 """Keys of a dict that can hold a picture."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A readable picture of a row.
-
-    Attributes:
-        key: 16 bytes, the hash of the content.
-        height, width: as seen, after EXIF orientation [pixels].
-        path: where the content is, or None if `data` is the content.
-        grid: patches in time, height and width, of families with rotary positions for them.
-    """
-
-    key: bytes
-    height: int
-    width: int
-    path: str | None = None
-    data: bytes | None = None
-    grid: tuple[int, int, int] = (0, 0, 0)
-
-    def content(self) -> bytes:
-        """Return the bytes of the picture."""
-        if self.data is not None:
-            return self.data
-        assert self.path is not None, "a picture has a path or data"
-        return Path(self.path).read_bytes()
 
 
 def key_of(data: bytes) -> bytes:

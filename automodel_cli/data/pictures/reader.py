@@ -8,19 +8,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch, Pictures
+from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.pictures.content import rgb
 from automodel_cli.data.pictures.pixels import PixelQueue, num_threads
 from automodel_cli.data.pictures.rows import PictureRows
 from automodel_cli.data.pictures.storage import PictureList, PictureTable
-from automodel_cli.data.row_errors import RowError
-from automodel_cli.data.tokenized import Encoded, Unrolled
+from automodel_cli.data.row_errors import RowError, unwrap
+from automodel_cli.data.tokenized import Encoded, EncodedRow, Unrolled
 
 Shown = tuple[PictureTable | PictureList, int]
 """A picture by its number in a table."""
@@ -79,22 +80,24 @@ class PictureSupport:
         cost, shares = self.image_token_cost, repeated and self.shares()
         return PictureReader(self.processor, self.max_bytes, image_token_cost=cost, shares=shares)
 
-    def expanded_prompt(self, document: object, ids: Any) -> np.ndarray:
+    def expanded_prompt(self, chat: Conversation, encoded: np.ndarray | RowError) -> np.ndarray:
         """Return the token ids of a prompt with a run of placeholders for each picture. Raises RowError."""
-        if isinstance(ids, RowError):
-            raise ids
-        return self._expanded(document, Encoded(ids, np.zeros(len(ids), np.uint8)), whole=True).ids
+        ids = unwrap(encoded)
+        return self._expanded(chat, Encoded(ids, np.zeros(len(ids), np.uint8)), whole=True).ids
 
-    def expanded(self, document: object, result: Any) -> Any:
+    def expanded(self, chat: Conversation, result: EncodedRow) -> Encoded | Unrolled:
         """Return the encoded conversation with a run of placeholders for each picture, which is not trained."""
-        if isinstance(result, Unrolled):
-            return Unrolled(tuple(self._expanded(document, each, whole=False) for each in result.documents))
-        return self._expanded(document, result, whole=True) if isinstance(result, Encoded) else result
+        match result:
+            case Encoded():
+                return self._expanded(chat, result, whole=True)
+            case Unrolled(documents):
+                return Unrolled(tuple(self._expanded(chat, each, whole=False) for each in documents))
+        raise result
 
-    def _expanded(self, document: Any, encoded: Encoded, *, whole: bool) -> Encoded:
-        """`whole`: the document shows all pictures of its row. Raises RowError."""
+    def _expanded(self, chat: Conversation, encoded: Encoded, *, whole: bool) -> Encoded:
+        """`whole`: the tokens show all pictures of its row. Raises RowError."""
         places = np.flatnonzero(encoded.ids == self.processor.marker)
-        count, given = len(places), document.pictures
+        count, given = len(places), chat.pictures
         if count > len(given) or (whole and count < len(given)):
             raise RowError(
                 "image_count",

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from automodel_cli.data.formats.examples import Conversation, Document, JudgedResponse, Pair
-from automodel_cli.data.pictures.content import VALUE_KEYS, Picture, read_picture
+from automodel_cli.data.formats.examples import Conversation, Example, JudgedResponse, Pair
+from automodel_cli.data.picture import Picture
+from automodel_cli.data.pictures.content import VALUE_KEYS, read_picture
 from automodel_cli.data.row_errors import RowError
 
 FIRST_MARK = 0x10E000
@@ -44,9 +45,9 @@ def content_parts(text: str) -> list[dict[str, str]] | str:
     return [part for part in parts if part["type"] == "image" or part["text"]]
 
 
-def with_tags(text: object) -> object:
+def with_tags(text: str) -> str:
     """Return a text with tags in the place of marks, for display."""
-    return _MARK.sub("<image>", text) if isinstance(text, str) else text
+    return _MARK.sub("<image>", text)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class PictureRows:
         """
         column = next((name for name in COLUMNS if row.get(name) not in (None, [], "")), None)
         listed = [] if column is None else row[column]
-        walk = _Walk(list(listed) if isinstance(listed, (list, tuple)) else [listed], column)
+        walk = _Walk(list(listed) if isinstance(listed, list | tuple) else [listed], column)
         rest = {name: value for name, value in row.items() if name not in COLUMNS}
         names = [*(name for name in fields if name in rest), *(name for name in rest if name not in fields)]
         marked = {name: walk.value(rest[name]) for name in names if name not in sides}
@@ -134,14 +135,15 @@ class _Walk:
 
     def value(self, value: object) -> Any:
         """Return a value of the row with marks."""
-        if isinstance(value, str):
-            return self._text(value)
-        if isinstance(value, list):
-            if any(isinstance(item, dict) and item.get("type") in IMAGE_PARTS for item in value):
-                return "".join(self._part(item) for item in value)
-            return [self.value(item) for item in value]
-        if isinstance(value, dict):
-            return {key: self.value(item) for key, item in value.items()}
+        match value:
+            case str():
+                return self._text(value)
+            case list():
+                if any(map(_is_picture, value)):
+                    return "".join(self._part(item) for item in value)
+                return [self.value(item) for item in value]
+            case dict():
+                return {key: self.value(item) for key, item in value.items()}
         return value
 
     def _text(self, text: str) -> str:
@@ -152,12 +154,16 @@ class _Walk:
         return _TAG.sub(lambda match: self._mark(self._next()), text)
 
     def _part(self, part: object) -> str:
-        if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
-            given = {name: part[name] for name in VALUE_KEYS if part.get(name) is not None}
-            return self._mark(given or self._next())
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            return self._text(part["text"])
-        kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
+        match part:
+            case {"type": kind, **values} if kind in IMAGE_PARTS:
+                given = {name: values[name] for name in VALUE_KEYS if values.get(name) is not None}
+                return self._mark(given or self._next())
+            case {"text": str(text)}:
+                return self._text(text)
+            case {**values}:
+                kind = values.get("type", "unknown")
+            case _:
+                kind = type(part).__name__
         raise RowError("not_text", f"a content part has type {kind!r}, but only text and images are supported")
 
     def check(self) -> None:
@@ -171,24 +177,33 @@ class _Walk:
             )
 
 
-def with_pictures(document: Any, pictures: Sequence[Picture]) -> Any:
+def _is_picture(part: object) -> bool:
+    match part:
+        case {"type": kind}:
+            return kind in IMAGE_PARTS
+    return False
+
+
+def with_pictures(document: Example, pictures: Sequence[Picture]) -> Example:
     """Return the document, pair or judged response with its pictures in the order of its marks.
 
     Raises RowError if it is no conversation.
     """
     if not pictures:
         return document
-    if isinstance(document, JudgedResponse):
-        messages = Conversation(document.prompt + document.response, [False] * len(document.prompt) + document.trained)
-        return replace(document, pictures=_in_order([messages], pictures)[0])
-    sides = [document.chosen, document.rejected] if isinstance(document, Pair) else [document]
-    of_sides = _in_order(sides, pictures)
-    shown = [replace(side, pictures=found) for side, found in zip(sides, of_sides, strict=True)]
-    return replace(document, chosen=shown[0], rejected=shown[1]) if isinstance(document, Pair) else shown[0]
+    match document:
+        case JudgedResponse(prompt, response, trained):
+            messages = Conversation(prompt + response, [False] * len(prompt) + trained)
+            return replace(document, pictures=in_order([messages], pictures)[0].pictures)
+        case Pair():
+            chosen, rejected = in_order([document.chosen, document.rejected], pictures)
+            return replace(document, chosen=chosen, rejected=rejected)
+    return in_order([document], pictures)[0]
 
 
-def _in_order(documents: Sequence[Document], pictures: Sequence[Picture]) -> list[tuple[Picture, ...]]:
-    """Return the pictures of each document of a row, in the order of its marks."""
+def in_order(documents: Sequence[Example], pictures: Sequence[Picture]) -> list[Conversation]:
+    """Return the documents of a row, each with its pictures in the order of its marks. Raises RowError."""
+    chats: list[Conversation] = []
     orders = []
     for document in documents:
         if not isinstance(document, Conversation):
@@ -205,8 +220,12 @@ def _in_order(documents: Sequence[Document], pictures: Sequence[Picture]) -> lis
                     fix="train: false in this message",
                 )
         marks = [mark for message in document.messages for mark in _MARK.findall(message["content"])]
+        chats.append(document)
         orders.append([ord(mark) - FIRST_MARK for mark in marks])
     is_repeated = any(len(order) != len(set(order)) for order in orders)
     if is_repeated or {number for order in orders for number in order} != set(range(len(pictures))):
         raise RowError("image_count", "a picture of the row belongs to no message that is rendered")
-    return [tuple(pictures[number] for number in order) for order in orders]
+    return [
+        replace(chat, pictures=tuple(pictures[number] for number in order))
+        for chat, order in zip(chats, orders, strict=True)
+    ]

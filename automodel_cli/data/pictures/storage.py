@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.data.pictures.content import Picture, key_of
+from automodel_cli.data.picture import Picture
+from automodel_cli.data.pictures.content import key_of
 
 _ROW = np.dtype(
     [

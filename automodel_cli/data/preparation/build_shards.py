@@ -5,21 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING
 
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.encoding.workers import choose_workers
 from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.preparation.kept_shards import list_shards, preparing
 from automodel_cli.data.preparation.parts import Part, check_names, check_rows
 from automodel_cli.data.preparation.pipeline import DataBuilder, Progress, data_kind
 from automodel_cli.data.preparation.token_shards import TokenShards
-from automodel_cli.data.preparation.tokenize import choose_workers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def build_shards(
     config: DataConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     index: int,
     count: int,

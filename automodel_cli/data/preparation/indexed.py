@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig
@@ -12,9 +12,12 @@ from automodel_cli.data.storage.cache import entry_key, get_or_build
 from automodel_cli.data.storage.indexed_store import IndexedTokens, write_index
 from automodel_cli.data.token_files import nanogpt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def index_tokens(
-    source: TokenSource, tokenizer: Any, tokenizer_key: str, config: DataConfig, root: Path
+    source: TokenSource, tokenizer: PreTrainedTokenizerBase, tokenizer_key: str, config: DataConfig, root: Path
 ) -> tuple[IndexedTokens, str, bool]:
     """Return the documents of token files, the key of their entry, and whether this call built it.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -37,7 +37,7 @@ class Stretch:
     special: bool
 
 
-def stretches(ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> Iterator[Stretch]:
+def stretches(ids: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[Stretch]:
     """Decode a document in the longest pieces that are alike: single tokens may be parts of a character.
 
     Control characters are written out: a terminal would obey them.
@@ -46,8 +46,12 @@ def stretches(ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> Iterator[
     changes = np.flatnonzero((np.diff(trained.astype(np.int8)) != 0) | special[1:] | special[:-1]) + 1
     bounds = [0, *changes.tolist(), len(ids)]
     for a, b in itertools.pairwise(bounds):
-        text = tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = _decoded(tokenizer, ids[a:b].tolist())
         yield Stretch(visible(text), bool(trained[a]), bool(special[a]))
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def trained_tokens(label_mask: np.ndarray) -> np.ndarray:
@@ -153,12 +157,12 @@ def show_rows(
         console.print(Text(visible(line)), soft_wrap=True)
 
 
-def show_prompts(prepared: PreparedPrompts, tokenizer: Any, *, rows: int) -> None:
+def show_prompts(prepared: PreparedPrompts, tokenizer: PreTrainedTokenizerBase, *, rows: int) -> None:
     """Print the first `rows` prompts as the model reads them, the columns for rewards, and the totals."""
     console = Console(highlight=False, soft_wrap=True)
     for prompt in prepared.train.prompts[:rows]:
         console.print(f"{prompt.origin}: {len(prompt.tokens):,} tokens", style="bold", markup=False)
-        text = tokenizer.decode(prompt.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = _decoded(tokenizer, prompt.tokens)
         console.print(visible(text), markup=False)
         console.print(visible(f"columns {', '.join(prompt.row)}"), style=MASKED, markup=False)
         console.print()

@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import choose_template
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.encoding.encode_spec import EncodeSpec
+from automodel_cli.data.encoding.pre_rendered import SAMPLE_ROWS
+from automodel_cli.data.encoding.row_encoder import RowEncoder
+from automodel_cli.data.encoding.workers import choose_workers
 from automodel_cli.data.fill_in_the_middle import InfillSpec, anchored, infill_policy_error, refuse_infill
 from automodel_cli.data.formats.base import PREFERENCES, DataKind
 from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
@@ -33,7 +37,6 @@ from automodel_cli.data.preparation.indexed import index_tokens
 from automodel_cli.data.preparation.kept_shards import KeptShards
 from automodel_cli.data.preparation.masked_by import masked_by
 from automodel_cli.data.preparation.parts import Part, check_names, check_rows, hold_out
-from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS
 from automodel_cli.data.preparation.preparation_progress import PreparationProgress
 from automodel_cli.data.preparation.row_packer import RowPacker
 from automodel_cli.data.preparation.statistics import (
@@ -46,7 +49,6 @@ from automodel_cli.data.preparation.statistics import (
 )
 from automodel_cli.data.preparation.token_shards import TokenShards, remove_shards
 from automodel_cli.data.preparation.token_writer import TokenWriter
-from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder, choose_workers
 from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.sources import (
     ShardedSource,
@@ -62,6 +64,9 @@ from automodel_cli.data.storage.code_fingerprint import fingerprint
 from automodel_cli.data.storage.indexed_store import IndexedStore
 from automodel_cli.data.storage.memmap_store import PackedStore, TokenStore
 from automodel_cli.data.tokenized import pad_or_eos
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[str], None]
 
@@ -84,7 +89,7 @@ class PreparedData:
 
 def prepare_data(
     config: DataConfig,
-    tokenizer: object,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
     preferences: bool = False,
@@ -160,7 +165,7 @@ class DataBuilder:
     def __init__(
         self,
         config: DataConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         kind: DataKind,
         stop_ids: tuple[int, ...],
         progress: Progress,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from automodel_cli.data.row_errors import Rejected, rows_error
 from automodel_cli.data.storage.indexed_store import IndexedTokens, write_indexed
 from automodel_cli.data.storage.memmap_store import TokenStore
 from automodel_cli.data.storage.memmap_writer import write_packed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class RowPacker:
     """
 
     config: DataConfig
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     keeps_together: bool
     choice: LongDocuments
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from automodel_cli.data.encoding.workers import Encodes, encode_all
 from automodel_cli.data.formats.column_mapping import MissingColumnTracker
 from automodel_cli.data.formats.unused_columns import IgnoredNames
 from automodel_cli.data.pictures.storage import PictureWriter
-from automodel_cli.data.preparation.tokenize import Encodes, encode_all
-from automodel_cli.data.row_errors import RowError, SourceRow
+from automodel_cli.data.row_errors import SourceRow, usable
 from automodel_cli.data.storage.memmap_writer import write_tokens
-from automodel_cli.data.tokenized import Encoded, Unrolled, split_documents
+from automodel_cli.data.tokenized import Encoded, EncodedRow, Unrolled, split_documents
 
 Count = Callable[[int, int], None]
 """Called with the rows and tokens of each batch."""
@@ -64,10 +64,9 @@ class TokenWriter:
         return unseen
 
 
-def _counted(
-    batches: Iterable[list[Encoded | Unrolled | RowError]], count: Count
-) -> Iterator[list[Encoded | Unrolled | RowError]]:
+def _counted(batches: Iterable[list[EncodedRow]], count: Count) -> Iterator[list[EncodedRow]]:
     for batch in batches:
-        documents = [d for item in batch if not isinstance(item, RowError) for d in split_documents(item)]
+        items: list[Encoded | Unrolled] = usable(batch)
+        documents = [document for item in items for document in split_documents(item)]
         count(len(batch), sum(len(document.ids) for document in documents))
         yield batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,16 +17,19 @@ from automodel_cli.data.row_errors import RowError, SourceRow
 from automodel_cli.data.sources.spans import Span
 from automodel_cli.data.storage.memmap_store import TokenStore
 from automodel_cli.data.streaming.stream_source import KnownFile, Shard
-from automodel_cli.data.tokenized import Encoded
+from automodel_cli.data.tokenized import Encoded, EncodedRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class StoredDocuments:
     """Encoder of rows that are encoded already."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
 
-    def encode(self, rows: Sequence[Any]) -> list[Any]:
+    def encode(self, rows: Sequence[Any]) -> list[EncodedRow]:
         """Return the rows."""
         return list(rows)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.data.preparation.labeled import padding_id
+from automodel_cli.data.encoding.labeled import padding_id
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.score_head import EmbeddingHead
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from automodel_cli.config import hub
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.data.preparation.labeled import padding_id
+from automodel_cli.data.encoding.labeled import padding_id
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.rollout.collection.queue_checkpoint import Answer, Place, pack_samples, unpacked
 from automodel_cli.rollout.engines.base import Engine

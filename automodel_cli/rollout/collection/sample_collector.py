@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.models.moe.router_hooks import Selectors
 from automodel_cli.models.tokenizer import tokenizer_node
 from automodel_cli.rollout.collection.async_queue import Generated, SampleQueue, SampleRequest

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from automodel_cli.data.preparation.prompts import Prompt
+    from automodel_cli.data.preparation.prompt_dataset import Prompt
 
 
 @dataclass

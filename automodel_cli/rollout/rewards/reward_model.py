@@ -67,8 +67,9 @@ def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[
     from transformers import AutoTokenizer
 
     from automodel_cli.data.chat.chat_template import resolve_chat_template
+    from automodel_cli.data.encoding.encode_spec import EncodeSpec
+    from automodel_cli.data.encoding.row_encoder import RowEncoder
     from automodel_cli.data.formats.builtin import FORMATS
-    from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder
     from automodel_cli.data.row_errors import RowError
     from automodel_cli.data.tokenized import Encoded, as_ids
     from automodel_cli.models.checkpoint_io.sequence_classifier import load_classifier

@@ -12,9 +12,9 @@ from typing import Any
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.config.fix_syntax import word
+from automodel_cli.data.encoding.workers import choose_workers
 from automodel_cli.data.formats.builtin import FORMATS
 from automodel_cli.data.mixture import Mixture
-from automodel_cli.data.preparation.tokenize import choose_workers
 from automodel_cli.data.quality.clean import REMOVED, check_readable, check_target, write_clean
 from automodel_cli.data.quality.options import QualityOptions, choose_checks
 from automodel_cli.data.quality.overlap import build_index

@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.encoding.encode_spec import EncodeSpec
+from automodel_cli.data.encoding.row_encoder import RowEncoder
 from automodel_cli.data.fill_in_the_middle import CONVENTIONS, FillInTheMiddle, anchored
 from automodel_cli.data.formats.builtin import FORMATS
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.preview import head_problems
-from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder
 from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources import spans
 from automodel_cli.data.token_files import megatron

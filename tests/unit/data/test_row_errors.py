@@ -18,7 +18,7 @@ from automodel_cli.data.formats.column_mapping import columns_fix
 from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.unused_columns import MEDIA, AllowedKeys, unused_columns
-from automodel_cli.data.row_errors import Rejected, RowError, TableRow, rows_error
+from automodel_cli.data.row_errors import Rejected, RowError, TableRow, attempt_batch, attempt_each, rows_error
 from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.data.sources.file_readers import read_file
@@ -526,3 +526,17 @@ def test_arguments_that_are_null_stay_and_empty_keys_of_messages_go():
     document = read("messages", row)
     assert document.messages[0] == turn("user", "x")
     assert document.messages[1]["tool_calls"][0]["function"]["arguments"] == {"unit": None}
+
+
+def test_errors_keep_their_place_in_a_batch():
+    def reciprocal(number):
+        if not number:
+            raise RowError("empty", "zero")
+        return 1 / number
+
+    first = RowError("not_json", "earlier")
+    single = attempt_each(reciprocal, [4, first, 0, 2])
+    assert [single[0], single[1], single[2].code, single[3]] == [0.25, first, "empty", 0.5]
+    batches = []
+    assert attempt_batch(lambda good: batches.append(good) or [sum(good), -1], [4, first, 2]) == [6, first, -1]
+    assert batches == [[4, 2]]

@@ -30,7 +30,7 @@ NO_DEVICE = {
     "distributed/device_threads.py": "the pools themselves",
     "data/chat/time_limit.py": "watches chat templates, without torch",
     "data/pictures/pixels.py": "decodes pictures with PIL",
-    "data/preparation/tokenize.py": "decodes pictures with PIL",
+    "data/encoding/row_encoder.py": "decodes pictures with PIL",
     "data/streaming/stream_loader.py": "runs what the session prepares, which selects the device",
     "data/preparation/dataloader.py": "runs what the session prepares, which selects the device",
     "distributed/store_client.py": "talks to the store",

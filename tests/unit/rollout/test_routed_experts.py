@@ -16,7 +16,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import ROUTED_EXPERTS, one_document
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.models.attention.packed import packed_attention
 from automodel_cli.models.model_part import ModelPart

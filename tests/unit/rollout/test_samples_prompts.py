@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.rollout.samples import Minibatch, PackingConfig, pack_minibatches
 from automodel_cli.rollout.types import Sample, Score
 

@@ -8,10 +8,11 @@ import pytest
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import resolve_chat_template
 from automodel_cli.data.chat.encoder import ChatEncoder
+from automodel_cli.data.encoding.encode_spec import EncodeSpec
+from automodel_cli.data.encoding.row_encoder import RowEncoder
 from automodel_cli.data.formats.builtin import FORMATS
 from automodel_cli.data.formats.examples import Conversation
 from automodel_cli.data.formats.messages import read_messages
-from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder
 from automodel_cli.data.row_errors import RowError
 from tests.errors import raises
 from tests.unit.data.helpers import (

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from automodel_cli.data.chat.prefix_tokenizer import PrefixEncoder
-from automodel_cli.data.preparation.tokenize import choose_workers
+from automodel_cli.data.encoding.workers import choose_workers
 from automodel_cli.data.tokenized import encode_texts
 
 TEXT = "a small text about chat templates and the answer is seven don't ( ) -- 1234567 Ü \ufb01 é 你好 \U0001f600"

@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_cli.data.chat.special_tokens import SpecialText
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.encoding.encode_spec import EncodeSpec
+from automodel_cli.data.encoding.row_encoder import RowEncoder
 from automodel_cli.data.formats.builtin import FORMATS
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.prompts import prepare_prompts
-from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests.errors import assert_error, raises

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from automodel_cli.data.encoding.encode_spec import EncodeSpec
+from automodel_cli.data.encoding.row_encoder import RowEncoder
 from automodel_cli.data.formats.builtin import FORMATS, detect_format
 from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import PictureRows
-from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import Encoded
 from automodel_cli.models.vision.processor import FamilyProcessor

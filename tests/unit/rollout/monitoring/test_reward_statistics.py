@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.monitoring.health_monitor import HealthMonitor
 from automodel_cli.rollout.monitoring.reward_statistics import is_wrong, of_k_samples

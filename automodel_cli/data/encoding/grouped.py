@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from automodel_cli.data.formats.examples import TextGroup
+from automodel_cli.data.formats.examples import Example, TextGroup
 from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.tokenized import Encoded, encode_texts
@@ -22,11 +22,19 @@ class GroupEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: GroupSpec, *, add_special_tokens: bool):
         self._tokenizer, self._spec, self._add_special_tokens = tokenizer, spec, add_special_tokens
 
-    def encode(self, read: Sequence[TextGroup | RowError]) -> list[Encoded | RowError]:
+    def encode(self, read: Sequence[Example | RowError]) -> list[Encoded | RowError]:
         """Return one result per row, in order."""
-        return [row if isinstance(row, RowError) else attempt(self._encode, row) for row in read]
+        return [attempt(self._encode, row) for row in read]
 
-    def _encode(self, row: TextGroup) -> Encoded:
+    def _encode(self, row: Example | RowError) -> Encoded:
+        match row:
+            case TextGroup():
+                return self._group(row)
+            case RowError():
+                raise row
+        raise AssertionError(f"{type(row).__name__} is no group")
+
+    def _group(self, row: TextGroup) -> Encoded:
         spec = self._spec
         if spec.scored and (row.score is None or row.negatives):
             missing = "no score" if row.score is None else "negatives"

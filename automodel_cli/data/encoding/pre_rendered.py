@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, JudgedResponse, Messages, Pair, PlainText
 from automodel_cli.data.row_errors import RowError
 from automodel_cli.data.tokenized import around
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLE_ROWS = 64
 KNOWN_OPENERS = (
@@ -54,7 +57,7 @@ class Added:
     openers: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: Any, render: Render | None) -> Added:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, render: Render | None) -> Added:
         """`render`: the chat template, if one renders the rows."""
         before, after = around(tokenizer)
         bos = "".join(tokenizer.convert_ids_to_tokens(before)) or tokenizer.bos_token or ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.formats.examples import LabeledText
+from automodel_cli.data.formats.examples import Example, LabeledText
 from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.row_errors import RowError, attempt
 from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, Encoded, around, as_ids, pad_or_eos
@@ -30,22 +30,25 @@ class LabeledEncoder:
             )
         self._padding = padding_id(tokenizer)
 
-    def encode(self, read: Sequence[LabeledText | RowError]) -> list[Encoded | RowError]:
+    def encode(self, read: Sequence[Example | RowError]) -> list[Encoded | RowError]:
         """Return one result per row, in order."""
-        return [row if isinstance(row, RowError) else attempt(self._encode, row) for row in read]
+        return [attempt(self._encode, row) for row in read]
 
-    def _encode(self, row: LabeledText) -> Encoded:
-        if self._labels.of_tokens != (not isinstance(row.text, str)):
-            has, needs = ("text and label", "tokens and tags") if isinstance(row.text, str) else ("words", "texts")
-            raise RowError("bad_label", f"the row has {has}, but objective.token_level needs {needs}")
-        if isinstance(row.text, str):
-            ids, _ = self._tokens(row.text)
-            if self._padding is not None and ids[-1] == self._padding:
-                raise RowError("ends_with_padding", f"the text ends with the padding token {self._padding}")
-            return Encoded(ids, np.ones(len(ids), np.uint8), targets=self._labels.target(row.label, row.column))
-        of_word = [self._labels.index(tag, row.column) for tag in row.label]
-        ids, spans = self._tokens(" ".join(row.text))
-        return Encoded(ids, np.ones(len(ids), np.uint8), classes=_of_tokens(row.text, of_word, spans))
+    def _encode(self, row: Example | RowError) -> Encoded:
+        match row:
+            case LabeledText(str(text)) if not self._labels.of_tokens:
+                ids, _ = self._tokens(text)
+                if self._padding is not None and ids[-1] == self._padding:
+                    raise RowError("ends_with_padding", f"the text ends with the padding token {self._padding}")
+                return Encoded(ids, np.ones(len(ids), np.uint8), targets=self._labels.target(row.label, row.column))
+            case LabeledText(tuple(words)) if self._labels.of_tokens:
+                of_word = [self._labels.index(tag, row.column) for tag in row.label]
+                ids, spans = self._tokens(" ".join(words))
+                return Encoded(ids, np.ones(len(ids), np.uint8), classes=_of_tokens(words, of_word, spans))
+        if isinstance(row, RowError):
+            raise row
+        has, needs = ("text and label", "tokens and tags") if self._labels.of_tokens else ("words", "texts")
+        raise RowError("bad_label", f"the row has {has}, but objective.token_level needs {needs}")
 
     def _tokens(self, text: str) -> tuple[np.ndarray, Sequence[tuple[int, int]]]:
         """Return ids, and the characters of each token if tokens are labeled."""
