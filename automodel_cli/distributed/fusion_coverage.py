@@ -15,7 +15,7 @@ from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.expert_parallel.router_detection import routers_in, rule_of
 from automodel_cli.distributed.fusion import patterns
-from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion
+from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, R
 from automodel_cli.distributed.fusion.expected import EXPECTED
 
 KINDS = ("norm", "gate", "rotary", "router", "experts")
@@ -33,7 +33,7 @@ def coverage_of(part: nn.Module) -> dict[str, bool]:
 
     regions: list[str] = []
 
-    def note(region: FusibleRegion) -> None:
+    def note(region: FusibleRegion[R]) -> None:
         regions.append(region.name.split()[0])
 
     with torch.device("cpu"):  # Device of the measurement.

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.tensors import to_local
 
 _CLIP_EPSILON = 1e-6  # As in torch's clip_grad_norm_.
 _NORM_BLOCK = 4096
@@ -59,7 +60,7 @@ def clip_grad_norm_(parts: Sequence[nn.Module], max_norm: float | None, mesh: Me
         factor = (max_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in _gradients(parts):
-            local = _local(grad)
+            local = to_local(grad)
             alike.setdefault((local.device, local.dtype), []).append(local)
         for (device, dtype), grads in alike.items():
             # One kernel for many tensors. The loop groups them, because `_foreach` needs one device and dtype.
@@ -118,7 +119,3 @@ def _norm(local_grad: Tensor) -> Tensor:
             return cast("Tensor", norm)
     exact: Tensor = torch.linalg.vector_norm(local_grad, dtype=torch.float64)
     return exact
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad

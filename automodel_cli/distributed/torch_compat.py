@@ -11,20 +11,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from automodel_cli.distributed.typed_torch import Ctx
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CompilerError = torch._dynamo.exc.TorchDynamoException
 """Raised before any computation."""
 _MOST_GRAPHS = 64  # Of one function: widths x dtypes x with and without gradients.
 
 
-def compiled(function: Callable[..., Any], backend: str, began: Callable[[], None]) -> Callable[..., Any]:
+def compiled(function: Callable[P, R], backend: str, began: Callable[[], None]) -> Callable[P, R]:
     """Compile `function` so that only `mark_dynamic` dimensions may change without another graph.
 
     `began()` is called for every graph.
@@ -39,7 +45,7 @@ def counted_backend(backend: str, began: Callable[[], None]) -> Callable[..., ob
     """Return the compiler backend of this name. `began()` is called for every graph."""
     make = torch._dynamo.lookup_backend(backend)
 
-    def counted(graph: Any, inputs: Any, **options: object) -> Any:
+    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: object) -> object:
         began()
         return make(graph, inputs, **options)
 
@@ -50,7 +56,7 @@ def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
 
-def wanted(ctx: Any) -> tuple[bool, ...]:
+def wanted(ctx: Ctx) -> tuple[bool, ...]:
     """Return which input gradients this run of the engine needs, in the backward of a function.
 
     `needs_input_grad` covers all runs. A schedule that splits the backward runs it for inputs first, and for weights
@@ -62,7 +68,7 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
     return tuple(needs and _will_run(next(nodes)) for needs in ctx.needs_input_grad)
 
 
-def _will_run(node: Any) -> bool:
+def _will_run(node: Node) -> bool:
     try:
         will: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # A leaf whose gradient `autograd.grad` returns.

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from automodel_cli.distributed.context_parallel import RankGroup
 from automodel_cli.distributed.expert_parallel.token_dispatcher import Arriving
+from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.dryrun import concrete_integers, torch_compat
 from automodel_cli.dryrun.concrete_integers import Twins
-from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
+from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
+from automodel_cli.planning.cost_model import OperatorCall
 from automodel_cli.planning.hardware import Links
 from automodel_cli.planning.simulated_clock import Clock
 
@@ -35,18 +37,16 @@ class Collectives:
         self.ends: dict[int, float] = {}
         self._awaited = False  # whether somebody takes the time of this one's wait; else it ends where it began
 
-    def ran(self, name: str, args: Any, kwargs: object, out: object, *, counting: bool) -> None:
-        """An operator of c10d has been called. `name` without its namespace."""
+    def ran(self, call: OperatorCall, out: object, *, counting: bool) -> None:
+        """An operator of c10d has been called."""
+        name, args = call.name, call.args
         if name == "wait_tensor":
             self.clock.wait(self.clock.stream, self.ends.pop(torch_compat.storage_key(args[0]), 0.0))
             return
-        flat = tree_flatten((args, kwargs))[0]
-        tensors = [t for t in flat if isinstance(t, Tensor)] + [
-            t for t in tree_flatten(out)[0] if isinstance(t, Tensor)
-        ]
-        group = torch_compat.group_of(flat)
-        self._integers(name, args, group)
-        if not any(isinstance(t, FakeTensor) and t.fake_device.type == "cuda" for t in tensors):
+        tensors = tensors_in((args, call.kwargs, out))
+        group = torch_compat.group_of(tree_leaves((args, call.kwargs)))
+        self._integers(call, group)
+        if not any(map(torch_compat.is_cuda, tensors)):
             return
         size = max((t.numel() * t.element_size() for t in tensors), default=0)
         if "coalesced" in name:  # several in one message: the larger of both lists
@@ -60,9 +60,8 @@ class Collectives:
         if not point_to_point:  # `passed_on` times a ring's, the simulator of schedules those between stages
             asynchronous = functional or self._awaited
             end = self.clock.collective(label, self.links.kind(ranks), seconds, asynchronous=asynchronous)
-            for t in tree_flatten(out)[0] if functional else ():
-                if isinstance(t, Tensor):
-                    self.ends[torch_compat.storage_key(t)] = end
+            for t in tensors_in(out) if functional else ():
+                self.ends[torch_compat.storage_key(t)] = end
         if counting:
             key = (kind.rstrip("_"), _described(group), len(ranks))
             self.count[key] += 1
@@ -114,7 +113,8 @@ class Collectives:
             for (operator, group, ranks), total in self.bytes.most_common()
         ]
 
-    def _integers(self, name: str, args: Any, group: dist.ProcessGroup | None) -> None:
+    def _integers(self, call: OperatorCall, group: dist.ProcessGroup | None) -> None:
+        name, args = call.name, call.args
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         if "alltoall_base" in name and args[0].dtype in concrete_integers.KINDS:
             sent = self.twins.get(args[1])

@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map, tree_map_only
 
 from automodel_cli.distributed.expert_parallel import topk_router  # noqa: F401  # registers automodel::route
+from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.distributed.typed_torch import TorchDispatchMode, set_attributes
 from automodel_cli.dryrun import concrete_integers, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.concrete_integers import Twins
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, code_line
-from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
+from automodel_cli.dryrun.torch_compat import FakeTensor, is_cuda, unset_fake_temporarily
 from automodel_cli.planning import cost_model, hardware
+from automodel_cli.planning.cost_model import OperatorCall
 from automodel_cli.planning.hardware import Gpu
 from automodel_cli.planning.kernel import Kernel, memory_seconds
 from automodel_cli.planning.simulated_clock import Clock
@@ -100,7 +103,7 @@ class TracedRank(TorchDispatchMode):
 
     def ran_as_one(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], work: float = 0.0) -> None:
         """One kernel of compiled code, which none of these operators launched. `work`: FLOPs of attention in it."""
-        if not any(_is_cuda(t) for t in written):
+        if not any(is_cuda(t) for t in written):
             return
         for t in written:
             self.memory.add(t, name)
@@ -114,79 +117,84 @@ class TracedRank(TorchDispatchMode):
         self.clock.host_waits(until)
         self.counts.sync(what, code_line(3))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
-        kwargs = kwargs or {}
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        call = OperatorCall(func, args, kwargs or {})
         if any(torch_compat.is_dtensor(kind) for kind in types):
             return NotImplemented
         if self._aside or not torch_compat.fake_mode_is_on():
-            return func(*args, **kwargs)
+            return call()
         if func in _SCALARS:
-            return self._scalar(func, args)
-        flat, spec = tree_flatten((args, kwargs))
-        tensors = [t for t in flat if isinstance(t, Tensor)]
-        reals = [self.twins.get(t) if isinstance(t, FakeTensor) else t for t in tensors]
-        known = all(real is not None for real in reals)
+            return self._scalar(call)
+        tensors = tensors_in((args, kwargs))
+        known = all(self._real(t) is not None for t in tensors)
         if func in _DYNAMIC and known:
-            if any(_is_cuda(t) for t in tensors):
+            if any(is_cuda(t) for t in tensors):
                 for _ in range(_DYNAMIC[func]):
-                    self.synchronised(func._schema.name.removeprefix("aten::"))
-                self._launch(func, args, kwargs, [])
-            return self._wrapped(self._really(func, flat, spec), tensors)
+                    self.synchronised(call.label)
+                self._launch(call, [])
+            return self._wrapped(self._really(call), tensors)
         if func.namespace in ("c10d", "_c10d_functional"):
-            return self._communicate(func, args, kwargs)
+            return self._communicate(call)
         if func is _aten._pin_memory.default:
             return args[0]  # a fake has no memory that could be pinned
         if func is _aten.index.Tensor:
-            args = (args[0], self._positions(args[1], tensors))
+            call = OperatorCall(func, (args[0], self._positions(args[1], tensors)))
         if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # The shape function knows bf16 only. On a device the others go one by one, by offsets read on the host.
-            out = func(*(t.bfloat16() for t in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+            out = func(*(t.bfloat16() for t in args[:2]), *args[2:], **call.kwargs).to(args[0].dtype)
             self.synchronised("grouped_mm in " + str(args[0].dtype))
         else:
-            out = func(*args, **kwargs)
-        outs = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+            out = call()
+        outs = tensors_in(out)
         for t in outs:
-            if _is_cuda(t):
-                self.memory.add(t, func._schema.name.removeprefix("aten::"))
-        self._keep_integers(func, args, flat, spec, outs, known)
-        if func in _COPIES and self._crossed(func, args, kwargs, outs):
+            if is_cuda(t):
+                self.memory.add(t, call.label)
+        self._keep_integers(call, outs, known)
+        if func in _COPIES and self._crossed(call, outs):
             return out
-        launches = cost_model.launches(func, args)
-        if launches and any(_is_cuda(t) for t in (*outs, *tensors)):
-            self._launch(func, args, kwargs, outs)
+        launches = cost_model.launches(call)
+        if launches and any(is_cuda(t) for t in (*outs, *tensors)):
+            self._launch(call, outs)
         elif launches and any(t.is_floating_point() for t in outs):
-            moved = cost_model.num_bytes(func, args, kwargs, outs, "cpu")
+            moved = cost_model.num_bytes(call, outs, "cpu")
             self.clock.host_computes(moved / hardware.HOST_MEMORY)
         return out
 
-    def _crossed(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> bool:
+    def _real(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor, if they are known."""
+        return self.twins.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+
+    def _crossed(self, call: OperatorCall, outs: Sequence[Tensor]) -> bool:
         """Whether it copied between host and device; then that takes the link's time on the current stream, and the
         host waits for what comes to it, unless it said that it would not."""
-        copied, to = (args[1], args[0]) if func is _aten.copy_.default else (args[0], outs[0])
-        if _is_cuda(copied) is _is_cuda(to):
+        args, in_place = call.args, call.func is _aten.copy_.default
+        copied, to = (args[1], args[0]) if in_place else (args[0], outs[0])
+        if is_cuda(copied) is is_cuda(to):
             return False
-        name, size = func._schema.name.removeprefix("aten::"), copied.numel() * copied.element_size()
-        self.clock.copy("to device" if _is_cuda(to) else "to host", size / (self._to_host * self.gpu.rates.copy))
-        self._count(name, memory_seconds(self.gpu, size), 0.0, size)
-        waits = not (kwargs.get("non_blocking") or (func is _aten.copy_.default and len(args) > 2 and args[2]))
-        if _is_cuda(copied) and waits:
+        size = copied.numel() * copied.element_size()
+        self.clock.copy("to device" if is_cuda(to) else "to host", size / (self._to_host * self.gpu.rates.copy))
+        self._count(call.label, memory_seconds(self.gpu, size), 0.0, size)
+        waits = not (call.kwargs.get("non_blocking") or (in_place and len(args) > 2 and args[2]))
+        if is_cuda(copied) and waits:
             self.synchronised("copy to host")
         return True
 
-    def _scalar(self, func: Any, args: Any) -> object:
-        tensor = args[0]
-        if func is _aten._local_scalar_dense.default:
-            if _is_cuda(tensor):
+    def _scalar(self, call: OperatorCall) -> object:
+        tensor = call.args[0]
+        if call.func is _aten._local_scalar_dense.default:
+            if is_cuda(tensor):
                 self.synchronised(".item()")
-            real = self.twins.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+            real = self._real(tensor)
             with unset_fake_temporarily():
                 return real.item() if real is not None else _plausible(tensor.dtype)
-        self.synchronised(func._schema.name.removeprefix("aten::"))
+        self.synchronised(call.label)
         return True
 
-    def _tolist_of(self) -> Callable[[Any], Any]:
-        def tolist(tensor: Any) -> Any:
-            if _is_cuda(tensor):
+    def _tolist_of(self) -> Callable[[Tensor], object]:
+        def tolist(tensor: Tensor) -> object:
+            if is_cuda(tensor):
                 self.synchronised(".tolist()")
             real = self.twins.get(tensor)
             if real is None:
@@ -197,21 +205,26 @@ class TracedRank(TorchDispatchMode):
 
         return tolist
 
-    def _really(self, func: Any, flat: Sequence[Any], spec: Any) -> object:
+    def _really(self, call: OperatorCall) -> object:
         """The operator on the real twins, on the CPU."""
-        host = torch.device("cpu")
-        values = [
-            self.twins.get(v) if isinstance(v, FakeTensor) else host if isinstance(v, torch.device) else v for v in flat
-        ]
-        args, kwargs = tree_unflatten(values, spec)
+
+        def on_host(value: object) -> object:
+            match value:
+                case FakeTensor():
+                    return self.twins.get(value)
+                case torch.device():
+                    return torch.device("cpu")
+            return value
+
+        args, kwargs = tree_map(on_host, (call.args, call.kwargs))
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         with unset_fake_temporarily():
-            return func(*args, **kwargs)
+            return call.func(*args, **kwargs)
 
-    def _wrapped(self, real: object, like: Sequence[Tensor]) -> Any:
+    def _wrapped(self, real: object, like: Sequence[Tensor]) -> object:
         """Fake tensors of the shape that the real result turned out to have."""
-        device = CUDA if any(_is_cuda(t) for t in like) else torch.device("cpu")
+        device = CUDA if any(is_cuda(t) for t in like) else torch.device("cpu")
 
         def wrap(result: Tensor) -> Tensor:
             fake = torch.empty(result.shape, dtype=result.dtype, device=device)
@@ -233,13 +246,12 @@ class TracedRank(TorchDispatchMode):
                 self.synchronised("index by mask")
             with unset_fake_temporarily():
                 positions = real.nonzero(as_tuple=True)
-            found += [self._wrapped(x, like) for x in positions]
+            found += tensors_in(self._wrapped(positions, like))
         return found
 
-    def _keep_integers(
-        self, func: object, args: Any, flat: Sequence[Any], spec: object, outs: Sequence[Tensor], known: bool
-    ) -> None:
-        if func in _CHOOSES and len(outs) == 2 and _is_cuda(outs[1]):
+    def _keep_integers(self, call: OperatorCall, outs: Sequence[Tensor], known: bool) -> None:
+        func, args = call.func, call.args
+        if func in _CHOOSES and len(outs) == 2 and is_cuda(outs[1]):
             along = args[2] if func is _aten.topk.default and len(args) > 2 else -1
             width, chosen = args[0].shape[along], outs[1].shape[-1]
             with unset_fake_temporarily():
@@ -250,16 +262,15 @@ class TracedRank(TorchDispatchMode):
         if not (outs and small and known):
             return
         try:
-            real = self._really(func, flat, spec)
+            real = self._really(call)
         except (RuntimeError, NotImplementedError, TypeError):  # without a twin it is only a shape, as floats are
             return
-        for fake, result in zip(outs, [t for t in tree_flatten(real)[0] if isinstance(t, Tensor)], strict=True):
+        for fake, result in zip(outs, tensors_in(real), strict=True):
             if isinstance(fake, FakeTensor):
                 self.twins.put(fake, result)
 
-    def _launch(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
-        name = func._schema.name.removeprefix("aten::")
-        self._took(name, cost_model.kernel(func, args, kwargs, outs, self._ends))
+    def _launch(self, call: OperatorCall, outs: Sequence[Tensor]) -> None:
+        self._took(call.label, cost_model.kernel(call, outs, self._ends))
 
     def _ends(self, tensor: Tensor) -> list[int] | None:
         real = self.twins.get(tensor)
@@ -282,24 +293,19 @@ class TracedRank(TorchDispatchMode):
             self.counts.warm.flops += work
             self.counts.warm.seconds += took
 
-    def _communicate(self, func: Any, args: Any, kwargs: Any) -> object:
-        out = func(*args, **kwargs)
-        name = func._schema.name.split("::")[1]
-        for t in tree_flatten(out)[0]:
-            if isinstance(t, Tensor) and _is_cuda(t):
-                self.memory.add(t, name)
-        self.collectives.ran(name, args, kwargs, out, counting=self.counts.on)
+    def _communicate(self, call: OperatorCall) -> object:
+        out = call()
+        for t in tensors_in(out):
+            if is_cuda(t):
+                self.memory.add(t, call.name)
+        self.collectives.ran(call, out, counting=self.counts.on)
         return out
 
 
 _SCALARS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default})
 
 
-def _is_cuda(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
-
-
-def _plausible(dtype: torch.dtype) -> Any:
+def _plausible(dtype: torch.dtype) -> bool | float | int:
     """A value of a tensor that has none: finite, and true where it is asked."""
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 

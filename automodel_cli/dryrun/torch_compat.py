@@ -275,6 +275,10 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
 
 
+def is_cuda(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
 def is_dtensor(kind: type) -> bool:
     return issubclass(kind, DTensor)
 

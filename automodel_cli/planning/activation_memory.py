@@ -8,26 +8,29 @@ says `eager`, and experts as grouped products of evenly routed tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing.apply import KEPT_RESULTS
 from automodel_cli.distributed.activation_checkpointing.mode import is_recomputed
 from automodel_cli.distributed.expert_parallel.apply import experts_modules, num_experts_of
-from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
+from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import parameters_of
 from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS, has_adapters
 from automodel_cli.distributed.fusion.compiled_regions import as_one
 from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.distributed.typed_torch import Ctx, Function, TorchDispatchMode
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.planning.cost_model import OperatorCall
 from automodel_cli.planning.layer_calls import Call, Calls
 
 _COUNTED = "counted_not_computed"
@@ -175,8 +178,8 @@ class _Watch(TorchDispatchMode):
             layer.register_forward_pre_hook(self._enter(index))
         layers[-1].register_forward_hook(lambda *_: setattr(self, "_place", len(layers)))
 
-    def _enter(self, index: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self._place = index
             self.inputs.add(index, args[0].nbytes)
 
@@ -191,14 +194,17 @@ class _Watch(TorchDispatchMode):
             self.kept.add(self._place, storage.nbytes())
         return tensor
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        call = OperatorCall(func, args, kwargs or {})
         if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:  # the only dtype that has a meta kernel
-            result = func(*(t.bfloat16() for t in args[:2]), *args[2:], **(kwargs or {})).to(args[0].dtype)
+            result = func(*(t.bfloat16() for t in args[:2]), *args[2:], **call.kwargs).to(args[0].dtype)
         else:
-            result = func(*args, **(kwargs or {}))
+            result = call()
         if func in KEPT_RESULTS:
             self.products.add(self._place, result.nbytes)
-        self.calls.ran(self._place, func, args, kwargs or {}, result)
+        self.calls.ran(self._place, call, result)
         return result
 
     @contextmanager

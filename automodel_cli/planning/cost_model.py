@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch._ops import OpOverload
 
+from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.planning.kernel import Kernel
 
 _aten = torch.ops.aten
@@ -52,9 +54,32 @@ _SDPA = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_a
 _ENDS = 8  # where `_scaled_grouped_mm_v2` has the ends of its groups
 
 
-def launches(func: Any, args: Sequence[object]) -> bool:
+@dataclass(frozen=True)
+class OperatorCall:
+    """A call of an operator as a dispatch mode receives it."""
+
+    func: OpOverload
+    args: tuple[Any, ...]  # Tensors, lists of them, numbers: by the schema of the operator.
+    kwargs: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Without the namespace."""
+        return self.func._schema.name.split("::")[1]
+
+    @property
+    def label(self) -> str:
+        """With the namespace, except that of torch's own operators."""
+        return self.func._schema.name.removeprefix("aten::")
+
+    def __call__(self) -> object:
+        return self.func(*self.args, **self.kwargs)
+
+
+def launches(call: OperatorCall) -> bool:
     """Return whether a call starts a kernel. One without results and changes makes a note (streams, since torch 2.15),
     and torch skips a copy of a tensor to itself."""
+    func, args = call.func, call.args
     return (
         func not in FREE
         and bool(func._schema.returns or func._schema.is_mutable)
@@ -63,28 +88,29 @@ def launches(func: Any, args: Sequence[object]) -> bool:
     )
 
 
-def flops(func: Any, args: Sequence[Any], ends: Ends) -> float:
+def flops(call: OperatorCall, ends: Ends) -> float:
     """Of a matrix product or of attention, in whatever form, 0 for everything else. `ends` gives the integers of a
     tensor."""
-    name = _name(func)
+    name, args = call.name, call.args
     if name.rstrip("_") in _PRODUCTS:
         a, b = args[1:3] if "add" in name else args[:2]
         if a.dim() == 2:  # grouped: rows of many experts, or sums over the rows of each
             return cast("float", 2.0 * a.shape[0] * a.shape[1] * b.shape[-1])
         return cast("float", 2.0 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[-1])
     if name.startswith("_flash_attention"):
-        pairs, _ = _pairs(name, args, ends)
+        pairs, _ = _pairs(call, ends)
         query = args[1] if name.endswith("backward") else args[0]
         # Two GEMMs of 2 FLOPs per pair and width. Backward has five GEMMs, which is 2.5 times two.
         result: float = 4.0 * pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1.0)
         return result
     if name.startswith(_SDPA):
-        return _sdpa_flops(name, args)
+        return _sdpa_flops(call)
     return 0.0
 
 
-def _sdpa_flops(name: str, args: Sequence[Any]) -> float:
+def _sdpa_flops(call: OperatorCall) -> float:
     """Of all pairs of a row, or the lower half of them where that is all that a kernel knows of its mask."""
+    name, args = call.name, call.args
     backward = name.endswith("backward")
     query, key, value = args[1:4] if backward else args[:3]
     position = 11 if backward else 6 if "efficient" in name else 4
@@ -94,11 +120,11 @@ def _sdpa_flops(name: str, args: Sequence[Any]) -> float:
     return result
 
 
-def _pairs(name: str, args: Sequence[Any], ends: Ends) -> tuple[float, float]:
+def _pairs(call: OperatorCall, ends: Ends) -> tuple[float, float]:
     """Of queries and keys that meet, and keys that the segment of a query has on average. Causal is aligned at the end
     of each segment: query i of a segment meets keys 1..(keys - queries + i). Without it, as where a ring brings keys
     that all come before, every query of a segment meets all of its keys."""
-    backward = name.endswith("backward")
+    args, backward = call.args, call.name.endswith("backward")
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     bounds = [ends(bound) if bound is not None else None for bound in ((args[6], args[7]) if backward else args[3:5])]
     # A segment of q queries and k keys has q * k pairs, less q^2 / 2 above the diagonal if it is causal: q = k = 4
@@ -111,20 +137,18 @@ def _pairs(name: str, args: Sequence[Any], ends: Ends) -> tuple[float, float]:
     return pairs, sum(q * k for q, k in zip(queries, keys, strict=True)) / max(sum(queries), 1)
 
 
-def num_bytes(
-    func: object, args: Sequence[Any], kwargs: dict[str, object], outs: Sequence[Tensor], device: str = "cuda"
-) -> int:
+def num_bytes(call: OperatorCall, outs: Sequence[Tensor], device: str = "cuda") -> int:
     """Read and written on `device`. What an operator works on in place counts as both, unless it is overwritten whole;
     of a table that is looked up, and of what is scattered into, only what is touched; of an expanded tensor, what is
     there."""
-    name = _name(func)
+    name = call.name
     if name in _GATHERS:
         return 2 * _total(outs, device)
     if name == "all_gather_copy_in":  # its own part of a buffer for all ranks
-        return 2 * _total(args[0], device)
-    read, written = _arguments(func, args, kwargs)
+        return 2 * _total(call.args[0], device)
+    read, written = _arguments(call)
     if name in _SCATTERS:
-        return 3 * _size([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)][-1])
+        return 3 * _size(tensors_in((call.args, call.kwargs))[-1])
     if name in _SHAPED_LIKE:
         read = []
     elif name not in _OVERWRITES:
@@ -132,15 +156,12 @@ def num_bytes(
     return _total(read, device) + _total([*(t for t, _ in written), *outs], device)
 
 
-def _arguments(
-    func: Any, args: Sequence[object], kwargs: dict[str, object]
-) -> tuple[list[Tensor], list[tuple[Tensor, bool]]]:
+def _arguments(call: OperatorCall) -> tuple[list[Tensor], list[tuple[Tensor, bool]]]:
     """Tensors that are only read, and those that are written, with whether they are a place for results."""
     read: list[Tensor] = []
     written: list[tuple[Tensor, bool]] = []
-    for position, argument in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    for position, argument in enumerate(call.func._schema.arguments):
+        tensors = tensors_in(call.args[position] if position < len(call.args) else call.kwargs.get(argument.name))
         # Optimizers are said to write gradients, which they do when these come scaled.
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
             written += [(t, argument.is_out or argument.kwarg_only) for t in tensors]
@@ -159,26 +180,15 @@ def _size(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _name(func: Any) -> str:
-    return str(func._schema.name.split("::")[1])
-
-
-def kernel(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    outs: Sequence[Tensor],
-    ends: Ends = unknown,
-    device: str = "cuda",
-) -> Kernel:
+def kernel(call: OperatorCall, outs: Sequence[Tensor], ends: Ends = unknown, device: str = "cuda") -> Kernel:
     """Return the launches of one call. `ends`: the values of a tensor of integers, if they are known."""
-    name, work = _name(func), flops(func, args, ends)
-    moved = num_bytes(func, args, kwargs, outs, device)
+    name, args, work = call.name, call.args, flops(call, ends)
+    moved = num_bytes(call, outs, device)
     if not work:
         return Kernel("memory", 0.0, moved)
     is_backward = name.endswith("backward")
     if name.startswith("_flash_attention"):
-        return Kernel("attention", work, moved, size=_pairs(name, args, ends)[1], is_backward=is_backward)
+        return Kernel("attention", work, moved, size=_pairs(call, ends)[1], is_backward=is_backward)
     factor = args[1] if "add" in name else args[0]
     if name.startswith(_SDPA) and factor.dtype != torch.float32:
         return Kernel("attention", work, moved, size=args[1].shape[2], is_backward=is_backward)

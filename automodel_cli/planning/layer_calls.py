@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
+from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.distributed.wgrad_fusion import gemm_timings
 from automodel_cli.planning import cost_model
 from automodel_cli.planning.kernel import Kernel
@@ -71,27 +70,23 @@ class Calls:
         self.is_inside = False
         """Whether a fused region runs, whose operators are one kernel."""
 
-    def ran(self, place: int, func: object, args: Sequence[object], kwargs: dict[str, object], result: Any) -> None:
+    def ran(self, place: int, call: cost_model.OperatorCall, result: object) -> None:
         """Count an operator of the forward."""
-        if self.is_inside or not cost_model.launches(func, args):
+        if self.is_inside or not cost_model.launches(call):
             return
-        outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        kernel = cost_model.kernel(func, args, kwargs, outs, device="meta")
+        kernel = cost_model.kernel(call, tensors_in(result), device="meta")
         if not kernel.flops:
             self.at[place].append(Call(kernel, (kernel,)))
             return
-        weight = next((t for t in tree_leaves(args) if self._storage(t) in self.parameters), None)
+        weight = next((t for t in tensors_in(call.args) if _storage(t) in self.parameters), None)
         if weight is not None and self.bits == 8 and kernel.kind == "gemm" and place >= 0:
             quantized = Kernel("memory", 0.0, _QUANTIZED * kernel.bytes)
             self.at[place].append(Call(quantized, (quantized,)))
             kernel = replace(kernel, kind="gemm_fp8", bits=8)
-        storage = self._storage(weight)
         adds = 8 * weight.numel() if self.adds and weight is not None else 0
-        weights = (replace(kernel, adds=adds),) if storage is None or self.parameters.get(storage, True) else ()
+        trained = weight is None or self.parameters[_storage(weight)]
+        weights = (replace(kernel, adds=adds),) if trained else ()
         self.at[place].append(Call(kernel, (kernel,), weights))
-
-    def _storage(self, value: object) -> StorageWeakRef | None:
-        return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else None
 
     def region(self, place: int, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         """Count a fused region."""
@@ -152,3 +147,7 @@ class Calls:
         if gemm_timings.adds_faster(kernel.size, elements // num_local):
             return (replace(kernel, kind="gemm", adds=8 * elements, number=num_local),)
         return kernel, Kernel("memory", 0.0, 10 * elements)
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_grouped_mm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.dryrun import torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.planning import cost_model, hardware
+from automodel_cli.planning.cost_model import OperatorCall
 from automodel_cli.planning.efficiency import Efficiency
 from automodel_cli.planning.hardware import GPUS
 from automodel_cli.planning.simulated_clock import Clock
@@ -115,9 +116,8 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and cost_model.launches(func, args):
-            outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-            kernel = cost_model.kernel(func, args, kwargs or {}, outs)
+        if func.namespace == "aten" and cost_model.launches(call := OperatorCall(func, args, kwargs or {})):
+            kernel = cost_model.kernel(call, tensors_in(out))
             self.costs.append((kernel.flops, int(kernel.bytes), kernel.seconds(ALONE)[1]))
         return out
 
@@ -198,9 +198,9 @@ def test_attention_counts_the_pairs_that_meet(causal: bool, pairs: float) -> Non
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 6, 10], [0, 10, 14])]
     forward = (q, k, k, *bounds, 6, 10, 0.0, causal, False)
     backward = (q, q, k, k, q, q, *bounds, 6, 10, 0.0, causal, q, q)
-    found = cost_model.flops(torch.ops.aten._flash_attention_forward.default, forward, Tensor.tolist)
+    found = cost_model.flops(OperatorCall(torch.ops.aten._flash_attention_forward.default, forward), Tensor.tolist)
     assert found == 4 * pairs * 8 * 64
-    again = cost_model.flops(torch.ops.aten._flash_attention_backward.default, backward, Tensor.tolist)
+    again = cost_model.flops(OperatorCall(torch.ops.aten._flash_attention_backward.default, backward), Tensor.tolist)
     assert again == 2.5 * found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_cli.config.errors import ConfigError
@@ -24,6 +24,7 @@ from automodel_cli.distributed.activation_checkpointing.saved_results import (
     save_or_replay,
 )
 from automodel_cli.distributed.compile_modes import AUTO
+from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.distributed.typed_torch import TorchDispatchMode, disable, set_attributes
 
 _Context = AbstractContextManager[Any]
@@ -148,7 +149,7 @@ def _with_versions(result: Any) -> tuple[object, list[int]]:
 
 
 def _versions(result: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [tensor._version for tensor in tensors_in(result)]
 
 
 class _Both(AbstractContextManager[None]):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
@@ -28,7 +28,8 @@ from automodel_cli.distributed import kernel_report
 from automodel_cli.distributed.activation_checkpointing.saved_results import register_saver
 from automodel_cli.distributed.expert_parallel import low_rank
 from automodel_cli.distributed.expert_parallel.deep_ep import DeepEP, require_deep_ep
-from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, main_grads_of, parameters_of
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, main_grads_of
+from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import parameters_of
 from automodel_cli.distributed.expert_parallel.shared_expert_overlap import SharedExperts
 from automodel_cli.distributed.expert_parallel.token_dispatcher import AllToAll, TokenDispatcher
 from automodel_cli.distributed.float8.grouped_gemm import arithmetic_of
@@ -36,6 +37,7 @@ from automodel_cli.distributed.float8.quantization import autocast_dtype
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.scatter_gather import gather_from_group, scatter_to_group
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.distributed.typed_torch import disable, set_attributes
 
 _Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -188,7 +190,7 @@ def sorted_forward(
     parameters = parameters_of(experts)
     main_grads = main_grads_of(experts) if autocast_dtype(hidden_TD.device) is None else []
     if not main_grads:
-        parameters = [_local(param) for param in parameters]
+        parameters = [to_local(param) for param in parameters]
     scale = low_rank.scale_of(experts)
     return gated(hidden_TD, index_TK, weight_TK, parameters, main_grads, overlapped, scale)
 
@@ -204,7 +206,7 @@ def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:
         try:
             for name, param in with_dtensors.items():
                 if param is not None:
-                    experts._parameters[name] = _local(param)  # type: ignore[assignment]
+                    experts._parameters[name] = to_local(param)  # type: ignore[assignment]
             # One expert per row with weight 1: the family's code becomes a plain per-row function, and weights are
             # applied later.
             result_ND: Tensor = own_forward(hidden_ND, expert_N[:, None], hidden_ND.new_ones(len(expert_N), 1))
@@ -213,10 +215,6 @@ def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:
             experts._parameters.update(with_dtensors)
 
     return lambda hidden_TD, index_TK, weight_TK: dispatch(hidden_TD, index_TK, weight_TK, local_experts)
-
-
-def _local(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _check(experts: nn.Module, mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ columns of the first GEMM, I columns after the gate.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,18 +14,23 @@ from torch import Tensor
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion
 
 
+class GatedFamily(Protocol):
+    """An experts module of transformers, which defines the gate."""
+
+    def _apply_gate(self, inner_NF: Tensor) -> Tensor: ...
+
+
 def add_expert_bias(rows_NF: Tensor, bias_LF: Tensor, expert_N: Tensor) -> Tensor:
     """Add the bias of its expert to each row."""
     return rows_NF + bias_LF.index_select(0, expert_N)
 
 
-def _gate(family: Any, inner_NF: Tensor, *bias: Tensor) -> Tensor:
-    gated_NI: Tensor = family._apply_gate(add_expert_bias(inner_NF, *bias) if bias else inner_NF)
-    return gated_NI
+def _gate(family: GatedFamily, inner_NF: Tensor, *bias: Tensor) -> Tensor:
+    return family._apply_gate(add_expert_bias(inner_NF, *bias) if bias else inner_NF)
 
 
 def _through_gate(
-    family: Any, inner_NF: Tensor, grad_gated_NI: Tensor, weight_N1: Tensor, *bias: Tensor
+    family: GatedFamily, inner_NF: Tensor, grad_gated_NI: Tensor, weight_N1: Tensor, *bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     # y = w down g(x) gives dw = <down^T dy, g(x)> and dx = g'(x) (w down^T dy), with grad_gated_NI = down^T dy.
     if bias:
@@ -48,8 +53,17 @@ def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor, dtype: 
     return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(dtype)
 
 
-def fusible_regions(family: Any, biased: bool) -> list[FusibleRegion]:
-    """Return the regions that can be fused: gate, backward of the gate, weighted sum, and bias."""
+class ExpertRegions(NamedTuple):
+    """Regions that can be fused. Without biases, `add_bias` is not called."""
+
+    gate: FusibleRegion[Tensor]
+    through_gate: FusibleRegion[tuple[Tensor, Tensor, Tensor]]
+    sum_of_pairs: FusibleRegion[Tensor]
+    add_bias: FusibleRegion[Tensor]
+
+
+def expert_regions(family: GatedFamily, biased: bool) -> ExpertRegions:
+    """Return the regions of experts whose gate is that of `family`."""
     kind, width, generator = type(family).__name__, 16, torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
@@ -70,10 +84,9 @@ def fusible_regions(family: Any, biased: bool) -> list[FusibleRegion]:
         place_P = torch.randperm(2 * rows, generator=generator)
         return numbers(2 * rows, width), place_P, numbers(rows, 2).abs(), torch.float32
 
-    always = [
+    return ExpertRegions(
         FusibleRegion(f"gate {kind}", _gate, None, gate_sample),
         FusibleRegion(f"backward of gate {kind}", _through_gate, None, through_sample),
         FusibleRegion("sum over experts", _sum_of_pairs, None, sum_sample),
-    ]
-    of_bias = FusibleRegion("bias of experts", add_expert_bias, None, lambda rows: (numbers(rows, width), *bias(rows)))
-    return [*always, of_bias] if biased else always
+        FusibleRegion("bias of experts", add_expert_bias, None, lambda rows: (numbers(rows, width), *bias(rows))),
+    )

@@ -31,6 +31,7 @@ from automodel_cli.distributed.float8.grouped_gemm import require_grouped
 from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require_float8
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.sharded_linear import linear_over_tp
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
@@ -71,7 +72,7 @@ def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionComp
         if (fp8 := vars(module).get("fp8")) is not None and not fp8.emulate:
             (require_float8 if isinstance(module, Fp8Linear) else require_grouped)(device, fp8.recipe)
     for layer in layers:
-        shape = layer.weight.to_local().shape if isinstance(layer.weight, DTensor) else layer.weight.shape
+        shape = to_local(layer.weight).shape
         if any(size % layer.fp8.recipe.multiple for size in shape):
             layer.__class__ = nn.Linear  # type: ignore[assignment]
             excluded[f"{shape[1]} x {shape[0]}"] += 1

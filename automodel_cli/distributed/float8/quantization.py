@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.float8 import mxfp8
-from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
+from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler, fused
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -111,17 +111,18 @@ class Arithmetic:
     def __post_init__(self) -> None:
         self.paused = False
         """Compute as torch's layers do."""
-        self.cast: Callable[..., Any] = _cast
-        self.cast_to: Callable[..., Any] = _cast_to
-        self.largest: Callable[..., Any] = _largest
-        self.cast_blocks: Callable[..., Any] = mxfp8.cast_mxfp8
+        self.cast: Callable[..., tuple[Tensor, Tensor]] = _cast
+        self.cast_to: Callable[..., tuple[Tensor, Tensor]] = _cast_to
+        self.largest: Callable[..., Tensor] = _largest
+        self.cast_blocks: Callable[..., tuple[Tensor, Tensor]] = mxfp8.cast_mxfp8
 
     def fuse(self, fuser: RegionCompiler) -> None:
         """Compile each cast into one kernel with `fuser`."""
         if self.recipe.blocks:
-            self.cast_blocks = fuser(mxfp8.FUSED_OPS) or mxfp8.cast_mxfp8
+            self.cast_blocks = fused(mxfp8.FUSED_OPS, fuser)
             return
-        self.cast, self.cast_to, self.largest = (fuser(region) or region.function for region in _regions(self.recipe))
+        cast, cast_to, largest = _regions(self.recipe)
+        self.cast, self.cast_to, self.largest = fused(cast, fuser), fused(cast_to, fuser), fused(largest, fuser)
 
     def operand(
         self,
@@ -259,7 +260,9 @@ def _cast_to(
     return values_MK, scale.reciprocal()
 
 
-def _regions(recipe: Float8Recipe) -> list[FusibleRegion]:
+def _regions(
+    recipe: Float8Recipe,
+) -> tuple[FusibleRegion[tuple[Tensor, Tensor]], FusibleRegion[tuple[Tensor, Tensor]], FusibleRegion[Tensor]]:
     """Return the regions of `cast`, `cast_to` and `largest`. Their graphs contain constants of the recipe."""
 
     def numbers(rows: int) -> Tensor:
@@ -274,8 +277,8 @@ def _regions(recipe: Float8Recipe) -> list[FusibleRegion]:
     def to_measure(rows: int) -> tuple[object, ...]:
         return numbers(rows), recipe.by_row, False
 
-    return [
+    return (
         FusibleRegion(f"fp8 cast {recipe.name}", _cast, None, to_cast),
         FusibleRegion(f"fp8 cast to a maximum {recipe.name}", _cast_to, None, to_cast_to),
         FusibleRegion(f"fp8 maximum {recipe.name}", _largest, None, to_measure),
-    ]
+    )

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,10 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed import kernel_report, torch_compat
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
+from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.distributed.typed_torch import Ctx, Function
+
+R = TypeVar("R")
 
 _FLOATS = {torch.float32: 1e-5, torch.float64: 1e-10}
 # For lower precision: compiled code keeps intermediate results in float32, and the code of the family rounds them.
@@ -29,7 +33,7 @@ _REDUCED_ULPS = 4.0
 
 
 @dataclass(frozen=True)
-class FusibleRegion:
+class FusibleRegion(Generic[R]):
     """A function that can be compiled to one kernel.
 
     Attributes:
@@ -41,9 +45,9 @@ class FusibleRegion:
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., R]
     kept: tuple[int, ...] | None
-    sample: Callable[[int], tuple[Any, ...]]
+    sample: Callable[[int], tuple[object, ...]]
     by_element: bool = False
     """Vectors have one element per token. Otherwise they are weights of fixed size."""
 
@@ -51,7 +55,12 @@ class FusibleRegion:
 class RegionCompiler(Protocol):
     """Return a function that computes the region, or None to run `function` uncompiled."""
 
-    def __call__(self, region: FusibleRegion) -> Callable[..., Any] | None: ...
+    def __call__(self, region: FusibleRegion[R]) -> Callable[..., R] | None: ...
+
+
+def fused(region: FusibleRegion[R], fuser: RegionCompiler | None) -> Callable[..., R]:
+    """Return the function of the region, compiled if `fuser` can."""
+    return (fuser and fuser(region)) or region.function
 
 
 class Compiled:
@@ -65,9 +74,9 @@ class Compiled:
         self.backend, self.device, self.dtype = backend, device, dtype
         self.compiled: Counter[str] = Counter()
         self.rejected: dict[str, str] = {}
-        self._known: dict[tuple[str, Any], Callable[..., Any] | None] = {}
+        self._known: dict[tuple[str, object], Callable[..., Any] | None] = {}
 
-    def __call__(self, region: FusibleRegion) -> Callable[..., object] | None:
+    def __call__(self, region: FusibleRegion[R]) -> Callable[..., R] | None:
         key = (region.name, region.function)
         if key not in self._known:
             compiled = _function_of(region, self.backend)
@@ -105,17 +114,17 @@ class Compiled:
 
 _substitute: RegionCompiler | None = None
 _report = ""
-_functions: dict[tuple[str, Any, str], Callable[..., Any]] = {}
+_functions: dict[tuple[str, object, str], Callable[..., Any]] = {}
 compilations: list[str] = []
 """Names of the regions of all graphs compiled in this process, in order."""
 
 
-def _function_of(region: FusibleRegion, backend: str) -> Callable[..., object]:
+def _function_of(region: FusibleRegion[R], backend: str) -> Callable[..., R]:
     key = (region.name, region.function, backend)
     if key not in _functions:
         compiled = torch_compat.compiled(region.function, backend, lambda: compilations.append(region.name))
 
-        def run(*args: Any) -> Any:
+        def run(*args: object) -> R:
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
                 return region.function(*args)  # Sharded by tensor parallelism.
@@ -127,11 +136,11 @@ def _function_of(region: FusibleRegion, backend: str) -> Callable[..., object]:
     return _functions[key]
 
 
-def _or_uncompiled(region: FusibleRegion, run: Callable[..., Any]) -> Callable[..., object]:
+def _or_uncompiled(region: FusibleRegion[R], run: Callable[..., R]) -> Callable[..., R]:
     """Call `run` until the compiler fails for other sizes than the sample's. Then warn once and call the function."""
     now = run
 
-    def either(*args: object) -> object:
+    def either(*args: object) -> R:
         nonlocal now
         try:
             return now(*args)
@@ -153,7 +162,7 @@ def _token_dims(tensor: Tensor, by_element: bool) -> tuple[int, ...]:
     return {0: (), 2: (0,), 3: (0, 1)}.get(tensor.ndim, (0, 2))
 
 
-def region_difference(region: FusibleRegion, run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
+def region_difference(region: FusibleRegion[R], run: Callable[..., R], device: torch.device, dtype: torch.dtype) -> str:
     """Return why `run` cannot replace `region.function`: its error, or its difference on two samples.
 
     Empty if it can.
@@ -184,10 +193,11 @@ def _summary(failure: Exception) -> str:
 
 
 def _to_device(arg: object, device: torch.device, dtype: torch.dtype, *, grad: bool) -> object:
-    if isinstance(arg, nn.Module):
-        return arg.to(device, dtype)
-    if isinstance(arg, Tensor):
-        return arg.to(device, dtype).requires_grad_(grad) if arg.is_floating_point() else arg.to(device)
+    match arg:
+        case nn.Module():
+            return arg.to(device, dtype)
+        case Tensor():
+            return arg.to(device, dtype).requires_grad_(grad) if arg.is_floating_point() else arg.to(device)
     return arg
 
 
@@ -196,23 +206,29 @@ def _copies(args: Sequence[object]) -> list[object]:
     return [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
 
 
-def _with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
-    result = function(*_copies(args))
-    results = list(result) if isinstance(result, tuple) else [result]
+def _with_gradients(function: Callable[..., object], args: Sequence[object]) -> list[Tensor]:
+    results = tensors_in(function(*_copies(args)))
     if not any(tensor.requires_grad for tensor in results):
         return results
-    needed = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
-    needed += [param for arg in args if isinstance(arg, nn.Module) for param in arg.parameters()]
+    needed = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
+    needed += [param for module in _modules(args) for param in module.parameters()]
     # A square sum has a different gradient at each element. A plain sum would hide errors that cancel.
     total = torch.stack([tensor.float().square().sum() for tensor in results]).sum()
     grads = torch.autograd.grad(total, needed, allow_unused=True)
     return [*(tensor.detach() for tensor in results), *(grad for grad in grads if grad is not None)]
 
 
+def _modules(args: Sequence[object]) -> list[nn.Module]:
+    return [arg for arg in args if isinstance(arg, nn.Module)]
+
+
 OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 
 
-def as_one(shape_context: Callable[[], object], on_kernel: OnKernel) -> RegionCompiler:
+ShapeContext = Callable[[], AbstractContextManager[object]]
+
+
+def as_one(shape_context: ShapeContext, on_kernel: OnKernel) -> RegionCompiler:
     """Return a region compiler for fake tensors. Every region saves only the tensors that its backward needs.
 
     Args:
@@ -220,14 +236,14 @@ def as_one(shape_context: Callable[[], object], on_kernel: OnKernel) -> RegionCo
         on_kernel: called as `ran(name, read, written)` for each kernel.
     """
 
-    def fuse(region: FusibleRegion) -> Callable[..., object]:
-        def run(*args: Any) -> Any:
-            modules = [arg for arg in args if isinstance(arg, nn.Module)]
-            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    def fuse(region: FusibleRegion[R]) -> Callable[..., R]:
+        def run(*args: object) -> R:
+            tensors = tensors_in(args)
             if any(torch_compat.is_dtensor(tensor) for tensor in tensors):
                 return region.function(*args)
-            parameters = [param for module in modules for param in module._parameters.values() if param is not None]
-            return _AsOne.apply(region, shape_context, on_kernel, args, *tensors, *parameters)
+            parameters = [p for module in _modules(args) for p in module._parameters.values() if p is not None]
+            result: R = _AsOne.apply(region, shape_context, on_kernel, args, *tensors, *parameters)
+            return result
 
         return run
 
@@ -237,11 +253,16 @@ def as_one(shape_context: Callable[[], object], on_kernel: OnKernel) -> RegionCo
 class _AsOne(Function):
     @staticmethod
     def forward(
-        ctx: Ctx, region: FusibleRegion, shape_context: Any, on_kernel: OnKernel, args: Sequence[Any], *tensors: Tensor
-    ) -> Any:
+        ctx: Ctx,
+        region: FusibleRegion[R],
+        shape_context: ShapeContext,
+        on_kernel: OnKernel,
+        args: Sequence[object],
+        *tensors: Tensor,
+    ) -> R:
         with shape_context():
             result = region.function(*args)
-        on_kernel(region.name, tensors, result if isinstance(result, tuple) else (result,))
+        on_kernel(region.name, tensors, tensors_in(result))
         ctx.save_for_backward(*(tensors[i] for i in region.kept or ()))
         ctx.region, ctx.on_kernel = region, on_kernel
         ctx.inputs = [(t.shape, t.dtype, t.device) for t in tensors]
@@ -249,7 +270,7 @@ class _AsOne(Function):
         return result
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[4:]
         made = [
             torch.empty(shape, dtype=dtype, device=device) if wants else None

@@ -18,10 +18,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import CellType, FunctionType, MethodType
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
@@ -76,15 +77,15 @@ def _fuse_norm(module: nn.Module, fuser: RegionCompiler) -> None:
         return
     name, width = f"norm {type(module).__name__}", len(cast(Tensor, module._parameters["weight"]))
 
-    def sample(rows: int) -> tuple[Any, ...]:
+    def sample(rows: int) -> tuple[object, ...]:
         return _small_norm(module, width), _numbers(rows, width)
 
-    run = fuser(FusibleRegion(name, type(module).forward, (0, 1), sample))
+    run = fuser(FusibleRegion[Tensor](name, type(module).forward, (0, 1), sample))
     if run is None:
         return
-    own = module.forward
+    own: Callable[..., Tensor] = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Tensor, **kwargs: object) -> Tensor:
         if kwargs or len(args) != 1 or args[0].shape[-1] != width:
             return own(*args, **kwargs)
         x = args[0]
@@ -123,7 +124,9 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if not func.is_view:
             self.names.append(func._schema.name.removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
@@ -149,7 +152,7 @@ def _fuse_mlp(module: nn.Module, fuser: RegionCompiler) -> None:
     act = getattr(module, act_name)
     region_function = _gated if len(first) == 2 else _gated_halves
 
-    def sample(rows: int) -> tuple[Any, ...]:
+    def sample(rows: int) -> tuple[object, ...]:
         return act, *(_numbers(rows, 32, seed) for seed in range(len(first)))
 
     run = fuser(FusibleRegion(f"gate {_name_of(act)}", region_function, tuple(range(len(first))), sample))
@@ -160,7 +163,7 @@ def _fuse_mlp(module: nn.Module, fuser: RegionCompiler) -> None:
         parts = [getattr(module, name)(x) for name in first]
         if all(part.ndim > 2 and part.is_contiguous() for part in parts):
             flat = run(act, *(part.flatten(0, -2) for part in parts))
-            inner: Tensor = flat.view(*parts[0].shape[:-1], -1)
+            inner = flat.view(*parts[0].shape[:-1], -1)
         else:
             inner = run(act, *parts)
         result: Tensor = getattr(module, down)(inner)
@@ -205,7 +208,7 @@ def is_activation(module: nn.Module, name: str) -> bool:
     return callable(value) and is_bare and not isinstance(value, type)
 
 
-def _name_of(act: Any) -> str:
+def _name_of(act: object) -> str:
     return str(getattr(act, "__name__", type(act).__name__))
 
 
@@ -222,12 +225,12 @@ def _fuse_rotary(module: nn.Module, fuser: RegionCompiler) -> None:
 
 
 @cache
-def _rotations(forward: Any) -> list[tuple[str, Callable[..., Any]]]:
+def _rotations(forward: Callable[..., object]) -> list[tuple[str, FunctionType]]:
     inner = inspect.unwrap(forward)
     return list(_functions_of_positions(inner)) if isinstance(inner, FunctionType) else []
 
 
-def _functions_of_positions(forward: FunctionType) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _functions_of_positions(forward: FunctionType) -> Iterator[tuple[str, FunctionType]]:
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
         if isinstance(function, FunctionType) and list(inspect.signature(function).parameters)[:4] == _ROTARY:
@@ -235,16 +238,16 @@ def _functions_of_positions(forward: FunctionType) -> Iterator[tuple[str, Callab
 
 
 @cache
-def _calling(forward: FunctionType, name: str, run: Callable[..., Any], function: Callable[..., Any]) -> FunctionType:
+def _calling(forward: FunctionType, name: str, run: Callable[..., object], function: FunctionType) -> FunctionType:
     """Return the same code with `name` replaced by `run`. Calls with other arguments use the original function."""
 
-    def rotated(*args: Any, **kwargs: Any) -> Any:
+    def rotated(*args: object, **kwargs: object) -> object:
         return run(*args) if len(args) == 4 and not kwargs else function(*args, **kwargs)
 
     return _with_global(forward, name, rotated)
 
 
-def _with_global(forward: FunctionType, name: str, value: Any) -> FunctionType:
+def _with_global(forward: FunctionType, name: str, value: object) -> FunctionType:
     """Copy a function so that its code reads `value` as the global `name`. Decorators around it remain.
 
     Raises ValueError for a decorator that keeps the function elsewhere than in its closure.
@@ -265,10 +268,10 @@ def _with_global(forward: FunctionType, name: str, value: Any) -> FunctionType:
     return same
 
 
-def _rotary_sample_of(function: Callable[..., Any]) -> Callable[[int], tuple[Any, ...]]:
+def _rotary_sample_of(function: FunctionType) -> Callable[[int], tuple[Tensor, ...]]:
     """Return a sample with one angle per dimension of a head, or (GPT-OSS) per pair of dimensions."""
 
-    def sample(rows: int, repeat: int = 2) -> tuple[Any, ...]:
+    def sample(rows: int, repeat: int = 2) -> tuple[Tensor, ...]:
         angle = _numbers(rows, _HEAD // 2).repeat(1, repeat)
         q, k = (_numbers(rows, _HEADS * _HEAD, seed).view(1, rows, _HEADS, _HEAD).transpose(1, 2) for seed in (1, 2))
         return q, k, angle.cos()[None], angle.sin()[None]

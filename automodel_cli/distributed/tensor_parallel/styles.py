@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.apply import num_experts_of
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
@@ -82,11 +83,6 @@ def swap_parameters(module: nn.Module, swap: Callable[[Tensor], Tensor]) -> None
             module._parameters.update(own)
 
     module.forward = swapped
-
-
-def to_local(param: Tensor) -> Tensor:
-    """Return the local shard, inside autograd. A plain tensor is returned unchanged."""
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 class SumParameterGradients(ParallelStyle):

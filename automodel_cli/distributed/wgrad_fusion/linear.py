@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
@@ -229,7 +230,7 @@ class _Linear(Function):
         placements: Any,
     ) -> Tensor:
         wants_x, _, wants_weight, *_ = ctx.needs_input_grad
-        local_OI = weight_OI.to_local() if isinstance(weight_OI, DTensor) else weight_OI
+        local_OI = to_local(weight_OI)
         # x for dW, W for dx. A frozen layer saves no input.
         ctx.save_for_backward(x_TI if wants_weight else None, local_OI if wants_x else None)
         ctx.gradient, ctx.weight_sum, ctx.dtype = gradient, weight_sum, local_OI.dtype

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from automodel_cli.distributed.tensors import to_local
 
 _BUCKET_ELEMENTS = 2**23  # 32 MiB of float32 per all-reduce.
 
@@ -77,7 +78,7 @@ def sum_tied(copies: Sequence[nn.Parameter], ranks: Sequence[int], group: dist.P
         copies: copies on this rank.
         ranks: ranks in `group` with copies, including this one.
     """
-    local = [_local(_gradient(param)) for param in copies]
+    local = [to_local(_gradient(param)) for param in copies]
     # A rank may have two copies: on a V, rank 0 has the first and the last stage.
     local_sum = sum(local[1:], local[0]).contiguous()
     sum_of_rank = {rank: torch.empty_like(local_sum) for rank in ranks if rank != dist.get_rank(group)}
@@ -103,7 +104,3 @@ def _gradient(param: nn.Parameter) -> Tensor:
     if param.grad is None:
         param.grad = torch.zeros_like(param)
     return param.grad
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,7 +12,8 @@ from torch.nn.functional import grouped_mm
 
 from automodel_cli.distributed import empty_groups
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
-from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
+from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import parameters_of
 from automodel_cli.models import transformers_compat
 from tests import tiny
 from tests.dist.harness import launch

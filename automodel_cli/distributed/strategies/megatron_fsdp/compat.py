@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from automodel_cli.distributed.tensors import to_local
+
 _METHODS = ("__create_chunk_list__", "__create_write_items__")  # Methods that torch.distributed.checkpoint calls.
 
 
@@ -107,7 +109,7 @@ def _make_fsdp_dtensor(
     mesh, placements = package._get_fsdp_tensor_spec(
         param, dist_index, is_sharded_param=is_sharded_param, is_expert_param=is_expert_param
     )
-    local_param, local_tensor = (x.to_local() if isinstance(x, DTensor) else x for x in (param, local_tensor))
+    local_param, local_tensor = to_local(param), to_local(local_tensor)
     sharded = DTensor.from_local(
         local_tensor.view(-1, *local_param.shape[1:]),
         mesh,

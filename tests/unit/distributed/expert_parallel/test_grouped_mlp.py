@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from automodel_cli.distributed.activation_checkpointing.saved_results import SaveLevel, recomputed
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
-from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
+from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import parameters_of
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.planning.activation_memory import trace_activations

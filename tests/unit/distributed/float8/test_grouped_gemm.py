@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
+from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import parameters_of
 from automodel_cli.distributed.float8 import group_cast, grouped_gemm
 from automodel_cli.distributed.float8.quantization import RECIPES, Arithmetic
 from tests import tiny

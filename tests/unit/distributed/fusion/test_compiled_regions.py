@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
+from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import parameters_of
 from automodel_cli.distributed.fusion import compiled_regions
 from automodel_cli.distributed.fusion.compiled_regions import Compiled, FusibleRegion, as_one
 from automodel_cli.distributed.fusion.patterns import fuse_layers
