@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -74,8 +74,9 @@ def _dry_run(composed: Composed, recipe: ConfigRoot, trust: Trust, gpus: int, gp
     """Run the step and return its result. Raises ConfigError for an invalid step, RunError for a failed one."""
     gpus = common.gpus_to_train_on(recipe, gpus)
     from automodel_cli.dryrun.command import check_step
+    from automodel_cli.run.recipe import Recipe
 
-    return check_step(recipe, common.dry_run_request(composed, trust, gpus, gpu=gpu))
+    return check_step(cast(Recipe, recipe), common.dry_run_request(composed, trust, gpus, gpu=gpu))
 
 
 def _line(value: object) -> str:

@@ -25,6 +25,8 @@ from automodel_cli.distributed.typed_torch import Ctx
 P = ParamSpec("P")
 R = TypeVar("R")
 
+OpOverload = torch._ops.OpOverload
+"""An operator, as a dispatch mode receives it."""
 CompilerError = torch._dynamo.exc.TorchDynamoException
 """Raised before any computation."""
 _MOST_GRAPHS = 64  # Of one function: widths x dtypes x with and without gradients.

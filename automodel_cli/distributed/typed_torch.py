@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     class TorchFunctionMode(_TorchFunctionMode):
         """`torch.overrides.TorchFunctionMode`."""
 
-        def __exit__(self, *exception: Any) -> None: ...
+        def __exit__(self, *exception: object) -> None: ...
 
     def disable(*, recursive: bool = True, reason: str | None = None) -> Callable[[F], F]:
         """`torch.compiler.disable`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -99,7 +98,7 @@ class Collectives:
 
         return timed
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, object]]:
         """By group, largest first. `bytes` of the largest tensor of each call."""
         return [
             {

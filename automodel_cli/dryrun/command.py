@@ -22,6 +22,7 @@ from automodel_cli.dryrun.suggestions import try_changes
 from automodel_cli.dryrun.types import RankResult, TraceRequest
 from automodel_cli.planning.report import render_rate
 from automodel_cli.planning.reserve import MemoryBreakdown
+from automodel_cli.run.recipe import Recipe
 
 LARGEST_WORLD = 4096
 _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]
@@ -34,7 +35,7 @@ class DryRunError(RunError):
 
 
 def dry_run(
-    recipe: Any, request: TraceRequest, *, every: bool, changes: int, json_file: Path | None, svg: Path | None
+    recipe: Recipe, request: TraceRequest, *, every: bool, changes: int, json_file: Path | None, svg: Path | None
 ) -> int:
     """Trace `request.rank`, or with `every` one rank of each stage, and where that does not fit at most `changes`
     changes of the config; print, and write what is asked for. Returns 0. Raises ConfigError for what is refused,
@@ -67,13 +68,13 @@ def dry_run(
     return 0
 
 
-def traced_memory(recipe: Any, request: TraceRequest) -> list[MemoryBreakdown]:
+def traced_memory(recipe: Recipe, request: TraceRequest) -> list[MemoryBreakdown]:
     """What a rank of each pipeline stage holds, for `automodel plan --traced`. Raises as `measure` does."""
     layout = _layout(recipe, request.num_gpus)
     return [trace_rank(replace(request, rank=rank)).breakdown for rank in distinct_ranks(layout)]
 
 
-def check_step(recipe: Any, request: TraceRequest) -> str:
+def check_step(recipe: Recipe, request: TraceRequest) -> str:
     """For `automodel check --gpus`: what a step of every stage's rank takes. Raises ConfigError where it does not fit,
     and as `measure` does."""
     found = trace_config(request, distinct_ranks(_layout(recipe, request.num_gpus)))
@@ -143,7 +144,7 @@ def _ours(request: TraceRequest, what: str) -> DryRunError:
     )
 
 
-def _layout(recipe: Any, num_gpus: int) -> Layout:
+def _layout(recipe: Recipe, num_gpus: int) -> Layout:
     if num_gpus > LARGEST_WORLD:
         raise ConfigError(
             f"--gpus {num_gpus} must be at most {LARGEST_WORLD}",

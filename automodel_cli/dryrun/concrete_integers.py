@@ -8,7 +8,6 @@ the CPU.
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class Twins:
     def put(self, fake: Tensor, real: Tensor) -> None:
         key = id(fake)
 
-        def gone(_: object, known: dict[Any, Any] = self._known) -> None:
+        def gone(_: object, known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = self._known) -> None:
             known.pop(key, None)
 
         self._known[key] = (weakref.ref(fake, gone), real)

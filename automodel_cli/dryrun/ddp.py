@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,16 +32,27 @@ class _Bucket:
 class FakeDDP(nn.Module):
     """Takes what the strategy gives to torch's class, and a clock that waits for the group's messages."""
 
-    def __init__(self, module: nn.Module, *, clock: Clock, process_group: Any, **options: Any):
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        clock: Clock,
+        process_group: dist.ProcessGroup,
+        static_graph: bool,
+        broadcast_buffers: bool,
+        bucket_cap_mb: float | None,
+        gradient_as_bucket_view: bool,
+        **_: object,
+    ):
         super().__init__()
         self.module, self.process_group, self._clock = module, process_group, clock
-        self.static_graph: bool = options["static_graph"]
-        self._options = options
+        self.static_graph, self._broadcasts, self._bucket_mib = static_graph, broadcast_buffers, bucket_cap_mb
+        self._in_buckets = gradient_as_bucket_view
         self._buckets: list[_Bucket] = []
         self._of: dict[nn.Parameter, _Bucket] = {}
         self._reduces = True
 
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
+    def register_comm_hook(self, state: object, hook: object) -> None:
         """Of the strategy's hook this knows that it is a sum."""
 
     @contextmanager
@@ -56,11 +66,11 @@ class FakeDDP(nn.Module):
     def bucket_buffers(self) -> list[Tensor]:
         return [bucket.buffer for bucket in self._buckets]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         if not self._buckets:
             self._make_buckets()
         if torch.is_grad_enabled():
-            if self._options["broadcast_buffers"]:
+            if self._broadcasts:
                 for buffer in self.module.buffers():
                     dist.broadcast(buffer, 0, group=self.process_group)
             for bucket in self._buckets:
@@ -68,7 +78,7 @@ class FakeDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def _make_buckets(self) -> None:
-        limit = self._options["bucket_cap_mb"]
+        limit = self._bucket_mib
         sizes = (_FIRST_MIB, _OTHERS_MIB) if limit is None else (limit, limit)
         groups: list[list[nn.Parameter]] = [[]]
         for param in reversed([p for p in self.module.parameters() if p.requires_grad]):
@@ -88,7 +98,7 @@ class FakeDDP(nn.Module):
 
     def _arrived(self, param: Tensor) -> None:
         assert isinstance(param, nn.Parameter) and param.grad is not None
-        bucket, in_buckets = self._of[param], self._options["gradient_as_bucket_view"]
+        bucket, in_buckets = self._of[param], self._in_buckets
         view = bucket.views[param]
         if param.grad is not view and (in_buckets or self._reduces):
             view.copy_(param.grad)
@@ -105,7 +115,7 @@ class FakeDDP(nn.Module):
     def _finish(self) -> None:
         self._clock.wait_for_group(self.process_group.group_name)
         for bucket in self._buckets:
-            if not self._options["gradient_as_bucket_view"]:
+            if not self._in_buckets:
                 for param, view in bucket.views.items():
                     assert param.grad is not None
                     param.grad.copy_(view)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._pytree import tree_map, tree_map_only
 
 from automodel_cli.distributed.expert_parallel import topk_router  # noqa: F401  # registers automodel::route
 from automodel_cli.distributed.tensors import tensors_in
+from automodel_cli.distributed.torch_compat import OpOverload
 from automodel_cli.distributed.typed_torch import TorchDispatchMode, set_attributes
 from automodel_cli.dryrun import concrete_integers, torch_compat
 from automodel_cli.dryrun.collectives import Collectives

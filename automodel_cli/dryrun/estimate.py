@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from automodel_cli.dryrun.types import GIB, RankResult
 from automodel_cli.planning.hardware import Gpu
@@ -32,7 +31,7 @@ class Estimate(StepTime):
     def fits(self) -> bool:
         return self.heaviest.peak <= usable_bytes(self.gpu.memory_gib)
 
-    def counted(self) -> dict[str, Any]:
+    def counted(self) -> dict[str, object]:
         """What `scripts/calibrate.py` fits constants to: seconds at rates of 1, without what was fitted."""
         rates = self.gpu.rates
         factors = {kind: getattr(rates, kind) for kind in self.seconds}

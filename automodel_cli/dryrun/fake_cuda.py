@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from automodel_cli.distributed import empty_groups
+from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.planning.hardware import GIB, Gpu
 from automodel_cli.planning.simulated_clock import Clock
 
@@ -42,18 +43,17 @@ class _Event(_Timed):
     def __init__(self, *_: object, **__: object):
         self.time = 0.0
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: _Stream | None = None) -> None:
         self.time = self.clock.at(self.clock.stream if stream is None else stream.number)
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: _Stream | None = None) -> None:
         self.clock.wait(self.clock.stream if stream is None else stream.number, self.time)
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Any) -> float:
-        result: float = (other.time - self.time) * 1e3
-        return result
+    def elapsed_time(self, other: _Event) -> float:
+        return (other.time - self.time) * 1e3
 
     def synchronize(self) -> None:
         self.host.waits("event.synchronize", self.time)
@@ -65,13 +65,13 @@ class _Stream(_Timed):
     def __init__(self, *_: object, number: int | None = None, **__: object):
         self.number = self.stream_id = next(_numbers) if number is None else number
 
-    def wait_stream(self, other: Any) -> None:
+    def wait_stream(self, other: _Stream) -> None:
         self.clock.wait(self.number, self.clock.at(other.number))
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: _Event) -> None:
         self.clock.wait(self.number, event.time)
 
-    def record_event(self, event: Any = None) -> object:
+    def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event()
         event.record(self)
         return event
@@ -91,24 +91,24 @@ class _Stream(_Timed):
     def __hash__(self) -> int:
         return self.number
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> _Stream:
         self.clock.current.append(self.number)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.clock.current.pop()
 
 
 class _Entered(_Timed):
     """`torch.cuda.stream(s)`; None leaves the stream as it is."""
 
-    def __init__(self, stream: Any = None):
+    def __init__(self, stream: _Stream | None = None):
         self.number = self.clock.stream if stream is None else stream.number
 
     def __enter__(self) -> None:
         self.clock.current.append(self.number)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.clock.current.pop()
 
 
@@ -119,7 +119,7 @@ class _Device:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
 
@@ -139,7 +139,7 @@ def pretend(gpu: Gpu, clock: Clock, synchronised: Callable[[str, float], None]) 
     """`synchronised(what, until)` is called where the host would wait for the device."""
     _Timed.clock, _Timed.host = clock, _Host(synchronised)
 
-    def set_stream(stream: Any) -> None:
+    def set_stream(stream: _Stream) -> None:
         clock.current[-1] = stream.number
 
     memory = dict.fromkeys(
@@ -175,7 +175,6 @@ def pretend(gpu: Gpu, clock: Clock, synchronised: Callable[[str, float], None]) 
     for module, names in ((torch.cuda, of_cuda), (torch.accelerator, of_accelerator)):
         for name, value in {**both, **streams, **names}.items():
             setattr(module, name, value)
-    trial: Any = empty_groups  # a kernel that computes nothing cannot be tried
-    trial.leaves_garbage = lambda *_, **__: gpu.capability[0] == 10
-    tensor: Any = torch.Tensor
-    tensor.record_stream = _nothing
+    # A kernel that computes nothing cannot be tried.
+    set_attributes(empty_groups, leaves_garbage=lambda *_, **__: gpu.capability[0] == 10)
+    set_attributes(torch.Tensor, record_stream=_nothing)

@@ -9,7 +9,7 @@ mask does not skip, whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class _Kernel(Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Ctx, grad: Tensor, grad_lse: Tensor | None) -> Any:
+    def backward(ctx: Ctx, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors  # once: recomputation frees them
         delta = torch.empty_like(lse)
         ctx.ran("flex_attention, products of outputs and gradients", (grad, out), (delta,), 0.0)
@@ -78,7 +78,7 @@ class _Sink(Function):
         return result
 
     @staticmethod
-    def backward(ctx: Ctx, grad: Tensor) -> Any:
+    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors
         grads = tuple(torch.empty_like(x) for x in kept)
         ctx.ran("flex_attention sink, backward", (grad, *kept), grads, 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import Layout
@@ -13,6 +12,7 @@ from automodel_cli.dryrun.estimate import Estimate
 from automodel_cli.dryrun.types import GIB, TraceRequest
 from automodel_cli.planning.goodput import HOURS, Cluster, Goodput, best_interval, table
 from automodel_cli.planning.report import spread
+from automodel_cli.run.recipe import Recipe
 
 _SIMULATED = 400 * 24 * HOURS
 _KEPT = ("parameters", "optimizer")
@@ -34,7 +34,7 @@ class Assumptions:
     slow_factor: float
 
 
-def print_goodput(recipe: Any, request: TraceRequest, layout: Layout, assumed: Assumptions) -> int:
+def print_goodput(recipe: Recipe, request: TraceRequest, layout: Layout, assumed: Assumptions) -> int:
     """Dry-run the step, simulate a year of events, print. Raises as a dry run does."""
     found = trace_config(request, distinct_ranks(layout))
     cluster = _cluster(found, recipe, request, assumed)
@@ -55,7 +55,7 @@ def print_goodput(recipe: Any, request: TraceRequest, layout: Layout, assumed: A
     return 0
 
 
-def _cluster(found: Estimate, recipe: Any, request: TraceRequest, assumed: Assumptions) -> Cluster:
+def _cluster(found: Estimate, recipe: Recipe, request: TraceRequest, assumed: Assumptions) -> Cluster:
     nodes = max(1, math.ceil(request.num_gpus / request.gpus_per_node))
     size = max(sum(rank.peak_by_kind.get(kind, 0) for kind in _KEPT) for rank in found.ranks)
     rate = found.gpu.host * found.gpu.rates.copy if recipe.checkpoint.async_save else 1e9

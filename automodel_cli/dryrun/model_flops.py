@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +12,11 @@ from automodel_cli.models.hub.source import composite_config
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision.work import load_of_shapes, meta_work
 from automodel_cli.run.model_builder import flops_per_token
+from automodel_cli.run.recipe import Recipe
 
 
 def model_flops_per_token(
-    recipe: Any, parts: Sequence[nn.Module], columns: Sequence[Columns], num_trained: int
+    recipe: Recipe, parts: Sequence[nn.Module], columns: Sequence[Columns], num_trained: int
 ) -> float | None:
     """Return the FLOPs of training on a token, in documents and with pictures like those of `columns`. None: not
     counted."""

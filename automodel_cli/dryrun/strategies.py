@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from automodel_cli.distributed.strategies.ddp import wrap
 from automodel_cli.distributed.strategies.megatron_fsdp import sharding
 from automodel_cli.distributed.strategies.megatron_fsdp.compat import held_tensors
+from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.dryrun import torch_compat
 from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.planning.simulated_clock import Clock
@@ -24,23 +26,22 @@ class Strategies:
     `faking()`.
     """
 
-    def __init__(self, clock: Clock, fill: Callable[[nn.Module], None], faking: Callable[[], Any]):
-        self._clock, self._ddp, self._megatron = clock, list[FakeDDP](), list[Any]()
+    def __init__(
+        self, clock: Clock, fill: Callable[[nn.Module], None], faking: Callable[[], AbstractContextManager[None]]
+    ):
+        self._clock, self._ddp, self._megatron = clock, list[FakeDDP](), list[sharding.MegatronPart]()
         self._fill, self._faking = fill, faking
-        self._parallelize: Any = sharding.megatron_fsdp_strategy_parallelize
-        in_ddp: Any = wrap
-        in_megatron: Any = sharding
-        in_ddp.DistributedDataParallel, in_ddp.materialize = self._wrap, _later
-        in_megatron.materialize = self._filled
-        in_megatron.megatron_fsdp_strategy_parallelize = self._sharded
+        self._parallelize = sharding.megatron_fsdp_strategy_parallelize
+        set_attributes(wrap, DistributedDataParallel=self._wrap, materialize=_later)
+        set_attributes(sharding, materialize=self._filled, megatron_fsdp_strategy_parallelize=self._sharded)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """(kind, tensor) of what they hold besides parameters and gradients that modules show."""
         for ddp in self._ddp:
             for buffer in ddp.bucket_buffers():
                 yield "gradient buckets", buffer
-        for wrapped in self._megatron:
-            yield from held_tensors(wrapped)
+        for part in self._megatron:
+            yield from held_tensors(part.wrapped)
 
     def _wrap(self, module: nn.Module, **options: Any) -> FakeDDP:
         self._ddp.append(FakeDDP(module, clock=self._clock, **options))
@@ -54,7 +55,7 @@ class Strategies:
         with self._faking(), torch_compat.modules_stay():
             module, optimizer = self._parallelize(*args, **kwargs)
         if isinstance(module, sharding.MegatronPart):
-            self._megatron.append(module.wrapped)
+            self._megatron.append(module)
         return module, optimizer
 
 

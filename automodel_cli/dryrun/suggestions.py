@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.mesh_config import Layout
@@ -14,6 +13,7 @@ from automodel_cli.dryrun.worker import load
 from automodel_cli.planning.hardware import Gpu
 from automodel_cli.planning.reserve import usable_bytes
 from automodel_cli.run.memory.memory_suggestions import Change, Planned, WithOverrides, plan_change, plan_changes
+from automodel_cli.run.recipe import Recipe
 
 Measure = Callable[[TraceRequest, Sequence[int]], Estimate]
 RanksOf = Callable[[Layout, int], Sequence[int]]
@@ -35,7 +35,7 @@ class Tried:
 
 
 def try_changes(
-    recipe: Any, request: TraceRequest, number: int, ranks_of: RanksOf, measure: Measure, gpu: Gpu
+    recipe: Recipe, request: TraceRequest, number: int, ranks_of: RanksOf, measure: Measure, gpu: Gpu
 ) -> list[Tried]:
     """The dry runs of at most `number` changes that plans choose for `gpu`, best first: what fits before what does not,
     what trains the same before what does not, then the fastest."""

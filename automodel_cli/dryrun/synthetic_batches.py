@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from automodel_cli.models.hub.source import hf_config
 from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.objectives.base import request_of
 from automodel_cli.run.plan_request import assumed_document
+from automodel_cli.run.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DocumentLengths:
 
 
 def document_lengths(
-    recipe: Any, asked: int | None, *, read: bool = False, picture: str | None = None
+    recipe: Recipe, asked: int | None, *, read: bool = False, picture: str | None = None
 ) -> DocumentLengths:
     """`asked` tokens each; else those of the recipe's data, which is prepared for it with `read`, or if it is made in
     code; else a stated default.
@@ -95,12 +95,12 @@ def document_lengths(
     return DocumentLengths((document,), source, rows, processor)
 
 
-def lengths_of(recipe: Any, request: TraceRequest) -> DocumentLengths:
+def lengths_of(recipe: Recipe, request: TraceRequest) -> DocumentLengths:
     """Return the document lengths of a request."""
     return document_lengths(recipe, request.document, read=request.data, picture=request.picture)
 
 
-def _prepared_lengths(recipe: Any, unpacked: bool, processor: FamilyProcessor | None) -> DocumentLengths:
+def _prepared_lengths(recipe: Recipe, unpacked: bool, processor: FamilyProcessor | None) -> DocumentLengths:
     """Of the first rows of the data as a run would read it."""
     from automodel_cli.models.tokenizer import load_tokenizer
 
@@ -120,7 +120,7 @@ def _prepared_lengths(recipe: Any, unpacked: bool, processor: FamilyProcessor | 
     return DocumentLengths(documents, source, tuple(rows) if unpacked else (), processor)
 
 
-def microbatches(recipe: Any, documents: DocumentLengths, number: int) -> list[Columns]:
+def microbatches(recipe: Recipe, documents: DocumentLengths, number: int) -> list[Columns]:
     """Rows filled with documents to the last token; rows that are not packed as they are collated, padded to the
     longest of their microbatch or to the row's length. Every token but a document's last is a label, as it is where
     `mask=all`: nothing needs more memory."""
@@ -148,7 +148,7 @@ Rows = list[list[Document]]
 """The documents of each row."""
 
 
-def _packed(recipe: Any, documents: DocumentLengths) -> Iterator[tuple[Rows, int]]:
+def _packed(recipe: Recipe, documents: DocumentLengths) -> Iterator[tuple[Rows, int]]:
     """Rows, and how many tokens each of them has."""
     tokens, given = recipe.data.seq_len, cycle(documents.documents)
     while True:
@@ -164,7 +164,7 @@ def _length(row: Sequence[Document]) -> int:
     return sum(document.tokens for document in row)
 
 
-def _unpacked(recipe: Any, documents: DocumentLengths) -> Iterator[tuple[Rows, int]]:
+def _unpacked(recipe: Recipe, documents: DocumentLengths) -> Iterator[tuple[Rows, int]]:
     """The same for rows that the data gave; what they are padded with follows."""
     data, given = recipe.data, cycle(documents.rows)
     while True:
@@ -178,10 +178,10 @@ def _unpacked(recipe: Any, documents: DocumentLengths) -> Iterator[tuple[Rows, i
         yield rows, tokens
 
 
-def _tokens_of_a_teacher(recipe: Any) -> int:
+def _tokens_of_a_teacher(recipe: Recipe) -> int:
     """N of columns `[B, T, N]`: the likeliest, or the whole vocabulary, which is the student's."""
     whole: int = hf_config(recipe.model).get_text_config().vocab_size
-    return recipe.objective.top_k or whole
+    return getattr(recipe.objective, "top_k", None) or whole
 
 
 def _microbatch(
@@ -226,7 +226,7 @@ def _column(name: str, letters: dict[str, int]) -> Tensor:
     return torch.empty(shape, dtype=torch.int64 if "_ids_" in name else torch.float32, device="meta")
 
 
-def as_batches(columns: Sequence[Columns], keep: Any) -> list[Batch]:
+def as_batches(columns: Sequence[Columns], keep: Callable[[Tensor, Tensor], None]) -> list[Batch]:
     """The same as batches of fake host tensors, under the fake mode; `keep(fake, real)` remembers the integers."""
 
     def fake(real: Tensor) -> Tensor:

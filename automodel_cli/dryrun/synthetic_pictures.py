@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ def _starts(row: Sequence[Document], tokens: int) -> Iterator[tuple[int, Documen
 def _inputs(processor: FamilyProcessor, sizes: tuple[Size, ...]) -> dict[str, Tensor]:
     from PIL import Image
 
-    images: list[Any] = [Image.new("RGB", (width, height), (255, 255, 255)) for height, width in sizes]
+    images = [Image.new("RGB", (width, height), (255, 255, 255)) for height, width in sizes]
     return {name: _shape(value) for name, value in processor.inputs(images).items()}
 
 

@@ -1,8 +1,6 @@
-"""Every private name of torch that a dry run needs (torch 2.11 to 2.14): fake tensors that say `cuda`, groups that
-answer alone, FSDP2's bookkeeping. `install` changes torch for the whole process; a traced rank has one of its own.
+"""Private names of torch that a dry run needs (torch 2.11 to 2.14). `fake_tensor_compat` makes the fake tensors.
 
-A build of torch without CUDA cannot run autograd on tensors whose device is CUDA in C++. So fake tensors stay `meta`
-there and say `cuda` in Python, where every decision of this program and of the library is made.
+What these functions change is changed for the whole process. A traced rank has one of its own.
 """
 
 from __future__ import annotations
@@ -10,17 +8,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -41,13 +35,6 @@ LIMITS_OF_FAKES = (
     torch.AcceleratorError,
 )
 """What torch raises where a fake tensor cannot do what a real one can, and where a device is missing."""
-
-_LIBRARY = torch.library.Library("c10d", "IMPL")
-_ATEN = torch.library.Library("aten", "IMPL")
-_MESH_METHODS = (
-    "__getitem__", "get_local_rank", "get_coordinate", "get_group", "get_all_groups", "size", "__init__", "_flatten",
-    "__eq__", "__hash__",
-)  # fmt: skip
 
 
 def in_backward() -> bool:
@@ -101,31 +88,6 @@ def fake_mode_is_on() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def install_fake_cuda(cuda: torch.device) -> FakeTensorMode:
-    """Fake tensors on `cuda`, and process groups of any size in which this process is one rank. Returns the mode, not
-    yet entered."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    _meta_in_cpp(cuda)
-    _build_on(mode)
-    _objects_stay_here()
-    _meshes_are_real()
-    _coalesced_answer()
-    _grouped_products_of_8_bits_have_a_shape()
-    return mode
-
-
-def _grouped_products_of_8_bits_have_a_shape() -> None:
-    """The operator of the public function has no shape function up to torch 2.13; the one before it has, which checks
-    layouts and scales as a device does."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_grouped_mm_v2", "Meta"):
-        return
-
-    def shape_of(a: Tensor, b: Tensor, scale_a: Any, _a: object, _b: object, scale_b: Any, *rest: Any) -> Tensor:
-        return torch._scaled_grouped_mm(a, b, scale_a[0], scale_b[0], rest[2], out_dtype=torch.bfloat16)
-
-    _ATEN.impl("_scaled_grouped_mm_v2", shape_of, "Meta")
-
-
 def is_of_cuda_build(name: str) -> bool:
     """Whether `torch._C` has this name only in builds for CUDA, where its call needs a device."""
     return name.startswith("_cuda_")
@@ -133,94 +95,6 @@ def is_of_cuda_build(name: str) -> bool:
 
 def start_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-
-
-def _meta_in_cpp(cuda: torch.device) -> None:
-    make = torch.Tensor._make_subclass
-
-    def make_subclass(cls: Any, elem: Any, require_grad: bool = False, **keywords: Any) -> object:
-        if cls is FakeTensor:
-            keywords.pop("dispatch_device", None)
-            keywords.pop("device_for_backend_keys", None)
-        return make(cls, elem, require_grad, **keywords)
-
-    def set_device(tensor: Any, device: torch.device) -> None:
-        tensor._fake_device = cuda if device.type in ("meta", "cuda") else device
-
-    patched: list[tuple[object, str, object]] = [
-        (torch.Tensor, "_make_subclass", staticmethod(make_subclass)),
-        # C++ makes gradients and buffers "like" such a tensor on meta: in Python that is cuda again.
-        (FakeTensor, "fake_device", property(lambda t: t._fake_device, set_device)),  # 2.11 has a plain attribute
-        (FakeTensorMode, "avoid_device_init", True),  # torch asks cuda.is_available(), which has been made true
-        (fake_tensor, "init_gpu_context", lambda device: None),  # 2.11 asks it too, and then allocates on the device
-        (FakeTensor, "is_meta", property(lambda t: False)),
-        (FakeTensor, "is_cuda", property(lambda t: t.fake_device.type == "cuda")),
-        (DTensor, "device", property(lambda t: t._local_tensor.device)),
-        (DTensor, "is_meta", property(lambda t: t._local_tensor.is_meta)),
-        (DTensor, "is_cuda", property(lambda t: t._local_tensor.is_cuda)),
-    ]
-    for owner, name, value in patched:
-        setattr(owner, name, value)
-    assert fake_tensor.FakeTensor is FakeTensor
-
-
-def _build_on(mode: FakeTensorMode) -> None:
-    """FSDP2 allocates a small tensor on the device while it wraps modules that are still on the real meta device."""
-    empty = torch.empty
-
-    class Torch:
-        """What FSDP2's module sees as `torch`: torch itself must keep its constructors, which contexts know."""
-
-        @staticmethod
-        def empty(*sizes: Any, **keywords: Any) -> Tensor:
-            device = keywords.get("device")
-            if device is not None and torch.device(device).type == "cuda" and not fake_mode_is_on():
-                with mode:
-                    return empty(*sizes, **keywords)
-            return empty(*sizes, **keywords)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(torch, name)
-
-    fsdp: Any = _fsdp_param_group
-    fsdp.torch = Torch()
-
-
-def _objects_stay_here() -> None:
-    """Every rank is taken to hold what this one holds."""
-
-    def all_gather_object(found: list[object], mine: object, group: Any = None) -> None:
-        found[:] = [mine] * len(found)
-
-    distributed: Any = dist
-    distributed.all_gather_object = all_gather_object
-    distributed.broadcast_object_list = lambda *_, **__: None
-
-
-def _meshes_are_real() -> None:
-    """Meshes are small real tensors, also where they are sliced while the fake mode is on."""
-
-    def really(method: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(method)
-        def without_fakes(*args: object, **kwargs: object) -> object:
-            with unset_fake_temporarily():
-                return method(*args, **kwargs)
-
-        return without_fakes
-
-    members = vars(DeviceMesh)
-    for name in _MESH_METHODS:
-        if name in members:
-            setattr(DeviceMesh, name, really(members[name]))
-    if isinstance(members.get("mesh"), property):
-        mesh: Any = DeviceMesh
-        mesh.mesh = property(really(members["mesh"].fget))
-
-
-def _coalesced_answer() -> None:
-    """Collectives of several tensors at once have no form for fake ones (torch 2.13)."""
-    for name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"):
-        _LIBRARY.impl(name, lambda *_, **__: FakeWork().boxed(), "Meta")
 
 
 def on_resize(seen: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
@@ -326,7 +200,7 @@ def on_stage_actions(stage: type[PipelineStage], begin: Callable[[], None], end:
 
     def watched(method: Callable[..., object], kind_of: Callable[[dict[str, object]], str]) -> Callable[..., object]:
         @functools.wraps(method)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(self: PipelineStage, *args: object, **kwargs: object) -> object:
             begin()
             result = method(self, *args, **kwargs)
             end(kind_of(kwargs), self.stage_index)
@@ -334,7 +208,7 @@ def on_stage_actions(stage: type[PipelineStage], begin: Callable[[], None], end:
 
         return run
 
-    kinds: dict[str, Callable[[dict[str, Any]], str]] = {
+    kinds: dict[str, Callable[[dict[str, object]], str]] = {
         "forward_one_chunk": lambda _: "F",
         "backward_one_chunk": lambda given: "B" if given.get("full_backward", True) else "I",
         "backward_weight_one_chunk": lambda _: "W",

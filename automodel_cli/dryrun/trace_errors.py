@@ -9,7 +9,6 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import Any
 
 from automodel_cli.dryrun.torch_compat import LIMITS_OF_FAKES, is_of_cuda_build
 
@@ -25,7 +24,7 @@ _NEEDS_A_DEVICE = (
 """Words of torch's C++ errors, which have no class of their own."""
 
 
-def described(error: Exception) -> dict[str, Any]:
+def described(error: Exception) -> dict[str, object]:
     """What a worker answers for a trace that raised: message, frames outside of torch, and whose fault it is."""
     while isinstance(error.__cause__, Exception):  # pipelines wrap what stages raise
         error = error.__cause__

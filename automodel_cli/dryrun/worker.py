@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.dryrun.types import TraceRequest
+
+if TYPE_CHECKING:
+    from automodel_cli.run.recipe import Recipe
 
 
 def main() -> int:
@@ -17,7 +20,7 @@ def main() -> int:
     try:
         from automodel_cli.dryrun.trace_rank import trace
 
-        answer: dict[str, Any] = {"result": trace(load(request), request).to_dict()}
+        answer: dict[str, object] = {"result": trace(load(request), request).to_dict()}
     except ConfigError as error:
         answer = {
             "refused": {
@@ -36,14 +39,14 @@ def main() -> int:
     return 0 if "result" in answer else 1
 
 
-def load(request: TraceRequest) -> Any:
+def load(request: TraceRequest) -> Recipe:
     """The checked recipe, as the command found it."""
     from automodel_cli.config.check import check_config
     from automodel_cli.config.compose import compose
     from automodel_cli.config.trust import Trust
 
     trust = Trust(frozenset(request.trust_words), request.trust_packages)
-    return check_config(compose(request.conf, request.overrides), trust, [])
+    return cast("Recipe", check_config(compose(request.conf, request.overrides), trust, []))
 
 
 if __name__ == "__main__":

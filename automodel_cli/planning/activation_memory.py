@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from automodel_cli.config.errors import ConfigError
@@ -28,6 +27,7 @@ from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS, has_ada
 from automodel_cli.distributed.fusion.compiled_regions import as_one
 from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.distributed.layer_wrapping import transformer_layers
+from automodel_cli.distributed.torch_compat import OpOverload
 from automodel_cli.distributed.typed_torch import Ctx, Function, TorchDispatchMode
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.planning.cost_model import OperatorCall

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from automodel_cli.distributed.tensors import tensors_in
+from automodel_cli.distributed.torch_compat import OpOverload
 from automodel_cli.planning.kernel import Kernel
 
 _aten = torch.ops.aten

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from automodel_cli.dryrun import fake_cuda, torch_compat
+from automodel_cli.dryrun import fake_cuda, fake_tensor_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.dispatch_mode import TracedRank
 from automodel_cli.dryrun.fake_cuda import CUDA
@@ -41,7 +41,7 @@ def _counted(rank: int, world: int, family: str, greedy: bool) -> Counted:
     memory = MemoryTracker(lambda: "step", list)
     mode = TracedRank(GPUS["h100"], clock, memory, Collectives(clock, {}), "balanced")
     fake_cuda.pretend(GPUS["h100"], clock, mode.synchronised)
-    fake = torch_compat.install_fake_cuda(CUDA)
+    fake = fake_tensor_compat.install_fake_cuda(CUDA)
     found: list[Counted] = []
 
     def watch(step: cuda_graphs.Step, inputs_B3: Tensor) -> Callable[[], Tensor]:

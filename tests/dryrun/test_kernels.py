@@ -14,7 +14,7 @@ from torch.nn.functional import ScalingType, scaled_grouped_mm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.distributed.tensors import tensors_in
-from automodel_cli.dryrun import torch_compat
+from automodel_cli.dryrun import fake_tensor_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.planning import cost_model, hardware
@@ -125,7 +125,7 @@ class _Seen(TorchDispatchMode):
 def _measure(rank: int, world: int) -> dict[str, list[tuple[float, int, float]]]:
     """Fake tensors change torch for the whole process."""
     found = {}
-    with torch_compat.install_fake_cuda(CUDA):
+    with fake_tensor_compat.install_fake_cuda(CUDA):
         for name, (call, shapes) in _calls().items():
             tensors = [torch.empty(shape, dtype=dtype, device=CUDA) for shape, dtype in shapes]
             with _Seen() as seen:

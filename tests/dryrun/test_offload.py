@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_cli.dryrun import fake_cuda, torch_compat
+from automodel_cli.dryrun import fake_cuda, fake_tensor_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.dispatch_mode import TracedRank
 from automodel_cli.dryrun.fake_cuda import CUDA
@@ -27,7 +27,7 @@ def _copies(rank: int, world: int) -> dict[str, Any]:
     mode = TracedRank(gpu, clock, MemoryTracker(lambda: ""), Collectives(clock, Links(gpu.link)), "balanced")
     mode.counts.on = True
     found: dict[str, Any] = {}
-    with torch_compat.install_fake_cuda(CUDA), mode:
+    with fake_tensor_compat.install_fake_cuda(CUDA), mode:
         fake_cuda.pretend(gpu, clock, mode.synchronised)
         side: Any = torch.cuda.Stream()
 

@@ -22,10 +22,11 @@ from automodel_cli.dryrun import command, fake_cuda
 from automodel_cli.dryrun.command import distinct_ranks, trace_config
 from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.dryrun.estimate import Estimate, estimate
+from automodel_cli.dryrun.microbatch_count import number_to_run
 from automodel_cli.dryrun.suggestions import try_changes
 from automodel_cli.dryrun.synthetic_batches import DocumentLengths, microbatches
 from automodel_cli.dryrun.synthetic_pictures import Document
-from automodel_cli.dryrun.trace_rank import check_covered, number_to_run
+from automodel_cli.dryrun.trace_rank import check_covered
 from automodel_cli.dryrun.types import RankResult, TraceRequest
 from automodel_cli.dryrun.worker import load
 from automodel_cli.pipelining.timeline.simulator import peak_activations

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from automodel_cli.dryrun import trace_rank as traced_rank
+from automodel_cli.dryrun.rank_state import RankTrace
 from automodel_cli.dryrun.trace_errors import described
 from automodel_cli.dryrun.trace_rank import trace
 from automodel_cli.dryrun.types import RankResult, TraceRequest
@@ -43,13 +43,13 @@ def ends_of_steps(request: TraceRequest) -> list[tuple[float, float]]:
 
 def _ends(rank: int, world: int, given: str) -> list[tuple[float, float]]:
     request, found = TraceRequest.from_json(given), list[tuple[float, float]]()
-    step = traced_rank.RankTrace.step
+    step = RankTrace.step
 
-    def watched(self: traced_rank.RankTrace, *args: Any) -> float:
+    def watched(self: RankTrace, *args: Any) -> float:
         seconds = step(self, *args)
         found.append((self.clock.host, self.clock.now()))
         return seconds
 
-    traced_rank.RankTrace.step = watched  # type: ignore[method-assign]
+    RankTrace.step = watched  # type: ignore[method-assign]
     trace(load(request), request)
     return found

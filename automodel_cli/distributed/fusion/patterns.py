@@ -22,10 +22,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, RegionCompiler
+from automodel_cli.distributed.torch_compat import OpOverload
 from automodel_cli.distributed.typed_torch import TorchDispatchMode, set_attributes
 
 _FEWEST = 3  # Minimum number of operators of a norm. torch's own norm is one kernel already.

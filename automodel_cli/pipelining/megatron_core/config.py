@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-SyncFunc = Callable[[Any], Any]
+SyncFunc = Callable[[Iterator[nn.Parameter]], object]
 """Launches a collective for these parameters."""
-NoSyncFunc = Callable[[], AbstractContextManager[Any]]
+Tensors = Tensor | None | list[Tensor | None]
+"""Between stages, or gradients of them."""
+NoSyncFunc = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass
@@ -65,10 +67,10 @@ class ModelParallelConfig:
     enable_autocast: bool = False
     autocast_dtype: torch.dtype | None = None
     defer_embedding_wgrad_compute: bool = False
-    no_sync_func: NoSyncFunc | Sequence[NoSyncFunc] | None = None
-    grad_sync_func: SyncFunc | Sequence[SyncFunc] | None = None
-    param_sync_func: SyncFunc | Sequence[SyncFunc] | None = None
-    finalize_model_grads_func: Callable[..., Any] | None = None
+    no_sync_func: NoSyncFunc | list[NoSyncFunc] | None = None
+    grad_sync_func: SyncFunc | list[SyncFunc] | None = None
+    param_sync_func: SyncFunc | list[SyncFunc] | None = None
+    finalize_model_grads_func: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         if self.overlap_p2p_comm and self.batch_p2p_comm:
@@ -111,18 +113,18 @@ class PipelineModel(Protocol):
         """Store the tensors of the previous stage (`[None]` on the first stage) for the next forward."""
         ...
 
-    def parameters(self) -> Any: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-def get_model_config(model: Any) -> ModelParallelConfig:
+def get_model_config(model: object) -> ModelParallelConfig:
     """Return the config of a model, also inside wrappers with a `.module`."""
     config = unwrapped(model).config
     assert isinstance(config, ModelParallelConfig), f"model.config is a {type(config).__name__}"
     return config
 
 
-def unwrapped(model: object) -> Any:
+def unwrapped(model: object) -> PipelineModel:
     """Return the model inside wrappers with a `.module`, such as DDP."""
     while isinstance(model, nn.Module) and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
-    return model
+    return cast(PipelineModel, model)

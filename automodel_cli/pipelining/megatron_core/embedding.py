@@ -6,7 +6,7 @@ run after the last backward, during the pipeline flush.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,20 @@ from torch import Tensor, nn
 from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, unwrapped
 
 
-def clear_embedding_activation_buffer(config: ModelParallelConfig, model: Any, is_last_stage: bool) -> Any:
+class OutputModel(Protocol):
+    """Interface of a chunk whose output layer stores its inputs and output gradients."""
+
+    embedding_activation_buffer: list[Tensor]
+    grad_output_buffer: list[Tensor]
+    output_layer: nn.Linear
+    share_embeddings_and_output_weights: bool
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter: ...
+
+
+def clear_embedding_activation_buffer(
+    config: ModelParallelConfig, model: object, is_last_stage: bool
+) -> OutputModel | None:
     """Empty the buffers of the chunk with the output layer and return it, or None if nothing is deferred.
 
     Args:
@@ -24,7 +37,7 @@ def clear_embedding_activation_buffer(config: ModelParallelConfig, model: Any, i
     """
     if not (is_last_stage and config.defer_embedding_wgrad_compute):
         return None
-    module = unwrapped(model[-1] if isinstance(model, list) else model)
+    module = cast(OutputModel, unwrapped(model[-1] if isinstance(model, list) else model))
     module.embedding_activation_buffer.clear()
     module.grad_output_buffer.clear()
     return module
@@ -32,7 +45,7 @@ def clear_embedding_activation_buffer(config: ModelParallelConfig, model: Any, i
 
 @torch.no_grad()
 def finish_embedding_wgrad_compute(
-    config: ModelParallelConfig, embedding_module: Any, is_last_stage: bool, tp_group: dist.ProcessGroup | None
+    config: ModelParallelConfig, embedding_module: OutputModel, is_last_stage: bool, tp_group: dist.ProcessGroup | None
 ) -> None:
     """Add the deferred weight gradients of all microbatches to the weight of the output layer, and empty the buffers.
 
@@ -55,17 +68,13 @@ def finish_embedding_wgrad_compute(
         _add(weight, grad_SBV.flatten(0, -2).t() @ input_SBH.flatten(0, -2))
 
 
-def _weight(module: Any) -> nn.Parameter:
-    weight = (
-        module.output_layer.weight
-        if module.share_embeddings_and_output_weights
-        else module.shared_embedding_or_output_weight()
-    )
-    assert isinstance(weight, nn.Parameter)
-    return weight
+def _weight(module: OutputModel) -> Tensor:
+    if module.share_embeddings_and_output_weights:
+        return module.output_layer.weight
+    return module.shared_embedding_or_output_weight()
 
 
-def _add(weight: nn.Parameter, grad: Tensor) -> None:
+def _add(weight: Tensor, grad: Tensor) -> None:
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(grad)

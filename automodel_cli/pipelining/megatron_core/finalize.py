@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,7 @@ def finalize_model_grads(
         grad.div_(num_tokens.clamp(min=1))
 
 
-def _gradients(models: Sequence[Any]) -> Iterator[Tensor]:
+def _gradients(models: Sequence[nn.Module]) -> Iterator[Tensor]:
     seen: set[int] = set()
     for param in (param for model in models for param in model.parameters()):
         if param.grad is not None and id(param) not in seen:

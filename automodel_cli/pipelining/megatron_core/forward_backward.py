@@ -10,13 +10,20 @@ list of `data` of all microbatches in order on the last stage, and an empty list
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+
+from torch import Tensor
 
 from automodel_cli.pipelining.megatron_core.arithmetic import forward_backward_func_name, get_tensor_shapes
-from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, ProcessGroupCollection, get_model_config
+from automodel_cli.pipelining.megatron_core.config import (
+    ModelParallelConfig,
+    PipelineModel,
+    ProcessGroupCollection,
+    Tensors,
+    get_model_config,
+)
 from automodel_cli.pipelining.megatron_core.interleaved import forward_backward_pipelining_with_interleaving
-from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator
-from automodel_cli.pipelining.megatron_core.step import ForwardStepFunc, StepRunner, alone
+from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator, Shapes
+from automodel_cli.pipelining.megatron_core.step import DataIterator, ForwardStepFunc, StepRunner, alone
 from automodel_cli.pipelining.megatron_core.tensors import deallocate_output_tensor
 from automodel_cli.pipelining.schedule.one_f_one_b import get_pp_rank_microbatches
 
@@ -28,7 +35,7 @@ __all__ = [
 ]
 
 
-def get_forward_backward_func(pp_size: int, vp_size: int | None = None) -> Callable[..., list[Any]]:
+def get_forward_backward_func(pp_size: int, vp_size: int | None = None) -> Callable[..., list[object]]:
     """Return the function for a pipeline of `pp_size` ranks. Any `vp_size`, even 1, selects the interleaved one."""
     functions = (
         forward_backward_no_pipelining,
@@ -41,8 +48,8 @@ def get_forward_backward_func(pp_size: int, vp_size: int | None = None) -> Calla
 def forward_backward_no_pipelining(
     *,
     forward_step_func: ForwardStepFunc,
-    data_iterator: Any,
-    model: Any,
+    data_iterator: DataIterator | list[DataIterator],
+    model: PipelineModel | list[PipelineModel],
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
@@ -50,10 +57,10 @@ def forward_backward_no_pipelining(
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    adjust_tensor_shapes_fn: Callable[..., tuple[Shapes, Shapes]] | None = None,
     p2p_communicator: P2PCommunicator | None = None,
     pg_collection: ProcessGroupCollection | None = None,
-) -> list[Any]:
+) -> list[object]:
     """Run all microbatches on one rank. Only the last one runs outside no_sync, and reduces the gradients.
 
     The lengths and the communicator belong to the common signature and are not used.
@@ -84,8 +91,8 @@ def forward_backward_no_pipelining(
 def forward_backward_pipelining_without_interleaving(
     *,
     forward_step_func: ForwardStepFunc,
-    data_iterator: Any,
-    model: Any,
+    data_iterator: DataIterator | list[DataIterator],
+    model: PipelineModel | list[PipelineModel],
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
@@ -93,10 +100,10 @@ def forward_backward_pipelining_without_interleaving(
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    adjust_tensor_shapes_fn: Callable[..., tuple[Shapes, Shapes]] | None = None,
     p2p_communicator: P2PCommunicator | None = None,
     pg_collection: ProcessGroupCollection | None = None,
-) -> list[Any]:
+) -> list[object]:
     """Run 1F1B: `p - r - 1` forwards, then alternating forwards and backwards, then the remaining backwards.
 
     Gradients are reduced in the last backward. With `grad_sync_func`, ranks after the first call it at the end instead,
@@ -105,21 +112,21 @@ def forward_backward_pipelining_without_interleaving(
     Args:
         adjust_tensor_shapes_fn: `(receive_shapes, send_shapes)` -> both, for stages that exchange different shapes.
     """
-    model = alone(model, "model")
-    config = get_model_config(model)
+    chunk = alone(model, "model")
+    config = get_model_config(chunk)
     if config.overlap_p2p_comm:
         raise ValueError("overlap-needs-interleaving: 1F1B waits for every tensor; set overlap_p2p_comm=False")
     runner = StepRunner(
         forward_step_func,
         [alone(data_iterator, "data_iterator")],
-        [model],
+        [chunk],
         num_microbatches,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
         pg_collection=pg_collection,
     )
-    shapes: Any = get_tensor_shapes(
+    shapes = get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         hidden_size=config.hidden_size,
@@ -129,9 +136,9 @@ def forward_backward_pipelining_without_interleaving(
         context_parallel_size=config.context_parallel_size,
         variable_seq_lengths=config.variable_seq_lengths,
     )
-    receive_shapes, send_shapes = shapes, shapes
-    if adjust_tensor_shapes_fn is not None:
-        receive_shapes, send_shapes = adjust_tensor_shapes_fn(receive_shapes, send_shapes)
+    receive_shapes, send_shapes = (
+        adjust_tensor_shapes_fn(shapes, shapes) if adjust_tensor_shapes_fn else (shapes, shapes)
+    )
     communicator = p2p_communicator or make_communicator(pg_collection, config)
     runner.defer_embedding(is_last_stage=communicator.is_pp_last_stage)
     step = _OneForwardOneBackward(runner, communicator, receive_shapes, send_shapes)
@@ -149,9 +156,7 @@ def make_communicator(groups: ProcessGroupCollection | None, config: ModelParall
 class _OneForwardOneBackward:
     """The loop of one rank. `held` contains (inputs, outputs) of microbatches whose backward has not run."""
 
-    def __init__(
-        self, runner: StepRunner, communicator: P2PCommunicator, receive_shapes: list[Any], send_shapes: list[Any]
-    ):
+    def __init__(self, runner: StepRunner, communicator: P2PCommunicator, receive_shapes: Shapes, send_shapes: Shapes):
         self.runner, self.p2p = runner, communicator
         self.receive_shapes, self.send_shapes = receive_shapes, send_shapes
         self.first, self.last = communicator.is_pp_first_stage, communicator.is_pp_last_stage
@@ -163,7 +168,7 @@ class _OneForwardOneBackward:
             pipeline_parallel_size=communicator.size,
             pipeline_parallel_rank=communicator.rank,
         ).warmup
-        self.held: list[tuple[Any, Any]] = []
+        self.held: list[tuple[Tensors, list[Tensor | None]]] = []
 
     def run(self) -> None:
         runner, p2p, m = self.runner, self.p2p, self.runner.num_microbatches
@@ -185,7 +190,7 @@ class _OneForwardOneBackward:
                 p2p.send_backward(self._backward(grads), self.first)
         self._finish_sync()
 
-    def _steady(self, k: int, inputs: Any, is_last: bool) -> Any:
+    def _steady(self, k: int, inputs: Tensors, is_last: bool) -> Tensors:
         """Run one forward and one backward. Return the inputs of the next forward."""
         p2p = self.p2p
         output = self._forward(k, inputs)
@@ -201,19 +206,19 @@ class _OneForwardOneBackward:
             return None
         return p2p.send_backward_recv_forward(input_grads, self.receive_shapes, self.first)
 
-    def _forward(self, k: int, inputs: Any) -> Any:
+    def _forward(self, k: int, inputs: Tensors) -> list[Tensor | None]:
         recompute = self.runner.recompute(k, self.warmup)
         output = self.runner.forward(0, k, inputs, is_last_stage=self.last, recompute=recompute)
         if not self.runner.forward_only:
             self.held.append((inputs, output))
         return output
 
-    def _backward(self, grads: Any) -> Any:
+    def _backward(self, grads: Tensors) -> list[Tensor | None]:
         # First in, first out: backwards run in the order of the forwards.
         inputs, output = self.held.pop(0)
         return self.runner.backward(inputs, output, grads, is_last_stage=self.last)
 
-    def _release(self, output: Any) -> None:
+    def _release(self, output: Tensors) -> None:
         if not self.last and not self.runner.forward_only:
             deallocate_output_tensor(output, self.runner.config.deallocate_pipeline_outputs)
 

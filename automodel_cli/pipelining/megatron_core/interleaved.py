@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.pipelining.megatron_core.arithmetic import get_tensor_shapes
-from automodel_cli.pipelining.megatron_core.config import ProcessGroupCollection
+from automodel_cli.pipelining.megatron_core.config import PipelineModel, ProcessGroupCollection, SyncFunc
 from automodel_cli.pipelining.megatron_core.grad_sync import plan_sync
-from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator, Shape, Tensors
-from automodel_cli.pipelining.megatron_core.step import ForwardStepFunc, StepRunner
+from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator, Shape, Shapes
+from automodel_cli.pipelining.megatron_core.step import DataIterator, ForwardStepFunc, StepRunner
 from automodel_cli.pipelining.megatron_core.tensors import deallocate_output_tensor
 from automodel_cli.pipelining.schedule.one_f_one_b import (
     check_microbatch_group_size,
@@ -26,8 +26,8 @@ from automodel_cli.pipelining.schedule.one_f_one_b import (
 def forward_backward_pipelining_with_interleaving(
     *,
     forward_step_func: ForwardStepFunc,
-    data_iterator: Any,
-    model: Any,
+    data_iterator: list[DataIterator],
+    model: list[PipelineModel],
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
@@ -35,10 +35,10 @@ def forward_backward_pipelining_with_interleaving(
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    adjust_tensor_shapes_fn: Callable[..., tuple[Shapes, Shapes]] | None = None,
     p2p_communicator: P2PCommunicator | None = None,
     pg_collection: ProcessGroupCollection | None = None,
-) -> list[Any]:
+) -> list[object]:
     """Run interleaved 1F1B over the chunks in the list `model`, each with its iterator in the list `data_iterator`.
 
     The order is that of `schedule.one_f_one_b`, the collectives those of `grad_sync.plan_sync`. Raises ValueError or
@@ -82,18 +82,13 @@ def forward_backward_pipelining_with_interleaving(
 class _Arrival(NamedTuple):
     """A received tensor, or a receive in progress."""
 
-    tensor: Tensor
-    handle: dist.Work | None
+    tensor: Tensor | None
+    handle: dist.Work | None = None
 
-    def take(self) -> Tensor:
+    def take(self) -> Tensor | None:
         if self.handle is not None:
             self.handle.wait()
         return self.tensor
-
-
-def _arrived(tensor: Tensors) -> _Arrival:
-    """Interleaved stages exchange single tensors."""
-    return _Arrival(cast(Tensor, tensor), None)
 
 
 class _Interleaved:
@@ -121,7 +116,7 @@ class _Interleaved:
         self.plan = plan_sync(self.table, self.v, p2p.rank, grad_sync_func=self.config.grad_sync_func is not None)
         self.inputs: list[deque[_Arrival]] = [deque() for _ in range(self.v)]
         self.grads: list[deque[_Arrival]] = [deque() for _ in range(self.v)]
-        self.held: list[deque[tuple[Tensor | None, Tensor]]] = [deque() for _ in range(self.v)]
+        self.held: list[deque[tuple[Tensor | None, Tensor | None]]] = [deque() for _ in range(self.v)]
         self.sending: dict[str, tuple[dist.Work, Tensor | None]] = {}
 
     # Location of a virtual microbatch.
@@ -166,7 +161,7 @@ class _Interleaved:
         for chunk in self.plan.params_at_start:
             self._launch(config.param_sync_func, chunk)
         if not self._is_first_stage(0):
-            self.inputs[0].append(_arrived(self.p2p.recv_forward(self.shape, False)))
+            self.inputs[0].append(_Arrival(self.p2p.exchange(recv_prev=True, shape=self.shape).from_prev))
         # 2. Forwards fill the pipeline. 3. Each further forward is followed by a backward.
         for k in range(self.warmup):
             self._warmup_step(k)
@@ -175,8 +170,8 @@ class _Interleaved:
         self._wait_for_send("send_next")  # The backward of that output starts from a released tensor.
         if not runner.forward_only:
             if self.all_in_warmup and not self._is_last_stage(self.v - 1):
-                first = self.p2p.recv_backward(self.shape, False)
-                self.grads[self.v - 1].append(_arrived(first))
+                first = self.p2p.exchange(recv_next=True, shape=self.shape).from_next
+                self.grads[self.v - 1].append(_Arrival(first))
             # 4. Backwards drain the pipeline.
             for k in range(self.remaining, self.total):
                 self._cooldown_step(k)
@@ -231,7 +226,7 @@ class _Interleaved:
         input_tensor = None if self._is_first_stage(chunk) else self.inputs[chunk].popleft().take()
         is_last = self._is_last_stage(chunk)
         recompute = self.runner.recompute(k, self.warmup)
-        output = self.runner.forward(chunk, microbatch, input_tensor, is_last_stage=is_last, recompute=recompute)
+        (output,) = self.runner.forward(chunk, microbatch, input_tensor, is_last_stage=is_last, recompute=recompute)
         if not self.runner.forward_only:
             self.held[chunk].append((input_tensor, output))
         return None if is_last else output
@@ -244,7 +239,7 @@ class _Interleaved:
         reduces = k in self.plan.grads_in_backward
         if reduces:
             self.runner.sync.enable()
-        input_grad = self.runner.backward(input_tensor, output, grad, is_last_stage=is_last)
+        (input_grad,) = self.runner.backward(input_tensor, output, grad, is_last_stage=is_last)
         if k in self.plan.grads_after_backward:
             self.runner.sync.enable()
             self._launch(self.config.grad_sync_func, self.plan.grads_after_backward[k])
@@ -253,7 +248,7 @@ class _Interleaved:
             self.runner.sync.disable()
         return None if self._is_first_stage(chunk) else input_grad
 
-    def _launch(self, functions: Callable[..., Any] | Sequence[Callable[..., Any]] | None, chunk: int) -> None:
+    def _launch(self, functions: SyncFunc | Sequence[SyncFunc] | None, chunk: int) -> None:
         if functions is not None:
             function = functions[chunk] if isinstance(functions, Sequence) else functions
             function(self.runner.models[chunk].parameters())
@@ -261,19 +256,17 @@ class _Interleaved:
     # Communication: send the given tensors, and queue the tensors that arrive for a chunk.
 
     def _move_forward(self, output: Tensor | None, arriving: int | None, overlap: bool) -> None:
-        got: Any = self.p2p.send_forward_recv_forward(output, arriving is not None, self.shape, overlap)
-        tensor, handles = got if overlap else (got, {})
-        self._sent("send_next", handles, output)
+        done = self.p2p.exchange(output, recv_prev=arriving is not None, shape=self.shape, wait=not overlap)
+        self._sent("send_next", done.handles, output)
         if arriving is not None:
             # With overlap, the wait is in `take`, when the forward needs the tensor.
-            self.inputs[arriving].append(_Arrival(tensor, handles.get("recv_prev")))
+            self.inputs[arriving].append(_Arrival(done.from_prev, done.handles.get("recv_prev")))
 
     def _move_backward(self, grad: Tensor | None, arriving: int | None, overlap: bool) -> None:
-        got: Any = self.p2p.send_backward_recv_backward(grad, arriving is not None, self.shape, overlap)
-        tensor, handles = got if overlap else (got, {})
-        self._sent("send_prev", handles, None)
+        done = self.p2p.exchange(None, grad, recv_next=arriving is not None, shape=self.shape, wait=not overlap)
+        self._sent("send_prev", done.handles, None)
         if arriving is not None:
-            self.grads[arriving].append(_Arrival(tensor, handles.get("recv_next")))
+            self.grads[arriving].append(_Arrival(done.from_next, done.handles.get("recv_next")))
 
     def _move_both(
         self, output: Tensor | None, grad: Tensor | None, input_for: int | None, grad_for: int | None
@@ -283,9 +276,9 @@ class _Interleaved:
         )
         self._release(output)
         if input_for is not None:
-            self.inputs[input_for].append(_arrived(tensor))
+            self.inputs[input_for].append(_Arrival(tensor))
         if grad_for is not None:
-            self.grads[grad_for].append(_arrived(output_grad))
+            self.grads[grad_for].append(_Arrival(output_grad))
 
     def _sent(self, name: str, handles: dict[str, dist.Work], output: Tensor | None) -> None:
         """Release an output after it was sent. If the transfer is in progress, the next send releases it."""

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.distributed.process_group import hold_timeout
-from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig
-from automodel_cli.pipelining.megatron_core.tensors import is_single_shape
+from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, Tensors
+from automodel_cli.pipelining.megatron_core.tensors import as_list, is_single_shape
 
 Shape = Sequence[int]
 Shapes = Shape | Sequence[Shape]
-Tensors = Tensor | None | list[Tensor | None]
 Name = Literal["send_next", "recv_prev", "send_prev", "recv_next"]
 Handles = dict[str, dist.Work]
 
@@ -85,23 +84,23 @@ class P2PCommunicator:
         """Receive the input from the previous rank. None (per shape) on the first stage."""
         if is_first_stage:
             return _for_each(tensor_shapes, lambda shape: None)
-        return _for_each(tensor_shapes, lambda shape: self._communicate(recv_prev=True, shape=shape).from_prev)
+        return _for_each(tensor_shapes, lambda shape: self.exchange(recv_prev=True, shape=shape).from_prev)
 
     def recv_backward(self, tensor_shapes: Shapes, is_last_stage: bool) -> Tensors:
         """Receive the output gradient from the next rank. None (per shape) on the last stage."""
         if is_last_stage:
             return _for_each(tensor_shapes, lambda shape: None)
-        return _for_each(tensor_shapes, lambda shape: self._communicate(recv_next=True, shape=shape).from_next)
+        return _for_each(tensor_shapes, lambda shape: self.exchange(recv_next=True, shape=shape).from_next)
 
     def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
         """Send the output to the next rank. No effect on the last stage."""
-        for output in _listed(output_tensors) if not is_last_stage else ():
-            self._communicate(send_next=output)
+        for output in as_list(output_tensors) if not is_last_stage else ():
+            self.exchange(send_next=output)
 
     def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
         """Send the input gradient to the previous rank. No effect on the first stage."""
-        for grad in _listed(input_tensor_grads) if not is_first_stage else ():
-            self._communicate(send_prev=grad)
+        for grad in as_list(input_tensor_grads) if not is_first_stage else ():
+            self.exchange(send_prev=grad)
 
     # Both directions with one neighbor.
 
@@ -111,10 +110,10 @@ class P2PCommunicator:
         """Send the output to the next rank and receive its gradient. None on the last stage."""
         if is_last_stage:
             return _for_each(tensor_shapes, lambda shape: None)
-        outputs = iter(_listed(output_tensors))
+        outputs = iter(as_list(output_tensors))
         return _for_each(
             tensor_shapes,
-            lambda shape: self._communicate(send_next=next(outputs), recv_next=True, shape=shape).from_next,
+            lambda shape: self.exchange(send_next=next(outputs), recv_next=True, shape=shape).from_next,
         )
 
     def send_backward_recv_forward(
@@ -123,13 +122,13 @@ class P2PCommunicator:
         """Send the gradient to the previous rank and receive its output. None on the first stage."""
         if is_first_stage:
             return _for_each(tensor_shapes, lambda shape: None)
-        grads = iter(_listed(input_tensor_grads))
+        grads = iter(as_list(input_tensor_grads))
         return _for_each(
             tensor_shapes,
-            lambda shape: self._communicate(send_prev=next(grads), recv_prev=True, shape=shape).from_prev,
+            lambda shape: self.exchange(send_prev=next(grads), recv_prev=True, shape=shape).from_prev,
         )
 
-    # One direction with both neighbors, and all four operations, for the interleaved schedule.
+    # One direction with both neighbors, and all four operations.
 
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
@@ -138,7 +137,7 @@ class P2PCommunicator:
 
         Returns the input. With `overlap_p2p_comm`, returns (input, handles) without waiting.
         """
-        done = self._communicate(output_tensor, None, recv_prev, False, tensor_shape, wait=not overlap_p2p_comm)
+        done = self.exchange(output_tensor, None, recv_prev, False, tensor_shape, wait=not overlap_p2p_comm)
         return (done.from_prev, done.handles) if overlap_p2p_comm else done.from_prev
 
     def send_backward_recv_backward(
@@ -148,7 +147,7 @@ class P2PCommunicator:
 
         Returns the gradient. With `overlap_p2p_comm`, returns (gradient, handles) without waiting.
         """
-        done = self._communicate(None, input_tensor_grad, False, recv_next, tensor_shape, wait=not overlap_p2p_comm)
+        done = self.exchange(None, input_tensor_grad, False, recv_next, tensor_shape, wait=not overlap_p2p_comm)
         return (done.from_next, done.handles) if overlap_p2p_comm else done.from_next
 
     def send_forward_backward_recv_forward_backward(
@@ -160,12 +159,10 @@ class P2PCommunicator:
         tensor_shape: Shape,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Send and receive in both directions. Returns (input, gradient of an output)."""
-        done = self._communicate(output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape)
+        done = self.exchange(output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape)
         return done.from_prev, done.from_next
 
-    # Implementation
-
-    def _communicate(
+    def exchange(
         self,
         send_next: Tensor | None = None,
         send_prev: Tensor | None = None,
@@ -280,10 +277,6 @@ def _post_each(operations: dict[str, _Operation]) -> Handles:
 def _wait(handles: Handles) -> None:
     for handle in handles.values():
         handle.wait()
-
-
-def _listed(tensors: Tensors) -> list[Tensor | None]:
-    return tensors if isinstance(tensors, list) else [tensors]
 
 
 def _for_each(shapes: Shapes, receive: Callable[[Shape], Tensor | None]) -> Tensors:

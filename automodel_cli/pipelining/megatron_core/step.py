@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,29 +13,29 @@ from automodel_cli.pipelining.megatron_core.arithmetic import check_first_val_st
 from automodel_cli.pipelining.megatron_core.config import (
     ModelParallelConfig,
     NoSyncFunc,
+    PipelineModel,
     ProcessGroupCollection,
+    Tensors,
     get_model_config,
     unwrapped,
 )
 from automodel_cli.pipelining.megatron_core.embedding import (
+    OutputModel,
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
 )
-from automodel_cli.pipelining.megatron_core.tensors import backward_step, forward_step_calc_loss
+from automodel_cli.pipelining.megatron_core.tensors import as_list, backward_step, forward_step_calc_loss
 
-ForwardStepFunc = Callable[..., tuple[Any, Callable[..., Any] | None]]
+T = TypeVar("T")
+DataIterator = Iterator[object] | None
+ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., object] | None]]
 """(iterator, model[, recompute]) -> (output, loss_func).
 
 The third argument is passed with partial checkpointing only.
 """
 
 
-def as_list(value: object) -> list[Any]:
-    """Return a list unchanged, and any other value as a list with one element."""
-    return value if isinstance(value, list) else [value]
-
-
-def set_current_microbatch(model: Any, microbatch_id: int) -> None:
+def set_current_microbatch(model: PipelineModel, microbatch_id: int) -> None:
     """Set `current_microbatch` on each layer of `model.decoder`, and on the transformer layers of `model.mtp`.
 
     A model without a decoder is not changed.
@@ -53,11 +53,11 @@ def set_current_microbatch(model: Any, microbatch_id: int) -> None:
 
 def forward_step(
     forward_step_func: ForwardStepFunc,
-    data_iterator: Iterator[Any] | None,
-    model: Any,
+    data_iterator: DataIterator,
+    model: PipelineModel,
     num_microbatches: int,
-    input_tensor: Any,
-    forward_data_store: list[Any],
+    input_tensor: Tensors,
+    forward_data_store: list[object],
     config: ModelParallelConfig,
     cp_group_size: int,
     collect_non_loss_data: bool = False,
@@ -66,7 +66,7 @@ def forward_step(
     current_microbatch: int | None = None,
     vp_stage: int | None = None,
     is_last_stage: bool = True,
-) -> tuple[Any, Tensor | int]:
+) -> tuple[Tensors, Tensor | int]:
     """Run the forward of one microbatch on one model chunk. Megatron-core's `forward_step`.
 
     Args:
@@ -117,7 +117,7 @@ class GradientSync:
     """The no_sync context of a step. `disable` enters it and `enable` leaves it. Both may be called in any state."""
 
     def __init__(self, no_sync_func: NoSyncFunc | Sequence[NoSyncFunc] | None):
-        functions: Sequence[Any] = no_sync_func if isinstance(no_sync_func, Sequence) else [no_sync_func]
+        functions = no_sync_func if isinstance(no_sync_func, Sequence) else [no_sync_func]
         self._functions = [f for f in functions if f is not None]
         self._contexts: ExitStack | None = None
 
@@ -141,8 +141,8 @@ class StepRunner:
     def __init__(
         self,
         forward_step_func: ForwardStepFunc,
-        data_iterators: Sequence[Iterator[Any] | None],
-        models: Sequence[Any],
+        data_iterators: Sequence[DataIterator],
+        models: Sequence[PipelineModel],
         num_microbatches: int,
         *,
         forward_only: bool,
@@ -151,14 +151,14 @@ class StepRunner:
         pg_collection: ProcessGroupCollection | None = None,
     ):
         self.models = list(models)
-        self.config: ModelParallelConfig = get_model_config(models[0])
+        self.config = get_model_config(models[0])
         self.sync = GradientSync(self.config.no_sync_func)
         self.num_microbatches, self.forward_only = num_microbatches, forward_only
-        self.stored: list[Any] = []
+        self.stored: list[object] = []
         self._forward_step_func, self._iterators = forward_step_func, data_iterators
         self._collect, self._first_val_step = collect_non_loss_data, first_val_step
         self._num_tokens: Tensor | int = 0
-        self._output_layer: Any = None  # The output layer with a deferred weight gradient.
+        self._output_layer: OutputModel | None = None  # With the output layer with a deferred weight gradient.
         self._tp_group = None if pg_collection is None else pg_collection.tp
 
     def defer_embedding(self, *, is_last_stage: bool) -> None:
@@ -171,15 +171,15 @@ class StepRunner:
         return checkpoint_activations_microbatch(virtual_microbatch, num_warmup, partial)
 
     def forward(
-        self, chunk: int, microbatch: int, input_tensor: Any, *, is_last_stage: bool, recompute: bool | None = None
-    ) -> Any:
-        """Return the output, or the loss on the last stage. A list if the input is one."""
+        self, chunk: int, microbatch: int, inputs: Tensors, *, is_last_stage: bool, recompute: bool | None = None
+    ) -> list[Tensor | None]:
+        """Return the output, or the loss on the last stage."""
         output, num_tokens = forward_step(
             self._forward_step_func,
             self._iterators[chunk],
             self.models[chunk],
             self.num_microbatches,
-            input_tensor,
+            as_list(inputs),
             self.stored,
             self.config,
             self.config.context_parallel_size,
@@ -190,25 +190,27 @@ class StepRunner:
             is_last_stage=is_last_stage,
         )
         self._num_tokens = self._num_tokens + num_tokens
-        return output
+        return as_list(output)
 
-    def backward(self, input_tensor: Any, output: Any, output_grad: Any, *, is_last_stage: bool) -> Any:
-        """Return the gradient of the input, or None on the first stage. A list if the input is one.
+    def backward(
+        self, inputs: Tensors, output: Tensors, output_grad: Tensors, *, is_last_stage: bool
+    ) -> list[Tensor | None]:
+        """Return the gradients of the inputs, None on the first stage.
 
         Zeros if the output does not depend on the input (a microbatch without labels), because the previous rank waits
         for a tensor.
         """
-        grads = backward_step(input_tensor, output, output_grad, None, self.config)
-        filled = [
+        inputs = as_list(inputs)
+        grads = as_list(backward_step(inputs, output, output_grad, None, self.config))
+        return [
             torch.zeros_like(tensor) if grad is None and tensor is not None else grad
-            for tensor, grad in zip(as_list(input_tensor), as_list(grads), strict=True)
+            for tensor, grad in zip(inputs, grads, strict=True)
         ]
-        return filled if isinstance(input_tensor, list) else filled[0]
 
-    def finish(self) -> list[Any]:
+    def finish(self) -> list[object]:
         """Finalize the gradients after the last backward. Returns the stored data of the microbatches."""
-        deferred = self._output_layer is not None and not self.forward_only
-        finish_embedding_wgrad_compute(self.config, self._output_layer, deferred, self._tp_group)
+        if self._output_layer is not None and not self.forward_only:
+            finish_embedding_wgrad_compute(self.config, self._output_layer, True, self._tp_group)
         finalize = self.config.finalize_model_grads_func
         if finalize is not None and not self.forward_only:
             finalize(self.models, self._tokens() if self.config.calculate_per_token_loss else None)
@@ -222,7 +224,7 @@ def _nothing() -> None:
     pass
 
 
-def alone(value: Any, name: str) -> Any:
+def alone(value: T | list[T], name: str) -> T:
     """Return the element of a list of length 1, or the value. Without interleaving, a rank has one chunk."""
     if not isinstance(value, list):
         return value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig
+from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, Tensors
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -22,7 +22,12 @@ def is_single_shape(shape: object) -> TypeIs[Sequence[int]]:
     return isinstance(shape, (list, tuple)) and len(shape) > 0 and all(isinstance(n, int) for n in shape)
 
 
-def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool | None = False) -> None:
+def as_list(value: Tensors) -> list[Tensor | None]:
+    """Return a list unchanged, and a tensor or None as a list with one element."""
+    return value if isinstance(value, list) else [value]
+
+
+def deallocate_output_tensor(out: object, deallocate_pipeline_outputs: bool | None = False) -> None:
     """Free the values of a sent output and keep its graph: `.data` becomes one element, `grad_fn` stays.
 
     No effect for None or without the flag. Lists and dicts are traversed. Rejects views, whose base would keep the
@@ -30,12 +35,14 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool | None 
     """
     if out is None or not deallocate_pipeline_outputs:
         return
-    if isinstance(out, dict):
-        out = list(out.values())
-    if isinstance(out, (list, tuple)):
-        for tensor in out:
-            deallocate_output_tensor(tensor, deallocate_pipeline_outputs)
-        return
+    match out:
+        case dict():
+            deallocate_output_tensor(list(out.values()), deallocate_pipeline_outputs)
+            return
+        case list() | tuple():
+            for tensor in out:
+                deallocate_output_tensor(tensor, deallocate_pipeline_outputs)
+            return
     assert isinstance(out, Tensor), f"expected a tensor, got {type(out).__name__}"
     assert out._base is None, f"a view of {tuple(out._base.shape)} cannot be deallocated: its base keeps the memory"
     # The next stage has the values, and this stage's backward needs `grad_fn` only. With 8 microbatches in flight this
@@ -80,7 +87,7 @@ class StepLoss:
 
 def forward_step_calc_loss(
     output_tensor: Tensor,
-    loss_func: Callable[..., Any] | None,
+    loss_func: Callable[..., object] | None,
     *,
     num_microbatches: int,
     is_last_stage: bool,
@@ -140,28 +147,26 @@ def aux_loss_scales(
 
 
 def backward_step(
-    input_tensor: Any,
-    output_tensor: Any,
-    output_tensor_grad: Any,
-    model_type: Any,
+    input_tensor: Tensors,
+    output_tensor: Tensors,
+    output_tensor_grad: Tensors,
+    model_type: object,
     config: ModelParallelConfig,
-) -> Any:
+) -> Tensors:
     """Run the backward of one stage and microbatch. Return the gradient of its input, as a list if the input is one.
 
     On the last stage, `output_tensor_grad` is None and `config.grad_scale_func` scales the loss. Nothing runs if the
     output needs no gradient. On the first stage, the input and its gradient are None. `model_type` is part of
     Megatron-core's signature and not used.
     """
-    single = not isinstance(input_tensor, list)
-    inputs, outputs, grads = (
-        x if isinstance(x, list) else [x] for x in (input_tensor, output_tensor, output_tensor_grad)
-    )
+    inputs = as_list(input_tensor)
     for tensor in inputs:
         if tensor is not None:
             # Inputs are no leaves if they were cast or sliced. Autograd would drop their gradient, which is sent to the
             # previous rank.
             tensor.retain_grad()
-    output, grad = outputs[0], grads[0]
+    output, grad = as_list(output_tensor)[0], as_list(output_tensor_grad)[0]
+    assert output is not None, "a stage has an output"
     if grad is None and config.grad_scale_func is not None:
         output = config.grad_scale_func(output)
     if output.requires_grad:
@@ -170,4 +175,4 @@ def backward_step(
         else:
             torch.autograd.backward(output, grad_tensors=grad)
     input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
-    return input_grads[0] if single else input_grads
+    return input_grads if isinstance(input_tensor, list) else input_grads[0]

@@ -42,7 +42,7 @@ class Recorder(P2PCommunicator):
     def is_pp_last_stage(self):
         return self.both_ends or super().is_pp_last_stage
 
-    def _communicate(self, send_next=None, send_prev=None, recv_prev=False, recv_next=False, shape=None, *, wait=True):
+    def exchange(self, send_next=None, send_prev=None, recv_prev=False, recv_next=False, shape=None, *, wait=True):
         moves = {"SN": send_next is not None, "SP": send_prev is not None, "RP": recv_prev, "RN": recv_next}
         if names := [name for name, done in moves.items() if done]:
             self.events.append("c:" + "+".join(names) + ("" if wait else "~"))
@@ -312,9 +312,9 @@ def test_adjusted_shapes_are_received():
     asked: list[tuple] = []
 
     class Shapes(Recorder):
-        def _communicate(self, *args, shape=None, **kwargs):
+        def exchange(self, *args, shape=None, **kwargs):
             asked.append(shape)
-            return super()._communicate(*args, shape=shape, **kwargs)
+            return super().exchange(*args, shape=shape, **kwargs)
 
     forward_backward_pipelining_without_interleaving(
         **contract(Chunk(0, config, []), iter(range(4)), forward_only=True),
