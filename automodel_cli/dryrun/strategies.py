@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from automodel_cli.distributed.strategies.ddp import wrap
 from automodel_cli.distributed.strategies.megatron_fsdp import sharding
 from automodel_cli.distributed.strategies.megatron_fsdp.compat import held_tensors
+from automodel_cli.distributed.strategies.megatron_fsdp.handle import MegatronPart
 from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.dryrun import torch_compat
 from automodel_cli.dryrun.ddp import FakeDDP
@@ -29,7 +30,7 @@ class Strategies:
     def __init__(
         self, clock: Clock, fill: Callable[[nn.Module], None], faking: Callable[[], AbstractContextManager[None]]
     ):
-        self._clock, self._ddp, self._megatron = clock, list[FakeDDP](), list[sharding.MegatronPart]()
+        self._clock, self._ddp, self._megatron = clock, list[FakeDDP](), list[MegatronPart]()
         self._fill, self._faking = fill, faking
         self._parallelize = sharding.megatron_fsdp_strategy_parallelize
         set_attributes(wrap, DistributedDataParallel=self._wrap, materialize=_later)
@@ -54,7 +55,7 @@ class Strategies:
     def _sharded(self, *args: Any, **kwargs: Any) -> Any:
         with self._faking(), torch_compat.modules_stay():
             module, optimizer = self._parallelize(*args, **kwargs)
-        if isinstance(module, sharding.MegatronPart):
+        if isinstance(module, MegatronPart):
             self._megatron.append(module)
         return module, optimizer
 

@@ -17,7 +17,7 @@ from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.strategies.ddp.wrap import DDPSharded
 from automodel_cli.distributed.strategies.fsdp2 import sharding as fsdp2
-from automodel_cli.distributed.strategies.fsdp2.sharding import FSDP2Sharded
+from automodel_cli.distributed.strategies.fsdp2.gradient_reduction import FSDP2Sharded
 from automodel_cli.distributed.tensor_parallel.styles import SumParameterGradients
 from automodel_cli.models.context_parallel_layout import Context
 from automodel_cli.training import step

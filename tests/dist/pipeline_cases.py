@@ -230,7 +230,7 @@ def _layers_only(mesh: Mesh) -> Callable[..., None]:
     from torch.distributed.fsdp import fully_shard
 
     from automodel_cli.distributed.layer_wrapping import transformer_layers
-    from automodel_cli.distributed.strategies.fsdp2.sharding import sum_gradients
+    from automodel_cli.distributed.strategies.fsdp2.gradient_reduction import sum_gradients
 
     def wrap(part: nn.Module, **axes: Any) -> None:
         for layer in transformer_layers(part):

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_strategy_parallelize, modules_in_other_dtype
+from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_strategy_parallelize
+from automodel_cli.distributed.strategies.fsdp2.units import modules_in_other_dtype
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig

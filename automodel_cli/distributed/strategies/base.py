@@ -8,9 +8,9 @@ Torch-free at import, like all nodes.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_choice
@@ -18,6 +18,7 @@ from automodel_cli.distributed.activation_checkpointing.mode import is_some
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.distributed.strategies.option_checks import check_dtype, refuse_axes, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from automodel_cli.distributed.mesh import Mesh
 
-DTYPES = ("float32", "bfloat16", "float16")
 BACKENDS = ("nccl", "gloo")
 DEFAULT_COMPILE_BACKEND = "inductor"
 
@@ -238,8 +238,7 @@ class ParallelizerConfig:
 
     def compute_dtype(self) -> torch.dtype | None:
         """Return the dtype of GEMMs. None: the dtype of the parameters."""
-        dtype: torch.dtype | None = torch_dtype(self.autocast_dtype)
-        return dtype
+        return torch_dtype(self.autocast_dtype)
 
     def to_dict(self) -> dict[str, object]:
         """Return a dict of all fields. Policies stay objects."""
@@ -253,58 +252,3 @@ class BuiltInStrategy(ParallelizerConfig):
     def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
         """Not called. See `parallelizer.SHARD`."""
         raise NotImplementedError(f"{type(self).__name__} has no function in parallelizer.SHARD")
-
-
-def torch_dtype(name: str | None) -> Any:
-    """Return torch.bfloat16 for "bfloat16". None stays None."""
-    import torch
-
-    return None if name is None else getattr(torch, name)
-
-
-def check_dtype(name: str, value: object, path: str) -> None:
-    if value is not None:
-        check_choice(name, value, DTYPES, fix=f"{path}={DTYPES[0]}")
-
-
-def refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:
-    for name, kind in axes.items():
-        size = getattr(mesh, name) or 1
-        if size > 1:
-            raise ConfigError(
-                f"mesh.{name}={size} is not supported because parallelizer={strategy} has no {kind} parallelism",
-                code="unsupported_combination",
-                keys=(f"mesh.{name}",),
-                fix=f"mesh.{name}=1",
-            )
-
-
-def check_tp_plan(plan: object) -> None:
-    """Raise ConfigError unless `plan` is an import path, a function, or a mapping of module names to styles."""
-    fix = "parallelizer.tp_plan=null"
-    if plan is None or callable(plan) or (isinstance(plan, str) and plan):
-        return
-    if not isinstance(plan, Mapping) or not plan:
-        message = f"tp_plan={plan!r} must be an import path or a mapping of module names to styles"
-        raise ConfigError(message, code="wrong_type", keys=("tp_plan",), fix=fix)
-    for name, style in plan.items():
-        if style is None or isinstance(style, (bool, int, float, list, dict)):
-            raise ConfigError(
-                f"tp_plan[{name!r}]={style!r} must be the name of a style, for example colwise",
-                code="wrong_type",
-                keys=("tp_plan",),
-                fix=fix,
-            )
-
-
-def refuse_idle_tp_options(config: ParallelizerConfig, names: Sequence[str], mesh: MeshConfig) -> None:
-    """Raise ConfigError for options of tensor parallelism on a mesh without it."""
-    for name in names:
-        if getattr(config, name) and (mesh.tp_size or 1) == 1:
-            off = "null" if name == "tp_plan" else "false"
-            raise ConfigError(
-                f"{name} needs tensor parallelism, but mesh.tp_size={mesh.tp_size or 1}",
-                code="requires_setting",
-                keys=(f"parallelizer.{name}", "mesh.tp_size"),
-                fix=f"parallelizer.{name}={off}",
-            )

@@ -31,7 +31,7 @@ from torch.torch_version import TorchVersion
 
 from automodel_cli.config.warn import warn
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.distributed.strategies.fsdp2.sharding import late_units, reduce_in_backward
+from automodel_cli.distributed.strategies.fsdp2.gradient_reduction import late_units, reduce_in_backward
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 from automodel_cli.pipelining.schedule.actions import to_torch
 from automodel_cli.pipelining.schedule.program import Program, unsplit_backwards

@@ -227,7 +227,7 @@ def test_the_precision_is_a_section_without_a_target_and_its_keys_are_found_from
 def test_unit_classes_that_the_model_lacks_are_answered_with_its_own():
     import torch
 
-    from automodel_cli.distributed.strategies.megatron_fsdp.sharding import unit_modules
+    from automodel_cli.distributed.strategies.megatron_fsdp.arguments import unit_modules
     from automodel_cli.models.transformers_compat import meta_model
     from tests.tiny import tiny_config
 

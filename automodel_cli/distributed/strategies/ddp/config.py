@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from automodel_cli.config.value_checks import check_range
-from automodel_cli.distributed.strategies.base import (
-    BuiltInStrategy,
-    MemoryTraits,
-)
+from automodel_cli.distributed.strategies.base import BuiltInStrategy, MemoryTraits
 
 
 @dataclass(frozen=True)

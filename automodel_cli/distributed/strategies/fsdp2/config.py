@@ -12,9 +12,8 @@ from automodel_cli.config.value_checks import check_choice
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.distributed.strategies.base import (
-    BuiltInStrategy,
-    MemoryTraits,
+from automodel_cli.distributed.strategies.base import BuiltInStrategy, MemoryTraits
+from automodel_cli.distributed.strategies.option_checks import (
     check_dtype,
     check_tp_plan,
     refuse_idle_tp_options,
@@ -78,9 +77,9 @@ class CPUOffload:
 class TorchMixedPrecision(Protocol):
     """torch's MixedPrecisionPolicy, which this file must not import."""
 
-    param_dtype: Any
-    reduce_dtype: Any
-    output_dtype: Any
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
 
 
 class TorchOffload(Protocol):

@@ -16,13 +16,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.wgrad_fusion.linear import of_local
@@ -40,16 +43,18 @@ def copy_once(unit: FSDPModule) -> None:
         unit.set_custom_reduce_scatter(_InPlace())
 
 
-def _groups(unit: FSDPModule) -> list[Any]:
+def _groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     return param_groups(fsdp_state(unit))
 
 
-def fsdp_state(module: nn.Module | FSDPModule) -> Any:
+def fsdp_state(module: nn.Module | FSDPModule) -> FSDPState:
     """Return the private state that FSDP2 keeps for a unit."""
-    return fully_shard.state(module)  # type: ignore[attr-defined]
+    state = _get_module_fsdp_state(cast(nn.Module, module))
+    assert state is not None, "a unit of FSDP2"
+    return state
 
 
-def param_groups(state: Any) -> list[Any]:
+def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     """Return the parameter groups of an FSDP state. torch 2.12 has several per state, 2.11 at most one.
 
     Remove the second branch when torch >= 2.12 is the minimum.
@@ -65,6 +70,7 @@ def computing_in(units: Sequence[FSDPModule], dtype: torch.dtype) -> Iterator[No
     Reshard all units before exit.
     """
     groups = [group for unit in units for group in _groups(unit)]
+    policies: list[tuple[object, str, MixedPrecisionPolicy]]
     policies = [(state, "_mp_policy", state._mp_policy) for state in map(fsdp_state, units)]
     # A policy per parameter since torch 2.15. Remove the first case when torch >= 2.15 is the minimum.
     owners = [owner for group in groups for owner in ([group] if hasattr(group, "mp_policy") else group.fsdp_params)]
@@ -80,7 +86,7 @@ def computing_in(units: Sequence[FSDPModule], dtype: torch.dtype) -> Iterator[No
         _forget_gathered(groups)
 
 
-def _forget_gathered(groups: Sequence[Any]) -> None:
+def _forget_gathered(groups: Sequence[FSDPParamGroup]) -> None:
     """Free gathered parameters. The next gather allocates them in the dtype of the policy."""
     for group in groups:
         for param in group.fsdp_params:
@@ -101,7 +107,7 @@ def weight_sums(unit: FSDPModule) -> Iterator[tuple[nn.Module, str, UnreducedSum
 class UnreducedSum:
     """Sum over microbatches of the gradients of one parameter, in the reduce dtype. Implements `MainGrad`."""
 
-    def __init__(self, group: Any, param: FSDPParam):
+    def __init__(self, group: FSDPParamGroup, param: FSDPParam):
         self._group, self._param = group, param
 
     def place(self, gradient_dtype: torch.dtype) -> tuple[Tensor, bool] | None:
@@ -139,7 +145,7 @@ class _CastOnce(FSDPParam):
         return [self._sharded_param_data] if self._is_plain() else super().all_gather_inputs
 
     def init_all_gather_outputs(
-        self, all_gather_input_numels: Any, all_gather_input_dtypes: Any, *args: Any, **kwargs: Any
+        self, all_gather_input_numels: list[int], all_gather_input_dtypes: list[torch.dtype], *args: Any, **kwargs: Any
     ) -> None:
         dtypes = all_gather_input_dtypes
         if self._is_plain() and self.param_dtype is not None:
@@ -153,16 +159,16 @@ class _InPlace(ReduceScatter):
     def __init__(self) -> None:
         self._given: Tensor | None = None
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # torch allocates an input buffer, then an output buffer of the same size. The second call returns the first
         # buffer.
         given, self._given = self._given, None
-        if given is not None and (given.shape, given.dtype) == (torch.Size(size), dtype):
+        if given is not None and (*given.shape, given.dtype) == (*size, dtype):
             return given
         self._given = torch.empty(*size, dtype=dtype, device=device)
         return self._given
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
         assert output_tensor is input_tensor, "nothing is reduced on one rank"

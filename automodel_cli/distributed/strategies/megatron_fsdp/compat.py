@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.tensors import to_local
 
+if TYPE_CHECKING:
+    from megatron_fsdp import MegatronFSDP
+
 _METHODS = ("__create_chunk_list__", "__create_write_items__")  # Methods that torch.distributed.checkpoint calls.
 
 
-def state_chunks(wrapped: Any) -> None:
+def state_chunks(wrapped: MegatronFSDP) -> None:
     """Let every sharded parameter report its rows to torch's distributed checkpoints, because shards are uneven.
 
     The package sets the methods on the tensors from which it creates parameters. The parameters lose them.
@@ -26,12 +29,12 @@ def state_chunks(wrapped: Any) -> None:
                 setattr(param._local_tensor, method, getattr(source, method))
 
 
-def show_sharded_parameters(wrapped: Any) -> None:
+def show_sharded_parameters(wrapped: MegatronFSDP) -> None:
     """Put the parameters of the optimizer back into the modules, after a gather that has replaced them."""
     wrapped._replace_param_with_distributed_if_needed()
 
 
-def zero_gradient(wrapped: Any, name: str) -> DTensor:
+def zero_gradient(wrapped: MegatronFSDP, name: str) -> DTensor:
     """Return a zero gradient of a parameter, on the mesh of all gradients.
 
     An operator on a DTensor may return one with an equal, cached mesh. Ranks would then reduce over groups of different
@@ -48,14 +51,14 @@ def zero_gradient(wrapped: Any, name: str) -> DTensor:
     )
 
 
-def forget_gradients(wrapped: Any) -> None:
+def forget_gradients(wrapped: MegatronFSDP) -> None:
     """Make the package build the DTensors of its gradients again. A reused one has the shape that
     `correct_tensor_parallel_shards` corrects.
     """
     wrapped.param_and_grad_buffer.dist_main_grad.clear()
 
 
-def align_gradients(wrapped: Any) -> None:
+def align_gradients(wrapped: MegatronFSDP) -> None:
     """Redistribute every gradient over tp like its parameter, before the package copies the local part.
 
     Backward may leave a gradient replicated or partial.
@@ -65,7 +68,7 @@ def align_gradients(wrapped: Any) -> None:
             param.register_hook(lambda grad, placements=param.placements: grad.redistribute(placements=placements))
 
 
-def held_tensors(wrapped: Any) -> Iterator[tuple[str, Tensor]]:
+def held_tensors(wrapped: MegatronFSDP) -> Iterator[tuple[str, Tensor]]:
     """Yield (kind, tensor) of the flat buffers and of the parameters in use.
 
     Buffers are shards, or complete if the strategy does not shard them. Gathered parameters have their own buffers.

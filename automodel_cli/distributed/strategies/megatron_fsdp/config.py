@@ -9,12 +9,8 @@ from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.distributed.strategies.base import (
-    BuiltInStrategy,
-    MemoryTraits,
-    check_tp_plan,
-    refuse_idle_tp_options,
-)
+from automodel_cli.distributed.strategies.base import BuiltInStrategy, MemoryTraits
+from automodel_cli.distributed.strategies.option_checks import check_tp_plan, refuse_idle_tp_options
 
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

@@ -17,11 +17,10 @@ NOT run on a GPU yet.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -30,86 +29,20 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
-from automodel_cli.distributed.import_classes import import_classes_from_paths
 from automodel_cli.distributed.layer_wrapping import materialize, prepare_layers
-from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
-from automodel_cli.distributed.mesh_config import AXES
-from automodel_cli.distributed.sharded_module import Sharded, follow_optimizer, register_handle
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.sharded_module import follow_optimizer
 from automodel_cli.distributed.strategies.megatron_fsdp import compat
+from automodel_cli.distributed.strategies.megatron_fsdp.arguments import current_device, sharding_mesh, unit_modules
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig, zero_strategy
-from automodel_cli.distributed.torch_compat import joined
+from automodel_cli.distributed.strategies.megatron_fsdp.handle import MegatronPart
 from automodel_cli.distributed.typed_torch import set_attributes
+
+if TYPE_CHECKING:
+    from megatron_fsdp import MixedPrecisionPolicy
 
 HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
 HAVE_NVFSDP = HAVE_MEGATRON_FSDP  # Former name of the package.
-
-
-class MegatronPart(nn.Module):
-    """A part inside the wrapper of the package. Created by `parallelize`."""
-
-    def __init__(self, wrapped: Any):
-        super().__init__()
-        self.wrapped = wrapped
-        compat.state_chunks(wrapped)
-        compat.align_gradients(wrapped)
-        register_handle(MegatronSharded(self), self.part, self)
-
-    @property
-    def part(self) -> nn.Module:
-        part: nn.Module = self.wrapped.module
-        return part
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.wrapped(*args, **kwargs)
-
-
-class MegatronSharded(Sharded):
-    """Handle of the package's wrapper for the training step."""
-
-    def __init__(self, module: MegatronPart):
-        super().__init__(module.part)
-        self._module = weakref.ref(module)
-        index = module.wrapped.dist_index
-        self._has_tensor_parallelism = index.get_submesh(index.tp_dim).size() > 1
-
-    @property
-    def _wrapped(self) -> Any:
-        module = self._module()
-        assert module is not None, "the wrapper runs, so somebody holds it"
-        return module.wrapped
-
-    @contextmanager
-    def microbatch(self, is_last: bool) -> Iterator[None]:
-        """Collective before the last microbatch too, with strategies that shard gradients."""
-        wrapped = self._wrapped
-        # Without overlap, backward must not reduce, because `finish_grad_sync` reduces and would do it twice.
-        wrapped.is_last_microbatch = is_last and wrapped.ddp_config.overlap_grad_reduce
-        yield
-        if is_last:
-            if self._has_tensor_parallelism:
-                compat.forget_gradients(wrapped)
-            wrapped.finish_grad_sync()
-            for name, param in self.part.named_parameters():
-                if param.requires_grad and param.grad is None:
-                    # An unused parameter (an expert without tokens) needs a gradient, because other ranks reduce
-                    # theirs.
-                    param.grad = compat.zero_gradient(wrapped, name)
-
-    def reshard(self) -> None:
-        """Reshard. Collective."""
-        self._wrapped.synchronize_param_gather()
-
-    def weights_changed(self) -> None:
-        wrapped = self._wrapped
-        wrapped.install_optimized_model_weights()
-        if not wrapped.ddp_config.overlap_param_gather:
-            wrapped.start_param_sync(force_sync=True)
-            compat.show_sharded_parameters(wrapped)
-
-    def step_taken(self) -> None:
-        """Copy the updated weights to the buffers of forward, and zero the gradient buffers."""
-        self.weights_changed()
-        self._wrapped.zero_grad_buffer()
 
 
 def require_megatron_fsdp() -> None:
@@ -173,7 +106,7 @@ def megatron_fsdp_strategy_parallelize(
     _check_supported(average_in_collective)
     if tp_shard_plan is not None:
         parallelize_module(model, device_mesh[tp_dim], tp_shard_plan)
-    mesh, shard_dim = _sharding_mesh(device_mesh, dp_shard_dim, tp_dim)
+    mesh, shard_dim = sharding_mesh(device_mesh, dp_shard_dim, tp_dim)
     if mesh[shard_dim].size() == 1:
         warn("no_effect", "megatron_fsdp shards nothing on one data-parallel rank. Only tensor parallelism is applied")
         return model, optimizer
@@ -205,7 +138,7 @@ def _check_supported(average_in_collective: bool) -> None:
         )
 
 
-def _mixed_precision(wide_weights: bool, wide_gradients: bool) -> Any:
+def _mixed_precision(wide_weights: bool, wide_gradients: bool) -> MixedPrecisionPolicy:
     import megatron_fsdp
 
     main, reduced = (torch.float32 if wide else None for wide in (wide_weights, wide_gradients))
@@ -218,7 +151,7 @@ def _fully_shard(
     shard_dim: str,
     tp_dim: str,
     on_meta: bool,
-    precision: Any,
+    precision: MixedPrecisionPolicy,
     options: Mapping[str, object],
 ) -> MegatronPart:
     """Call the package with the arguments that the contract of gradient sums fixes."""
@@ -234,7 +167,7 @@ def _fully_shard(
             tp_dim=tp_dim,
             # The package recognizes experts by their name. They are sharded like other parameters.
             expt_device_mesh=mesh,
-            device=_device(mesh.device_type),
+            device=current_device(mesh.device_type),
             init_model_with_meta_device=on_meta,
             mixed_precision_policy=precision,
             sync_model_each_microbatch=False,
@@ -285,72 +218,6 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer,
     )
     return wrapped
-
-
-def unit_modules(model: nn.Module, requested: Sequence[str | type[nn.Module]] | None) -> list[type[nn.Module]]:
-    """Return the classes that are gathered as one unit: `requested`, or the classes that the model declares as
-    unsplittable.
-
-    Raises ConfigError for a class that the model does not contain.
-    """
-    inside = {type(module) for module in model.modules()}
-    if requested:
-        paths = [entry for entry in requested if isinstance(entry, str)]
-        classes = [*import_classes_from_paths(paths), *(entry for entry in requested if not isinstance(entry, str))]
-        absent = [kind.__name__ for kind in classes if not any(issubclass(other, kind) for other in inside)]
-    else:
-        # The declaration of transformers (a list or set of class names), on the model and its inner models.
-        declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-        classes = [kind for kind in inside if kind.__name__ in declared]
-        absent = [] if classes else sorted(declared) or ["_no_split_modules"]
-    if absent:
-        raise ConfigError(
-            f"megatron_fsdp_unit_modules={','.join(absent)} matches no module of {type(model).__name__}",
-            code="unknown_name",
-            keys=("megatron_fsdp_unit_modules",),
-            fix=f"parallelizer.megatron_fsdp_unit_modules=[{','.join(_layer_classes(inside))}]",
-        )
-    return classes
-
-
-def _layer_classes(inside: set[type[nn.Module]]) -> list[str]:
-    """Return import paths of the layer classes of a model."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [kind for kind in inside if issubclass(kind, GradientCheckpointingLayer)]
-    return sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in layers) or ["<the class of this model's layers>"]
-
-
-def _sharding_mesh(device_mesh: DeviceMesh, dp_dim: str, tp_dim: str) -> tuple[DeviceMesh, str]:
-    """Return a mesh of exactly (shard, tp) and the name of its first axis.
-
-    The package looks up axes by name on this mesh. It would not find a flattened dp x cp axis, and cp would silently be
-    excluded from sharding.
-    """
-    names = device_mesh.mesh_dim_names or ()
-    replicate, dp = ("dp_replicate", "dp_shard") if names == AXES else ("", dp_dim)
-    if replicate and device_mesh[replicate].size() > 1:
-        raise ConfigError(
-            "hybrid sharding (mesh.dp_replicate_size) is not supported with megatron_fsdp",
-            code="unsupported_combination",
-            keys=("mesh.dp_replicate_size",),
-            fix="mesh.dp_replicate_size=1, or parallelizer=fsdp2",
-        )
-    if dp not in names or tp_dim not in names:
-        raise ConfigError(
-            f"megatron_fsdp needs the mesh axes {dp} and {tp_dim}, but the mesh has: {', '.join(names) or 'none'}",
-            code="unknown_name",
-            keys=("device_mesh",),
-        )
-    if "cp" not in names or device_mesh["cp"].size() == 1:
-        return device_mesh[dp, tp_dim], dp
-    shard = fsdp_mesh(device_mesh) if names == AXES else device_mesh[dp, "cp"]._flatten(f"{dp}_cp")
-    (name,) = shard.mesh_dim_names or ("",)
-    return joined(shard, device_mesh[tp_dim]), name
-
-
-def _device(device_type: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
 
 
 @contextmanager
