@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from automodel_cli.distributed.typed_torch import TorchDispatchMode, set_attribu
 from automodel_cli.dryrun import concrete_integers, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.concrete_integers import Twins
+from automodel_cli.dryrun.counts import Counts
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, code_line
 from automodel_cli.dryrun.torch_compat import FakeTensor, is_cuda, unset_fake_temporarily
@@ -42,34 +41,6 @@ _DYNAMIC = {
 _BOOLEAN = (torch.bool, torch.uint8)
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _CHOOSES = (_aten.topk.default, torch.ops.automodel.route.default)
-
-
-@dataclass
-class Work:
-    """Of kernels, one after the other."""
-
-    flops: float = 0.0
-    seconds: float = 0.0
-
-
-class Counts:
-    """What the measured step did, by name, and in `warm` what the step before it did."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self.warm = Work()
-        self.syncs: Counter[tuple[str, str]] = Counter()
-        self.kernels: Counter[str] = Counter()
-        self.moved: defaultdict[str, float] = defaultdict(float)
-        """Bytes that they read and write."""
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.flops = 0.0
-        self.front_seconds = 0.0
-        """Of kernels of the front end of a vision-language model."""
-
-    def sync(self, what: str, line: str) -> None:
-        if self.on:
-            self.syncs[what, line] += 1
 
 
 class TracedRank(TorchDispatchMode):

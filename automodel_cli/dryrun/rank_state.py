@@ -21,7 +21,8 @@ from automodel_cli.dryrun.synthetic_batches import Columns, as_batches
 from automodel_cli.dryrun.torch_compat import FakeTensorMode
 from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.pipelining.torch_runtime.torch_compat import Runtime, Stage
+from automodel_cli.pipelining.torch_runtime.runtime_compat import Runtime
+from automodel_cli.pipelining.torch_runtime.torch_compat import Stage
 from automodel_cli.planning.simulated_clock import Clock, Seconds, critical_path
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.training.stages import Stages

@@ -15,10 +15,11 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.context_parallel import RankGroup
 from automodel_cli.distributed.expert_parallel import permute, token_dispatcher, topk_router
 from automodel_cli.distributed.fusion import compiled_regions
+from automodel_cli.distributed.fusion.region_kernels import as_one
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.dryrun import fake_cuda, fake_tensor_compat, flex, sdpa, synthetic_batches, torch_compat
-from automodel_cli.dryrun.dispatch_mode import Work
+from automodel_cli.dryrun.counts import Work
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.microbatch_count import number_to_run, smallest
 from automodel_cli.dryrun.rank_result import result_of
@@ -56,7 +57,7 @@ def trace(recipe: Recipe, request: TraceRequest) -> RankResult:
         torch_compat.start_group(request.rank, request.num_gpus)
         torch_compat.on_resize(run.memory.resized)
         torch_compat.without_shape_inference(run.mode.aside)
-        compiled_regions.use_region_substitute(compiled_regions.as_one(run.mode.aside, run.mode.ran_as_one))
+        compiled_regions.use_region_substitute(as_one(run.mode.aside, run.mode.ran_as_one))
         mesh = build_mesh(layout, "cuda")
         times = _run(run, plan, mesh, fake, columns)
         result = result_of(run, mesh, plan, times, columns)

@@ -191,7 +191,7 @@ class AutoPipeline(PipelineStages):  # Public: docs/api.md
 
     def debug_summary(self) -> str:
         """Return text with the schedule, stages and sizes of this rank."""
-        return summary.pipeline_summary(self._info, self._plan, self._num_microbatches)
+        return summary.pipeline_summary(self._info, self._local.plan if self._local else None, self._num_microbatches)
 
     def log_debug_summary(self) -> None:
         """Log `debug_summary`."""

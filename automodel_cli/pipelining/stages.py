@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self
@@ -12,28 +11,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.warn import warn
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.sharded_module import handle_of
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.cut.model_structure import tied_embedding
-from automodel_cli.pipelining.cut.split_check import check_split
-from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StagePart, as_model_part, cut_stage, num_streams
-from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
+from automodel_cli.pipelining.cut.cut_stage import as_model_part
+from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StagePart
+from automodel_cli.pipelining.cut.stage_plan import StagePlan
 from automodel_cli.pipelining.error_keys import as_yaml
 from automodel_cli.pipelining.mesh_axes import Axes, default_device
-from automodel_cli.pipelining.schedule.schedules import check_composition
+from automodel_cli.pipelining.stage_builder import LocalStages, ParallelizeFn, StageBuilder
 from automodel_cli.pipelining.summary import PipelineInfo
 from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 from automodel_cli.pipelining.timeline.svg import draw_svg
-from automodel_cli.pipelining.torch_runtime import fsdp_compat, gradient_sync
+from automodel_cli.pipelining.torch_runtime import gradient_sync
 from automodel_cli.pipelining.torch_runtime.broadcast import broadcast_tensors
-from automodel_cli.pipelining.torch_runtime.torch_compat import Runtime, Stage
+from automodel_cli.pipelining.torch_runtime.runtime_compat import Runtime
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,14 +66,15 @@ class PipelineStages:
             spelling: context that translates the keys of errors.
             ready: forwards of the model that need no stand-ins.
         """
-        self._config, self._axes, self._num_microbatches = config, axes, num_microbatches
+        self._axes, self._num_microbatches = axes, num_microbatches
         self.device = device or default_device()
-        self._dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
-        self._defer_sync, self._defer_nested, self._spelling = defer_sync, defer_nested, spelling
-        self._ready = ready
-        self._plan: StagePlan | None = None
+        dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
+        self._defer_sync, self._spelling, self._ready = defer_sync, spelling, ready
+        self._builder = StageBuilder(
+            config, axes, num_microbatches, self.device, dtype, defer_sync, defer_nested, ready
+        )
+        self._local: LocalStages | None = None
         self._loss_fn: LossFn | None = None
-        self._table_stages: set[int] = set()
         self._runtimes: dict[tuple[int, bool], Runtime] = {}
         self._info = PipelineInfo(False, None, False, False, None, None)
 
@@ -87,7 +84,7 @@ class PipelineStages:
         self,
         model: ModelPart | PreTrainedModel,
         loss_fn: LossFn | None = None,
-        parallelize_fn: Callable[..., nn.Module | None] | None = None,
+        parallelize_fn: ParallelizeFn | None = None,
     ) -> Self:
         """Split `model` and set up the stages of this rank. Collective over the pipeline.
 
@@ -109,133 +106,15 @@ class PipelineStages:
                 keys=("loss_fn",),
             )
         with self._spelling():
-            return self._build(part, loss_fn, parallelize_fn)
-
-    def _build(
-        self, part: ModelPart, loss_fn: LossFn | None, parallelize_fn: Callable[..., nn.Module | None] | None
-    ) -> Self:
-        if self._axes.group.size() == 1:
-            raise ConfigError(
-                f"mesh axis {self._axes.pp_axis_name!r} has 1 rank, but a pipeline needs at least 2",
-                code="mesh_size",
-                keys=("mesh.pp_size",),
-                fix="mesh.pp_size=2",
+            self._local = self._builder.build(part, parallelize_fn)
+            self._loss_fn, self._runtimes = loss_fn, {}
+            owner, rank = self._local.plan.owner, self._axes.group.rank()
+            self._info = PipelineInfo(
+                True, None, owner[0] == rank, owner[-1] == rank, self._local.parts, self._local.stages
             )
-        anatomy = check_split(part.model, self._ready)
-        plan = plan_stages(self._config, part, anatomy, self._axes.group.size())
-        plan.check(self._num_microbatches)  # Rejected here and not at the first step.
-        rank = self._axes.group.rank()
-        parts: list[nn.Module] = []
-        for s in plan.of_rank(rank):
-            cut = cut_stage(
-                part,
-                anatomy,
-                layers=plan.layers[s],
-                is_first=s == 0,
-                is_last=s == plan.num_stages - 1,
-                holds_depths=s == plan.depths,
-                follows_depths=plan.follows_depths(s),
-                ready=self._ready,
-            )
-            parts.append(self._parallelize(cut, parallelize_fn, plan))
-        self._plan, self._loss_fn, self._runtimes = plan, loss_fn, {}
-        self._table_stages = {0, *([plan.num_stages - 1] if tied_embedding(part.model) else [])}
-        self._table_stages |= set() if plan.depths is None else {plan.depths}
-        stages = self._make_stages(part, parts, plan, math.prod(anatomy.streams))
-        first, last = plan.owner[0] == rank, plan.owner[-1] == rank
-        self._info = PipelineInfo(True, None, first, last, parts, stages)
-        self._info.schedule = self._runtime(self._num_microbatches, train=True)
+            self._info.schedule = self._runtime(self._num_microbatches, train=True)
         self._info.schedule.warm_up()
         return self
-
-    def _parallelize(
-        self, part: StagePart, parallelize_fn: Callable[..., nn.Module | None] | None, plan: StagePlan
-    ) -> nn.Module:
-        if not any(p.is_meta for p in part.parameters()):
-            part.to(self.device)
-        result = parallelize_fn and parallelize_fn(part, **self._axes.keywords())
-        if isinstance(result, DistributedDataParallel):
-            raise ConfigError(
-                "parallelize_fn must not return a DDP wrapper, because its reducer cannot detect the last backward of "
-                "a step",
-                code="unsupported_combination",
-                keys=("parallelizer",),
-                fix="leave the part unwrapped: AutoPipeline sums plain gradients over dp_axis_names once per step",
-            )
-        assert result is None or result is part, "parallelize_fn must work in place"
-        resharding = any(fsdp_compat.reshards_after_forward(m) for m in part.modules() if isinstance(m, FSDPModule))
-        nested_sync = not isinstance(part, FSDPModule) and bool(fsdp_compat.fsdp_roots(part)) and not self._defer_nested
-        if plan.splits_backward and (not self._defer_sync or nested_sync):
-            switch = "patch_stage_backward_maybe_with_nosync" if nested_sync else "defer_fsdp_grad_sync"
-            raise ConfigError(
-                f"schedule={self._config.schedule_csv or self._config.schedule} splits the backward, so FSDP must "
-                "reduce gradients after the last weight gradient of a step",
-                code="requires_setting",
-                keys=(switch,),
-                fix=f"{switch}=true",
-            )
-        if self._config.named_schedule is not None:
-            check_composition(self._config.named_schedule, reshard_after_forward=resharding)
-        elif plan.splits_backward and resharding:
-            raise ConfigError(
-                "schedule_csv with I and W actions needs reshard_after_forward=false",
-                code="requires_setting",
-                keys=("schedule_csv",),
-                fix="fully_shard(..., reshard_after_forward=False) in parallelize_fn",
-            )
-        return part
-
-    def _make_stages(self, model_part: ModelPart, parts: list[nn.Module], plan: StagePlan, streams: int) -> list[Stage]:
-        hidden_size = getattr(model_part.model.config.get_text_config(), "hidden_size", None)
-        if hidden_size is None:
-            raise ConfigError(
-                f"{type(model_part.model).__name__} is not supported because its config has no hidden_size, the width "
-                "between stages",
-                code="not_supported_by_model",
-                keys=("model",),
-            )
-        compute_dtype = self._agreed_dtype(model_part, parts)
-        if self._dtype not in (None, compute_dtype):
-            warn(
-                "precision_loss",
-                "stages compute in %s but send %s. Activations and gradients are rounded at every stage boundary",
-                compute_dtype,
-                self._dtype,
-            )
-        return [
-            Stage(
-                part,
-                index,
-                plan.num_stages,
-                self.device,
-                self._axes.group,
-                hidden_size=streams * hidden_size,
-                boundary_dtype=self._dtype or compute_dtype,
-                compute_dtype=compute_dtype,
-                defer_nested_sync=self._defer_nested,
-                num_further=num_streams(model_part, True) - 1,
-                further_arrives=plan.follows_depths(index),
-                further_leaves=plan.follows_depths(index + 1),
-                sends_gradients=plan.sends_gradients(index),
-            )
-            for index, part in zip(plan.of_rank(self._axes.group.rank()), parts, strict=True)
-        ]
-
-    def _agreed_dtype(self, model_part: ModelPart, parts: Sequence[nn.Module]) -> torch.dtype:
-        """Return the dtype of the residual stream, as determined by the rank of the first stage.
-
-        Stages may be empty.
-        """
-        first = next(model_part.parameters(), None)
-        own = next(
-            (d for part in parts if (d := fsdp_compat.fsdp_dtype(part))),
-            first.dtype if first is not None else torch.bfloat16,
-        )
-        agreed = [own]
-        dist.broadcast_object_list(
-            agreed, src=dist.get_global_rank(self._axes.group, 0), group=self._axes.group, device=self.device
-        )
-        return agreed[0]
 
     # Run: the `Stages` protocol
 
@@ -310,8 +189,8 @@ class PipelineStages:
 
     def _runtime(self, num_microbatches: int, train: bool) -> Runtime:
         """Return the cached runtime for this number of microbatches."""
-        info, plan, key = self._built(), self._plan, (num_microbatches, train)
-        assert plan is not None and info.stages is not None
+        info, plan, key = self._built(), self._planned(), (num_microbatches, train)
+        assert info.stages is not None
         if key not in self._runtimes:
             every = not self._defer_sync
             program = plan.program(num_microbatches) if train else plan.forward_program(num_microbatches)
@@ -377,10 +256,13 @@ class PipelineStages:
     def forward_size(self, num_microbatches: int) -> int:
         return num_microbatches
 
-    def _planned(self) -> StagePlan:
+    def _local_stages(self) -> LocalStages:
         self._built()
-        assert self._plan is not None
-        return self._plan
+        assert self._local is not None
+        return self._local
+
+    def _planned(self) -> StagePlan:
+        return self._local_stages().plan
 
     def _boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:
         """Return the shape of the hidden states between stages, equal for all stages."""
@@ -407,4 +289,4 @@ class PipelineStages:
     def _table_ranks(self) -> list[int]:
         """Return the ranks of the group with such copies."""
         owner = self._planned().owner
-        return sorted({owner[stage] for stage in self._table_stages})
+        return sorted({owner[stage] for stage in self._local_stages().with_table})

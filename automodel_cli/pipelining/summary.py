@@ -15,7 +15,8 @@ from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 
 if TYPE_CHECKING:
     from automodel_cli.pipelining.cut.stage_plan import StagePlan
-    from automodel_cli.pipelining.torch_runtime.torch_compat import Runtime, Stage
+    from automodel_cli.pipelining.torch_runtime.runtime_compat import Runtime
+    from automodel_cli.pipelining.torch_runtime.torch_compat import Stage
 
 
 @dataclass

@@ -24,8 +24,8 @@ from automodel_cli.distributed.expert_parallel.apply import experts_modules, num
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import parameters_of
 from automodel_cli.distributed.expert_parallel.low_rank import ADAPTERS, has_adapters
-from automodel_cli.distributed.fusion.compiled_regions import as_one
 from automodel_cli.distributed.fusion.patterns import fuse_layers
+from automodel_cli.distributed.fusion.region_kernels import as_one
 from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.distributed.torch_compat import OpOverload
 from automodel_cli.distributed.typed_torch import Ctx, Function, TorchDispatchMode

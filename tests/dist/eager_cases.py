@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
 from automodel_cli.pipelining.cut.layer_ranges import even_sizes, layer_ranges
 from automodel_cli.pipelining.cut.split_check import check_split
-from automodel_cli.pipelining.cut.stage_module import cut_stage
 from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, ProcessGroupCollection
 from automodel_cli.pipelining.megatron_core.finalize import finalize_model_grads
 from automodel_cli.pipelining.megatron_core.forward_backward import get_forward_backward_func

@@ -4,14 +4,13 @@ A `FusibleRegion` is detected in a model (`patterns`) or written in code (`group
 it runs:
 
 - `Compiled` uses torch.compile with a dynamic number of tokens. A test first verifies values and gradients.
-- `as_one` is for fake tensors. It records which tensors are saved and which kernels are launched.
+- `region_kernels.as_one` is for fake tensors. It records which tensors are saved and which kernels are launched.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,7 +22,6 @@ from automodel_cli.config.warn import warn
 from automodel_cli.distributed import kernel_report, torch_compat
 from automodel_cli.distributed.compile_modes import AUTO, FUSED_OPS
 from automodel_cli.distributed.tensors import tensors_in
-from automodel_cli.distributed.typed_torch import Ctx, Function
 
 R = TypeVar("R")
 
@@ -211,77 +209,15 @@ def _with_gradients(function: Callable[..., object], args: Sequence[object]) -> 
     if not any(tensor.requires_grad for tensor in results):
         return results
     needed = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
-    needed += [param for module in _modules(args) for param in module.parameters()]
+    needed += [param for module in modules_of(args) for param in module.parameters()]
     # A square sum has a different gradient at each element. A plain sum would hide errors that cancel.
     total = torch.stack([tensor.float().square().sum() for tensor in results]).sum()
     grads = torch.autograd.grad(total, needed, allow_unused=True)
     return [*(tensor.detach() for tensor in results), *(grad for grad in grads if grad is not None)]
 
 
-def _modules(args: Sequence[object]) -> list[nn.Module]:
+def modules_of(args: Sequence[object]) -> list[nn.Module]:
     return [arg for arg in args if isinstance(arg, nn.Module)]
-
-
-OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
-
-
-ShapeContext = Callable[[], AbstractContextManager[object]]
-
-
-def as_one(shape_context: ShapeContext, on_kernel: OnKernel) -> RegionCompiler:
-    """Return a region compiler for fake tensors. Every region saves only the tensors that its backward needs.
-
-    Args:
-        shape_context: context in which the operators of a region run to infer shapes.
-        on_kernel: called as `ran(name, read, written)` for each kernel.
-    """
-
-    def fuse(region: FusibleRegion[R]) -> Callable[..., R]:
-        def run(*args: object) -> R:
-            tensors = tensors_in(args)
-            if any(torch_compat.is_dtensor(tensor) for tensor in tensors):
-                return region.function(*args)
-            parameters = [p for module in _modules(args) for p in module._parameters.values() if p is not None]
-            result: R = _AsOne.apply(region, shape_context, on_kernel, args, *tensors, *parameters)
-            return result
-
-        return run
-
-    return fuse
-
-
-class _AsOne(Function):
-    @staticmethod
-    def forward(
-        ctx: Ctx,
-        region: FusibleRegion[R],
-        shape_context: ShapeContext,
-        on_kernel: OnKernel,
-        args: Sequence[object],
-        *tensors: Tensor,
-    ) -> R:
-        with shape_context():
-            result = region.function(*args)
-        on_kernel(region.name, tensors, tensors_in(result))
-        ctx.save_for_backward(*(tensors[i] for i in region.kept or ()))
-        ctx.region, ctx.on_kernel = region, on_kernel
-        ctx.inputs = [(t.shape, t.dtype, t.device) for t in tensors]
-        ctx.of_tokens = [t.ndim > 1 for t in tensors]
-        return result
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[4:]
-        made = [
-            torch.empty(shape, dtype=dtype, device=device) if wants else None
-            for (shape, dtype, device), wants in zip(ctx.inputs, needed, strict=True)
-        ]
-        read = [*ctx.saved_tensors, *grads]
-        for many in (True, False):  # Gradients of weights are sums over tokens, in a separate kernel.
-            written = [g for g, is_many in zip(made, ctx.of_tokens, strict=True) if g is not None and is_many is many]
-            if written:
-                ctx.on_kernel(f"{ctx.region.name}, backward", read, written)
-        return None, None, None, None, *made
 
 
 def region_compiler_for(

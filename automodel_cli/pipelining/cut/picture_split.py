@@ -16,9 +16,9 @@ from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.vision import probe, shares
 from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.models.vision.small import shared_copy
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
 from automodel_cli.pipelining.cut.model_structure import SplitError
 from automodel_cli.pipelining.cut.split_check import TOLERANCE, check_split, forward_backward, take_gradients
-from automodel_cli.pipelining.cut.stage_module import cut_stage
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -19,8 +19,9 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.lm_head.head import HeadKind
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import build_small, shrink
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
 from automodel_cli.pipelining.cut.model_structure import ModelStructure, NotMeasuredError, SplitError, observe
-from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StandIn, cut_stage
+from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StandIn
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import lora
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
 from automodel_cli.pipelining.cut.split_check import check_split
-from automodel_cli.pipelining.cut.stage_module import cut_stage
 from tests.exports import adapted_part, logprobs_of, logprobs_of_files, nudged
 from tests.tiny import build_hf, token_row
 

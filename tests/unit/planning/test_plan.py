@@ -22,8 +22,8 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
 from automodel_cli.pipelining.cut.split_check import check_split
-from automodel_cli.pipelining.cut.stage_module import cut_stage
 from automodel_cli.pipelining.schedule.schedules import SCHEDULES
 from automodel_cli.planning.activation_memory import trace_activations
 from automodel_cli.planning.memory import sharded_rows, state_rule

@@ -18,8 +18,9 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import parameters_of
 from automodel_cli.distributed.fusion import compiled_regions
-from automodel_cli.distributed.fusion.compiled_regions import Compiled, FusibleRegion, as_one
+from automodel_cli.distributed.fusion.compiled_regions import Compiled, FusibleRegion
 from automodel_cli.distributed.fusion.patterns import fuse_layers
+from automodel_cli.distributed.fusion.region_kernels import as_one
 from automodel_cli.training.monitors.recompile_monitor import CompileWatch
 from tests import tiny
 from tests.errors import raises

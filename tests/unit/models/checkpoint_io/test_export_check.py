@@ -23,8 +23,8 @@ from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.stochastic_rounding import moved_within_ulp
 from automodel_cli.models.vision.processor import FamilyProcessor
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
 from automodel_cli.pipelining.cut.split_check import check_split
-from automodel_cli.pipelining.cut.stage_module import cut_stage
 from tests.errors import raises
 from tests.tiny import build_hf, packed_batch, token_row
 from tests.vision import config_of, documents_of, processor_of, repository

@@ -15,9 +15,10 @@ from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import shrink
 from automodel_cli.pipelining.cut import stage_module as stage_module
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
 from automodel_cli.pipelining.cut.model_structure import SplitError, find_decoder_layers, observe
 from automodel_cli.pipelining.cut.split_check import check_split, probe
-from automodel_cli.pipelining.cut.stage_module import StagePart, cut_stage
+from automodel_cli.pipelining.cut.stage_module import StagePart
 from tests.errors import raises
 from tests.tiny import FAMILIES, build_hf, gradient_error, gradients, packed_batch, tiny_config, token_row
 

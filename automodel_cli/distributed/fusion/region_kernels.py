@@ -1,0 +1,75 @@
+"""Regions on fake tensors: what each kernel reads, writes and saves, without its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from automodel_cli.distributed import torch_compat
+from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, R, RegionCompiler, modules_of
+from automodel_cli.distributed.tensors import tensors_in
+from automodel_cli.distributed.typed_torch import Ctx, Function
+
+OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
+
+
+ShapeContext = Callable[[], AbstractContextManager[object]]
+
+
+def as_one(shape_context: ShapeContext, on_kernel: OnKernel) -> RegionCompiler:
+    """Return a region compiler for fake tensors. Every region saves only the tensors that its backward needs.
+
+    Args:
+        shape_context: context in which the operators of a region run to infer shapes.
+        on_kernel: called as `ran(name, read, written)` for each kernel.
+    """
+
+    def fuse(region: FusibleRegion[R]) -> Callable[..., R]:
+        def run(*args: object) -> R:
+            tensors = tensors_in(args)
+            if any(torch_compat.is_dtensor(tensor) for tensor in tensors):
+                return region.function(*args)
+            parameters = [p for module in modules_of(args) for p in module._parameters.values() if p is not None]
+            result: R = _AsOne.apply(region, shape_context, on_kernel, args, *tensors, *parameters)
+            return result
+
+        return run
+
+    return fuse
+
+
+class _AsOne(Function):
+    @staticmethod
+    def forward(
+        ctx: Ctx,
+        region: FusibleRegion[R],
+        shape_context: ShapeContext,
+        on_kernel: OnKernel,
+        args: Sequence[object],
+        *tensors: Tensor,
+    ) -> R:
+        with shape_context():
+            result = region.function(*args)
+        on_kernel(region.name, tensors, tensors_in(result))
+        ctx.save_for_backward(*(tensors[i] for i in region.kept or ()))
+        ctx.region, ctx.on_kernel = region, on_kernel
+        ctx.inputs = [(t.shape, t.dtype, t.device) for t in tensors]
+        ctx.of_tokens = [t.ndim > 1 for t in tensors]
+        return result
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[4:]
+        made = [
+            torch.empty(shape, dtype=dtype, device=device) if wants else None
+            for (shape, dtype, device), wants in zip(ctx.inputs, needed, strict=True)
+        ]
+        read = [*ctx.saved_tensors, *grads]
+        for many in (True, False):  # Gradients of weights are sums over tokens, in a separate kernel.
+            written = [g for g, is_many in zip(made, ctx.of_tokens, strict=True) if g is not None and is_many is many]
+            if written:
+                ctx.on_kernel(f"{ctx.region.name}, backward", read, written)
+        return None, None, None, None, *made
