@@ -42,7 +42,7 @@ class Called:
 
 def _wrapped(*names: str) -> list[Called]:
     """Calls of the package's wrapper, which our code holds as `wrapped` or gets from `self._wrapped`."""
-    return [Called("megatron_fsdp", f"MegatronFSDP.{name}", f"{MEGATRON}/sharding.py", f"*.{name}") for name in names]
+    return [Called("megatron_fsdp", f"MegatronFSDP.{name}", f"{MEGATRON}/handle.py", f"*.{name}") for name in names]
 
 
 CALLED = [
