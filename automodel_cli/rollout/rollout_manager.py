@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,19 +16,19 @@ from automodel_cli.data.config import answer_checker
 from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
+from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.moe.router_hooks import selectors_of
 from automodel_cli.models.teacher_config import TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective
+from automodel_cli.rollout.collection.engine_check import check_engine
 from automodel_cli.rollout.collection.sample_collector import CollectionTimes, SampleCollector
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.engines.base import sample_seed
-from automodel_cli.rollout.engines.sampler.sampling import shaping_of
 from automodel_cli.rollout.minibatches.advantage_estimation import AdvantageEstimator
 from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
 from automodel_cli.rollout.minibatches.prefix_sharing import shared_prompts_obstacle
 from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
 from automodel_cli.rollout.monitoring.health_monitor import HealthMonitor, measured_entropies
-from automodel_cli.rollout.monitoring.logprob_check import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.monitoring.reward_statistics import counted, mean_reward, of_k_samples
 from automodel_cli.rollout.rewards.base import RewardFunction
 from automodel_cli.rollout.rollout_log import (
@@ -41,11 +40,10 @@ from automodel_cli.rollout.rollout_log import (
     too_few,
 )
 from automodel_cli.rollout.rollout_result import Rollout
-from automodel_cli.rollout.samples import PackingConfig, pack_minibatches
+from automodel_cli.rollout.samples import PackingConfig
 from automodel_cli.rollout.timers import Idle, StepTimers
 from automodel_cli.rollout.types import Sample
 from automodel_cli.run.checks.token_ids import num_embeddings, pad_id
-from automodel_cli.run.frozen_models.reference_model import batch_logprobs, sampling_distribution
 from automodel_cli.run.frozen_models.reference_sync import ReferenceSync
 from automodel_cli.run.heldout_accuracy import Accuracy
 from automodel_cli.training.callback import Callback, Run
@@ -100,7 +98,7 @@ class Rollouts(Callback):
         self._alarms = HealthMonitor(config.max_new_tokens, measured_entropies(session.run_dir / "metrics.jsonl"))
         self._phases, self._idle, self._scored = StepTimers(), Idle(0.0, 0.0), False
         self.sync(session.first_step)
-        self._check_agreement()
+        check_engine(session, config, self._source, self._plan)
 
     # -- reports of the run
 
@@ -113,11 +111,11 @@ class Rollouts(Callback):
         sampler = getattr(self._source.engine, "about", "") if self.mesh.device.type == "cuda" else ""
         return [("sampler", sampler), prompts] if sampler else [prompts]
 
-    def on_start(self, run: Run, state: Any) -> None:
+    def on_start(self, run: Run, state: object) -> None:
         """Restore the prefetched samples of the checkpoint."""
         self._source.restore(state)
 
-    def on_checkpoint(self, run: Run, step: int) -> Any:
+    def on_checkpoint(self, run: Run, step: int) -> object:
         """Return the samples that are not yet trained. Collective."""
         return self._source.state()
 
@@ -242,31 +240,6 @@ class Rollouts(Callback):
         )
         with self._phases("sync"):
             self._source.update(stream, version)
-
-    def _check_agreement(self) -> None:
-        """Raise RunError if an engine with its own copy of the weights returns other log-probs than the trainer.
-        Collective."""
-        if self._source.engine.capabilities.live_weights:
-            return
-        session, loader = self.session, self.session.loader
-        requests, seeds = self._source.requests(session.first_step + 1, loader.peek_step(), loader.position)
-        size = self.config.group_size
-        few = slice(0, size * max(1, MAX_PROMPTS // self.mesh.dp_size), size)  # one sample of each prompt
-        params = self.config.params()
-        params = dataclasses.replace(params, max_new_tokens=min(MAX_NEW_TOKENS, params.max_new_tokens))
-        samples = self._source.responses(requests[few], params, seeds[few])
-        RoutingReplay.check_recorded(samples)
-        self._source.rest(weights_follow=False)
-        mesh, stages = self.mesh, self.model.stages
-        every = [(number,) for number in range(len(samples))]
-        (update,) = pack_minibatches(samples, every, 1, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
-
-        def score(shaping: SamplingTransform) -> list[Tensor]:
-            with sampling_distribution(self.model, shaping):
-                return batch_logprobs(stages, update.batches, mesh.device)
-
-        limit = self.config.max_initial_logprob_gap
-        check_agreement(update, samples, score, shaping_of(params), limit=limit, tokenizer=session.tokenizer)
 
     def print_validation(self, when: str) -> None:
         """Print the reward on held-out prompts before or after training. Collective if it must be measured."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,46 +21,13 @@ from automodel_cli.config.value_checks import check_range
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.expert_parallel.router_replay import RouterRecorder, choosing
 from automodel_cli.rollout.engines.base import Capabilities, resolve_seeds
+from automodel_cli.rollout.engines.sampler.active_samples import ActiveSample, SharedPrompt, next_prefill
 from automodel_cli.rollout.engines.sampler.cuda_graphs import Capture, DecodeGraphs, GraphsFailed
 from automodel_cli.rollout.engines.sampler.decoder import Decoder
 from automodel_cli.rollout.engines.sampler.kv_cache import Decode, KVCache, Prefill, WholeAttention
 from automodel_cli.rollout.engines.sampler.recurrent_cache import StateSlots
 from automodel_cli.rollout.engines.sampler.sampling import sample_tokens, streams
-from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams, WeightStream
-
-
-@dataclass
-class _Sequence:
-    """A sample in progress: `index` in the call, generated tokens, and its random stream of `limit` numbers (none for
-    greedy decoding). `experts` `[n, layers, k]` are the routed experts of the tokens read, for layers of this rank."""
-
-    index: int
-    prompt: Sequence[int]
-    limit: int
-    uniforms: Sequence[float]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)
-
-    @property
-    def cached(self) -> int:
-        """Tokens whose keys are stored: all but the newest, which the next forward reads."""
-        return len(self.prompt) + len(self.tokens) - 1
-
-    @property
-    def uniform(self) -> float:
-        """The number that decides the next token."""
-        return self.uniforms[len(self.tokens)] if self.uniforms else 0.0
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A prompt with samples that have no slot yet. Its cache is in the slot after all others. `logits_1V` of its last
-    token exist on the sampling rank. `experts` of its tokens, if they are recorded."""
-
-    prompt: Sequence[int]
-    logits_1V: Tensor | None
-    experts: list[np.ndarray]
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
 
 class Sampler:
@@ -103,7 +69,7 @@ class Sampler:
         self._refill = max(1, int(max_num_seqs * refill_threshold))
         self._cache = KVCache(max_num_seqs, whole_attention)
         self._states = StateSlots(max_num_seqs, decoder.new_cache)
-        self._shared: _Waiting | None = None
+        self._shared: SharedPrompt | None = None
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
 
@@ -174,17 +140,16 @@ class Sampler:
     ) -> dict[int, Completion]:
         random_numbers = streams(seeds, [0 if params.greedy else limit for limit in limits])
         waiting = deque(
-            _Sequence(i, *of_one) for i, of_one in enumerate(zip(prompts, limits, random_numbers, strict=True))
+            ActiveSample(i, *of_one) for i, of_one in enumerate(zip(prompts, limits, random_numbers, strict=True))
         )
-        active: list[_Sequence] = []
+        active: list[ActiveSample] = []
         finished: dict[int, Completion] = {}
         must_gather = self.decoder.gathers
         # Ranks with expert parallelism run the same number of forwards. A rank without sequences runs a dummy.
         while self.decoder.anyone(bool(waiting or active)) or must_gather:
             must_gather = False
             # Prefill several prompts together once enough slots are free, because each prefill delays all active
-            # sequences.
-            # max_num_seqs 32 and refill_threshold 0.125: wait until 4 slots are free.
+            # sequences. Example: max_num_seqs 32 and refill_threshold 0.125 wait until 4 slots are free.
             refills = bool(waiting) and (not active or self.max_num_seqs - len(active) >= self._refill)
             while refills and self._start_shared(waiting, active, params):
                 self._retire(active, finished)
@@ -198,22 +163,15 @@ class Sampler:
         return finished
 
     def _with_experts(self, finished: dict[int, Completion]) -> dict[int, Completion]:
-        """Return the completions with routed experts of all layers instead of the layers of this rank. Collective over
-        the pipeline."""
+        """Return the completions with routed experts of all layers. Collective over the pipeline."""
         local = {index: c.routed_experts for index, c in finished.items() if c.routed_experts is not None}
         all_layers = self.decoder.over_stages(self._layers, local)
         return {index: replace(c, routed_experts=all_layers[index]) for index, c in finished.items()}
 
-    def _start_shared(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> bool:
-        """Give free slots to samples of a prompt that has already run, and sample their first tokens. Return False if
-        there are none."""
-        new: list[_Sequence] = []
+    def _start_shared(self, waiting: deque[ActiveSample], active: list[ActiveSample], params: SamplingParams) -> bool:
+        """Sample the first tokens of a prompt that has already run, into free slots. Return False if there are none."""
         shared = self._shared
-        while waiting and shared is not None and waiting[0].prompt == shared.prompt:
-            if len(active) + len(new) == self.max_num_seqs:
-                break
-            new.append(waiting.popleft())
-            new[-1].experts += shared.experts
+        new = [] if shared is None else shared.next_samples(waiting, self.max_num_seqs - len(active))
         if shared is None or not new:
             return False
         # Active sequences use the slots 0 to B - 1, so new ones take the next slots.
@@ -225,17 +183,9 @@ class Sampler:
         self._draw(None if logits_1V is None else logits_1V.expand(len(new), -1), new, params)
         return True
 
-    def _start(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> None:
+    def _start(self, waiting: deque[ActiveSample], active: list[ActiveSample], params: SamplingParams) -> None:
         """Prefill the next prompts into free slots and sample their first tokens."""
-        new: list[_Sequence] = []
-        num_tokens = 0
-        while waiting and len(active) + len(new) < self.max_num_seqs:
-            # A group of 8 samples costs its prompt once.
-            shared = bool(new) and waiting[0].prompt == new[-1].prompt
-            num_tokens += 0 if shared else len(waiting[0].prompt)
-            if new and not shared and num_tokens > self.max_num_batched_tokens:
-                break
-            new.append(waiting.popleft())
+        new = next_prefill(waiting, self.max_num_seqs - len(active), self.max_num_batched_tokens)
         # Samples of one prompt are adjacent. The prompt runs once, and its keys are copied to the slots of all its
         # samples.
         slots = range(len(active), len(active) + len(new))
@@ -253,10 +203,10 @@ class Sampler:
         active += new
         logits_SV = self._forward(forward, input_ids_1T, position_ids_1T, wanted_S.long(), new, params)
         last_1V = None if logits_SV is None else logits_SV[-1:].clone()
-        self._shared = _Waiting(prompts[-1], last_1V, list(new[-1].experts)) if goes_on else None
+        self._shared = SharedPrompt(prompts[-1], last_1V, list(new[-1].experts)) if goes_on else None
         self._draw(logits_SV, new, params)
 
-    def _continue(self, active: list[_Sequence], params: SamplingParams) -> None:
+    def _continue(self, active: list[ActiveSample], params: SamplingParams) -> None:
         """One more token for every sequence."""
         cached = [sequence.cached for sequence in active]
         longest = max(cached) + 1
@@ -292,7 +242,7 @@ class Sampler:
         input_ids_BT: Tensor,
         position_ids_BT: Tensor,
         wanted_S: Tensor,
-        sequences: Sequence[_Sequence],
+        sequences: Sequence[ActiveSample],
         params: SamplingParams,
     ) -> Tensor | None:
         """Return `logits_SV` on the sampling rank."""
@@ -307,7 +257,7 @@ class Sampler:
                 sequence.experts.append(chosen_NLK[rows])
         return logits_SV
 
-    def _draw(self, logits_SV: Tensor | None, sequences: Sequence[_Sequence], params: SamplingParams) -> None:
+    def _draw(self, logits_SV: Tensor | None, sequences: Sequence[ActiveSample], params: SamplingParams) -> None:
         """One token for each sequence, on every rank that decodes it."""
         drawn_2S = None
         if logits_SV is not None:
@@ -316,27 +266,23 @@ class Sampler:
             drawn_2S = torch.stack([tokens_S.double(), logprobs_S.double()])
         self._take(drawn_2S, sequences)
 
-    def _take(self, drawn_2S: Tensor | None, sequences: Sequence[_Sequence]) -> None:
+    def _take(self, drawn_2S: Tensor | None, sequences: Sequence[ActiveSample]) -> None:
         """Broadcast the sampled tokens to every rank."""
         tokens, logprobs = self.decoder.agree(drawn_2S, len(sequences)).tolist()
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             sequence.tokens.append(int(token))
             sequence.logprobs.append(logprob)
 
-    def _retire(self, active: list[_Sequence], finished: dict[int, Completion]) -> None:
+    def _retire(self, active: list[ActiveSample], finished: dict[int, Completion]) -> None:
         """Remove finished sequences. The last sequence moves into a freed slot, so that the first B slots are
         in use."""
         # From the last slot: a sequence that moves into a freed slot was examined already.
         for slot in reversed(range(len(active))):
             sequence = active[slot]
-            stopped = sequence.tokens[-1] in self.stop_token_ids
-            if not stopped and len(sequence.tokens) < sequence.limit:
+            completion = sequence.completion(self.stop_token_ids, self.weight_version)
+            if completion is None:
                 continue
-            reason: FinishReason = "stop" if stopped else "length"
-            experts = np.concatenate(sequence.experts) if sequence.experts else None
-            finished[sequence.index] = Completion(
-                sequence.tokens, sequence.logprobs, reason, self.weight_version, routed_experts=experts
-            )
+            finished[sequence.index] = completion
             # Example: slots A B C D and B finishes. D moves to slot 1, which gives A D C.
             last = active.pop()
             if last is not sequence:

@@ -82,7 +82,7 @@ class Run:
     def everything(self) -> dict[str, torch.Tensor]:
         state = {f"model.{k}": v.clone() for k, v in self.model.state_dict().items()}
         for name, param in self.model.named_parameters():
-            state |= {f"{name}.{k}": v.clone() for k, v in self.optimizer.state[param].items()}
+            state |= {f"{name}.{k}": torch.as_tensor(v).clone() for k, v in self.optimizer.state[param].items()}
         return state
 
 
