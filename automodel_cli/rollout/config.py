@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_choice, check_minimums, check_range
@@ -420,7 +420,7 @@ class RolloutConfig:
         """Return the environments by name. A single environment is called `environment`."""
         return dict(self.environments) if self.environment is None else {"environment": self.environment}
 
-    def tools_of(self, row: Mapping[str, Any]) -> Sequence[dict[str, object]]:
+    def tools_of(self, row: Mapping[str, object]) -> Sequence[dict[str, object]]:
         """Return the tools that the chat template shows for a row: the tools of its environment."""
         if self.environment is not None:
             return self.environment.tools

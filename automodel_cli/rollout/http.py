@@ -13,7 +13,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from http.client import HTTPMessage
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from automodel_cli.config.errors import RunError
@@ -39,7 +40,9 @@ class ServerError(RunError):
 class _SameHost(urllib.request.HTTPRedirectHandler):
     """Follows no redirect to another host, port or scheme: urllib would send the key along."""
 
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
         if urlsplit(newurl)[:2] != urlsplit(req.full_url)[:2]:
             raise urllib.error.HTTPError(newurl, code, f"redirects to {newurl}", headers, fp)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
@@ -58,12 +61,12 @@ class _TlsConnection(http.client.HTTPSConnection):
 
 
 class _Http(urllib.request.HTTPHandler):
-    def http_open(self, req: urllib.request.Request) -> Any:
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_Connection, req)
 
 
 class _Https(urllib.request.HTTPSHandler):
-    def https_open(self, req: urllib.request.Request) -> Any:
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_TlsConnection, req)
 
 
@@ -101,7 +104,7 @@ def _within(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"no complete response within {seconds:g} s")
 
 
-def _read(answer: Any) -> bytes:
+def _read(answer: http.client.HTTPResponse) -> bytes:
     """Read the complete response, up to `_MOST_BYTES`."""
     parts, size = [], 0
     while part := answer.read1(1 << 20):

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -111,7 +111,7 @@ class Rollouts(Callback):
         sampler = getattr(self._source.engine, "about", "") if self.mesh.device.type == "cuda" else ""
         return [("sampler", sampler), prompts] if sampler else [prompts]
 
-    def on_start(self, run: Run, state: object) -> None:
+    def on_start(self, run: Run, state: Any) -> None:
         """Restore the prefetched samples of the checkpoint."""
         self._source.restore(state)
 

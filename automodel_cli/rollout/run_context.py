@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
     from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
 
     from automodel_cli.distributed.mesh import Mesh
     from automodel_cli.run.model_builder import Model
@@ -24,7 +26,7 @@ class RunContext(Protocol):
     @property
     def model(self) -> Model: ...
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
     @property
     def run_dir(self) -> Path: ...
     @property

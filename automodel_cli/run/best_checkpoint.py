@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ def count_validation(early_stop: EarlyStop, step: int, metrics: Mapping[str, flo
             keys=("validation.metric",),
             fix=f"validation.metric={near[0] if near else LOSS}",
         )
-    value: list[Any] = [metrics.get(goal.metric)]
+    value: list[float | None] = [metrics.get(goal.metric)]
     dist.broadcast_object_list(value, src=0, device=torch.device("cpu"))
     early_stop.add(step, value[0])
 

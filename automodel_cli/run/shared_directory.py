@@ -8,13 +8,14 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from automodel_cli.config.errors import ConfigError
 
+T = TypeVar("T")
 SECONDS_TO_SEE = 10.0
 """A network file system may show a new file late."""
 
@@ -24,9 +25,9 @@ def host() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def all_gather_values(value: object) -> list[Any]:
+def all_gather_values(value: T) -> list[T]:
     """Return the value of every rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
+    values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
@@ -35,7 +36,7 @@ def problems(folder: Path) -> list[str]:
     """Return one entry per host that does not share `folder`, or []. Collective."""
     if dist.get_world_size() == 1:
         return []
-    word: list[Any] = [secrets.token_hex(8)]
+    word = [secrets.token_hex(8)]
     wrong = _write(folder, word[0]) if dist.get_rank() == 0 else ""
     dist.broadcast_object_list(word, src=0, device=torch.device("cpu"))
     if dist.get_rank() > 0 and not _is_seen(_file(folder, word[0]), word[0]):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.value_checks import require_package
@@ -34,7 +34,7 @@ class TrackerNode(Protocol):
     """Interface of a node of `logging.trackers`. Custom trackers: examples/own_tracker.py."""
 
     @abstractmethod
-    def start(self, run_name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker:
+    def start(self, run_name: str, run_dir: Path, config: Mapping[str, object]) -> Tracker:
         """Start to record a run, or continue an existing one with this name. `config` is the composed config with
         unresolved interpolations."""
         ...
@@ -49,9 +49,9 @@ def _numbers(row: Row) -> dict[str, float]:
     return {key: float(value) for key, value in row.items() if value is not None and key != "step"}
 
 
-def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+def flatten_config(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """A nested config as `section.key` -> value, for trackers that keep hyper-parameters flat."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -72,12 +72,12 @@ class TensorBoard:
     def __post_init__(self) -> None:
         _require(self.module, "tensorboard")
 
-    def start(self, run_name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker:
+    def start(self, run_name: str, run_dir: Path, config: Mapping[str, object]) -> Tracker:
         return _TensorBoardRun(Path(self.log_dir) / run_name if self.log_dir else run_dir / "tensorboard", config)
 
 
 class _TensorBoardRun:
-    def __init__(self, directory: Path, config: Mapping[str, Any]):
+    def __init__(self, directory: Path, config: Mapping[str, object]):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory))
@@ -109,12 +109,12 @@ class WandB:
     def __post_init__(self) -> None:
         _require(self.module, "wandb")
 
-    def start(self, run_name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker:
+    def start(self, run_name: str, run_dir: Path, config: Mapping[str, object]) -> Tracker:
         return _WandBRun(self, run_name, run_dir, config)
 
 
 class _WandBRun:
-    def __init__(self, node: WandB, run_name: str, run_dir: Path, config: Mapping[str, Any]):
+    def __init__(self, node: WandB, run_name: str, run_dir: Path, config: Mapping[str, object]):
         self._run = import_module(node.module).init(
             project=node.project,
             entity=node.entity,
@@ -147,14 +147,14 @@ class MLflow:
     def __post_init__(self) -> None:
         _require(self.module, "mlflow")
 
-    def start(self, run_name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker:
+    def start(self, run_name: str, run_dir: Path, config: Mapping[str, object]) -> Tracker:
         return _MLflowRun(self, run_name, run_dir, config)
 
 
 class _MLflowRun:
     _params_at_once = 100  # the server's own limit for one request
 
-    def __init__(self, node: MLflow, run_name: str, run_dir: Path, config: Mapping[str, Any]):
+    def __init__(self, node: MLflow, run_name: str, run_dir: Path, config: Mapping[str, object]):
         self._mlflow = import_module(node.module)
         self._mlflow.set_tracking_uri(node.tracking_uri or f"sqlite:///{run_dir.resolve()}/mlflow.db")
         self._mlflow.set_experiment(node.experiment)
@@ -183,12 +183,12 @@ class Trackio:
     def __post_init__(self) -> None:
         _require(self.module, "trackio")
 
-    def start(self, run_name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker:
+    def start(self, run_name: str, run_dir: Path, config: Mapping[str, object]) -> Tracker:
         return _TrackioRun(self, run_name, config)
 
 
 class _TrackioRun:
-    def __init__(self, node: Trackio, run_name: str, config: Mapping[str, Any]):
+    def __init__(self, node: Trackio, run_name: str, config: Mapping[str, object]):
         self._trackio = import_module(node.module)
         self._trackio.init(
             project=node.project, name=run_name, space_id=node.space_id, config=flatten_config(config), resume="allow"

@@ -24,14 +24,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.distributed.device_threads import threads_on_this_device
-from automodel_cli.rollout.collection.queue_checkpoint import Answer, Place, pack_samples, unpacked
+from automodel_cli.rollout.collection.queue_checkpoint import (
+    Answer,
+    PackedSamples,
+    Place,
+    QueueState,
+    pack_samples,
+    unpacked,
+)
 from automodel_cli.rollout.engines.base import Engine
 from automodel_cli.rollout.engines.policy_engine import RankZeroEngine, Start
 from automodel_cli.rollout.environments.episode import Episode
@@ -42,6 +49,9 @@ SampleRequest = tuple[int, int, Prompt]
 Draw = Callable[[list[SampleRequest], SamplingParams, Sequence[int], Start], Callable[[], Sequence[Answer]]]
 """Start to generate samples, one seed each. The returned function waits for the answers. Both calls are collective. On
 ranks that only share the prompts of another rank, the answers may be empty."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,7 @@ class SampleQueue:
         self._overlaps = engine.capabilities.in_flight_updates
         self._threads = threads_on_this_device(depth if self._overlaps else 1, "rollout")
         self._jobs: deque[_Job] = deque()
-        self._running: list[Future[object]] = []
+        self._running: list[Future[Any]] = []
         self._settings: dict[str, object] = {}
         self._kept_settings: Mapping[str, object] = {}
         self._kept: list[dict[Place, Answer]] = []
@@ -170,9 +180,9 @@ class SampleQueue:
                 return rollout
         return None
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> QueueState | None:
         """Return the pending samples of all ranks as JSON values, or None. Waits for generation."""
-        rollouts = []
+        rollouts: list[PackedSamples] = []
         for held in [job.result() for job in self._jobs]:
             if held is None:
                 continue
@@ -186,7 +196,7 @@ class SampleQueue:
             )
         return {"settings": self._settings, "rollouts": rollouts} if rollouts else None
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
+    def restore(self, state: QueueState | None) -> None:
         """Store the value of `state` from a checkpoint, for `kept`."""
         self._kept_settings = state["settings"] if state else {}
         self._kept = [unpacked(rollout) for rollout in state["rollouts"]] if state else []
@@ -219,12 +229,12 @@ class SampleQueue:
         self._running = [future for future in self._running if not future.done()]
         return bool(self._running)
 
-    def _start(self, call: Callable[[], Any], seconds: list[float]) -> Callable[[], Any]:
+    def _start(self, call: Callable[[], T], seconds: list[float]) -> Callable[[], T]:
         """Run `call` in a thread. The returned function waits for it and returns its result or raises its exception."""
         # Work that the main thread queued so far, for example the copy of new weights.
         ready = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-        def timed() -> object:
+        def timed() -> T:
             began = time.perf_counter()
             try:
                 return call() if ready is None else _on_own_stream(call, ready)
@@ -237,7 +247,7 @@ class SampleQueue:
         return future.result
 
 
-def _on_own_stream(draw: Callable[[], object], ready: torch.cuda.Stream) -> object:
+def _on_own_stream(draw: Callable[[], T], ready: torch.cuda.Stream) -> T:
     """On the default stream, kernels of generation and training would be serialized. The current stream is a setting
     of the thread."""
     stream = torch.cuda.Stream()

@@ -6,23 +6,45 @@ import base64
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 
 from automodel_cli.rollout.environments.episode import Episode
 from automodel_cli.rollout.routed_experts import from_text, to_text
-from automodel_cli.rollout.types import Account, Completion
+from automodel_cli.rollout.types import Account, Completion, EpisodeEnd, FinishReason
 
 Answer = Completion | Episode
 Place = tuple[int, int]
 """Place of the prompt, index of the sample in its group."""
 
 
-def pack_samples(found: Mapping[Place, Answer]) -> dict[str, object]:
+class PackedSamples(TypedDict):
+    """Answers of a rollout as JSON values. Values per token are the bytes of one array, in base64."""
+
+    places: list[list[int]]
+    lengths: list[int]
+    tokens: str
+    logprobs: str
+    versions: str
+    finish_reasons: list[EpisodeEnd]
+    weight_versions: list[int]
+    routed_experts: NotRequired[list[str | None]]
+    generated: NotRequired[str]
+    turns: NotRequired[list[dict[str, Any]]]
+
+
+class QueueState(TypedDict):
+    """Pending samples in a checkpoint, and the settings that sampled them."""
+
+    settings: dict[str, object]
+    rollouts: list[PackedSamples]
+
+
+def pack_samples(found: Mapping[Place, Answer]) -> PackedSamples:
     """Return answers as JSON values. Values per token are stored as the bytes of one array."""
     answers = list(found.values())
-    columns = {
+    columns: PackedSamples = {
         "places": [[*key] for key in found],
         "lengths": [len(answer.tokens) for answer in answers],
         "tokens": _text(np.array([token for answer in answers for token in answer.tokens], "<i8")),
@@ -38,13 +60,13 @@ def pack_samples(found: Mapping[Place, Answer]) -> dict[str, object]:
     if not episodes:
         return columns
     generated = np.array([flag for episode in episodes for flag in episode.generated], "u1")
-    return columns | {"generated": _text(generated), "turns": [_turns(episode) for episode in episodes]}
+    return {**columns, "generated": _text(generated), "turns": [_turns(episode) for episode in episodes]}
 
 
-def unpacked(state: Mapping[str, Any]) -> dict[Place, Answer]:
+def unpacked(state: PackedSamples) -> dict[Place, Answer]:
     """Return the answers that `pack_samples` received. Episodes have no prompts (see `Episode.about`)."""
     answers: dict[Place, Answer] = (
-        _episodes(state) if "turns" in state else {key: _completion(*row) for key, *row in _rows(state)}
+        _episodes(state) if "turns" in state else {row[0]: _completion(*row[1:]) for row in _rows(state)}
     )
     for (key, answer), text in zip(list(answers.items()), state.get("routed_experts", ()), strict=False):
         if text is not None:
@@ -52,7 +74,7 @@ def unpacked(state: Mapping[str, Any]) -> dict[Place, Answer]:
     return answers
 
 
-def _episodes(state: Mapping[str, Any]) -> dict[Place, Answer]:
+def _episodes(state: PackedSamples) -> dict[Place, Answer]:
     generated = [bool(flag) for flag in _numbers(state["generated"], "u1")]
     answers: dict[Place, Answer] = {}
     begin = 0
@@ -80,7 +102,7 @@ def _turns(episode: Episode) -> dict[str, object]:
     }
 
 
-def _rows(state: Mapping[str, Any]) -> Iterator[tuple[Place, list[int], list[float], list[int], Any, int]]:
+def _rows(state: PackedSamples) -> Iterator[tuple[Place, list[int], list[float], list[int], Any, int]]:
     tokens, logprobs = _numbers(state["tokens"], "<i8"), _numbers(state["logprobs"], "<f8")
     versions, ends = _numbers(state["versions"], "<i8"), np.cumsum(state["lengths"]).tolist()
     rows = zip(state["places"], state["lengths"], ends, state["finish_reasons"], state["weight_versions"], strict=True)
@@ -90,7 +112,7 @@ def _rows(state: Mapping[str, Any]) -> Iterator[tuple[Place, list[int], list[flo
 
 
 def _completion(
-    tokens: list[int], logprobs: list[float], versions: Sequence[int], reason: Any, version: int
+    tokens: list[int], logprobs: list[float], versions: Sequence[int], reason: FinishReason, version: int
 ) -> Completion:
     of_tokens = None if set(versions) <= {version} else list(versions)
     return Completion(tokens, logprobs, reason, version, token_versions=of_tokens)

@@ -22,6 +22,7 @@ from automodel_cli.rollout.collection.multi_turn import (
     scored_samples,
     unscored_samples,
 )
+from automodel_cli.rollout.collection.queue_checkpoint import QueueState
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.config_checks import check_routing_engine
 from automodel_cli.rollout.engines.base import Engine, sample_seed
@@ -161,11 +162,11 @@ class SampleCollector:
         """Return the seconds that training waited for prefetched samples. None if generation and training alternate."""
         return None if self._queue is None else self.seconds.wait
 
-    def state(self) -> Any:
+    def state(self) -> QueueState | None:
         """Return the generated samples that are not yet trained, or None."""
         return None if self._queue is None else self._queue.state()
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: QueueState | None) -> None:
         """Restore the prefetched samples of a checkpoint."""
         if self._queue is not None and state is not None:
             self._queue.restore(state)

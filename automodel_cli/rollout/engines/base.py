@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.rollout.types import Completion, CudaGraphs, SamplingParams, WeightStream
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from automodel_cli.rollout.http import Server
 
@@ -78,7 +79,7 @@ class EngineContext(Protocol):
     """Inputs to build an engine: one rank of a run, and the engines that the run has started."""
 
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
     @property
     def stop_token_ids(self) -> list[int]:
         """The tokens that end a response."""

@@ -5,16 +5,24 @@ from __future__ import annotations
 import threading
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.rollout.engines.servers.http_engine import HTTPEngine
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 from automodel_cli.rollout.weight_sync.transports import Transfer
+
+
+class VersionSpan(TypedDict):
+    """Tokens `start` to `end` of a completion, which weights of one version sampled."""
+
+    version: str
+    start: int
+    end: int
 
 
 class WeightUpdateMixin(HTTPEngine):
@@ -100,7 +108,7 @@ class WeightUpdateMixin(HTTPEngine):
             return self._given is None or self.weights_name() == self._given
 
     def versions_in(
-        self, spans: Sequence[Mapping[str, Any]] | None, num_tokens: int, asked: int
+        self, spans: Sequence[VersionSpan] | None, num_tokens: int, asked: int
     ) -> tuple[int, list[int] | None]:
         """Return the oldest weight version that sampled a token, and the version of each token if there are several.
         `spans` are the server's (version, start, end). Tokens outside count as sampled by `asked`."""

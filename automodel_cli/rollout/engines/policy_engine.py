@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,11 +58,14 @@ def stop_token_ids(built: RunContext) -> list[int]:
 
 T = TypeVar("T")
 
-Start = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Start a call. The returned function waits for it and returns its result or raises its exception."""
+
+class Start(Protocol):
+    """Start a call. The returned function waits for it and returns its result or raises its exception."""
+
+    def __call__(self, call: Callable[[], T], /) -> Callable[[], T]: ...
 
 
-def at_once(call: Callable[[], Any]) -> Callable[[], object]:
+def at_once(call: Callable[[], T]) -> Callable[[], T]:
     """`Start` without a thread: the call runs when the result is requested."""
     return call
 
@@ -100,7 +103,7 @@ class RankZeroEngine:
         self._make_room()
         seeds = resolve_seeds(prompts, params, seeds)
         requests = list(zip(map(tuple, prompts), seeds, strict=True))
-        everywhere: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+        everywhere: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, requests)
         unique = list(dict.fromkeys(pair for of_rank in everywhere for pair in of_rank))
         drawing = start(lambda: self._generate_here(unique, params)) if self.answers_here else None
@@ -177,20 +180,19 @@ class RankZeroEngine:
             for completion in found
         ]
 
-    def _for_all(self, drawing: Callable[[], Sequence[object]] | None) -> list[Any]:
+    def _for_all(self, drawing: Callable[[], list[T]] | None) -> list[T]:
         """Return the result of the first rank's `drawing` on every rank. Collective."""
-        outcome: list[Any] = [None, None, {}]
+        outcome: list[tuple[list[T], dict[str, float]] | ConfigError] = [([], {})]
         if drawing is not None:
             try:
-                outcome[0] = drawing()
-                outcome[2] = getattr(self._engine, "metrics", {})
+                outcome = [(drawing(), getattr(self._engine, "metrics", {}))]
             except ConfigError as error:  # from the server: raise it on every rank
-                outcome[1] = error
+                outcome = [error]
         dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-        if outcome[1] is not None:
-            raise outcome[1]
-        self.metrics = outcome[2]
-        return list(outcome[0])
+        if isinstance(outcome[0], ConfigError):
+            raise outcome[0]
+        results, self.metrics = outcome[0]
+        return results
 
     def update_weights(self, stream: WeightStream) -> None:
         """See `Engine.update_weights`. Collective: every rank takes part in the stream."""
@@ -241,10 +243,6 @@ def build_decoder(stages: Stages, mesh: Mesh, *, trust_remote_code: bool = False
     """See `build_sampler`."""
     parts = stages.parts
     sharded = any(isinstance(module, FSDPModule) for part in parts for module in part.modules())
-    options: dict[str, Any] = {
-        "gathered": fsdp_gathered(parts, reshards_after_forward) if sharded else None,
-        "lockstep_group": mesh.ep.get_group() if mesh.ep is not None else None,
-    }
     local_parts, rank = iter(parts), mesh.pp.get_local_rank()
     return Decoder(
         [DecoderStage(owner, next(local_parts) if owner == rank else None) for owner in stages.stage_owners],
@@ -252,7 +250,8 @@ def build_decoder(stages: Stages, mesh: Mesh, *, trust_remote_code: bool = False
         pp_group=stages.pp_group,
         hidden_dtype=stages.boundary_dtype,
         trust_remote_code=trust_remote_code,
-        **options,
+        gathered=fsdp_gathered(parts, reshards_after_forward) if sharded else None,
+        lockstep_group=mesh.ep.get_group() if mesh.ep is not None else None,
     )
 
 

@@ -21,7 +21,7 @@ class Turn:
     observations: tuple[Message, ...] = ()
     reward: float = 0.0
     done: bool = True
-    state: Any = None
+    state: object = None
 
 
 class EnvironmentNode(Protocol):
@@ -72,7 +72,7 @@ class EnvironmentNode(Protocol):
 
     @property
     @abstractmethod
-    def tools(self) -> Sequence[dict[str, Any]]:
+    def tools(self) -> Sequence[dict[str, object]]:
         """Tool definitions in OpenAI's format, for the chat template."""
         ...
 
@@ -87,7 +87,7 @@ class EnvironmentNode(Protocol):
         ...
 
     @abstractmethod
-    def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn | Awaitable[Turn]:
+    def step(self, messages: Sequence[Message], row: Mapping[str, object], state: Any) -> Turn | Awaitable[Turn]:
         """Return the reply to `messages`, which end with the newest message of the model.
 
         `row` is the row of the dataset. `state` is the state of the previous turn (None at first). An exception fails
@@ -139,7 +139,7 @@ class Environment:
         check_limits(self)
 
     @property
-    def tools(self) -> Sequence[dict[str, Any]]:
+    def tools(self) -> Sequence[dict[str, object]]:
         """The template shows none."""
         return ()
 
@@ -150,7 +150,7 @@ class Environment:
         """Has no resources to close."""
 
     @abstractmethod
-    def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn | Awaitable[Turn]:
+    def step(self, messages: Sequence[Message], row: Mapping[str, object], state: Any) -> Turn | Awaitable[Turn]:
         """See `EnvironmentNode.step`."""
         raise NotImplementedError
 

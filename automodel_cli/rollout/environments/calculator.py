@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_choice
@@ -56,7 +56,7 @@ class Calculator(Environment):
             )
         check_choice("role", self.role, ("tool", "user"), fix="role=tool")
 
-    def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
+    def step(self, messages: Sequence[Message], row: Mapping[str, object], state: object) -> Turn:
         """See `Environment.step`."""
         request = re.search(self.pattern, str(messages[-1]["content"]))
         if request is None:
@@ -85,7 +85,7 @@ def calculate(text: str) -> str:
         raise ValueError("no arithmetic") from error
 
 
-_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

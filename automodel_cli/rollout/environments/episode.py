@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.config.warn import warn
@@ -46,9 +46,9 @@ class Episode:
     name: str = ""
     prompt: Sequence[int] = ()
     messages: Sequence[Message] = ()
-    row: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, object] = field(default_factory=dict)
     seed: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, object]] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     generated: list[bool] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Episode:
     weight_versions: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     error: str | None = None
-    state: Any = None
+    state: object = None
     account: Account = field(default_factory=Account)
     rendered: list[str] = field(default_factory=list)
     routed_experts: np.ndarray | None = None

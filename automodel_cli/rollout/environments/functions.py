@@ -37,7 +37,7 @@ class FunctionTools(ToolEnvironment):
         """See `ToolEnvironment.definitions`. Raises ConfigError for a function that does not describe itself."""
         return [dict(definition_of(name, function)) for name, function in self.functions.items()]
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: dict[str, object]) -> str:
         """See `ToolEnvironment.call`."""
         function = self.functions[name]
         try:
@@ -54,13 +54,13 @@ class FunctionTools(ToolEnvironment):
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., object]:
+def _plain(function: Callable[..., object]) -> Callable[..., object]:
     """Return the function of a `_partial_` node."""
     return function.func if isinstance(function, functools.partial) else function
 
 
 @functools.cache
-def definition_of(name: str, function: Callable[..., Any]) -> dict[str, object]:
+def definition_of(name: str, function: Callable[..., object]) -> dict[str, object]:
     """Return OpenAI's definition of a function from type hints and docstring. Raise ConfigError if they are
     incomplete."""
     from transformers.utils.chat_template_utils import (

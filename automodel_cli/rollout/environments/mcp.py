@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, RunError
@@ -22,6 +22,10 @@ from automodel_cli.config.warn import warn
 from automodel_cli.rollout.engines.config import program_arguments
 from automodel_cli.rollout.environments.event_loop import LoopThread
 from automodel_cli.rollout.environments.tools import ToolEnvironment, ToolError
+
+if TYPE_CHECKING:
+    from mcp import ClientSession
+    from pydantic import BaseModel
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +83,7 @@ class MCPTools(ToolEnvironment):
         """See `ToolEnvironment.definitions`. Raises RunError if a server does not start."""
         return [definition for definition, _ in self._tools.values()]
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: dict[str, object]) -> str:
         """See `ToolEnvironment.call`. Raises ConnectionError if the server ended."""
         _, server = self._tools[name]
         result = await asyncio.wrap_future(self._sessions.begin_call(server, name, arguments))
@@ -94,9 +98,9 @@ class MCPTools(ToolEnvironment):
         return _Sessions(commands, self.variables, self.start_timeout)
 
     @cached_property
-    def _tools(self) -> dict[str, tuple[dict[str, Any], str]]:
+    def _tools(self) -> dict[str, tuple[dict[str, object], str]]:
         """Definition and server of each tool, by name."""
-        tools: dict[str, tuple[dict[str, Any], str]] = {}
+        tools: dict[str, tuple[dict[str, object], str]] = {}
         for server in self.servers:
             listed = self._sessions.tools(server)
             selected = self.tools_of_server.get(server, [tool["name"] for tool in listed])
@@ -125,7 +129,7 @@ class _Sessions:
     def __init__(self, commands: dict[str, list[str]], variables: dict[str, str], start_timeout: float):
         self._commands, self._variables, self._timeout = commands, variables, start_timeout
         self._loop = LoopThread("mcp")
-        self._open: dict[str, tuple[Any, asyncio.Event, asyncio.Future[None]]] = {}
+        self._open: dict[str, tuple[ClientSession, asyncio.Event, asyncio.Future[None]]] = {}
         self._starting: dict[str, asyncio.Lock] = {}
         self._once = threading.Lock()
 
@@ -170,10 +174,10 @@ class _Sessions:
             await self._ended(server)
             raise ConnectionError(f"the MCP server {server} is gone: {type(error).__name__}: {error}") from error
 
-    async def _session(self, server: str) -> Any:
+    async def _session(self, server: str) -> ClientSession:
         async with self._starting.setdefault(server, asyncio.Lock()):
             if server not in self._open:
-                ready: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+                ready: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
                 ending = asyncio.Event()
                 task = asyncio.ensure_future(self._serve(server, ready, ending))
                 try:
@@ -190,7 +194,7 @@ class _Sessions:
                 self._open[server] = (session, ending, task)
             return self._open[server][0]
 
-    async def _serve(self, server: str, ready: asyncio.Future[object], ending: asyncio.Event) -> None:
+    async def _serve(self, server: str, ready: asyncio.Future[ClientSession], ending: asyncio.Event) -> None:
         """Run a session of the server. The package requires that one task enters and leaves it."""
         from mcp import ClientSession, StdioServerParameters
         from mcp.client.stdio import get_default_environment, stdio_client
@@ -217,7 +221,7 @@ class _Sessions:
         await asyncio.wait([task], timeout=self._timeout)
 
 
-def _wire(answer: Any) -> dict[str, Any]:
+def _wire(answer: BaseModel) -> dict[str, Any]:
     """Return an answer in the form of the protocol. Field names of the package differ between releases."""
     return dict(answer.model_dump(mode="json", by_alias=True))
 

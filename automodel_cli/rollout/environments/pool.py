@@ -11,7 +11,7 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,8 @@ from automodel_cli.rollout.environments.event_loop import LoopThread, in_thread
 from automodel_cli.rollout.types import Account, EpisodeEnd, Message
 
 T = TypeVar("T")
+Step = Callable[[], object]
+"""A step of an environment, or a function that returns an awaitable of one."""
 
 _FIRST_PAUSE = 0.5  # seconds before the first retry, doubled for each further retry
 
@@ -53,11 +55,11 @@ class EnvironmentPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def name_of(self, row: Mapping[str, Any]) -> str:
+    def name_of(self, row: Mapping[str, object]) -> str:
         """The name of the environment that a row plays in."""
         return next(iter(self.environments)) if self._column is None else str(row[self._column])
 
-    def of(self, row: Mapping[str, Any]) -> EnvironmentNode:
+    def of(self, row: Mapping[str, object]) -> EnvironmentNode:
         """The environment that a row plays in."""
         return self.environments[self.name_of(row)]
 
@@ -89,14 +91,14 @@ class EnvironmentPool:
         self._loop.close()
 
     async def turn(
-        self, name: str, messages: Sequence[Message], row: Mapping[str, Any], state: Any, account: Account
+        self, name: str, messages: Sequence[Message], row: Mapping[str, object], state: object, account: Account
     ) -> Turn | Failure:
         """Return the reply of the environment, or a Failure. First waits for a free slot, which counts against no time
         limit."""
         environment = self.of(row)
         return await self._placed(name, row, partial(environment.step, messages, row, state), account)
 
-    async def ended(self, name: str, row: Mapping[str, Any], state: Any, account: Account) -> Turn | Failure:
+    async def ended(self, name: str, row: Mapping[str, object], state: object, account: Account) -> Turn | Failure:
         """The environment's last reward for an episode that ends although it would have gone on."""
         environment = self.of(row)
 
@@ -105,9 +107,7 @@ class EnvironmentPool:
 
         return await self._placed(name, row, last, account)
 
-    async def _placed(
-        self, name: str, row: Mapping[str, Any], step: Callable[[], Any], account: Account
-    ) -> Turn | Failure:
+    async def _placed(self, name: str, row: Mapping[str, object], step: Step, account: Account) -> Turn | Failure:
         environment = self.of(row)
         places = self._places.setdefault(self.name_of(row), asyncio.Semaphore(environment.concurrency))
         async with places:
@@ -119,9 +119,7 @@ class EnvironmentPool:
                 account.seconds += spent
                 account.slowest = max(account.slowest, spent)
 
-    async def _tried(
-        self, environment: EnvironmentNode, name: str, step: Callable[[], Any], account: Account
-    ) -> Turn | Failure:
+    async def _tried(self, environment: EnvironmentNode, name: str, step: Step, account: Account) -> Turn | Failure:
         limit, began = environment.episode_timeout, time.monotonic()
         left = math.inf if limit is None else limit - account.seconds
         for attempt in range(environment.retries + 1):
@@ -157,13 +155,13 @@ class EnvironmentPool:
         return failure
 
 
-async def _called(step: Callable[[], Any]) -> Any:
+async def _called(step: Step) -> object:
     """Await an `async` step here, run other steps in a thread. Their result may be awaitable."""
     result = step() if inspect.iscoroutinefunction(step) else await in_thread(step)
     return await result if isinstance(result, Awaitable) else result
 
 
-def _checked(turn: Any) -> Turn:
+def _checked(turn: object) -> Turn:
     if not isinstance(turn, Turn):
         raise TypeError(f"step gave {type(turn).__name__}, and not a Turn")
     if not math.isfinite(turn.reward):
@@ -177,7 +175,9 @@ def _finite(seconds: float) -> float | None:
     return None if math.isinf(seconds) else seconds
 
 
-def check_environment_rows(environments: Mapping[str, EnvironmentNode], column: str, rows: Any) -> None:
+def check_environment_rows(
+    environments: Mapping[str, EnvironmentNode], column: str, rows: Iterable[tuple[str, Mapping[str, str]]]
+) -> None:
     """Raise ConfigError for rows (with origin) whose `column` names no environment, and for environments
     without rows."""
     known, named = ", ".join(environments), dict[str, None]()

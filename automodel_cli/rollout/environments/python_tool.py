@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from automodel_cli.config.value_checks import check_range
 from automodel_cli.rollout.environments.event_loop import in_thread
@@ -13,7 +12,7 @@ from automodel_cli.rollout.environments.tools import ToolCall, ToolEnvironment, 
 from automodel_cli.rollout.rewards.code import code_blocks
 from automodel_cli.rollout.rewards.sandbox.host import Limits, check_memory, require_isolation, run_python
 
-_DEFINITION = {
+_DEFINITION: dict[str, object] = {
     "type": "function",
     "function": {
         "name": "python",
@@ -58,11 +57,11 @@ class PythonTool(ToolEnvironment):
         require_isolation(allow=self.allow_unisolated)
 
     @property
-    def tools(self) -> Any:
+    def tools(self) -> Sequence[dict[str, object]]:
         """Return no tools if code blocks are calls."""
         return () if self.run_code_blocks else super().tools
 
-    def definitions(self) -> list[dict[str, Any]]:
+    def definitions(self) -> list[dict[str, object]]:
         """See `ToolEnvironment.definitions`."""
         return [_DEFINITION]
 
@@ -73,7 +72,7 @@ class PythonTool(ToolEnvironment):
         for code in code_blocks(text):
             yield ToolCall("python", {"code": code})
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: dict[str, object]) -> str:
         """Return the output, and the end of the error output. Raises ToolError if the program fails, and OSError if
         the sandbox does not start."""
         code = arguments.get("code")

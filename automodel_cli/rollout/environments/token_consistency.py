@@ -30,7 +30,7 @@ class Conversation(Protocol):
 
     name: str
     messages: Sequence[Message]
-    tools: list[dict[str, Any]] | None
+    tools: list[dict[str, object]] | None
     tokens: list[int]
     response_messages: list[Message]
     rendered: list[str]

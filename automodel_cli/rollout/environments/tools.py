@@ -66,7 +66,7 @@ class ToolEnvironment(Environment):
         check_minimums(self, max_calls=1, max_result_chars=1)
 
     @property
-    def tools(self) -> Sequence[dict[str, Any]]:
+    def tools(self) -> Sequence[dict[str, object]]:
         """See `EnvironmentNode.tools`."""
         return self.definitions() if self.show_tools else ()
 
@@ -76,17 +76,18 @@ class ToolEnvironment(Environment):
         raise NotImplementedError
 
     @abstractmethod
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: dict[str, object]) -> str:
         """Return the result of a tool as text. Raises ToolError for mistakes of the model. Other exceptions fail the
         step."""
         raise NotImplementedError
 
-    async def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
+    async def step(self, messages: Sequence[Message], row: Mapping[str, object], state: object) -> Turn:
         """See `EnvironmentNode.step`."""
         calls = list(self._calls(str(messages[-1]["content"])))
         if not calls:
             return Turn()
-        replies, reward = [], 0.0
+        replies: list[Message] = []
+        reward = 0.0
         for number, call in enumerate(calls):
             try:
                 if number >= self.max_calls:

@@ -44,14 +44,14 @@ class VerifiersTasks:
 
     environment: str = field(metadata=trust.imports())
     """Module with the `load_environment` function (a name with `_`, not `-`)."""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, object] = field(default_factory=dict)
     """Arguments of `load_environment`."""
     num_train: int | None = None
     """Number of training rows, the first ones. null: all."""
     num_validation: int = 64
     """Number of evaluation rows, the first ones."""
 
-    def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
+    def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, object]]:
         """Yield dicts with `messages`, `answer`, `kind` (the environment) and `entry` (data of the environment)."""
         loaded = load_environment(self.environment, self.arguments)
         count = self.num_train if split == "train" else self.num_validation
@@ -85,7 +85,7 @@ class VerifiersEnvironment(Environment):
 
     environment: str = field(metadata=trust.imports())
     """Module of the environment, as in `data.generator`."""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, object] = field(default_factory=dict)
     """Arguments of its `load_environment`, as in `data.generator`."""
     pattern: str = r"<tool_call>(.*?)</tool_call>"
     """Regular expression whose first group is a tool call in JSON."""
@@ -116,13 +116,13 @@ class VerifiersEnvironment(Environment):
             )
 
     @property
-    def tools(self) -> Sequence[dict[str, Any]]:
+    def tools(self) -> Sequence[dict[str, object]]:
         """The environment's tools as OpenAI's definitions."""
         defined = (self._loaded_environment.tool_defs or []) if self.show_tools else []
         described = [dict(tool.model_dump(include={"name", "description", "parameters"})) for tool in defined]
         return [{"type": "function", "function": function} for function in described]
 
-    async def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
+    async def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: _Talk | None) -> Turn:
         """See `EnvironmentNode.step`. Raises DataError if the environment changed the conversation."""
         talk = state
         if talk is None:
@@ -156,9 +156,9 @@ class VerifiersEnvironment(Environment):
 class _Talk:
     """One conversation of an environment, running as a task."""
 
-    def __init__(self, theirs: Theirs, entry: Mapping[str, Any]):
+    def __init__(self, theirs: Theirs, entry: Mapping[str, object]):
         self._question: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
-        self._reply: asyncio.Future[Any] | None = None
+        self._reply: asyncio.Future[object] | None = None
         client = client_class()(self._ask)
         work = theirs.run_rollout(dict(entry), client, "policy", {})
         self.task = asyncio.ensure_future(work)
@@ -198,13 +198,13 @@ class _Talk:
             self._reply.set_exception(OverlongPromptError("no room for another message"))
         return await self.task
 
-    async def _ask(self, messages: Sequence[Any]) -> Any:
+    async def _ask(self, messages: Sequence[object]) -> object:
         self._reply = asyncio.get_running_loop().create_future()
         self._question.set_result([to_message(message) for message in messages])
         return await self._reply
 
 
-def load_environment(environment: str, arguments: Mapping[str, Any]) -> Theirs:
+def load_environment(environment: str, arguments: Mapping[str, object]) -> Theirs:
     """Load the environment, once per process. Raise ConfigError if this fails."""
     return _loaded(environment, json.dumps(arguments, sort_keys=True))
 

@@ -6,55 +6,58 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from automodel_cli.rollout.environments.tools import ToolCall
 from automodel_cli.rollout.types import Message
 
+Ask = Callable[[Sequence[object]], Awaitable[object]]
+"""Request the next message of the model for a conversation."""
+
 
 @functools.cache
-def client_class() -> Any:
+def client_class() -> Callable[[Ask], object]:
     """Return the client class. Its base class is imported at the first call."""
     from verifiers.clients import Client
 
     class Waiting(Client):  # type: ignore[misc]
         """Client that waits for messages of the engine."""
 
-        def __init__(self, ask: Any):
+        def __init__(self, ask: Ask):
             super().__init__(ask)
             self._ask = ask
 
         async def get_response(
-            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
-        ) -> Any:
+            self, prompt: Sequence[object], model: str, sampling_args: object, tools: object = None, **kwargs: object
+        ) -> object:
             return await self._ask(prompt)
 
         async def close(self) -> None:
             pass
 
-        def setup_client(self, config: Any) -> Any:
+        def setup_client(self, config: object) -> object:
             raise NotImplementedError
 
-        async def to_native_tool(self, tool: Any) -> Any:
+        async def to_native_tool(self, tool: object) -> object:
             raise NotImplementedError
 
-        async def to_native_prompt(self, messages: Any) -> Any:
+        async def to_native_prompt(self, messages: object) -> object:
             raise NotImplementedError
 
-        async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
+        async def get_native_response(self, *args: object, **kwargs: object) -> object:
             raise NotImplementedError
 
-        async def raise_from_native_response(self, response: Any) -> None:
+        async def raise_from_native_response(self, response: object) -> None:
             raise NotImplementedError
 
-        async def from_native_response(self, response: Any) -> Any:
+        async def from_native_response(self, response: object) -> object:
             raise NotImplementedError
 
     return Waiting
 
 
-def to_response(text: str, calls: Sequence[ToolCall]) -> Any:
+def to_response(text: str, calls: Sequence[ToolCall]) -> object:
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     made = [ToolCall(id=uuid.uuid4().hex, name=call.name, arguments=json.dumps(call.arguments)) for call in calls]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import NameList, check_entries
@@ -14,7 +13,7 @@ _MOST_VALUES = 5  # of a column, in a message
 
 
 def check_reward_rows(
-    rewards: Mapping[str, RewardFunction], rows: Iterable[tuple[str, Mapping[str, Any]]], *, all_judged: bool
+    rewards: Mapping[str, RewardFunction], rows: Iterable[tuple[str, Mapping[str, object]]], *, all_judged: bool
 ) -> None:
     """Raise ConfigError for rows without a column that an applicable reward reads, rows without any applicable reward
     (if `all_judged`), and rewards that apply to no row."""
@@ -52,7 +51,7 @@ def check_reward_rows(
         _check_filter(name, columns, seen)
 
 
-def _check_filter(name: str, columns: Mapping[str, Any], seen: Mapping[str, set[str]]) -> None:
+def _check_filter(name: str, columns: Mapping[str, object], seen: Mapping[str, set[str]]) -> None:
     """Raise if a value of a list in `filter` occurs in no row."""
     for column, values in columns.items():
         if isinstance(values, list) and column in seen:
@@ -67,14 +66,14 @@ def _texts(values: Iterable[str]) -> list[str]:
     return [value.strip("'") for value in values]
 
 
-def _nearest(reward: RewardFunction, row: Mapping[str, Any]) -> str:
+def _nearest(reward: RewardFunction, row: Mapping[str, object]) -> str:
     """The row's column that `column` may have meant."""
     matches = difflib.get_close_matches(str(getattr(reward, "column", "")), row, 1)
     return matches[0] if matches else "<the column>"
 
 
 def _check_columns(
-    origin: str, row: Mapping[str, Any], name: str, columns: Iterable[str], fix: str | None = None
+    origin: str, row: Mapping[str, object], name: str, columns: Iterable[str], fix: str | None = None
 ) -> None:
     for column in columns:
         if column not in row:
@@ -87,11 +86,11 @@ def _check_columns(
             )
 
 
-def applies_to(reward: RewardFunction, row: Mapping[str, Any]) -> bool:
+def applies_to(reward: RewardFunction, row: Mapping[str, object]) -> bool:
     return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in filter_of(reward).items())
 
 
-def filter_of(reward: RewardFunction) -> Mapping[str, Any]:
+def filter_of(reward: RewardFunction) -> Mapping[str, object]:
     """Return the column values of the rows that a reward scores. A class without our base class scores all rows."""
-    columns: Mapping[str, Any] = getattr(reward, "filter", {})
+    columns: Mapping[str, object] = getattr(reward, "filter", {})
     return columns

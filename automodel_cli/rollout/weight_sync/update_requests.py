@@ -9,14 +9,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.rollout.http import Server
 
+T = TypeVar("T")
 
-def json_safe(update_info: dict[str, Any]) -> dict[str, Any]:
+
+def json_safe(update_info: dict[str, object]) -> dict[str, object]:
     """Encode memory handles as base64 pickle, as vLLM's HTTP client does. Other values are unchanged."""
     handles = update_info.get("ipc_handles")
     if handles is None:
@@ -44,17 +46,17 @@ class UpdateClient:
     def start_weight_update(self) -> None:
         """Sent once for all buckets."""
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def update_weights(self, update_info: dict[str, object] | list[dict[str, object]]) -> None:
         infos = [json_safe(info) for info in (update_info if isinstance(update_info, list) else [update_info])]
         self.each("/update_weights", {"update_info": infos if isinstance(update_info, list) else infos[0]})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Sent once for all buckets."""
 
-    def each(self, path: str, body: dict[str, Any]) -> None:
+    def each(self, path: str, body: dict[str, object]) -> None:
         self._posted(path, [body] * len(self._servers))
 
-    def _posted(self, path: str, bodies: Sequence[dict[str, Any]]) -> None:
+    def _posted(self, path: str, bodies: Sequence[dict[str, object]]) -> None:
         posts = [
             begun(partial(posted, server, path, body, self._watch))
             for server, body in zip(self._servers, bodies, strict=True)
@@ -71,25 +73,27 @@ class Watch:
 
     def __init__(self, server: Server):
         self._server = server
-        self._ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def failed(self, error: BaseException) -> None:
-        self._ended.put((None, error))
+        self._ended.put(error)
 
-    def run(self, call: Callable[[], Any]) -> Any:
+    def run(self, call: Callable[[], T]) -> T:
+        results: list[T] = []
+
         def ours() -> None:
             try:
-                self._ended.put((call(), None))
+                results.append(call())
+                self._ended.put(None)
             except BaseException as error:
-                self._ended.put((None, error))
+                self._ended.put(error)
 
         # A daemon thread, because it may hang in a collective that the server never joins.
         threading.Thread(target=on_this_device(ours), daemon=True).start()
         try:
             # The first entry wins: either the end of the local call, or a failure of a request.
-            result, error = self._ended.get(
-                timeout=self._server.timeout + 1
-            )  # requests have their own limit, with a better message
+            # Requests have their own limit, with a better message.
+            error = self._ended.get(timeout=self._server.timeout + 1)
         except queue.Empty:
             raise RunError(
                 f"the weights did not reach {self._server.url} within {self._server.timeout:g} seconds",
@@ -99,7 +103,7 @@ class Watch:
             ) from None
         if error is not None:
             raise error
-        return result
+        return results[0]
 
 
 def begun(call: Callable[[], None]) -> Future[None]:
@@ -117,7 +121,7 @@ def begun(call: Callable[[], None]) -> Future[None]:
     return future
 
 
-def posted(server: Server, path: str, body: dict[str, Any], watch: Watch) -> None:
+def posted(server: Server, path: str, body: dict[str, object], watch: Watch) -> None:
     """Run `once`, and notify `watch` immediately if it fails."""
     try:
         once(server, path, body)
@@ -126,6 +130,6 @@ def posted(server: Server, path: str, body: dict[str, Any], watch: Watch) -> Non
         raise
 
 
-def once(server: Server, path: str, body: dict[str, Any]) -> Any:
+def once(server: Server, path: str, body: dict[str, object]) -> object:
     """A call that must not be sent twice: a transfer that was half done cannot be repeated."""
     return server.request("POST", path, body, retries=0)

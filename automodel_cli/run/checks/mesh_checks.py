@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import MeshConfig
@@ -32,7 +31,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 class Written:
     """Fields of a model's config with their names in messages. `key` is the setting that they come from."""
 
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
     key: str
     folder: str | None
 

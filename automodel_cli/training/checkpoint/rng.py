@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ def capture() -> Tensor:
     version, keys, gauss = random.getstate()
     legacy = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state(legacy=True))
     name, np_keys, position, has_gauss, cached = legacy
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "python": [version, list(keys), gauss],
         "numpy": [name, np_keys.tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),

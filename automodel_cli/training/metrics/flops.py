@@ -17,7 +17,10 @@ layers below the first trained one have no backward at all, neither have their a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # The MLP has two matrices instead of three (no gate).
 _UNGATED = frozenset(
@@ -102,7 +105,7 @@ class TrainedPart:
 
 
 def training_flops_per_token(
-    hf_config: Any,
+    hf_config: PretrainedConfig,
     context_length: float,
     *,
     frozen_base: bool = False,
@@ -150,7 +153,7 @@ def training_flops_per_token(
     return result
 
 
-def _layers(hf_config: Any) -> list[_Layer] | None:
+def _layers(hf_config: PretrainedConfig) -> list[_Layer] | None:
     config = hf_config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     configs = [_of_layer(config, index) for index in range(len(kinds))]
@@ -168,12 +171,12 @@ def _layers(hf_config: Any) -> list[_Layer] | None:
     ]
 
 
-def _of_layer(config: Any, index: int) -> Any:
+def _of_layer(config: PretrainedConfig, index: int) -> PretrainedConfig:
     """Return the config of one layer. Gemma 4 has wider heads in layers with full attention."""
     return config.per_layer_config[index] if config.to_dict().get("per_layer_config") else config
 
 
-def _get(config: Any, *names: str, default: Any = None) -> Any:
+def _get(config: PretrainedConfig, *names: str, default: object = None) -> Any:
     """Return the first of `names` that the config has and that is not None. Model families use different names."""
     for name in names:
         value = getattr(config, name, None)
@@ -182,17 +185,17 @@ def _get(config: Any, *names: str, default: Any = None) -> Any:
     return default
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: PretrainedConfig) -> int:
     return int(_get(config, "head_dim", default=config.hidden_size // config.num_attention_heads))
 
 
-def _qk_and_v(config: Any) -> int:
+def _qk_and_v(config: PretrainedConfig) -> int:
     if _get(config, "kv_lora_rank") is not None:
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     return 2 * _head_dim(config)
 
 
-def _window(config: Any, kind: str) -> int | None:
+def _window(config: PretrainedConfig, kind: str) -> int | None:
     if kind == "chunked_attention":
         result: int | None = _get(config, "attention_chunk_size")
         return result
@@ -202,7 +205,7 @@ def _window(config: Any, kind: str) -> int | None:
     return window if kind == "sliding_attention" or everywhere else None
 
 
-def _attention_matrices(config: Any) -> int:
+def _attention_matrices(config: PretrainedConfig) -> int:
     hidden, heads = config.hidden_size, config.num_attention_heads
     rank = _get(config, "kv_lora_rank")
     if rank is not None:  # multi-head latent attention
@@ -216,7 +219,7 @@ def _attention_matrices(config: Any) -> int:
     return int(2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim)
 
 
-def _mlp_matrices(config: Any, layer: int) -> int:
+def _mlp_matrices(config: PretrainedConfig, layer: int) -> int:
     hidden = config.hidden_size
     dense = _get(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
     per_expert = _get(config, "moe_intermediate_size", default=dense)
@@ -232,7 +235,7 @@ def _mlp_matrices(config: Any, layer: int) -> int:
     return int(3 * hidden * (active * per_expert + shared) + shared_gate + hidden * experts)
 
 
-def _is_sparse(config: Any, layer: int) -> bool:
+def _is_sparse(config: PretrainedConfig, layer: int) -> bool:
     """Return whether this layer has experts. Model families declare this in four ways."""
     kinds = _get(config, "mlp_layer_types")
     if kinds is not None:

@@ -26,7 +26,7 @@ class LRSchedule(Protocol):
     def step(self) -> None: ...
     def get_last_lr(self) -> list[Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
 class ScheduleNode(Protocol):
@@ -69,10 +69,10 @@ class ClosedFormLR:
         """The learning rate of each group that the next optimizer step uses."""
         return [group["lr"] for group in self._optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"step": self._step}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self._step = state_dict["step"]
         self._apply()
 

@@ -89,7 +89,7 @@ def extended_factor(node: object, plan: SchedulePlan) -> Callable[[int], float] 
     return None if plan == SchedulePlan.initial(plan.num_steps) else factor_of(node, plan)
 
 
-def differ(node: Any, one: SchedulePlan, other: SchedulePlan, done: int) -> bool:
+def differ(node: object, one: SchedulePlan, other: SchedulePlan, done: int) -> bool:
     """Return whether two plans differ after `done` steps. False for schedules not in closed form."""
     first, second = factor_of(node, one), factor_of(node, other)
     if first is None or second is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,7 +18,7 @@ class QuantizedAdamW(TorchAOAdamW8bit):  # type: ignore[misc]
     With the same blocks, this restores the same codes, and the scales up to their last bit.
     """
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         super().load_state_dict(state_dict)
         for param, state in self.state.items():
             for key in _SIGNED.keys() & state.keys():

@@ -11,10 +11,11 @@ example top_k=20, which would truncate the distribution of the policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engines.base import Capabilities
+from automodel_cli.rollout.engines.live_update import VersionSpan
 from automodel_cli.rollout.engines.servers.http_engine import HTTPEngine
 from automodel_cli.rollout.engines.servers.launch_commands import VLLM_WITH_EXPERTS
 from automodel_cli.rollout.http import Server
@@ -25,6 +26,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PATH = "/v1/completions"
+
+
+class TokenLogprob(TypedDict):
+    """Entry of the tokens API of vLLM."""
+
+    logprob: float
+
+
+class Logprobs(TypedDict, total=False):
+    """Log-probs of the generated tokens: `token_logprobs`, or `content` in the tokens API of vLLM."""
+
+    token_logprobs: list[float] | None
+    content: list[TokenLogprob]
+
+
+class Choice(TypedDict, total=False):
+    """An entry of `choices` in a response. Which keys exist depends on the server."""
+
+    text: str
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    logprobs: Logprobs | None
+    finish_reason: str | None
+    routed_experts: str | None
+    weight_versions: list[VersionSpan] | None
 
 
 class OpenAIEngine(HTTPEngine):
@@ -110,26 +136,26 @@ class OpenAIEngine(HTTPEngine):
         oldest, several = self._drawn_by(choice, len(tokens), version)
         return Completion(list(tokens), logprobs, reason, oldest, other, several, experts)
 
-    def _finished(self, body: dict[str, Any]) -> tuple[dict[str, Any], FinishReason]:
+    def _finished(self, body: dict[str, object]) -> tuple[Choice, FinishReason]:
         """A choice that came to its end, with its reason."""
 
-        def ask() -> tuple[dict[str, Any], str | None]:
+        def ask() -> tuple[Choice, str | None]:
             choice = self._answer(body)
             return choice, choice.get("finish_reason")
 
         return self.complete_answer(ask)
 
-    def _answer(self, body: dict[str, object]) -> dict[str, Any]:
+    def _answer(self, body: dict[str, object]) -> Choice:
         """Return the choice of the server for the request `body`."""
         return self._choice(self.server.post(_PATH, body))
 
-    def _drawn_by(self, choice: dict[str, object], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
+    def _drawn_by(self, choice: Choice, num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
         """Return the oldest weight version that sampled a token of `choice`, and the version of each token if there
         are several. `asked` is the version when the request was sent."""
         return asked, None
 
-    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
-        body: dict[str, Any] = {
+    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, object]:
+        body: dict[str, object] = {
             "model": self.model,
             "prompt": list(prompt) if self._token_ids else self.tokenizer.decode(list(prompt)),
             "max_tokens": params.max_new_tokens,
@@ -174,7 +200,7 @@ class OpenAIEngine(HTTPEngine):
         self._choice(self.server.post(_PATH, {**base, "prompt": self.tokenizer.decode(prompt)}))
         return False, False
 
-    def _choice(self, answer: object) -> dict[str, Any]:
+    def _choice(self, answer: object) -> Choice:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not choices:
             raise RunError(
@@ -182,7 +208,7 @@ class OpenAIEngine(HTTPEngine):
                 code="invalid_response",
                 keys=("rollout.engine.url",),
             )
-        first: dict[str, Any] = choices[0]
+        first: Choice = choices[0]
         return first
 
     def _only_model(self) -> str:
@@ -198,6 +224,6 @@ class OpenAIEngine(HTTPEngine):
         return name
 
 
-def _token_logprobs(choice: dict[str, Any]) -> list[float]:
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    return [float(value) for value in logprobs]
+def _token_logprobs(choice: Choice) -> list[float]:
+    logprobs: Logprobs = choice.get("logprobs") or {}
+    return [float(value) for value in logprobs.get("token_logprobs") or []]

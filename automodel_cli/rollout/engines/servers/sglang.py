@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engines.base import Capabilities
-from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
+from automodel_cli.rollout.engines.live_update import VersionSpan, WeightUpdateMixin
 from automodel_cli.rollout.engines.servers.launch_commands import SGLANG, SGLANG_WITH_EXPERTS
 from automodel_cli.rollout.engines.servers.version_check import check_release
 from automodel_cli.rollout.http import Server, ServerError
@@ -29,6 +29,24 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 5, 21)
 """The oldest release whose calls are these."""
+
+
+class _Meta(TypedDict, total=False):
+    """`meta_info` of a response. Entries of log-probs begin with the log-prob."""
+
+    finish_reason: dict[str, str] | None
+    output_token_logprobs: list[list[float]]
+    output_token_sampling_logprobs: list[float]
+    weight_versions: list[VersionSpan] | None
+    routed_experts: str | None
+
+
+class _Answer(TypedDict):
+    """A response of `/generate`."""
+
+    output_ids: list[int]
+    prompt_token_ids: NotRequired[list[int] | None]
+    meta_info: _Meta
 
 
 class SGLangEngine(WeightUpdateMixin):
@@ -90,8 +108,8 @@ class SGLangEngine(WeightUpdateMixin):
         """See `HTTPEngine`."""
         version, body = self.weight_version, self._body(prompt, params, seed)
 
-        def ask() -> tuple[dict[str, Any], str | None]:
-            answer = self.server.post("/generate", body)
+        def ask() -> tuple[_Answer, str | None]:
+            answer: _Answer = self.server.post("/generate", body)
             return answer, (answer["meta_info"].get("finish_reason") or {}).get("type")
 
         answer, reason = self.complete_answer(ask)
@@ -124,7 +142,7 @@ class SGLangEngine(WeightUpdateMixin):
             experts = decode_experts(meta.get("routed_experts"), num_read, self._decoded, start=SGLANG_WITH_EXPERTS)
         return Completion(tokens, logprobs, reason, oldest, other, several, experts)
 
-    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
+    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, object]:
         """Return a request with all sampling parameters. Missing ones would be filled from
         `--preferred-sampling-params`."""
         return {
@@ -203,13 +221,13 @@ class SGLangEngine(WeightUpdateMixin):
 
     # -- what the server is
 
-    def _check_vocabulary(self, params: SamplingParams) -> dict[str, Any]:
+    def _check_vocabulary(self, params: SamplingParams) -> _Answer:
         """Request the log-prob of the last token of the tokenizer, and return the answer to a prompt of one token. A
         token beyond the vocabulary of the server would crash it later."""
         last = len(self.tokenizer) - 1
         body = self._body([0], params, 0) | {"token_ids_logprob": [last]}
         try:
-            answer: dict[str, Any] = self.server.post("/generate", body)
+            answer: _Answer = self.server.post("/generate", body)
         except ServerError as error:
             if error.is_busy_or_gone or "vocabulary" not in error.message:
                 raise
@@ -222,7 +240,7 @@ class SGLangEngine(WeightUpdateMixin):
             ) from error
         return answer
 
-    def _shape_of_experts(self, first: dict[str, Any], num_layers: int) -> tuple[int, int]:
+    def _shape_of_experts(self, first: _Answer, num_layers: int) -> tuple[int, int]:
         """Return (layers, experts per layer) of a token, from the answer to a prompt of one token."""
         text = first["meta_info"].get("routed_experts")
         number = 0 if text is None else from_int32(text).size

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engines.base import Capabilities
 from automodel_cli.rollout.engines.live_update import WeightUpdateMixin
 from automodel_cli.rollout.engines.servers.launch_commands import VLLM
-from automodel_cli.rollout.engines.servers.openai import OpenAIEngine
+from automodel_cli.rollout.engines.servers.openai import Choice, Logprobs, OpenAIEngine
 from automodel_cli.rollout.engines.servers.version_check import check_release
 from automodel_cli.rollout.http import Server, ServerError
 from automodel_cli.rollout.types import SamplingParams
@@ -110,14 +110,15 @@ class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, object]:
         return {**super()._body(prompt, params, seed), "return_weight_versions": True}  # since 0.33, ignored before
 
-    def _answer(self, body: dict[str, Any]) -> dict[str, object]:
+    def _answer(self, body: dict[str, object]) -> Choice:
         """See `OpenAIEngine._answer`. Converts answers of the tokens API to the form of the completions API."""
         if not self._asks_by_tokens:
             return super()._answer(body)
         choice = self._choice(self.server.post(_GENERATE, _tokens_body(body)))
-        return {**choice, "logprobs": {"token_logprobs": [t["logprob"] for t in choice["logprobs"]["content"]]}}
+        logprobs: Logprobs = choice.get("logprobs") or {}
+        return {**choice, "logprobs": {"token_logprobs": [token["logprob"] for token in logprobs["content"]]}}
 
-    def _drawn_by(self, choice: dict[str, Any], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
+    def _drawn_by(self, choice: Choice, num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
         """See `OpenAIEngine._drawn_by`. If the server does not return versions, all tokens count as sampled by the
         weights at the time of the request, the oldest possible ones."""
         return self.versions_in(choice.get("weight_versions"), num_tokens, asked)
@@ -137,7 +138,7 @@ class VLLMEngine(WeightUpdateMixin, OpenAIEngine):
             return False
 
 
-def _tokens_body(body: dict[str, object]) -> dict[str, Any]:
+def _tokens_body(body: dict[str, object]) -> dict[str, object]:
     """Convert a request of the completions API to the tokens API of vLLM."""
     elsewhere = ("model", "prompt", "return_token_ids", "return_weight_versions")
     params = {name: value for name, value in body.items() if name not in elsewhere}
