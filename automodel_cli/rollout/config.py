@@ -189,9 +189,9 @@ class RolloutConfig:
         self._check_overlong()
         self._check_capabilities()
         self._check_placement()
-        if isinstance(self.engine, LiveServerConfig):
+        if self._servers is not None:
             for params in (self.params(), self.validation_params()):
-                self.engine.check_params(params)
+                self._servers.check_params(params)
 
     def _check_numbers(self) -> None:
         check_minimums(
@@ -247,9 +247,9 @@ class RolloutConfig:
             )
 
     def _check_placement(self) -> None:
-        serves = isinstance(self.engine, LiveServerConfig)
+        way = None if self._servers is None else self._servers.way
         check_choice("placement", self.placement, ("colocated", "disaggregated", None), fix="placement=null")
-        if self.placement == "disaggregated" and not serves:
+        if self.placement == "disaggregated" and way is None:
             raise ConfigError(
                 f"placement=disaggregated requires generation servers, but {type(self.engine).__name__} "
                 "generates in the training processes",
@@ -265,32 +265,42 @@ class RolloutConfig:
                 keys=("max_off_policy_steps", "placement"),
                 fix="rollout.max_off_policy_steps=0, or rollout.placement=disaggregated",
             )
-        if isinstance(self.engine, LiveServerConfig) and self.engine.way == "ipc" and not self.shares_gpus:
+        if way == "ipc" and not self.shares_gpus:
             raise ConfigError(
                 "transport=ipc requires placement=colocated: vLLM reads the memory of ranks on its own GPUs",
                 code="requires_setting",
                 keys=("engine.transport", "placement"),
                 fix="rollout.placement=colocated, or rollout.engine.transport=files",
             )
-        if self.shares_gpus and isinstance(self.engine, LiveServerConfig) and self.engine.way in ("nccl", "broadcast"):
+        if self.shares_gpus and way in ("nccl", "broadcast"):
             raise ConfigError(
-                f"transport={self.engine.way} is not supported with placement=colocated: trainer and "
-                "servers need separate GPUs",
+                f"transport={way} is not supported with placement=colocated: trainer and servers need separate GPUs",
                 code="unsupported_combination",
                 keys=("engine.transport", "placement"),
                 fix="rollout.engine.transport=files",
             )
 
     @property
+    def _servers(self) -> LiveServerConfig | None:
+        """The engine, if it consists of generation servers."""
+        return self.engine if isinstance(self.engine, LiveServerConfig) else None
+
+    @property
+    def estimator_name(self) -> str:
+        """Name of the advantage estimator, or of its class."""
+        chosen = self.advantage_estimator
+        return chosen if isinstance(chosen, str) else type(chosen).__name__
+
+    @property
     def shares_gpus(self) -> bool:
         """Return whether servers alternate with the ranks on the same GPUs."""
-        return self.placement == "colocated" and isinstance(self.engine, LiveServerConfig)
+        return self.placement == "colocated" and self._servers is not None
 
     def generation_servers(self, model: ModelConfig, max_tokens: int) -> GenerationServers | None:
         """Return the servers that the run starts. `max_tokens` is the length of the longest prompt with its
         response."""
-        engine = self.engine
-        if not isinstance(engine, LiveServerConfig) or engine.servers is None:
+        engine = self._servers
+        if engine is None or engine.servers is None:
             return None
         requirements = ServerRequirements(
             model, max_tokens, engine.way, colocated=self.shares_gpus, routing=self.replay_routing
@@ -300,10 +310,8 @@ class RolloutConfig:
     def _check_baseline(self) -> None:
         def reject(code: str, key: str, reason: str, fix: str) -> None:
             value = getattr(self, key)
-            chosen = self.advantage_estimator
-            name = chosen if isinstance(chosen, str) else type(chosen).__name__
             raise ConfigError(
-                f"{key}={value} is not supported with advantage_estimator={name}: {reason}",
+                f"{key}={value} is not supported with advantage_estimator={self.estimator_name}: {reason}",
                 code=code,
                 keys=(key, "advantage_estimator"),
                 fix=fix,
@@ -369,7 +377,7 @@ class RolloutConfig:
                 keys=("replay_routing", "engine"),
                 fix="replay_routing=false",
             )
-        servers = self.engine.servers if isinstance(self.engine, LiveServerConfig) else None
+        servers = None if self._servers is None else self._servers.servers
         if self.replay_routing and servers is not None and not servers.gpus_per_server and servers.routing_needs_gpus:
             raise ConfigError(
                 f"replay_routing=true requires {servers.engine} on GPUs ({servers.routing_needs_gpus}), "

@@ -87,10 +87,8 @@ def check_rollout(recipe: PolicyRecipe) -> None:
         )
     critic = "old_values_BT" in recipe.objective.columns
     if critic != (rollout.advantage_estimator == "critic"):
-        chosen = rollout.advantage_estimator
         raise ConfigError(
-            f"rollout.advantage_estimator={chosen if isinstance(chosen, str) else type(chosen).__name__} is not "
-            "supported with this objective, which "
+            f"rollout.advantage_estimator={rollout.estimator_name} is not supported with this objective, which "
             f"trains {'a' if critic else 'no'} critic",
             code="unsupported_combination",
             keys=("rollout.advantage_estimator", "objective"),

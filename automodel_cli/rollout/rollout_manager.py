@@ -15,8 +15,6 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.data.config import answer_checker
 from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
-from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
-from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.moe.router_hooks import selectors_of
 from automodel_cli.models.teacher_config import TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective

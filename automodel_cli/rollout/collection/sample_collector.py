@@ -71,6 +71,7 @@ class SampleCollector:
         self.engine: Engine = config.engine.build(
             EngineHost(session, shares_gpus=config.shares_gpus, selectors=selectors)
         )
+        self._shared = self.engine if isinstance(self.engine, RankZeroEngine) else None
         self._check_engine()
         self._queue = self._build_queue()
         self.seconds = CollectionTimes()
@@ -189,7 +190,7 @@ class SampleCollector:
     @property
     def is_elsewhere(self) -> bool:
         """Return whether generation uses other devices than training."""
-        return isinstance(self.engine, RankZeroEngine) and not self.config.shares_gpus
+        return self._shared is not None and not self.config.shares_gpus
 
     def update(self, stream: WeightStream, version: int) -> None:
         """Update the engine to the weights of step `version`."""
@@ -201,12 +202,12 @@ class SampleCollector:
 
     def rest(self, *, weights_follow: bool) -> None:
         """Free the GPUs for the trainer. Nothing is generated until the next weights or rollout."""
-        if isinstance(self.engine, RankZeroEngine):
-            self.engine.rest(weights_follow=weights_follow)
+        if self._shared is not None:
+            self._shared.rest(weights_follow=weights_follow)
 
     def idle_fraction(self) -> float | None:
         """Return the share of the time since the last call in which servers had no requests. None without servers."""
-        return self.engine.idle_fraction() if isinstance(self.engine, RankZeroEngine) else None
+        return None if self._shared is None else self._shared.idle_fraction()
 
     def close(self) -> None:
         """Stop the threads and processes of generation and rewards."""
@@ -236,11 +237,12 @@ class SampleCollector:
     def _build_queue(self) -> SampleQueue | None:
         if not self.config.max_off_policy_steps:
             return None
-        options: dict[str, Any] = {}
+        draw, about = None, None
         if self._pool is not None:
-            options["draw"] = background_episodes(self.session, self._pool, self.engine)
-            options["about"] = environment_fingerprint(self.session.recipe.data, self.config)
-        return SampleQueue(self.engine, self.mesh.device, self.config.max_off_policy_steps, **options)
+            draw = background_episodes(self.session, self._pool, self.engine)
+            about = environment_fingerprint(self.session.recipe.data, self.config)
+        depth = self.config.max_off_policy_steps
+        return SampleQueue(self.engine, self.mesh.device, depth, draw=draw, about=about)
 
     def _check_engine(self) -> None:
         capabilities = self.engine.capabilities

@@ -176,13 +176,13 @@ def _finite(seconds: float) -> float | None:
 
 
 def check_environment_rows(
-    environments: Mapping[str, EnvironmentNode], column: str, rows: Iterable[tuple[str, Mapping[str, str]]]
+    environments: Mapping[str, EnvironmentNode], column: str, rows: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> None:
     """Raise ConfigError for rows (with origin) whose `column` names no environment, and for environments
     without rows."""
     known, named = ", ".join(environments), dict[str, None]()
     for origin, row in rows:
-        named[row.get(column)] = None
+        named[str(row.get(column))] = None
         if row.get(column) not in environments:
             raise ConfigError(
                 f"{origin}: {column}={row.get(column)!r} must be one of: {known}",

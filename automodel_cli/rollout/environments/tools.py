@@ -128,11 +128,12 @@ def read_call(text: str) -> ToolCall | ToolError:
     try:
         parsed = json.loads(text)
         arguments = parsed["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        if not isinstance(arguments, dict):
-            raise TypeError("arguments are no object")
-        return ToolCall(str(parsed["name"]), arguments)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        return ToolError(f'a call is {{"name": ..., "arguments": {{...}}}}: {reason}')
+        match json.loads(arguments) if isinstance(arguments, str) else arguments:
+            case dict() as by_name:
+                return ToolCall(str(parsed["name"]), by_name)
+        reason = "arguments are no object"
+    except KeyError as error:
+        reason = f"lacks {error}"
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = str(error)
+    return ToolError(f'a call is {{"name": ..., "arguments": {{...}}}}: {reason}')

@@ -44,18 +44,21 @@ def check_expression(code: str, names: frozenset[str] = CALLABLE) -> None:
     for node in ast.walk(tree):
         if not isinstance(node, _EXPRESSION):
             raise ValueError(f"the answer is code: {type(node).__name__} is no part of an expression")
-        if isinstance(node, ast.Call) and not _may_be_called(node.func, names):
-            raise ValueError(f"the answer is code: it calls {ast.unparse(node.func)[:60]}")
-        if isinstance(node, ast.Name) and "__" in node.id:
-            raise ValueError(f"the answer is code: {node.id[:60]}")
+        match node:
+            case ast.Call() if not _may_be_called(node.func, names):
+                raise ValueError(f"the answer is code: it calls {ast.unparse(node.func)[:60]}")
+            case ast.Name() if "__" in node.id:
+                raise ValueError(f"the answer is code: {node.id[:60]}")
 
 
 def _may_be_called(function: ast.expr, names: frozenset[str]) -> bool:
     """Return whether a call is allowed: a listed name, or the result of `Symbol('f')` or `Function('f')`."""
-    if isinstance(function, ast.Call):
-        function = function.func
-        return isinstance(function, ast.Name) and function.id in ("Symbol", "Function")
-    return isinstance(function, ast.Name) and function.id in names
+    match function:
+        case ast.Call(func=ast.Name(id="Symbol" | "Function")):
+            return True
+        case ast.Name():
+            return function.id in names
+    return False
 
 
 def plain_eval(code: str, *scopes: object) -> object:

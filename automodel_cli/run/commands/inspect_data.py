@@ -15,10 +15,10 @@ def inspect_data(recipe: Recipe, *, rows: int) -> None:
     """Print prepared sequences with trained tokens marked, or prompts as the model reads them, and the totals."""
     check_exported(recipe.model)
     tokenizer = load_tokenizer(recipe.model)
-    prepared = recipe.prepared(tokenizer)
-    if isinstance(prepared, PreparedPrompts):
-        show_prompts(prepared, tokenizer, rows=rows)
-    elif isinstance(prepared, StreamedData):
-        show_rows(PreparedData(prepared.train.sample, prepared.validation, prepared.report), tokenizer, rows=rows)
-    else:
-        show_rows(prepared, tokenizer, rows=rows)
+    match recipe.prepared(tokenizer):
+        case PreparedPrompts() as prompts:
+            show_prompts(prompts, tokenizer, rows=rows)
+        case StreamedData() as data:
+            show_rows(PreparedData(data.train.sample, data.validation, data.report), tokenizer, rows=rows)
+        case data:
+            show_rows(data, tokenizer, rows=rows)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.sharded_module import weights_changed
+from automodel_cli.distributed.tensor_parallel.styles import to_local
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.lora import adapters_off
 from automodel_cli.run.frozen_models.teacher import build_teacher
@@ -89,7 +89,7 @@ class ReferenceModel:
 @torch.no_grad()
 def update_ema(into: Tensor, other: Tensor, alpha: float) -> None:
     """Set `into` to alpha x other + (1 - alpha) x into, each rank its shard. Integer tensors are copied."""
-    to, of = (t.to_local() if isinstance(t, DTensor) else t for t in (into, other))
+    to, of = map(to_local, (into, other))
     if alpha == 1 or not to.is_floating_point():
         to.copy_(of)
     else:

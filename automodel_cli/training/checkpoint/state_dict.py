@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.distributed.tensor_parallel.styles import to_local
 from automodel_cli.models.uneven_dtensor import cut_like, is_uneven
 from automodel_cli.training.optimizers.param_groups import bare_name
 
@@ -83,17 +84,18 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
         for key, value in optimizer.state.get(param, {}).items():
             # Keys name parameters and not indices, so a resume may have other groups, stages or ranks. Example:
             # `optim.model.layers.0.mlp.up_proj.weight#exp_avg`. A number keeps its type: `...#step:int`.
-            if isinstance(value, Tensor):
-                state[f"optim.{name}#{key}"] = _cut(_dequantized(value), param)
-            elif isinstance(value, (int, float)):
-                state[f"optim.{name}#{key}:{type(value).__name__}"] = torch.tensor(value)
-            else:
-                raise RunError(
-                    f"{type(optimizer).__name__} cannot be checkpointed: {key}={value!r} of {name} is not a tensor",
-                    code="not_supported",
-                    keys=("optimizer",),
-                    fix="optimizer._target_=automodel_cli.training.optimizers.nodes.AdamW",
-                )
+            match value:
+                case Tensor():
+                    state[f"optim.{name}#{key}"] = _cut(_dequantized(value), param)
+                case int() | float():
+                    state[f"optim.{name}#{key}:{type(value).__name__}"] = torch.tensor(value)
+                case _:
+                    raise RunError(
+                        f"{type(optimizer).__name__} cannot be checkpointed: {key}={value!r} of {name} is not a tensor",
+                        code="not_supported",
+                        keys=("optimizer",),
+                        fix="optimizer._target_=automodel_cli.training.optimizers.nodes.AdamW",
+                    )
     return state
 
 
@@ -106,7 +108,7 @@ def _cut(value: Tensor, param: nn.Parameter) -> Tensor:
 
 def _dequantized(value: Tensor) -> Tensor:
     """Return the dequantized tensor of a quantized state (torchao tensor subclass), else `value`."""
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = to_local(value)
     if type(local) in (Tensor, nn.Parameter):
         return value
     # 8-bit states have one scale per block of the local shard. Stored in full precision, they can be loaded by another

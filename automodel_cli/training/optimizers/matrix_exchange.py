@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.expert_parallel import token_dispatcher
 from automodel_cli.training.torch_compat import shard_of
@@ -45,7 +45,7 @@ class _Hop:
     receive: list[list[Piece]]
 
 
-def rounds_of(params: Sequence[nn.Parameter]) -> list[MatrixRound]:
+def rounds_of(params: Sequence[DTensor]) -> list[MatrixRound]:
     """Return rounds over all matrices of one mesh, balanced by the cost of Newton-Schulz iterations.
 
     Every rank of the mesh must pass the same parameters in the same order.
@@ -55,7 +55,7 @@ def rounds_of(params: Sequence[nn.Parameter]) -> list[MatrixRound]:
     """
     # Example: 2 ranks and matrices of cost 9, 8, 5, 1. Round 0: 9 on rank 0, 8 on rank 1. Round 1 in reverse: 5 on rank
     # 1, 1 on rank 0. The sums are 10 and 13. Without the reversal they would be 14 and 9.
-    mesh = _mesh_of(params[0])
+    mesh = params[0].device_mesh
     ranks = list(itertools.product(*map(range, mesh.shape)))
     by_cost = sorted(params, key=lambda param: cost(param.shape), reverse=True)  # stable: alike on every rank
     rounds = []
@@ -79,9 +79,9 @@ class MatrixRound:
         own: the matrix of this rank, or None.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], owners: Sequence[Coordinate]):
+    def __init__(self, params: Sequence[DTensor], owners: Sequence[Coordinate]):
         self.params = list(params)
-        mesh = _mesh_of(params[0])
+        mesh = params[0].device_mesh
         self._me = tuple(mesh.get_coordinate() or ())
         self._owners = list(owners[: len(params)])
         self._slices = _Slices(self.params, mesh)
@@ -127,7 +127,7 @@ class MatrixRound:
 
         def shards() -> list[Tensor]:
             pieces = arriving()
-            shapes = [_local_shape(param) for param in self.params]
+            shapes = [param.to_local().shape for param in self.params]
             return [pieces[Piece(i, self._me)].view(shape) for i, shape in enumerate(shapes)]
 
         return shards
@@ -172,12 +172,12 @@ class MatrixRound:
 class _Slices:
     """Rows and columns of each shard of the matrices of a round."""
 
-    def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh):
+    def __init__(self, params: Sequence[DTensor], mesh: DeviceMesh):
         self.ranks = list(itertools.product(*map(range, mesh.shape)))
-        self._replicated = [[placement.is_replicate() for placement in _placements(param)] for param in params]
-        shapes = {(param.shape, _placements(param)) for param in params}
+        self._replicated = [[placement.is_replicate() for placement in param.placements] for param in params]
+        shapes = {(param.shape, param.placements) for param in params}
         known = {key: {rank: shard_of(key[0], mesh, rank, key[1]) for rank in self.ranks} for key in shapes}
-        self._of = [known[param.shape, _placements(param)] for param in params]
+        self._of = [known[param.shape, param.placements] for param in params]
 
     def __call__(self, piece: Piece) -> tuple[slice, ...]:
         return self._of[piece.matrix][piece.shard]
@@ -207,21 +207,6 @@ def _one_hop(
     return lambda: dict(zip(pieces, arriving().split([numel(piece) for piece in pieces]), strict=True))
 
 
-def is_distributed(param: nn.Parameter) -> bool:
+def is_distributed(param: Tensor) -> TypeGuard[DTensor]:
     """Return whether several ranks hold `param` as a DTensor."""
     return isinstance(param, DTensor) and param.device_mesh.size() > 1
-
-
-def _mesh_of(param: nn.Parameter) -> DeviceMesh:
-    assert isinstance(param, DTensor)
-    return param.device_mesh
-
-
-def _placements(param: nn.Parameter) -> tuple[Placement, ...]:
-    assert isinstance(param, DTensor)
-    return tuple(param.placements)
-
-
-def _local_shape(param: nn.Parameter) -> torch.Size:
-    assert isinstance(param, DTensor)
-    return param.to_local().shape

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from automodel_cli.distributed.tensor_parallel.styles import to_local
 from automodel_cli.training.optimizers.matrix_exchange import MatrixRound, is_distributed, rounds_of
 from automodel_cli.training.optimizers.newton_schulz import measured_dtype, orthogonalize
-from automodel_cli.training.optimizers.param_groups import TrainableParam, decay_groups
+from automodel_cli.training.optimizers.param_groups import TrainableParam, decay_groups, has_float16
 from automodel_cli.training.optimizers.rate_groups import Rates
 from automodel_cli.training.optimizers.stochastic_rounding_adamw import (
     MOMENTS,
@@ -27,6 +28,25 @@ from automodel_cli.training.optimizers.stochastic_rounding_adamw import (
 
 _FLOAT32 = "newton_schulz_float32"
 """State key of a matrix whose first step used fp32 GEMMs. A run that resumes on other hardware keeps using fp32."""
+
+
+class MuonOptions(TypedDict):
+    """Options of `torch.optim.Muon`, and `ns_dtype`, the dtype of the GEMMs. If it is None, the dtype is measured."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_steps: int
+    adjust_lr: str
+    ns_dtype: torch.dtype | None
+
+
+class MuonGroup(MuonOptions):
+    """A group of parameters that Muon updates, with the measured dtype of the GEMMs."""
+
+    params: list[nn.Parameter]
+    ns_measured: torch.dtype | None
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -46,8 +66,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Args:
         muon_params: hidden matrices. May be empty on a pipeline rank.
         adamw_params: all other trainable parameters.
-        muon: options of `torch.optim.Muon`, and `ns_dtype`, the dtype of the GEMMs. If it is None, the dtype is
-            measured, which is collective over all ranks.
+        muon: options of `torch.optim.Muon`. Measuring the dtype of the GEMMs is collective over all ranks.
         adamw: options of `torch.optim.AdamW`.
         decay_embeddings: apply weight decay to embeddings.
         rates: learning rate and weight decay of selected parameters.
@@ -59,7 +78,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         muon_params: Sequence[TrainableParam],
         adamw_params: Sequence[TrainableParam],
         *,
-        muon: dict[str, Any],
+        muon: MuonOptions,
         adamw: dict[str, Any],
         decay_embeddings: bool = False,
         rates: Rates | None = None,
@@ -69,19 +88,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
         measured = None
         if muon["ns_dtype"] is None:
             measured = measured_dtype(device or (muon_params or adamw_params)[0].param.device)
-        muon = {**muon, "ns_measured": measured}
         rates = rates or Rates()
         of_muon: dict[tuple[float, float], list[nn.Parameter]] = {}
         for item in muon_params:
             rate, decay = rates.lr(item, muon["lr"]), rates.weight_decay(item, muon["weight_decay"])
             of_muon.setdefault((rate, decay), []).append(item.param)
         for (rate, decay), params in of_muon.items():
-            groups.append({"params": params, "muon": True, **muon, "lr": rate, "weight_decay": decay})
+            options = {**muon, "ns_measured": measured, "lr": rate, "weight_decay": decay}
+            groups.append({"params": params, "muon": True, **options})
         rest = {key: value for key, value in adamw.items() if key != "weight_decay"}
         if adamw_params or not groups:
             decay = adamw["weight_decay"]
-            options: Any = {"embeddings": decay_embeddings, "rates": rates, "lr": adamw["lr"]}
-            of_adamw = decay_groups(adamw_params, decay, **options)
+            of_adamw = decay_groups(adamw_params, decay, embeddings=decay_embeddings, rates=rates, lr=adamw["lr"])
             groups += [{"muon": False, **rest, **group} for group in of_adamw]
         super().__init__(groups, {})
         self._rounds: dict[tuple[int, ...], list[MatrixRound]] = {}
@@ -94,16 +112,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         load_moments(self, state_dict, ("momentum_buffer", *MOMENTS), lambda param: moment_dtype(param.dtype))
 
-    def _muon_step(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+    def _muon_step(self, params: Sequence[nn.Parameter], group: MuonGroup) -> None:
         """Update the matrices of one group. Collective over their meshes."""
-        together: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
+        together: dict[tuple[DeviceMesh, torch.dtype], list[DTensor]] = {}
         # Matrices of one mesh and dtype travel together. The others are complete on this rank.
         for param in params:
             state = self.state[param]
             if "momentum_buffer" not in state:
                 _init_state(param, state, group)
             dtype = _ns_dtype(state, group)
-            if isinstance(param, DTensor) and is_distributed(param):
+            if is_distributed(param):
                 together.setdefault((param.device_mesh, dtype), []).append(param)
             else:
                 update = _update(param, state, group)
@@ -111,13 +129,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for (_, dtype), members in together.items():
             self._distributed_step(self._rounds_of(members), group, dtype)
 
-    def _rounds_of(self, params: Sequence[nn.Parameter]) -> list[MatrixRound]:
+    def _rounds_of(self, params: Sequence[DTensor]) -> list[MatrixRound]:
         key = tuple(map(id, params))
         if key not in self._rounds:
             self._rounds[key] = rounds_of(params)
         return self._rounds[key]
 
-    def _distributed_step(self, rounds: Sequence[MatrixRound], group: dict[str, Any], dtype: torch.dtype) -> None:
+    def _distributed_step(self, rounds: Sequence[MatrixRound], group: MuonGroup, dtype: torch.dtype) -> None:
         """While a round is orthogonalized, updates of the next one and results of the previous one travel."""
 
         def gather(round_: MatrixRound) -> Callable[[], Tensor | None]:
@@ -139,10 +157,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         leaving()
 
     def _returning(
-        self, round_: MatrixRound, result: Tensor | None, group: dict[str, Any], dtype: torch.dtype
+        self, round_: MatrixRound, result: Tensor | None, group: MuonGroup, dtype: torch.dtype
     ) -> Callable[[], None]:
         """Start to return the results of a round. The result applies them."""
-        like = _local(round_.params[0]).new_empty(0, dtype=dtype)
+        like = to_local(round_.params[0]).new_empty(0, dtype=dtype)
         shards = round_.scatter(result, like)
 
         def apply() -> None:
@@ -151,7 +169,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
         return apply
 
-    def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
+    def _groups(self, *, muon: bool) -> list[Any]:
         return [group for group in self.param_groups if group["muon"] is muon]
 
     @torch.no_grad()
@@ -171,13 +189,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return `torch.optim.AdamW`, or for float16 parameters an AdamW whose moments are not float16."""
-    if not any(param.dtype == torch.float16 for group in groups for param in group["params"]):
+    if not has_float16(groups):
         return torch.optim.AdamW(groups)
     lr, betas, eps = (groups[0][name] for name in ("lr", "betas", "eps"))
     return RoundedAdamW(groups, lr, betas, eps, state_dtype=None, stochastic_rounding=False)
 
 
-def _update(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+def _update(param: Tensor, state: dict[str, Any], group: MuonGroup) -> Tensor:
     """Update the momentum, and return the shard of the update in the dtype of the GEMMs.
 
     With momentum m and gradient g::
@@ -186,7 +204,7 @@ def _update(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -
         u <- mu m + (1 - mu) g if nesterov else m
     """
     assert param.grad is not None
-    momentum_S, grad_S = _local(state["momentum_buffer"]), _local(param.grad)
+    momentum_S, grad_S = to_local(state["momentum_buffer"]), to_local(param.grad)
     grad_S = grad_S.to(momentum_S.dtype)
     # lerp(a, b, w) = a + w (b - a): momentum 0.95 keeps 95% of the old value.
     momentum_S.lerp_(grad_S, 1 - group["momentum"])
@@ -194,35 +212,27 @@ def _update(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -
     return update_S.to(_ns_dtype(state, group))
 
 
-def _apply(param: nn.Parameter, orthogonal_S: Tensor, group: dict[str, Any]) -> None:
+def _apply(param: Tensor, orthogonal_S: Tensor, group: MuonGroup) -> None:
     """Apply weight decay w and the shard of the orthogonalized update u: p <- (1 - lr w) p - adjusted_lr(lr) u."""
-    param_S = _local(param)
+    param_S = to_local(param)
     param_S.mul_(1 - group["lr"] * group["weight_decay"])
     param_S.add_(orthogonal_S, alpha=-_adjusted_lr(group, param.shape))
 
 
-def _init_state(param: nn.Parameter, state: dict[str, object], group: dict[str, Any]) -> None:
+def _init_state(param: nn.Parameter, state: dict[str, object], group: MuonGroup) -> None:
     assert param.grad is not None
     state["momentum_buffer"] = torch.zeros_like(param.grad, dtype=moment_dtype(param.dtype))
     if torch.float32 in (group["ns_dtype"], group["ns_measured"]):
         state[_FLOAT32] = 1
 
 
-def _ns_dtype(state: dict[str, Any], group: dict[str, Any]) -> torch.dtype:
+def _ns_dtype(state: dict[str, Any], group: MuonGroup) -> torch.dtype:
     """Return the dtype of the GEMMs. A resumed run keeps that of its first step, even on other hardware."""
     dtype: torch.dtype = group["ns_dtype"] or (torch.float32 if state.get(_FLOAT32) else torch.bfloat16)
     return dtype
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return the shard of this rank, which shares memory with `tensor`.
-
-    Elementwise operations on shards avoid the dispatch overhead of DTensor, which dominates for small matrices.
-    """
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _adjusted_lr(group: dict[str, Any], shape: torch.Size) -> float:
+def _adjusted_lr(group: MuonGroup, shape: torch.Size) -> float:
     """Return the learning rate adjusted to the shape of a matrix, as in `torch.optim.Muon`.
 
     `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), so that the RMS of the update matches AdamW (Liu et al., 2025).

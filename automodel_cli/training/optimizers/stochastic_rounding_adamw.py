@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, by_compiler
+from automodel_cli.distributed.tensor_parallel.styles import to_local
 from automodel_cli.training.torch_compat import refuses_by_found_inf
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -103,8 +103,7 @@ def load_moments(
 
 def _flat(tensor: Tensor) -> Tensor:
     """A view."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.view(-1)
+    return to_local(tensor).view(-1)
 
 
 def _number(value: float, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

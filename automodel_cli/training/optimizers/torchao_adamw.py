@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit as TorchAOAdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
+
+from automodel_cli.distributed.tensor_parallel.styles import to_local
 
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
@@ -22,9 +23,9 @@ class QuantizedAdamW(TorchAOAdamW8bit):  # type: ignore[misc]
         super().load_state_dict(state_dict)
         for param, state in self.state.items():
             for key in _SIGNED.keys() & state.keys():
-                loaded = _local(state[key])
+                loaded = to_local(state[key])
                 state[key] = self._new_buffer(param, _SIGNED[key])
-                target = _local(state[key])
+                target = to_local(state[key])
                 if isinstance(target, OptimState8bit):
                     _quantise(loaded, target)
                 else:
@@ -47,7 +48,3 @@ def _quantise(values: Tensor, target: OptimState8bit) -> None:
     codes = torch.searchsorted(middles, (blocks / scale[:, None]).contiguous())
     target.codes.copy_(codes.reshape(target.codes.shape))
     target.scale.copy_(scale)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,7 +9,7 @@ the state belongs to the last token and no padding enters it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from automodel_cli.rollout.engines.sampler.kv_cache import Decode, Prefill
 NewCache = Callable[[], Any]
 """An empty cache of the library, of the kind that the model's own generation makes."""
 
-_Path = tuple[Any, ...]
+_Path = tuple[object, ...]
 
 
 class StateSlots:
@@ -63,7 +63,9 @@ class StateSlots:
         self._states.clear()
         self._decoding = None
 
-    def run(self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, layer: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """See `recurrent_layers.Runner`."""
         assert self._forward is not None, "a state layer that generates belongs inside a forward of the sampler"
         name, keywords = _without_cache(layer, forward, args, kwargs)
@@ -148,18 +150,23 @@ class _Attribute(NamedTuple):
 
 def _tensors(value: object, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
     """Every tensor in a cache, and the way to it."""
-    steps: Any = ()
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, (dict, list)):
-        steps = value.items() if isinstance(value, dict) else enumerate(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        steps = ((_Attribute(name), item) for name, item in vars(value).items())
+    steps: Iterable[tuple[object, object]] = ()
+    match value:
+        case Tensor():
+            yield path, value
+        case dict():
+            steps = value.items()
+        case list():
+            steps = enumerate(value)
+        case type() | nn.Module():
+            pass
+        case _:
+            steps = ((_Attribute(name), item) for name, item in getattr(value, "__dict__", {}).items())
     for step, item in steps:
         yield from _tensors(item, (*path, step))
 
 
-def _at(value: Tensor, path: _Path) -> Any:
+def _at(value: Any, path: _Path) -> Any:
     for step in path:
         value = getattr(value, step.name) if isinstance(step, _Attribute) else value[step]
     return value

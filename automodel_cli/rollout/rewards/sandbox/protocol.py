@@ -75,10 +75,11 @@ class Peer:
 
     def encode(self, value: object) -> Any:
         """JSON of a value. Raises RecursionError for one that contains itself."""
-        if value is None or isinstance(value, (bool, float, str)):
-            return value
-        if isinstance(value, int):
-            return value if -_SAFE_INT < value < _SAFE_INT else {"k": "int", "v": hex(value)}
+        match value:
+            case None | bool() | float() | str():
+                return value
+            case int():
+                return value if -_SAFE_INT < value < _SAFE_INT else {"k": "int", "v": hex(value)}
         for kind, (types, parts, _) in _KINDS.items():
             if isinstance(value, types):
                 encoded = parts(value)
@@ -88,15 +89,15 @@ class Peer:
     def decode(self, data: Any) -> Any:
         """Decode a value. Raises Gone for data that `encode` cannot produce."""
         try:
-            if isinstance(data, dict):
-                kind, content = data["k"], data["v"]
-                if kind == "int":
+            match data:
+                case {"k": "int", "v": content}:
                     return int(content, 16)
-                if kind in _KINDS:
+                case {"k": kind, "v": content} if kind in _KINDS:
                     return _KINDS[kind][2]([self.decode(part) for part in content])
-                return self.load(str(kind), int(content))
-            if data is None or isinstance(data, (bool, int, float, str)):
-                return data
+                case {"k": kind, "v": content}:
+                    return self.load(str(kind), int(content))
+                case None | bool() | int() | float() | str():
+                    return data
         except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise Gone from error
         raise Gone
