@@ -35,7 +35,9 @@ LAYOUTS = {
     "tp2": (MeshConfig(tp_size=2), FSDP2),
     "pp2": (MeshConfig(pp_size=2), FSDP2),
     "cp2": (MeshConfig(cp_size=2), FSDP2),
+    "ep2": (MeshConfig(ep_size=2), FSDP2),
 }
+FAMILIES = {"ep2": "qwen3_moe"}  # else llama
 MULTIPLES = {True: 64, False: 1}  # `tp` shards the one and replicates the other: 1 makes the number of rows odd
 
 
@@ -66,9 +68,10 @@ def _run(rank, world, folder, sizes, parallelizer, multiple, lora=None):
 
 
 @pytest.mark.parametrize("tied", [True, *slow(False)])
-@pytest.mark.parametrize("layout", [*slow("fsdp2"), *slow("ddp"), "tp2", "pp2", *slow("cp2")])
+@pytest.mark.parametrize("layout", [*slow("fsdp2"), *slow("ddp"), "tp2", "pp2", *slow("cp2", "ep2")])
 def test_a_grown_vocabulary_trains_like_one_process(layout: str, tied: bool, tmp_path: Path):
-    folder = model_folder(tmp_path, SIZE + SIZE % 2, num_hidden_layers=2, tie_word_embeddings=tied)
+    fields = {"num_hidden_layers": 2, "tie_word_embeddings": tied}
+    folder = model_folder(tmp_path, SIZE + SIZE % 2, FAMILIES.get(layout, "llama"), **fields)
     multiple = MULTIPLES[tied]
     want, before, after = launch(_run, 1, folder, MeshConfig(), FSDP2, multiple)
     steps, started, ended = launch(_run, 2, folder, *LAYOUTS[layout], multiple)
@@ -86,12 +89,16 @@ def test_a_grown_vocabulary_trains_like_one_process(layout: str, tied: bool, tmp
     ("layout", "tied"),
     [
         ("tp2", True),
-        *(pytest.param(layout, tied, marks=pytest.mark.slow) for layout, tied in (("fsdp2", True), ("ddp", True))),
+        *(
+            pytest.param(layout, tied, marks=pytest.mark.slow)
+            for layout, tied in (("fsdp2", True), ("ddp", True), ("ep2", True))
+        ),
         *(pytest.param(layout, False, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "cp2")),
     ],
 )
 def test_new_rows_beside_adapters_train_like_one_process(layout: str, tied: bool, tmp_path: Path):
-    folder, lora = model_folder(tmp_path, num_hidden_layers=2, tie_word_embeddings=tied), LoRAConfig(rank=4)
+    fields = {"num_hidden_layers": 2, "tie_word_embeddings": tied}
+    folder, lora = model_folder(tmp_path, SIZE, FAMILIES.get(layout, "llama"), **fields), LoRAConfig(rank=4)
     want, before, after = launch(_run, 1, folder, MeshConfig(), FSDP2, 64, lora)
     steps, started, ended = launch(_run, 2, folder, *LAYOUTS[layout], 64, lora)
     assert torch.allclose(torch.tensor(steps), torch.tensor(want), rtol=1e-5)

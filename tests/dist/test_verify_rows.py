@@ -4,6 +4,7 @@ in the last place, compiled layers, stages as described."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,7 @@ OF_TABLES += [
     Case(PP, pipeline=PipelineConfig(schedule="1f1b"), lora=TOKENS),
     Case(DP, lora=replace(TOKENS, modules_to_save=["lm_head"])),
     Case(DP, DDPConfig(), lora=TOKENS),
+    Case(MeshConfig(dp_size=1, cp_size=2), lora=TOKENS),
     Case(MeshConfig(dp_size=1, tp_size=2), FSDP2Config(mp_policy=FP32, sequence_parallel=True), lora=TOKENS),
 ]
 OF_DORA = [
@@ -73,6 +75,7 @@ OF_DORA = [
     Case(MeshConfig(dp_size=1, tp_size=2), FSDP2Config(mp_policy=FP32, sequence_parallel=True), lora=DORA),
     Case(DP, FSDP2Config(mp_policy=FP32, activation_checkpointing="full"), lora=DORA),
 ]
+BESIDE_EXPERTS = [Case(MeshConfig(dp_size=2, ep_size=2), lora=adapters) for adapters in (DORA, PISSA, TABLES, TOKENS)]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +105,14 @@ def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(or
 def test_chosen_layers_and_ranks_with_modules_trained_completely(original: Original, rows: list[Case]):
     for row, outcome in zip(rows, launch(run_rows, 2, original, rows), strict=True):
         assert isinstance(outcome, Errors) and outcome.within_rounding(), (row, outcome)
+
+
+@pytest.mark.slow
+def test_adapters_beside_experts_over_ranks(tmp_path: Path):
+    model = tiny.build_hf("qwen3_moe", num_hidden_layers=2)
+    source = Original.write(tmp_path / "model", model, SFT())
+    for row, outcome in zip(BESIDE_EXPERTS, launch(run_rows, 2, source, BESIDE_EXPERTS), strict=True):
+        assert isinstance(outcome, Errors) and outcome.within_rounding(), (row.lora, outcome)
 
 
 def _scale_of_adapters_lost(batches: list[Batch]) -> list[Batch]:
