@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,14 @@ from automodel_cli.models.transformers_compat import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
 
 
-def conversion_mapping(model: PreTrainedModel) -> list[Any]:
+def conversion_mapping(model: PreTrainedModel) -> list[WeightTransform]:
     """Return the conversion of hub keys to this model's parameters. Use the complete model, before it is split."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    mapping: list[Any] = get_model_conversion_mapping(model)
+    mapping: list[WeightTransform] = get_model_conversion_mapping(model)
     return mapping
 
 
@@ -45,7 +46,7 @@ class Converted:
 
 
 def convert_into(
-    model: PreTrainedModel, tensors: Mapping[str, object], mapping: list[Any], dtype: torch.dtype
+    model: PreTrainedModel, tensors: Mapping[str, object], mapping: list[WeightTransform], dtype: torch.dtype
 ) -> Converted:
     """Read `tensors` (hub key -> lazy safetensors slice or tensor) into `model`, replacing its parameters.
 
@@ -57,7 +58,10 @@ def convert_into(
 
     names = set(model.state_dict())
     config = LoadStateDictConfig(
-        device_map={"": "cpu"}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=mapping
+        device_map={"": "cpu"},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=cast(list[Any], mapping),
     )
     with quiet():
         info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
@@ -68,7 +72,7 @@ def convert_into(
     return Converted(frozenset(names - missing), mismatched)
 
 
-def unclaimed_keys(model: PreTrainedModel, mapping: list[object], keys: Iterable[str]) -> list[str]:
+def unclaimed_keys(model: PreTrainedModel, mapping: list[WeightTransform], keys: Iterable[str]) -> list[str]:
     """Return the checkpoint keys without a counterpart in the complete `model`, as transformers' loader decides it."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -85,14 +89,16 @@ def unclaimed_keys(model: PreTrainedModel, mapping: list[object], keys: Iterable
     return [key for key in keys if not is_claimed(key)]
 
 
-def settled_transposes(mapping: list[Any], model: nn.Module, tensors: Mapping[str, Any]) -> list[object]:
+def settled_transposes(
+    mapping: list[WeightTransform], model: nn.Module, tensors: Mapping[str, Any]
+) -> list[WeightTransform]:
     """Decide now which conversions transpose. The library compares a shard of a tensor with the full parameter.
 
     `model`: the full model. `tensors`: hub key -> lazy safetensors slice or tensor.
     """
     shapes = {name: param.shape for name, param in model.named_parameters()}
 
-    def is_stored_as_is(entry: Any) -> bool:
+    def is_stored_as_is(entry: WeightTransform) -> bool:
         names = [n for n in tensors if n in shapes and any(s in n for s in entry.source_patterns)]
         stored = [(tensors[n].get_shape() if hasattr(tensors[n], "get_shape") else tensors[n].shape) for n in names]
         return any(tuple(shape) == tuple(shapes[name]) for name, shape in zip(names, stored, strict=True))
@@ -104,13 +110,13 @@ def settled_transposes(mapping: list[Any], model: nn.Module, tensors: Mapping[st
             if is_stored_as_is(entry):
                 continue
             entry = copy.deepcopy(entry)
-            for step in entry.operations:
+            for step in getattr(entry, "operations", ()):
                 step.check_dims = False
         settled.append(entry)
     return settled
 
 
-def joined_names(mapping: list[Any], names: Iterable[str]) -> set[str]:
+def joined_names(mapping: list[WeightTransform], names: Iterable[str]) -> set[str]:
     """Parameters that a conversion joins or cuts along dim 0: several tensors of the checkpoint one after another (the
     convolutions of KDA), or a part of one (queries, keys and values of sarvam_moe). The library's reader takes a shard
     of each tensor, which is not a shard of the parameter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class _CastTensors:
 
     def __init__(self, cast: Cast, device: torch.device, names: dict[nn.Module, str]):
         self._cast, self._device, self._names = cast, device, names
-        self._originals: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._originals: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
 
     def take(self, modules: list[nn.Module]) -> None:
         made: dict[int, Tensor] = {}  # a tied tensor stays one

@@ -12,7 +12,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,9 @@ def uncut_copy(model: PreTrainedModel) -> PreTrainedModel:
     return full_copy
 
 
-def register_classes(config: Any, base: nn.Module, causal: object) -> None:
+def register_classes(
+    config: type[PretrainedConfig], base: type[PreTrainedModel], causal: type[PreTrainedModel]
+) -> None:
     """Let the library build `base` and the causal LM `causal` for a config class made at run time.
 
     transformers 5.17 registers no config class whose module is one of the library, even with `exist_ok`.

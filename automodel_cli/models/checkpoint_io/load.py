@@ -12,7 +12,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _fill_from(
     named_tensors: Mapping[str, StoredTensor],
     whole: PreTrainedModel,
     target: Target,
-    mapping: list[Any],
+    mapping: list[WeightTransform],
     optional: frozenset[str] = frozenset(),
 ) -> None:
     """Load lazy tensors by hub name into the target, one layer after another. `whole` becomes the skeleton."""

@@ -141,7 +141,7 @@ def load_classifier(
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    auto: Any = AutoModelForTokenClassification if head.of_tokens else AutoModelForSequenceClassification
+    auto = AutoModelForTokenClassification if head.of_tokens else AutoModelForSequenceClassification
     try:
         with transformers_compat.quiet():
             model, info = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True)

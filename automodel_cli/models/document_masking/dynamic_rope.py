@@ -24,7 +24,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class _PerDocument(nn.Module):
     """Subclass of a rotary class of transformers. Signature and result of `forward(x, position_ids[, layer_type])` are
     unchanged."""
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> object:
         rope_type, threshold = _switch_of(self, layer_type)
         arguments = () if layer_type is None else (layer_type,)
         if threshold is None:
@@ -129,20 +129,20 @@ class _PerDocument(nn.Module):
         vars(self).pop(f"{prefix}long_inv_freq", None)
 
 
-def _select(tables: list[Any], lengths_BT: Tensor, lengths: list[int]) -> object:
+def _select(tables: list[object], lengths_BT: Tensor, lengths: list[int]) -> object:
     """Select for each token the table of its document's length. A table is one or several tensors `[B, T, ...]`."""
     if isinstance(tables[0], tuple):
         return tuple(_select(list(same), lengths_BT, lengths) for same in zip(*tables, strict=True))
-    result = tables[0]
-    for table, length in zip(tables[1:], lengths[1:], strict=True):
+    result, *others = cast(list[Tensor], tables)
+    for table, length in zip(others, lengths[1:], strict=True):
         result = torch.where((lengths_BT == length)[..., None], table, result)
     return result
 
 
-def _set_lengths(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+def _set_lengths(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Forward pre-hook: pass the document lengths of the context to rotary modules, because ranks hold parts of
     documents."""
-    context: Context | None = kwargs.get("context")
+    context = cast(Context | None, kwargs.get("context"))
     lengths_BT = None if context is None else context.local_document_lengths()
     for module in model.modules():
         if isinstance(module, _PerDocument):
@@ -173,7 +173,7 @@ def _switch_of(module: Any, layer_type: str | None) -> tuple[str, int | None]:
     return rope_type, _threshold(rope_type, parameters, module.config)
 
 
-def _threshold(rope_type: str | None, parameters: dict[str, Any], text: Any) -> int | None:
+def _threshold(rope_type: str | None, parameters: dict[str, Any], text: PretrainedConfig) -> int | None:
     if not _is_by_length(rope_type):
         return None
     limit: int = parameters[_ORIGINAL] if rope_type == "longrope" else text.max_position_embeddings

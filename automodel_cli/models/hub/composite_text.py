@@ -9,7 +9,6 @@ model, the output matrix and the measured head.
 from __future__ import annotations
 
 import copy
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 _PROBE_VOCAB = 64
 _Measured = tuple[type["PreTrainedModel"], str, HeadKind]
 _heads: dict[tuple[object, type, str], _Measured | None] = {}
-_made: set[type] = set()
+_made: dict[tuple[object, ...], type[PretrainedConfig]] = {}
 
 
 def composite_class(composite_config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -65,7 +64,7 @@ def with_composite_head(text: PretrainedConfig, composite_config: PretrainedConf
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    cls: Any = composite_class(composite_config)
+    cls = composite_class(composite_config)
     has_own = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     try:
         measured = None if cls is None else _measured(cls, composite_config)
@@ -73,12 +72,14 @@ def with_composite_head(text: PretrainedConfig, composite_config: PretrainedConf
         measured = None
     if measured is None:
         return text if has_own else None
-    base: object = measured[0]
-    table, kind = measured[1:]
+    base, table, kind = measured
     if kind.name == "generic" or (has_own and _same_head(detection.detect_head(text), kind)):
         return text if has_own else None
-    own: Any = text
-    own.__class__ = _registered(own.__class__, base, table, kind, cls, str(composite_config.model_type))
+    key = (type(text), base, table, kind, cls)
+    if key not in _made:
+        assert cls is not None, "it was measured"
+        _made[key] = _registered(type(text), base, table, kind, cls, str(composite_config.model_type))
+    text.__class__ = _made[key]
     return text
 
 
@@ -86,7 +87,7 @@ def _same_head(a: HeadKind, b: HeadKind) -> bool:
     return a.name == b.name and abs(a.value - b.value) <= 1e-4 * abs(b.value)
 
 
-def _measured(cls: Any, composite_config: PretrainedConfig) -> _Measured | None:
+def _measured(cls: type[PreTrainedModel], composite_config: PretrainedConfig) -> _Measured | None:
     key = (cls, type(composite_config), composite_config.to_json_string())
     if key not in _heads:
         _heads[key] = _measure(cls, composite_config)
@@ -94,17 +95,17 @@ def _measured(cls: Any, composite_config: PretrainedConfig) -> _Measured | None:
 
 
 @torch.no_grad()
-def _measure(cls: Any, composite_config: PretrainedConfig) -> _Measured | None:
+def _measure(cls: type[PreTrainedModel], composite_config: PretrainedConfig) -> _Measured | None:
     """Return the class of the text model, the name of its embedding, and the composite's head.
 
     The composite is on the meta device with a vocabulary of 64. Its text model returns given hidden states.
     """
-    small: Any = copy.deepcopy(composite_config)
+    small = copy.deepcopy(composite_config)
     for config in (small, small.get_text_config()):
         config.pad_token_id = 0
     small.get_text_config().vocab_size = _PROBE_VOCAB
     with torch.device("meta"), transformers_compat.quiet():
-        composite: Any = cls._from_config(small, dtype=torch.float32)
+        composite = cls._from_config(small, dtype=torch.float32)
     name = text_module(composite)
     matrix = composite.get_output_embeddings()
     if name is None or type(matrix) is not nn.Linear:
@@ -143,9 +144,13 @@ def _apply(kind: HeadKind, logits: Tensor) -> Tensor:
     return kind.value * torch.tanh(logits / kind.value) if kind.name == "softcap" else logits
 
 
-@functools.lru_cache(maxsize=64)
 def _registered(
-    text_class: Any, base: nn.Module, table: str, kind: HeadKind, whole: Any, model_type: str
+    text_class: type[PretrainedConfig],
+    base: type[PreTrainedModel],
+    table: str,
+    kind: HeadKind,
+    whole: type[PreTrainedModel],
+    model_type: str,
 ) -> type[PretrainedConfig]:
     """Make a causal LM class and a config class of its own for it, and register them with the library.
 
@@ -153,22 +158,22 @@ def _registered(
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    own_text_class: Any = type(text_class.__name__, (text_class,), {"__module__": text_class.__module__})
+    own_text_class = type(text_class.__name__, (text_class,), {"__module__": text_class.__module__})
     causal = _causal_class(own_text_class, base, table, kind)
     transformers_compat.register_classes(own_text_class, base, causal)
     if text_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         conversion_compat.share_converters(whole, model_type, causal)
-    made: type[PretrainedConfig] = own_text_class
-    _made.add(made)
-    return made
+    return own_text_class
 
 
 def is_made_here(config: PretrainedConfig) -> bool:
     """Return whether the causal LM of this config is a class of this module, and not of the library."""
-    return type(config) in _made
+    return type(config) in _made.values()
 
 
-def _causal_class(text_class: object, base: Any, table: str, kind: HeadKind) -> type[PreTrainedModel]:
+def _causal_class(
+    text_class: type[PretrainedConfig], base: type[PreTrainedModel], table: str, kind: HeadKind
+) -> type[PreTrainedModel]:
     from transformers import GenerationMixin, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -180,7 +185,7 @@ def _causal_class(text_class: object, base: Any, table: str, kind: HeadKind) -> 
         _tied_weights_keys = {"lm_head.weight": f"model.{table}.weight"}  # noqa: RUF012  # as the library declares it
         _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 
-        def __init__(self, config: Any):
+        def __init__(self, config: PretrainedConfig):
             super().__init__(config)
             self.model = base(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -189,14 +194,14 @@ def _causal_class(text_class: object, base: Any, table: str, kind: HeadKind) -> 
         def forward(
             self,
             input_ids: Tensor | None = None,
-            attention_mask: Any = None,
+            attention_mask: object = None,
             position_ids: Tensor | None = None,
-            past_key_values: Any = None,
-            cache: Any = None,
+            past_key_values: object = None,
+            cache: object = None,
             inputs_embeds: Tensor | None = None,
             use_cache: bool | None = None,
             logits_to_keep: int | Tensor = 0,
-            **kwargs: Any,
+            **kwargs: object,
         ) -> CausalLMOutputWithPast:
             # transformers 5.24 renamed past_key_values to cache. The old name can go when 5.24 is the oldest release.
             caches = {"past_key_values": past_key_values, "cache": cache}

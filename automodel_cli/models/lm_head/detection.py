@@ -36,7 +36,7 @@ class _BaseStub(nn.Module):
             hidden,
         )  # no submodule
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return _stub_output(self.__dict__["hidden"])
 
     def __getattr__(self, name: str) -> Any:
@@ -51,7 +51,7 @@ def stub_base(real: nn.Module, hidden: Tensor) -> nn.Module:
     return _BaseStub(real, hidden)
 
 
-def _stub_output(hidden: Tensor) -> Any:
+def _stub_output(hidden: Tensor) -> object:
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     class Output(MoeModelOutputWithPast):

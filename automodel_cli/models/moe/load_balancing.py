@@ -21,7 +21,7 @@ ranks. transformers stores this bias and does not update it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from automodel_cli.data.batch import Batch, SeenKeys
 from automodel_cli.distributed.expert_parallel.router_detection import routers_in
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.typed_torch import Ctx, Function, disable
+from automodel_cli.models.context_parallel_layout import Context
 from automodel_cli.models.moe.real_tokens import real_tokens
 from automodel_cli.models.moe_config import MoEConfig
 
@@ -97,13 +98,13 @@ class LoadBalancer:
 
     # The mask of the current microbatch is set while a part runs, and not during recomputation in backward.
 
-    def _enter_part(self, part: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+    def _enter_part(self, part: nn.Module, args: object, kwargs: dict[str, Tensor]) -> None:
         self._leave_part()
         if part.training and torch.is_grad_enabled():
             self.mask_BT = real_tokens(kwargs["labels"], kwargs["cu_seq_lens_q"], SeenKeys.among(kwargs))
 
-    def _enter_model(self, model: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
-        context = kwargs.get("context")
+    def _enter_model(self, model: nn.Module, args: object, kwargs: dict[str, object]) -> None:
+        context = cast(Context | None, kwargs.get("context"))
         if self.mask_BT is not None and context is not None:
             self.mask_BT = context.local(self.mask_BT.long(), 0).bool()
 

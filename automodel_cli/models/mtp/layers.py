@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +169,7 @@ def _last_norm(model: PreTrainedModel, layers: str) -> nn.Module:
     return result
 
 
-def _keep_last_layer_in(text: Any, num_layers: int) -> None:
+def _keep_last_layer_in(text: PretrainedConfig, num_layers: int) -> None:
     """A config with one layer, whose lists by layer have the last one's entry."""
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == num_layers and not name.startswith("_"):

@@ -7,7 +7,8 @@ inputs. The plan is used only if the sum of the two halves of every block is the
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _seen: set[type] = set()
+Calls = dict[str, tuple[tuple[object, ...], dict[str, object], Tensor | tuple[Tensor, ...]]]
+"""Arguments, keywords and output of each block, by name."""
+
 _HALVES = 2
 _TOLERANCE = 1e-5
 _INPUTS, _OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
@@ -29,8 +33,8 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_
 
 def add_measured_plan(model: PreTrainedModel) -> None:
     """Give the text model of a composite a plan if its config has none for its layers. Measured once per family."""
-    base: Any = model.base_model
-    config: Any = base.config
+    base = cast("PreTrainedModel", model.base_model)
+    config = base.config
     published = config.base_model_tp_plan or {}
     if composite_text.is_made_here(config) and not any("." in name for name in published) and type(config) not in _seen:
         _seen.add(type(config))
@@ -39,7 +43,7 @@ def add_measured_plan(model: PreTrainedModel) -> None:
 
 def block_plan(base: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, str]:
     """Return style strings by module name below the base model, with `*` for the layer. Empty if a block differs."""
-    small: Any = shrink(config)
+    small = shrink(config)
     small.pad_token_id = 0
     try:
         model = build_small(small, lambda c: base._from_config(c, attn_implementation="eager")).eval()
@@ -50,7 +54,7 @@ def block_plan(base: type[PreTrainedModel], config: PretrainedConfig) -> dict[st
 
 @torch.no_grad()
 def _measured_plan(model: PreTrainedModel) -> dict[str, str]:
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
+    calls: Calls = {}
     blocks = {name: block for name, block in model.named_modules() if _styles(block)}
     handles = [block.register_forward_hook(_keeper(calls, name), with_kwargs=True) for name, block in blocks.items()]
     ids_BT = torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -104,10 +108,9 @@ def _half(block: nn.Module, rank: int) -> nn.Module:
     return half
 
 
-def _keeper(calls: dict[str, Any], name: str) -> object:
+def _keeper(calls: Calls, name: str) -> Callable[..., None]:
     return lambda block, args, kwargs, output: calls.__setitem__(name, (args, kwargs, output))
 
 
-def _first(output: Any) -> Tensor:
-    first: Tensor = output[0] if isinstance(output, tuple) else output
-    return first
+def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

@@ -25,7 +25,7 @@ from automodel_cli.models.probes.small_sizes import VOCAB
 from automodel_cli.models.probes.tiny_model import build_small, shrink
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 _TOKENS = 26  # even, and no other dimension of a tiny copy has this size, so it identifies tokens
 _TOLERANCE = 1e-5  # relative to the largest value. Rounding is 1e-7, a state at least 1e-3.
@@ -46,10 +46,11 @@ def state_layer_classes(
     return _measured(small, PACKED if attention == PACKED else "eager")
 
 
-def new_cache(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
+def new_cache(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> Cache:
     """Return an empty cache of the class that this family's model creates, measured on a tiny copy."""
     cls = _cache_class(SmallConfig(hf_config, trust_remote_code))
-    return cls(config=hf_config) if "config" in inspect.signature(cls).parameters else cls()
+    cache: Cache = cls(config=hf_config) if "config" in inspect.signature(cls).parameters else cls()
+    return cache
 
 
 @functools.lru_cache(maxsize=64)

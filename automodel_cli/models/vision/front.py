@@ -15,7 +15,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,8 @@ class Front(nn.Module):
 
     def forward(self, ids_BT: Tensor, pictures: Pictures) -> dict[str, Any]:
         """Return the keywords of the text model for these ids: `inputs_embeds`, and what else the family has."""
-        table: Any = self.composite.get_input_embeddings()
-        dtype: torch.dtype = table.weight.dtype
+        table = self.composite.get_input_embeddings()
+        dtype = cast(Tensor, table.weight).dtype
         inputs = {name: _moved(value, ids_BT.device, dtype) for name, value in pictures.inputs.items()}
         positions = None if pictures.positions_3BT is None else pictures.positions_3BT.to(ids_BT.device)
         if pictures.shared_P is not None:
@@ -112,7 +112,7 @@ class Front(nn.Module):
 
     def _shared(
         self, ids_BT: Tensor, positions: Tensor | None, shared_P: Tensor, placeholder: int, inputs: Mapping[str, Tensor]
-    ) -> dict[str, object]:
+    ) -> dict[str, Any]:
         """Return the keywords if the tower reads each of several pictures once, and its features are repeated."""
         caught = self._inputs_of_text(ids_BT, positions, placeholder, {})
         once_1P = ids_BT.new_full((1, int(shared_P.max()) + 1), placeholder)
@@ -134,7 +134,7 @@ class Front(nn.Module):
 
     def _caught(
         self, ids_BT: Tensor, positions: Tensor | None, placeholder: int, inputs: Mapping[str, Tensor]
-    ) -> dict[str, object]:
+    ) -> dict[str, Any]:
         """Return all keywords that the composite passes to its text model."""
         types = {name: (ids_BT == placeholder).long() for name in TYPE_IDS if name in self._takes}
         given = {} if positions is None else {"position_ids": positions}
@@ -197,7 +197,7 @@ def _writes(module: nn.Module, width: int) -> bool:
 
 def composite_on_meta(composite_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the composite on the meta device. Raises ConfigError if it has no text model of its own."""
-    cls: Any = composite_text.composite_class(composite_config)
+    cls = composite_text.composite_class(composite_config)
     problem = "it is no model of images and text"
     if (
         cls is not None
@@ -239,7 +239,7 @@ def _repeated(value: Tensor, index_P: Tensor, is_shown_BT: Tensor) -> object:
     return is_shown_BT if value.dtype == torch.bool else value.index_select(0, index_P)
 
 
-def _empty_sum(value: object) -> Any:
+def _empty_sum(value: object) -> Tensor | int:
     """Return 0 as the sum over no element of every float tensor, which gives each of them a gradient of zeros."""
     if isinstance(value, Tensor):
         return value.flatten()[:0].sum() if value.is_floating_point() else 0

@@ -90,7 +90,7 @@ class FamilyProcessor:
         return other
 
     def _set_model(self, composite_config: PretrainedConfig) -> None:
-        self._meta: Any = composite_on_meta(composite_config, torch.float32)
+        self._meta = composite_on_meta(composite_config, torch.float32)
         self._rope_index = getattr(self._meta.base_model, "get_rope_index", None)
         rope_index = self._rope_index
         self._rope_names = frozenset(() if rope_index is None else inspect.signature(rope_index).parameters)
@@ -121,11 +121,11 @@ class FamilyProcessor:
         time, rows, columns = (int(number) for number in grid)
         return np.asarray(ids.tolist() if isinstance(ids, Tensor) else ids, np.int32), (time, rows, columns)
 
-    def inputs(self, images: Sequence[Any]) -> dict[str, Tensor]:
+    def inputs(self, images: Sequence[object]) -> dict[str, Tensor]:
         output = self.processor.image_processor([list(images)], **self._image_settings, return_tensors="pt")
         return {name: value for name, value in output.items() if name in self.takes}
 
-    def keywords(self, ids_BT: Tensor, images: Sequence[Any]) -> dict[str, Tensor]:
+    def keywords(self, ids_BT: Tensor, images: Sequence[object]) -> dict[str, Tensor]:
         """Return the keywords of the stock model beside the ids, for a document with these pictures."""
         types = {name: (ids_BT == self.placeholder).long() for name in TYPE_IDS if name in self.takes}
         return types | (self.inputs(images) if images else {})
@@ -152,7 +152,7 @@ class FamilyProcessor:
         return self._blank
 
 
-def _image_settings(processor: Any) -> dict[str, Any]:
+def _image_settings(processor: Any) -> dict[str, object]:
     """Return the keywords that a processor passes to its image processor (Pixtral: the size of merged patches)."""
     from PIL import Image
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    pass
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
-def images_only_processor(folder: str, revision: str | None, tokenizer: Any) -> Any:
+def images_only_processor(folder: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The processor beside the weights. Without torchvision the library cannot make those with a video part: then one
     of the same class without it."""
-    from transformers import AutoImageProcessor, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
     from transformers.models.auto import processing_auto
 
-    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    options: dict[str, str] = {} if revision is None else {"revision": revision}
     try:
-        processor: Any = AutoProcessor.from_pretrained(folder, **options)
+        processor = AutoProcessor.from_pretrained(folder, **options)
         if isinstance(processor, ProcessorMixin):
             return processor
     except (ImportError, AttributeError, ValueError, OSError):
@@ -33,10 +34,9 @@ def images_only_processor(folder: str, revision: str | None, tokenizer: Any) -> 
         path = cached_file(folder, file, _raise_exceptions_for_missing_entries=False, **options)
         names |= {} if path is None else {file: json.loads(Path(path).read_text()).get("processor_class")}
     name = next((found for found in names.values() if found), None)
-    cls: Any = None if name is None else processing_auto.processor_class_from_name(name)
+    cls = None if name is None else processing_auto.processor_class_from_name(name)
     if cls is None:
         raise ValueError(f"no file names its processor class ({', '.join(names) or 'there are none'})")
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
     parts = {
         "image_processor": AutoImageProcessor.from_pretrained(folder, use_fast=False, **options),
         "tokenizer": tokenizer,
@@ -47,12 +47,12 @@ def images_only_processor(folder: str, revision: str | None, tokenizer: Any) -> 
     return without_video(cls)(**dict.fromkeys(absent) | parts)  # Gemma 4 requires its parts for sound and video
 
 
-def name_special_tokens(tokenizer: Any, tokens: dict[str, str]) -> None:
+def name_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: dict[str, str]) -> None:
     """Give special tokens of a tokenizer the attribute names that a family's processor reads."""
-    tokenizer._set_model_specific_special_tokens(special_tokens=tokens)
+    tokenizer._set_model_specific_special_tokens(special_tokens={**tokens})
 
 
-def without_video(cls: Any, video_settings: dict[str, object] | None = None) -> Any:
+def without_video(cls: Any, video_settings: Mapping[str, object] | None = None) -> Callable[..., ProcessorMixin]:
     """Return a processor class without its video part, which needs torchvision.
 
     `save_pretrained` writes `video_settings` as those of the part, so that `AutoProcessor` finds them.
@@ -74,7 +74,7 @@ def without_video(cls: Any, video_settings: dict[str, object] | None = None) -> 
         def check_argument_for_proper_class(self, name: str, value: Tensor) -> object:
             return None if value is None else super().check_argument_for_proper_class(name, value)
 
-        def save_pretrained(self, save_directory: Any, *args: object, **kwargs: object) -> Any:
+        def save_pretrained(self, save_directory: str | Path, *args: object, **kwargs: object) -> object:
             saved = super().save_pretrained(save_directory, *args, **kwargs)
             if video_settings is not None:
                 text = json.dumps(video_settings, indent=2)

@@ -13,7 +13,8 @@ Shapes: B rows of T tokens, t local tokens of a row, P image tokens.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class TokenShards(Protocol):
 def keywords_without_front(base: nn.Module, ids_BT: Tensor, pictures: Pictures) -> dict[str, object]:
     """Return what a later pipeline stage needs: positions, and types of tokens if the text model reads them."""
     takes = inspect.signature(base.forward).parameters
-    found: dict[str, Any] = {name: (ids_BT == pictures.placeholder).long() for name in TYPE_IDS if name in takes}
+    found: dict[str, object] = {name: (ids_BT == pictures.placeholder).long() for name in TYPE_IDS if name in takes}
     if pictures.positions_3BT is not None:
         found["position_ids"] = pictures.positions_3BT.to(ids_BT.device)
     return found
@@ -48,7 +49,7 @@ def of_context(keywords: dict[str, object], is_shown_BT: Tensor, context: Contex
     local_Bt = context.local(is_shown_BT.long(), 0).bool()
     number_Bt = context.local(_numbers(is_shown_BT), 0)
 
-    def local(value: Any) -> Any:
+    def local(value: object) -> object:
         if isinstance(value, (list, tuple)):
             return [local(item) for item in value]
         if not isinstance(value, Tensor):
@@ -79,19 +80,19 @@ def of_layers(keywords: dict[str, object], is_shown_BT: Tensor, shards: TokenSha
         dense_BTD = dense_BTD.masked_scatter(is_shown_BT[..., None], features_PD)
         return shards.shard(dense_BTD)[local_Bt]
 
-    def of(name: str, value: Any) -> Any:
+    def of(name: str, value: object) -> object:
         if name in features:
-            return local(value) if isinstance(value, Tensor) else [local(item) for item in value]
+            return local(value) if isinstance(value, Tensor) else [local(item) for item in cast(list[Tensor], value)]
         is_mask = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == is_shown_BT.shape
         return local_Bt if is_mask else value
 
     return {name: of(name, value) for name, value in keywords.items()}
 
 
-def num_feature_layers(keywords: dict[str, Any], is_shown_BT: Tensor) -> int:
+def num_feature_layers(keywords: Mapping[str, object], is_shown_BT: Tensor) -> int:
     """Return how many of the first layers read features by placeholder."""
     lists = [value for value in keywords.values() if _is_by_placeholder(value, is_shown_BT)]
-    return max((1 if isinstance(value, Tensor) else len(value) for value in lists), default=0)
+    return max((1 if isinstance(value, Tensor) else len(cast(list[Tensor], value)) for value in lists), default=0)
 
 
 def names_by_token(keywords: dict[str, object], is_shown_BT: Tensor) -> list[str]:

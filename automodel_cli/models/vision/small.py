@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,7 +49,7 @@ def build_composite(small: PretrainedConfig) -> PreTrainedModel:
 
 def small_composite(config: PretrainedConfig, *, num_layers: int = LAYERS) -> PretrainedConfig:
     """Return a small copy of a composite's config. Sizes of pixels, patches and windows are kept."""
-    small: Any = shrink(config, num_layers=num_layers)
+    small = shrink(config, num_layers=num_layers)
     text = small.get_text_config()
     for value in vars(small).values():
         if hasattr(value, "get_text_config") and value is not text:
@@ -59,10 +60,10 @@ def small_composite(config: PretrainedConfig, *, num_layers: int = LAYERS) -> Pr
     for name in names:
         setattr(small, name, VOCAB - 1 - ids.index(getattr(small, name)))
     text.pad_token_id = 0
-    return cast("PretrainedConfig", small)
+    return small
 
 
-def _shrink_part(config: Any, text_hidden: int, *, nested: bool = True) -> None:
+def _shrink_part(config: PretrainedConfig, text_hidden: int, *, nested: bool = True) -> None:
     canonical = {real: common for common, real in getattr(config, "attribute_map", {}).items()}
     depth = max([_DEPTH, *(len(set(value)) for _, value in _layer_indices(config))]) if nested else _DEPTH
     for name, value in _layer_indices(config) if nested else ():
@@ -82,7 +83,7 @@ def _shrink_part(config: Any, text_hidden: int, *, nested: bool = True) -> None:
             setattr(config, name, _small_size(kind, value, text_hidden, depth, nested=nested))
 
 
-def _layer_indices(config: Any) -> list[tuple[str, Any]]:
+def _layer_indices(config: PretrainedConfig) -> list[tuple[str, Sequence[int]]]:
     """Return the fields with indices of layers."""
     fields = [(name, value) for name, value in vars(config).items() if "index" in name and value]
     return [(n, v) for n, v in fields if isinstance(v, list | tuple) and all(isinstance(x, int) for x in v)]
