@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode as _TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import TypeVar
 
     F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,6 +48,14 @@ if TYPE_CHECKING:
 else:
     Ctx, Function, disable = torch.autograd.function.FunctionCtx, torch.autograd.Function, torch.compiler.disable
     TorchDispatchMode, TorchFunctionMode = _TorchDispatchMode, _TorchFunctionMode
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def modules_of(model: nn.Module, kind: type[M] | tuple[type[M], ...]) -> Iterator[tuple[str, M]]:
+    """Yield name and module of every module of a class, in model order."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
 
 
 def set_attributes(target: object, **values: object) -> None:

@@ -19,7 +19,7 @@ from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.float8 import grouped_gemm
 from automodel_cli.distributed.float8.linear import convert_to_float8
 from automodel_cli.distributed.float8.quantization import MULTIPLE, RECIPES, Arithmetic
-from automodel_cli.distributed.typed_torch import set_attributes
+from automodel_cli.distributed.typed_torch import modules_of, set_attributes
 from automodel_cli.models.fp8_config import Fp8Config
 from automodel_cli.models.moe_config import MoEConfig
 
@@ -37,15 +37,14 @@ def convert_layers(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig) ->
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [layer for _, layer in modules_of(model, GradientCheckpointingLayer)]
     inside = {child for layer in layers for child in layer.modules() if type(child) is nn.Linear}
-    linear = {name: module for name, module in model.named_modules() if module in inside}
+    linear = {name: module for name, module in modules_of(model, nn.Linear) if module in inside}
     arithmetic = Arithmetic(RECIPES[config.recipe], config.emulate)
     _check_skipped(config, linear)
     reasons = {name: reason for name, module in linear.items() if (reason := _why_not(model, name, module, config))}
     for name, module in linear.items():
         if name not in reasons:
-            assert isinstance(module, nn.Linear)
             convert_to_float8(module, arithmetic)
     left = "".join(f"; not {count} {reason}" for reason, count in Counter(reasons.values()).items())
     num_experts, of_experts = _mark_experts(model, config, moe, arithmetic)
@@ -94,15 +93,14 @@ def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arit
     return ""
 
 
-def _check_skipped(config: Fp8Config, linear: dict[str, nn.Module]) -> None:
+def _check_skipped(config: Fp8Config, linear: dict[str, nn.Linear]) -> None:
     if linear:
         listed = NameList("model.fp8.exclude_modules", config.exclude_modules, "no linear layer's name ends in")
         check_entries(listed, lambda ending: any(ends_in(name, ending) for name in linear), endings(linear))
 
 
-def _why_not(model: nn.Module, name: str, module: nn.Module, config: Fp8Config) -> str:
+def _why_not(model: nn.Module, name: str, module: nn.Linear, config: Fp8Config) -> str:
     """Empty for a layer that is converted."""
-    assert isinstance(module, nn.Linear)
     if any(ends_in(name, ending) for ending in config.exclude_modules):
         return "skipped"
     siblings = model.get_submodule(name.rpartition(".")[0]).children()

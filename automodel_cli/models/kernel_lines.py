@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from automodel_cli.distributed.typed_torch import modules_of
 from automodel_cli.models.attention import kernel_selection
 from automodel_cli.models.attention.packed import PACKED
 from automodel_cli.models.document_masking import recurrent_layers
@@ -22,7 +23,7 @@ _PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
 def attention_lines(config: ModelConfig, parts: Sequence[nn.Module]) -> list[tuple[str, str]]:
     """Return (subject, text): how attention runs, and recurrent layers if the parts contain any."""
     modules = [module for part in parts for module in part.modules()]
-    layers = {type(module).__name__ for module in modules if isinstance(module, recurrent_layers.StateLayer)}
+    layers = {type(layer).__name__ for part in parts for _, layer in modules_of(part, recurrent_layers.StateLayer)}
     kind = config.attn_implementation
     if any(recurrent_layers.runs_by_document(module) for module in modules):
         return [("attention", f"{kind}, one document after another (packed attention cannot compute this family)")]

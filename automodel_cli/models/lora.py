@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel import low_rank
-from automodel_cli.distributed.typed_torch import set_attributes
+from automodel_cli.distributed.typed_torch import modules_of, set_attributes
 from automodel_cli.models import (
     expert_lora,
     lora_dora,
@@ -132,8 +132,7 @@ def _settings(model: PreTrainedModel, config: LoRAConfig) -> peft.LoraConfig:
 
 def untied_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the weight of a tied head by its hub name, if an adapter changes the embedding or the head."""
-    layers = [(name, layer) for name, layer in wrappers(model) if not isinstance(layer, lora_tokens.TokenRows)]
-    adapted = {f"{name}.base_layer.weight" for name, _ in layers}
+    adapted = {f"{name}.base_layer.weight" for name, _ in low_rank_layers(model)}
     owners: dict[int, list[str]] = {}
     params = dict(model.named_parameters(remove_duplicate=False))
     for name, param in params.items():
@@ -188,7 +187,7 @@ def _peft_config(model: PreTrainedModel, config: LoRAConfig) -> peft.LoraConfig:
         lora_alpha=cast(int, config.alpha),  # peft computes with it, integer or not
         lora_dropout=config.dropout,
         target_modules=lora_targets.all_linear(model) if every else config.target_modules,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        fan_in_fan_out=any(True for _ in modules_of(model, Conv1D)),
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         task_type="CAUSAL_LM",
@@ -210,6 +209,11 @@ def _need(what: str, package: str, *, key: str, fix: str) -> None:
 def wrappers(model: nn.Module) -> list[tuple[str, AdapterLayer]]:
     """(name, adapter layer) of every wrapped layer. Empty without adapters, and then peft is never imported."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+
+
+def low_rank_layers(model: nn.Module) -> list[tuple[str, AdapterLayer]]:
+    """Return name and layer of the wrapped layers with A and B, without those with trained rows only."""
+    return [(name, layer) for name, layer in wrappers(model) if not isinstance(layer, lora_tokens.TokenRows)]
 
 
 def matrices_of(name: str, layer: AdapterLayer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -270,10 +274,9 @@ def adapters_off(models: Sequence[nn.Module]) -> Iterator[None]:
 @torch.no_grad()
 def init_adapters(model: nn.Module, config: LoRAConfig | None, seed: int) -> None:
     """Fill new adapters. The step-0 model is the base, under any layout."""
-    layers = dict(wrappers(model))
-    for rows in (layer for layer in layers.values() if isinstance(layer, lora_tokens.TokenRows)):
+    for _, rows in modules_of(model, lora_tokens.TokenRows):
         lora_tokens.start(rows)
-    lora_init.start({n: of for n, of in layers.items() if not isinstance(of, lora_tokens.TokenRows)}, config, seed)
+    lora_init.start(dict(low_rank_layers(model)), config, seed)
     expert_lora.init_adapters(model, seed)
 
 

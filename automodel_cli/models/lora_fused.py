@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion
 from automodel_cli.models.lora_layer import ADAPTER, AdapterLayer
+from automodel_cli.models.transformers_compat import is_dtensor
 
 _GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -124,7 +124,7 @@ def _is_readable(linear: nn.Linear, x: Tensor) -> bool:
     """Return whether the weight can be used without calling the module, which may have hooks that gather it."""
     weight = linear.weight
     hooks = linear._forward_pre_hooks or linear._forward_hooks
-    of_one_kind = weight.dtype == x.dtype and not isinstance(x, DTensor) and not isinstance(weight, DTensor)
+    of_one_kind = weight.dtype == x.dtype and not is_dtensor(x) and not is_dtensor(weight)
     return of_one_kind and not hooks and linear.bias is None
 
 
@@ -132,7 +132,7 @@ def _is_frozen_linear(base: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     if type(base) not in (nn.Linear, wgrad_fusion.WgradFusedLinear) or base._forward_pre_hooks or base._forward_hooks:
         return False
     params = [param for param in (base.weight, base.bias) if param is not None]
-    return all(p.dtype == x.dtype and not p.requires_grad and not isinstance(p, DTensor) for p in params)
+    return all(p.dtype == x.dtype and not p.requires_grad and not is_dtensor(p) for p in params)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from automodel_cli.models.attention.packed import PACKED
 from automodel_cli.models.attention.picture_runs import PictureRuns, TwoWay
 from automodel_cli.models.context_parallel_layout import Context, ContextGroup, local_length
 from automodel_cli.models.document_masking import recurrent_layers
+from automodel_cli.models.document_masking.document_bounds import tensors_in
 from automodel_cli.models.lm_head.head import Head, HeadKind
 from automodel_cli.models.lm_head.value_head import ValueHead
 from automodel_cli.models.model_inputs import ROUTED, accepted_by
@@ -179,8 +180,7 @@ class ModelPart(nn.Module):
                 if self.front is not None:
                     del inputs["input_ids"]
             output = module(**inputs, use_cache=False)
-        hidden_BTD: Tensor = output if isinstance(output, Tensor) else output[0]
-        return hidden_BTD
+        return next(tensors_in(output))
 
     def _shown(self, ids_BT: Tensor, pictures: Pictures, context: Context | None) -> dict[str, object]:
         """Return the keywords of the text model for pictures, of the tokens of this rank. `ids_BT`: of full rows."""

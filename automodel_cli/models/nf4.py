@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from automodel_cli.distributed.typed_torch import modules_of
+
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
@@ -75,7 +77,7 @@ class NF4Linear(nn.Module):
 
 def packed_layers(module: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
     """(name, layer) of all of them in `module`."""
-    return ((name, child) for name, child in module.named_modules() if isinstance(child, NF4Linear))
+    return modules_of(module, NF4Linear)
 
 
 def num_packed(module: nn.Module) -> int:

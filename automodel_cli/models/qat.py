@@ -15,6 +15,7 @@ from automodel_cli.config.value_checks import require_package
 from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.qat.formats import Format
 from automodel_cli.distributed.qat.linear import FakeQuantization, convert_to_qat
+from automodel_cli.distributed.typed_torch import modules_of
 from automodel_cli.models.lora_targets import bypassed, shared
 from automodel_cli.models.qat_config import QATConfig
 
@@ -39,9 +40,9 @@ def convert_layers(model: PreTrainedModel, config: QATConfig, read_dtype: torch.
         require_package("compressed_tensors", "the export of model.qat", install=install, keys=("qat",))
     if any(is_experts(module) for module in model.modules()):
         raise _refused(f"the experts of {type(model).__name__} are not quantized")
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [layer for _, layer in modules_of(model, GradientCheckpointingLayer)]
     inside = {child for layer in layers for child in layer.modules() if type(child) is nn.Linear}
-    linear = {name: child for name, child in model.named_modules() if isinstance(child, nn.Linear)}
+    linear = dict(modules_of(model, nn.Linear))
     candidates = {name: child for name, child in linear.items() if child in inside}
     _check_names("target_modules", config.target_modules, candidates)
     _check_names("exclude_modules", config.exclude_modules, candidates)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import require_package
+from automodel_cli.distributed.typed_torch import modules_of
 from automodel_cli.models.fp8_config import TransformerEngineConfig
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ def swap_layers(model: PreTrainedModel, config: TransformerEngineConfig) -> None
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    inside = {child for layer in layers for child in layer.modules()}
+    inside = {child for _, layer in modules_of(model, GradientCheckpointingLayer) for child in layer.modules()}
     make_linear = _linear_factory(config.fp8_recipe) if config.linear else None
     for path, module in list(model.named_modules()):
         new: nn.Module | None = None

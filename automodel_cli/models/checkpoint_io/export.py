@@ -131,10 +131,11 @@ def _finish_with_head(
     tokenizer: PreTrainedTokenizerBase | None,
     score_head: ScoreHead | EmbeddingHead,
 ) -> None:
-    if isinstance(score_head, EmbeddingHead):
-        _finish_embedding(folder, shards, part, tokenizer, score_head)
-    else:
-        _finish_classifier(folder, shards, part, values, tokenizer, score_head)
+    match score_head:
+        case EmbeddingHead():
+            _finish_embedding(folder, shards, part, tokenizer, score_head)
+        case ScoreHead():
+            _finish_classifier(folder, shards, part, values, tokenizer, score_head)
 
 
 def _finish_embedding(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
+_EMBEDDING_CLASS = "SentenceTransformer"
 SHARD_BYTES = 4 * 2**30
 
 
@@ -98,7 +99,8 @@ def write_card(
     hub_id = base is not None and config.gguf_file is None and not Path(base).exists()
     reads_pictures = part.front is not None
     task, kind, described = _described(score_head, reads_pictures=reads_pictures)
-    library = "sentence-transformers" if isinstance(score_head, EmbeddingHead) else "transformers"
+    is_embedding = kind == _EMBEDDING_CLASS
+    library = "sentence-transformers" if is_embedding else "transformers"
     lines = ["---", f"library_name: {library}", f"pipeline_tag: {task}"]
     lines += [f"base_model: {base}"] if hub_id else []
     lines += ["tags:", "- automodel", "---", "", f"# {title}", ""]
@@ -113,7 +115,7 @@ def write_card(
         f'model = {kind}.from_pretrained("<this folder>")',
         'tokenizer = AutoTokenizer.from_pretrained("<this folder>")',
     ]
-    if isinstance(score_head, EmbeddingHead):
+    if is_embedding:
         code = [f"from sentence_transformers import {kind}", "", f'model = {kind}("<this folder>")']
         code += ["queries, documents = model.encode_query([...]), model.encode_document([...])"]
     lines += ["```python", *code, "```"]
@@ -122,12 +124,13 @@ def write_card(
 
 def _described(head: ScoreHead | EmbeddingHead | None, *, reads_pictures: bool) -> tuple[str, str, str]:
     """Return the task of the hub, the class that loads the folder, and a sentence on its outputs ("" for none)."""
-    if isinstance(head, EmbeddingHead):
-        return "sentence-similarity", "SentenceTransformer", ""
-    if head is None and reads_pictures:
-        return "image-text-to-text", "AutoModelForImageTextToText", ""
-    if head is None:
-        return "text-generation", "AutoModelForCausalLM", ""
+    match head:
+        case EmbeddingHead():
+            return "sentence-similarity", _EMBEDDING_CLASS, ""
+        case None if reads_pictures:
+            return "image-text-to-text", "AutoModelForImageTextToText", ""
+        case None:
+            return "text-generation", "AutoModelForCausalLM", ""
     labels = f"Labels: {', '.join(head.labels)}."
     if head.of_tokens:
         return "token-classification", "AutoModelForTokenClassification", labels

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 def fill_scores(part: ModelPart, config: ModelConfig, head: ScoreHead | EmbeddingHead | None) -> None:
     """Fill the value head of this part, if it has one. All parts compare the checkpoint with `head` and warn."""
-    if isinstance(head, EmbeddingHead):
-        warn_of_other_settings(config, head)
-    stored = stored_scores(config, head) if isinstance(head, ScoreHead) else None
+    stored = None
+    match head:
+        case EmbeddingHead():
+            warn_of_other_settings(config, head)
+        case ScoreHead():
+            stored = stored_scores(config, head)
     if part.value_head is not None:
         own = value_head.read_value_head(source.folder(config)) if stored is None else None
         of_critic = own if own is not None and len(own) == part.value_head.out_features else None

@@ -164,6 +164,10 @@ class _PerToken:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
+    def of_documents(self, index_GS: Tensor) -> Tensor:
+        """Return the tokens of each document, `[G, S, ...]`."""
+        return self.tensor.index_select(0, index_GS.flatten()).unflatten(0, index_GS.shape)
+
 
 class _ByPosition:
     """A mask, bias or table shared by all rows: `[B or 1 or B * H, ..., T, ...]`, or `[T, ...]`."""
@@ -173,9 +177,9 @@ class _ByPosition:
         self.of_each = tensor.dim() > 2 and tensor.shape[0] != tokens and (len(tensor) == 1 or len(tensor) % rows == 0)
         self.tensor = tensor[: max(len(tensor) // rows, 1)] if self.of_each else tensor
 
-    def beginning(self, documents: int, length: int) -> Tensor:
-        """Return the part for `length` tokens, repeated for `documents` documents."""
-        x = self.tensor
+    def of_documents(self, index_GS: Tensor) -> Tensor:
+        """Return the part for documents of S tokens, repeated for G documents."""
+        (documents, length), x = index_GS.shape, self.tensor
         for dim, size in enumerate(x.shape):
             x = x.narrow(dim, 0, length) if size == self.tokens else x
         if not self.of_each:
@@ -193,10 +197,9 @@ def _equally_wide(outputs: list[Tensor]) -> list[Tensor]:
 
 
 def _pick(value: object, index_GS: Tensor) -> object:
-    if isinstance(value, _ByPosition):
-        return value.beginning(*index_GS.shape)
-    if isinstance(value, _PerToken):
-        return value.tensor.index_select(0, index_GS.flatten()).unflatten(0, index_GS.shape)
+    # Dynamo traces this function in compiled layers, so it has no `match`, which older releases do not support.
+    if isinstance(value, (_PerToken, _ByPosition)):
+        return value.of_documents(index_GS)
     if isinstance(value, dict):
         return {name: _pick(item, index_GS) for name, item in value.items()}
     return tuple(_pick(item, index_GS) for item in value) if isinstance(value, tuple) else value
@@ -204,11 +207,14 @@ def _pick(value: object, index_GS: Tensor) -> object:
 
 def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
+    match value:
+        case Tensor():
+            yield value
+        case dict():
+            yield from tensors_in(list(value.values()))
+        case tuple() | list():
+            for item in value:
+                yield from tensors_in(item)
 
 
 def is_per_token(x: Tensor, rows: int, tokens: int) -> bool:

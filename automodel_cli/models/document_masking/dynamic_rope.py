@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.typed_torch import modules_of
 from automodel_cli.models.context_parallel_layout import Context
 
 if TYPE_CHECKING:
@@ -144,9 +145,8 @@ def _set_lengths(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
     documents."""
     context = cast(Context | None, kwargs.get("context"))
     lengths_BT = None if context is None else context.local_document_lengths()
-    for module in model.modules():
-        if isinstance(module, _PerDocument):
-            setattr(module, _LENGTHS, lengths_BT)
+    for _, module in modules_of(model, _PerDocument):
+        setattr(module, _LENGTHS, lengths_BT)
 
 
 def _switches(module: nn.Module) -> bool:
@@ -154,11 +154,11 @@ def _switches(module: nn.Module) -> bool:
 
 
 def _rope_types(module: nn.Module) -> Iterator[str]:
-    rope_type: Any = getattr(module, "rope_type", None)
-    if isinstance(rope_type, str):
-        yield rope_type
-    elif isinstance(rope_type, dict):
-        yield from (name for name in rope_type.values() if isinstance(name, str))
+    match getattr(module, "rope_type", None):
+        case str(rope_type):
+            yield rope_type
+        case dict(by_layer_type):
+            yield from (name for name in by_layer_type.values() if name is not None)
 
 
 def _is_by_length(rope_type: str | None) -> bool:

@@ -63,7 +63,7 @@ def check_weights(files: Sequence[Path]) -> None:
 def check_stops(stop_ids: Sequence[int], vocab_size: int | None, where: str) -> list[int]:
     """Return the stop token ids. Raises ConfigError for an id that is not in the vocabulary."""
     for stop in stop_ids:
-        if not isinstance(stop, int) or isinstance(stop, bool) or stop < 0 or stop >= (vocab_size or stop + 1):
+        if type(stop) is not int or stop < 0 or stop >= (vocab_size or stop + 1):
             raise ConfigError(
                 f"eos_token_id={stop!r} of {where} must be a token id below {vocab_size or 0:,}",
                 code="vocabulary_mismatch",
@@ -76,11 +76,11 @@ def check_stops(stop_ids: Sequence[int], vocab_size: int | None, where: str) -> 
 def _check_counts(path: Path, fields: dict[str, object]) -> None:
     for part in (part for part in (fields, fields.get("text_config")) if isinstance(part, dict)):
         for name in _COUNTS:
-            value = part.get(name)
-            if value is not None and isinstance(value, str | float | bool | dict):
-                raise _damaged(path, f"has {name}={value!r:.60}, which is not an integer")
-            if isinstance(value, int) and (value < 0 or (name == "num_hidden_layers" and value > _MAX_LAYERS)):
-                raise _damaged(path, f"has {name}={value:,}")
+            match part.get(name):
+                case str() | float() | bool() | dict() as value:
+                    raise _damaged(path, f"has {name}={value!r:.60}, which is not an integer")
+                case int(value) if value < 0 or (name == "num_hidden_layers" and value > _MAX_LAYERS):
+                    raise _damaged(path, f"has {name}={value:,}")
 
 
 def _read(path: Path) -> dict[str, object]:

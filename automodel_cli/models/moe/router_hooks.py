@@ -66,8 +66,8 @@ def _measured(small: SmallConfig) -> Selectors | str:
         watch = _Watch(model)
         with watch:
             before = model(input_ids=ids_BT, use_cache=False).logits
-        if isinstance(watch.selectors, str):
-            return watch.selectors
+        if watch.problem:
+            return watch.problem
         layers = list(_selecting(model, watch.selectors))
         if len(layers) != len(experts_modules(model)):
             return "has layers whose experts are not selected by topk"
@@ -128,7 +128,8 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.selectors: dict[str, int] | str = {}
+        self.selectors: dict[str, int] = {}
+        self.problem = ""
         self.chosen: list[Tensor] = []
         self._calls: list[tuple[nn.Module, int, Tensor]] = []
         self._running: list[tuple[nn.Module, list[int]]] = []
@@ -166,8 +167,8 @@ class _Watch(TorchFunctionMode):
         self._calls.clear()
         self.chosen.append(index_NK)
         if not calls:
-            self.selectors = "does not call its experts with the indices of topk"
-        elif not isinstance(self.selectors, str):
+            self.problem = "does not call its experts with the indices of topk"
+        elif not self.problem:
             module, nth = calls[-1]
             self.selectors[class_name(module)] = nth
 

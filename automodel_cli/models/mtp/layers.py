@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, further
 from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.distributed.typed_torch import modules_of
 from automodel_cli.models.context_parallel_layout import Context
 from automodel_cli.models.document_masking import recurrent_layers
 
@@ -132,8 +133,8 @@ def cut_to_depth(model: PreTrainedModel) -> None:
 def decoder_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Name and entries of the outermost list with one entry per layer of the config."""
     count = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
+    for name, module in modules_of(model, nn.ModuleList):
+        if len(module) == count:
             return name, module
     raise _cannot(model, f"it has no module list with the config's {count} layers")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.models.document_masking.document_bounds import tensors_in
 from automodel_cli.models.hub import composite_text
 from automodel_cli.models.probes.small_sizes import VOCAB
 from automodel_cli.models.probes.tiny_model import build_small, shrink
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _seen: set[type] = set()
-Calls = dict[str, tuple[tuple[object, ...], dict[str, object], Tensor | tuple[Tensor, ...]]]
+Calls = dict[str, tuple[tuple[object, ...], dict[str, object], object]]
 """Arguments, keywords and output of each block, by name."""
 
 _HALVES = 2
@@ -112,5 +113,5 @@ def _keeper(calls: Calls, name: str) -> Callable[..., None]:
     return lambda block, args, kwargs, output: calls.__setitem__(name, (args, kwargs, output))
 
 
-def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
+def _first(output: object) -> Tensor:
+    return next(tensors_in(output))

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.distributed.typed_torch import modules_of
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.attention import packed as packed
 from automodel_cli.models.document_masking import recurrent_layers
+from automodel_cli.models.document_masking.document_bounds import tensors_in
 from automodel_cli.models.model_inputs import accepted_by
 from automodel_cli.models.probes.tiny_model import build_small
 
@@ -54,12 +56,11 @@ def layer_outputs(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[list[
     """Return hidden states after every decoder layer and of the base model, with a name for each."""
     outputs: list[Tensor] = []
     names: list[str] = []
-    layers = max(
-        (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList()
-    )
+    lists = (entries for _, entries in modules_of(model.base_model, nn.ModuleList))
+    layers = max(lists, key=len, default=nn.ModuleList())
 
-    def keep(module: nn.Module, args: object, output: Tensor) -> None:
-        outputs.append(output[0] if isinstance(output, (tuple, list)) else output)
+    def keep(module: nn.Module, args: object, output: object) -> None:
+        outputs.append(next(tensors_in(output)))
 
     handles = [layer.register_forward_hook(keep) for layer in layers]
     try:

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Pictures
+from automodel_cli.distributed.typed_torch import modules_of
 from automodel_cli.models import transformers_compat
+from automodel_cli.models.document_masking.document_bounds import tensors_in
 from automodel_cli.models.hub import composite_text
 
 if TYPE_CHECKING:
@@ -168,7 +170,7 @@ class Front(nn.Module):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         width = self.composite.config.get_text_config().hidden_size
-        blocks = [n for n, m in self.composite.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+        blocks = [name for name, _ in modules_of(self.composite, GradientCheckpointingLayer)]
         towers = sorted({_outermost_beside(name, self.text_name) for name in blocks})
         projectors = []
         for stack in {name.rpartition(".")[0] for name in blocks}:
@@ -191,8 +193,8 @@ def _is_below(name: str, prefixes: list[str]) -> bool:
 
 def _writes(module: nn.Module, width: int) -> bool:
     """Return whether a matrix of the module has this many outputs."""
-    kinds = (nn.Linear, nn.Conv2d)
-    return any(isinstance(child, kinds) and len(child.weight) == width for child in module.modules())
+    kinds: tuple[type[nn.Linear | nn.Conv2d], ...] = (nn.Linear, nn.Conv2d)
+    return any(len(child.weight) == width for _, child in modules_of(module, kinds))
 
 
 def composite_on_meta(composite_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -234,15 +236,16 @@ def _moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def _repeated(value: Tensor, index_P: Tensor, is_shown_BT: Tensor) -> object:
     """Return features of distinct placeholders for all placeholders. A mask of tokens becomes that of the batch."""
-    if isinstance(value, (list, tuple)):
-        return [_repeated(item, index_P, is_shown_BT) for item in value]
-    return is_shown_BT if value.dtype == torch.bool else value.index_select(0, index_P)
+    match value:
+        case list() | tuple():
+            return [_repeated(item, index_P, is_shown_BT) for item in value]
+        case Tensor(dtype=torch.bool):
+            return is_shown_BT
+        case _:
+            return value.index_select(0, index_P)
 
 
 def _empty_sum(value: object) -> Tensor | int:
     """Return 0 as the sum over no element of every float tensor, which gives each of them a gradient of zeros."""
-    if isinstance(value, Tensor):
-        return value.flatten()[:0].sum() if value.is_floating_point() else 0
-    if isinstance(value, dict):
-        return sum(_empty_sum(item) for item in value.values())
-    return sum(_empty_sum(item) for item in value) if isinstance(value, (list, tuple)) else 0
+    floats = (x for x in tensors_in(value) if x.is_floating_point())
+    return sum(x.flatten()[:0].sum() for x in floats)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from automodel_cli.data.batch import Pictures
 from automodel_cli.models.context_parallel_layout import Context
+from automodel_cli.models.document_masking.document_bounds import tensors_in
 from automodel_cli.models.vision.front import TYPE_IDS
 
 
@@ -50,10 +51,15 @@ def of_context(keywords: dict[str, object], is_shown_BT: Tensor, context: Contex
     number_Bt = context.local(_numbers(is_shown_BT), 0)
 
     def local(value: object) -> object:
-        if isinstance(value, (list, tuple)):
-            return [local(item) for item in value]
-        if not isinstance(value, Tensor):
-            return value
+        match value:
+            case list() | tuple():
+                return [local(item) for item in value]
+            case Tensor():
+                return local_tensor(value)
+            case _:
+                return value
+
+    def local_tensor(value: Tensor) -> Tensor:
         if value.ndim == is_shown_BT.ndim + 1 and not value.is_floating_point():
             return torch.stack([context.local_positions(positions_BT) for positions_BT in value])
         if value.shape[:2] == is_shown_BT.shape:
@@ -81,10 +87,15 @@ def of_layers(keywords: dict[str, object], is_shown_BT: Tensor, shards: TokenSha
         return shards.shard(dense_BTD)[local_Bt]
 
     def of(name: str, value: object) -> object:
-        if name in features:
-            return local(value) if isinstance(value, Tensor) else [local(item) for item in cast(list[Tensor], value)]
-        is_mask = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == is_shown_BT.shape
-        return local_Bt if is_mask else value
+        match value:
+            case Tensor() if name in features:
+                return local(value)
+            case list() | tuple() if name in features:
+                return [local(item) for item in value]
+            case Tensor(dtype=torch.bool, shape=is_shown_BT.shape):
+                return local_Bt
+            case _:
+                return value
 
     return {name: of(name, value) for name, value in keywords.items()}
 
@@ -92,7 +103,7 @@ def of_layers(keywords: dict[str, object], is_shown_BT: Tensor, shards: TokenSha
 def num_feature_layers(keywords: Mapping[str, object], is_shown_BT: Tensor) -> int:
     """Return how many of the first layers read features by placeholder."""
     lists = [value for value in keywords.values() if _is_by_placeholder(value, is_shown_BT)]
-    return max((1 if isinstance(value, Tensor) else len(cast(list[Tensor], value)) for value in lists), default=0)
+    return max((len(list(tensors_in(value))) for value in lists), default=0)
 
 
 def names_by_token(keywords: dict[str, object], is_shown_BT: Tensor) -> list[str]:
@@ -108,11 +119,13 @@ def names_by_token(keywords: dict[str, object], is_shown_BT: Tensor) -> list[str
 
 
 def _is_by_placeholder(value: object, is_shown_BT: Tensor) -> bool:
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(_is_by_placeholder(item, is_shown_BT) for item in value)
-    return (
-        isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 2 and value.shape != is_shown_BT.shape
-    )
+    match value:
+        case list() | tuple():
+            return bool(value) and all(_is_by_placeholder(item, is_shown_BT) for item in value)
+        case Tensor(ndim=2):
+            return value.is_floating_point() and value.shape != is_shown_BT.shape
+        case _:
+            return False
 
 
 def _numbers(is_shown_BT: Tensor) -> Tensor:

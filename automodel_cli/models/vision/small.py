@@ -72,14 +72,14 @@ def _shrink_part(config: PretrainedConfig, text_hidden: int, *, nested: bool = T
         setattr(config, name, kept)
     for name, value in list(vars(config).items()):
         kind = canonical.get(name, name)
-        if name.startswith("_") or value is None or isinstance(value, bool):
+        if name.startswith("_") or value is None:
             continue
         if hasattr(value, "get_text_config"):
             if nested:
                 _shrink_part(value, text_hidden)
         elif nested and kind == "hidden_size" and hasattr(config, "embed_dim"):
             setattr(config, name, text_hidden)  # Qwen2-VL: the width of the results beside that of the tower
-        elif isinstance(value, int):
+        elif type(value) is int:
             setattr(config, name, _small_size(kind, value, text_hidden, depth, nested=nested))
 
 

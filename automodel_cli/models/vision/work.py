@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.data.pictures.load import PictureLoad
+from automodel_cli.distributed.typed_torch import modules_of
 from automodel_cli.models.hub import composite_text
 from automodel_cli.models.vision.front import Front, composite_on_meta
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from automodel_cli.data.pictures.reader import PictureProcessor
 
-_MATRICES = (nn.Linear, nn.Conv2d, nn.Conv3d)
+_MATRICES: tuple[type[nn.Linear | nn.Conv2d | nn.Conv3d], ...] = (nn.Linear, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,12 @@ class FrontWork:
         """Read the sizes from the modules, which may be on the meta device or sharded."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        modules = dict(front.composite.named_modules())
-        matrices = {name: module for name, module in modules.items() if isinstance(module, _MATRICES)}
+        matrices = dict(modules_of(front.composite, _MATRICES))
         sizes = {True: 0, False: 0}
         for name, module in matrices.items():
             sizes[front.is_tower(f"{name}.weight")] += module.weight.numel()
-        blocks = [m for m in modules.values() if isinstance(m, GradientCheckpointingLayer)]
-        inner = max((len(m.weight) for block in blocks for m in block.modules() if isinstance(m, nn.Linear)), default=0)
+        blocks = [block for _, block in modules_of(front.composite, GradientCheckpointingLayer)]
+        inner = max((len(m.weight) for block in blocks for _, m in modules_of(block, nn.Linear)), default=0)
         first = next(m for n, m in matrices.items() if front.is_tower(f"{n}.weight"))
         width, *kernel = first.weight.shape
         elements = int(first.weight[:1].numel())
