@@ -166,7 +166,8 @@ class _PerToken:
 
     def of_documents(self, index_GS: Tensor) -> Tensor:
         """Return the tokens of each document, `[G, S, ...]`."""
-        return self.tensor.index_select(0, index_GS.flatten()).unflatten(0, index_GS.shape)
+        found: Tensor = self.tensor.index_select(0, index_GS.flatten()).unflatten(0, index_GS.shape)
+        return found
 
 
 class _ByPosition:
