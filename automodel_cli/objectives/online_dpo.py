@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import RewardKL
-from automodel_cli.objectives.dpo import DPO, SORTED
+from automodel_cli.objectives.dpo import DPO
+from automodel_cli.objectives.preference_settings import SORTED
 
 if TYPE_CHECKING:
     from torch import Tensor

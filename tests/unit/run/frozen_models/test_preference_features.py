@@ -10,8 +10,9 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.objectives.dpo import DPO, SORTED
+from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.online_dpo import OnlineDPO
+from automodel_cli.objectives.preference_settings import SORTED
 from automodel_cli.run.frozen_models.preference_features import matched
 from tests.unit.objectives.test_vectors import rows_as_batch
 
